@@ -1,0 +1,49 @@
+"""Windows over a token stream: random ones to train on, consecutive ones to measure on.
+
+A window has ``context + 1`` tokens: its first ``context`` are the inputs, its last ``context`` the targets.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int, Int64
+from torch import Tensor
+
+PAD = -1
+"""Fills the last evaluation window; never a token."""
+
+
+def random_windows(
+    stream: Int[Tensor, " tokens"], *, count: int, context: int, generator: torch.Generator
+) -> Int64[Tensor, "count window"]:
+    """Windows drawn with replacement, uniform over all ``tokens - context`` starts.
+
+    The starts are drawn where the generator lives and used where the stream lives, so a CPU generator gives the same
+    windows on every device. The stream must hold one window (see :func:`comingle.data.pack.check`).
+    """
+    starts = torch.randint(len(stream) - context, (count, 1), generator=generator, device=generator.device)
+    offsets = torch.arange(context + 1, device=stream.device)
+    return stream[starts.to(stream.device) + offsets].long()
+
+
+def evaluation_windows(stream: Int[Tensor, " tokens"], *, context: int) -> Int64[Tensor, "windows window"]:
+    """Consecutive windows with stride ``context``: every token but the first is a target exactly once.
+
+    The last window is filled on the right with ``PAD``. A position whose target is ``PAD`` carries no loss; as inputs
+    the pads must be valid ids, so the caller clamps them::
+
+        inputs, targets = windows[:, :-1].clamp(min=0), windows[:, 1:]
+        loss_nats = cross_entropy(logits(inputs), targets, ignore_index=PAD)
+
+    Under causal attention no counted target sees a clamped pad. A stream without targets gives no window.
+    """
+    count = -(-count_targets(stream) // context)
+    padded = torch.full((count * context + 1,), PAD, dtype=torch.int64, device=stream.device)
+    padded[: len(stream)] = stream[: len(padded)]
+    # Copied, because windows that share their border tokens in memory must not be written to.
+    return padded.unfold(0, context + 1, context).contiguous() if count else padded.new_empty(0, context + 1)
+
+
+def count_targets(stream: Int[Tensor, " tokens"]) -> int:
+    """Tokens that are predicted from at least one before them: all but the first."""
+    return max(0, len(stream) - 1)

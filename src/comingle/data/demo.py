@@ -1,0 +1,138 @@
+"""Four users that every machine has: text installed with Python and its packages, nothing to download.
+
+Each is a list of documents in a fixed order, near-duplicates dropped, about 400,000 characters at most. What exactly
+they hold follows the installed versions, so the demo users serve for trying things, not for comparing machines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import re
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import distributions
+from itertools import accumulate
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from comingle.data.files import cut_paragraphs
+from comingle.data.shingles import drop_near_duplicates
+from comingle.errors import DataError
+
+_USER_CHARACTERS = 400_000
+_DOCUMENT_CHARACTERS = 20_000
+# Below this a docstring is a signature or a pointer to another docstring.
+_DOCSTRING_CHARACTERS = 200
+_LICENCE_NAME = re.compile(r"licen[cs]e|copying|notice", re.IGNORECASE)
+_NO_TEXT_SUFFIXES = (".py", ".pyc", ".js", ".so", ".json")
+
+
+def read_library() -> list[str]:
+    """Source files of the standard library's top level."""
+    paths = Path(sysconfig.get_paths()["stdlib"]).glob("*.py")
+    return _select({path.name: path.read_text(encoding="utf-8", errors="replace") for path in paths})
+
+
+def read_reference() -> list[str]:
+    """The topics of the language reference that ``help()`` prints."""
+    from pydoc_data.topics import topics
+
+    return _select(topics)
+
+
+def read_numpy() -> list[str]:
+    """Docstrings of NumPy's public functions, classes and methods, each under its name."""
+    return _select({name: f"{name}\n\n{text}" for name, text in _numpy_docstrings()})
+
+
+def read_licences() -> list[str]:
+    """Licences of the installed distributions and of Python itself, in blocks of paragraphs.
+
+    Blocks, because the longest files are collections of licences that other files hold one by one.
+    """
+    texts = (_read_or_none(path) for path in _licence_files())
+    return _select({block: block for text in texts if text for block in cut_paragraphs(text)})
+
+
+DEMO_USERS: Mapping[str, Callable[[], list[str]]] = {
+    "library": read_library,
+    "reference": read_reference,
+    "numpy": read_numpy,
+    "licences": read_licences,
+}
+
+
+def _select(documents: Mapping[str, str]) -> list[str]:
+    """As many documents as fit into a demo user, clipped and without near-duplicates, in an order that mixes subjects.
+
+    Raises:
+        DataError: there is no text at all, as on a Python without source files.
+    """
+    clipped = [_clip(documents[name], _DOCUMENT_CHARACTERS) for name in sorted(documents, key=_shuffle_key)]
+    distinct = drop_near_duplicates(clipped)
+    ends = accumulate(map(len, distinct))
+    taken = [document for document, end in zip(distinct, ends, strict=True) if end <= _USER_CHARACTERS]
+    if not taken:
+        raise DataError("demo users: this Python was installed without the text they read; give files of your own")
+    return taken
+
+
+def _shuffle_key(name: str) -> bytes:
+    """A fixed order without meaning: neighbours in the alphabet are spread."""
+    return hashlib.sha256(name.encode("utf-8", errors="replace")).digest()
+
+
+def _clip(document: str, characters: int) -> str:
+    """The first lines of a document, at most that many characters."""
+    if len(document) <= characters:
+        return document
+    return document[: document.rfind("\n", 0, characters) + 1] or document[:characters]
+
+
+def _numpy_docstrings() -> Iterator[tuple[str, str]]:
+    """Dotted name and docstring of what NumPy's public modules export, and of the methods of what they export."""
+    import numpy
+
+    modules = (numpy, numpy.linalg, numpy.fft, numpy.random, numpy.ma, numpy.polynomial)
+    for module in modules:
+        for name, value in _public(module):
+            yield from _docstring(f"{module.__name__}.{name}", value)
+            if inspect.isclass(value):
+                for method, function in _public(value):
+                    yield from _docstring(f"{module.__name__}.{name}.{method}", function)
+
+
+def _public(owner: ModuleType | type) -> Iterator[tuple[str, Any]]:
+    """Public attributes in the order of their names; touching a deprecated one may warn or raise, which is no news."""
+    for name in sorted(dir(owner)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = None if name.startswith("_") else getattr(owner, name, None)
+        if callable(value):
+            yield name, value
+
+
+def _docstring(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    text = inspect.getdoc(value)
+    if text and len(text) >= _DOCSTRING_CHARACTERS:
+        yield name, text
+
+
+def _licence_files() -> Iterator[Path]:
+    standard_library = Path(sysconfig.get_paths()["stdlib"])
+    yield standard_library / "LICENSE.txt"
+    yield standard_library.parent.parent / "LICENSE.txt"
+    for distribution in distributions():
+        for file in distribution.files or ():
+            if _LICENCE_NAME.search(file.name) and not file.name.endswith(_NO_TEXT_SUFFIXES):
+                yield Path(str(file.locate()))
+
+
+def _read_or_none(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,222 @@
+"""Train, valid and test of a user: by fractions, by given splits, or held out from a mixture of all users."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+from jaxtyping import UInt64
+
+from comingle.data.seeds import derive
+from comingle.data.shingles import hash_shingles, split_words
+from comingle.errors import DataError, did_you_mean
+
+# A longer line is a paragraph or a minified file: a cut goes through it instead of around it.
+_LONG_LINE_CHARACTERS = 1000
+_EXAMPLES = 3
+_EXAMPLE_CHARACTERS = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserText:
+    """The documents of one user, split by split."""
+
+    name: str
+    train: tuple[str, ...]
+    valid: tuple[str, ...] = ()
+    test: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """How many held-out documents of a user are in its train documents, word for word or for the most part."""
+
+    user: str
+    valid: int
+    """Valid documents that overlap, out of ``valid_documents``."""
+    valid_documents: int
+    test: int
+    """Test documents that overlap, out of ``test_documents``."""
+    test_documents: int
+    examples: tuple[str, ...]
+    """Beginnings of up to three of them."""
+
+    @property
+    def total(self) -> int:
+        """Overlapping documents in both splits."""
+        return self.valid + self.test
+
+
+def split_by_fractions(documents: Sequence[str], *, valid: float, test: float, seed: int, name: str) -> UserText:
+    """Shuffle the documents by (seed, name), then cut them into train, valid and test by characters.
+
+    The parts have the shares ``1 - valid - test``, ``valid`` and ``test`` of the characters within one line: a
+    document across a border is cut at the nearest line end, or at white space where it has no line ends (or a line of
+    more than 1,000 characters there). Nothing is lost or repeated.
+
+    Raises:
+        DataError: no documents, or fractions that are negative or leave nothing to train on.
+    """
+    if not (valid >= 0 and test >= 0 and valid + test < 1):
+        raise DataError(
+            f"user {name!r}: split fractions valid={valid}, test={test}: each must be >= 0 and their sum below 1"
+        )
+    if not any(documents):
+        raise DataError(f"user {name!r}: no documents to split, needs at least one")
+    shuffled = _shuffle(documents, "split", seed, name)
+    total = sum(map(len, shuffled))
+    seen, test_part = _cut(shuffled, round(total * (1 - test)))
+    train, valid_part = _cut(seen, round(total * (1 - test - valid))) if valid else (seen, [])
+    return UserText(name=name, train=tuple(train), valid=tuple(valid_part), test=tuple(test_part))
+
+
+def split_given(
+    splits: Mapping[str, Sequence[str]],
+    *,
+    name: str,
+    train: str = "train",
+    valid: str | None = None,
+    test: str = "test",
+    valid_fraction: float = 0.0,
+    seed: int = 0,
+) -> UserText:
+    """A user from splits that exist already; ``train``, ``valid`` and ``test`` are their names in ``splits``.
+
+    Where ``valid`` is not named, or named but missing, ``valid_fraction`` of train (by characters, documents shuffled
+    by (seed, name)) becomes valid; with a fraction of 0 an unnamed valid stays empty.
+
+    Raises:
+        DataError: a named split is missing and nothing replaces it; the message lists those found.
+    """
+    replaceable = valid is None or (valid not in splits and valid_fraction > 0)
+    for wanted in (train, test) if replaceable else (train, valid, test):
+        if wanted not in splits:
+            found = ", ".join(splits) or "none"
+            raise DataError(f"user {name!r}: no split {wanted!r}; found: {found}.{did_you_mean(str(wanted), splits)}")
+    test_part = tuple(splits[test])
+    if valid is not None and valid in splits:
+        return UserText(name=name, train=tuple(splits[train]), valid=tuple(splits[valid]), test=test_part)
+    if valid_fraction == 0:
+        return UserText(name=name, train=tuple(splits[train]), test=test_part)
+    carved = split_by_fractions(splits[train], valid=valid_fraction, test=0.0, seed=seed, name=name)
+    return replace(carved, test=test_part)
+
+
+def mix_held_out(users: Sequence[UserText], *, seed: int) -> list[UserText]:
+    """Every user keeps its train documents; valid and test become uniform mixtures of all users' documents.
+
+    The out-of-distribution task of CoMiGS (section 4.1.1: "their validation and test sets consist of a uniform mixture
+    of all categories"). Every user gives as many characters as the smallest part holds, in an order drawn from (seed,
+    split, name), and gives each user an equal share of them. So all mixtures have the same size and composition within
+    a line for each giver, and no text is held by two users (Table 4 of the paper counts alike). Within a mixture the
+    givers take turns, so that a prefix (a token limit, say) is uniform too. The order of the users does not matter.
+
+    Raises:
+        DataError: a user has nothing to give to a split that others have, or two users share a name.
+    """
+    twice = [name for name, count in Counter(user.name for user in users).items() if count > 1]
+    if twice:
+        raise DataError(f"users to mix: two are named {twice[0]!r}, names must differ")
+    valid = _mix({user.name: user.valid for user in users}, split="valid", seed=seed)
+    test = _mix({user.name: user.test for user in users}, split="test", seed=seed)
+    return [replace(user, valid=valid[user.name], test=test[user.name]) for user in users]
+
+
+def find_overlap(user: UserText) -> Overlap:
+    """Held-out documents that a user also trains on.
+
+    A document overlaps when it equals a train document but for case and white space, or when more than half of its
+    13-word shingles occur in train. Linear in the text but for one sort of the train shingles.
+    """
+    train = [split_words(document) for document in user.train]
+    texts = {" ".join(words) for words in train}
+    shingles = np.unique(hash_shingles(train)[0])
+    valid = _repeated(user.valid, texts, shingles)
+    test = _repeated(user.test, texts, shingles)
+    return Overlap(
+        user=user.name,
+        valid=len(valid),
+        valid_documents=len(user.valid),
+        test=len(test),
+        test_documents=len(user.test),
+        examples=tuple(" ".join(document.split())[:_EXAMPLE_CHARACTERS] for document in (valid + test)[:_EXAMPLES]),
+    )
+
+
+def _repeated(documents: Sequence[str], texts: set[str], shingles: UInt64[np.ndarray, " known"]) -> list[str]:
+    split = [split_words(document) for document in documents]
+    hashes, owner = hash_shingles(split)
+    known = np.bincount(owner[np.isin(hashes, shingles)], minlength=len(split))
+    every = np.bincount(owner, minlength=len(split))
+    return [
+        document
+        for document, words, mostly in zip(documents, split, 2 * known > every, strict=True)
+        if mostly or " ".join(words) in texts
+    ]
+
+
+def _mix(parts: Mapping[str, Sequence[str]], *, split: str, seed: int) -> dict[str, tuple[str, ...]]:
+    """The mixture of every user, out of equal shares of what each user gives."""
+    sizes = {name: sum(map(len, documents)) for name, documents in parts.items()}
+    if not any(sizes.values()):
+        return dict.fromkeys(parts, ())
+    quota = min(sizes.values())
+    if quota == 0:
+        empty = ", ".join(name for name, size in sizes.items() if size == 0)
+        raise DataError(f"users to mix: no {split} documents from: {empty}; every user must give some")
+    names = sorted(parts)
+    shares = {name: _deal(_shuffle(parts[name], "mix", split, seed, name), quota, len(names)) for name in names}
+    return {name: _take_turns({giver: shares[giver][index] for giver in names}) for index, name in enumerate(names)}
+
+
+def _deal(documents: Sequence[str], characters: int, parts: int) -> list[list[str]]:
+    """Consecutive parts, equal within a line, of the first ``characters``; what comes after them is left out."""
+    dealt: list[list[str]] = []
+    rest = list(documents)
+    for index in range(parts, -1, -1):
+        rest, part = _cut(rest, characters * index // parts)
+        dealt.insert(0, part)
+    return dealt[:-1]
+
+
+def _take_turns(shares: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """All documents, each placed by how much of its own giver's share comes before it."""
+    placed: list[tuple[int, str, str]] = []
+    for giver, documents in shares.items():
+        before = accumulate(map(len, documents), initial=0)
+        placed += [(offset, giver, document) for offset, document in zip(before, documents, strict=False)]
+    return tuple(document for _, _, document in sorted(placed))
+
+
+def _shuffle(documents: Sequence[str], *purpose: str | int) -> list[str]:
+    shuffled = list(documents)
+    random.Random(derive(*purpose)).shuffle(shuffled)
+    return shuffled
+
+
+def _cut(documents: Sequence[str], characters: int) -> tuple[list[str], list[str]]:
+    """The documents up to about a number of characters, and the rest; one document may be cut in two."""
+    ends = list(accumulate(map(len, documents)))
+    index = bisect_right(ends, characters)
+    if index == len(documents):
+        return list(documents), []
+    document = documents[index]
+    at = _cut_point(document, characters - ends[index] + len(document))
+    head, tail = document[:at], document[at:]
+    return [*documents[:index], *filter(None, [head])], [*filter(None, [tail]), *documents[index + 1 :]]
+
+
+def _cut_point(document: str, position: int) -> int:
+    """The line end nearest to a position; in a long or only line, the white space; in an endless word, itself."""
+    start = document.rfind("\n", 0, position) + 1
+    end = document.find("\n", position) + 1 or len(document)
+    only = start == 0 and end == len(document)
+    if position == start or not (only or end - start > _LONG_LINE_CHARACTERS):
+        return start if position - start <= end - position else end
+    spaces = (document.rfind(" ", start, position) + 1, document.find(" ", position, end) + 1)
+    return min((at for at in spaces if at > start), key=lambda at: abs(at - position), default=position)

@@ -1,0 +1,250 @@
+"""Where a user's documents come from: files, folders, demo users, rows of a Hugging Face data set.
+
+The only module that imports ``datasets``, and only when rows are read. Local files are read through a private cache
+that is deleted at once: private text leaves no copy in a shared cache, and a changed file is never read stale.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from comingle.data.demo import DEMO_USERS
+from comingle.data.files import read_text_file, read_text_folder
+from comingle.errors import DataError, did_you_mean
+
+_DEMO_PREFIX = "demo:"
+_COMPRESSIONS = (".xz", ".gz")
+# Suffix -> builder of ``datasets`` and its options. NA, null and None are words that people write, not missing values.
+_BUILDERS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    ".jsonl": ("json", {}),
+    ".ndjson": ("json", {}),
+    ".json": ("json", {}),
+    ".csv": ("csv", {"keep_default_na": False}),
+    ".tsv": ("csv", {"keep_default_na": False, "sep": "\t"}),
+    ".parquet": ("parquet", {}),
+}
+_LOCAL_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
+_BATCH_ROWS = 1000
+_LISTED = 20
+_LISTED_CHARACTERS = 300
+
+Rows = Any
+"""A ``datasets.Dataset``, a class that cannot be named here: its package is optional."""
+
+
+def read_documents(path: str | Path, *, column: str = "text") -> list[str]:
+    """The documents of one user.
+
+    - A folder: each text file below it is a document (:func:`comingle.data.files.read_text_folder`); a folder written
+      by ``save_to_disk``: its rows.
+    - A ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file: ``column`` of its rows.
+    - Any other file: blocks of paragraphs (:func:`comingle.data.files.read_text_file`).
+    - ``demo:NAME``: a demo user.
+
+    Files may be compressed by ``.xz`` or ``.gz``. Blank documents are dropped.
+
+    Raises:
+        DataError: no such path or column, an unreadable file, or no text at all.
+    """
+    if str(path).startswith(_DEMO_PREFIX):
+        return read_demo(str(path))
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder")
+    documents = [document for document in _read_path(path, column) if document.strip()]
+    if not documents:
+        raise DataError(f"{path}: no text in it, a user needs at least one document")
+    return documents
+
+
+def read_demo(name: str) -> list[str]:
+    """The documents of a demo user, named as ``demo:NAME`` or ``NAME``.
+
+    Raises:
+        DataError: no demo user of that name.
+    """
+    name = name.removeprefix(_DEMO_PREFIX)
+    if name not in DEMO_USERS:
+        raise DataError(f"no demo user {name!r}; there are: {', '.join(DEMO_USERS)}.{did_you_mean(name, DEMO_USERS)}")
+    return DEMO_USERS[name]()
+
+
+def read_dataset(
+    source: str | Path | Sequence[str | Path],
+    *,
+    user: str,
+    text: str = "text",
+    split: str | None = None,
+    users: Sequence[str] | None = None,
+    name: str | None = None,
+    data_files: str | Sequence[str] | Mapping[str, Any] | None = None,
+    max_documents: int | None = None,
+) -> dict[str, dict[str, list[str]]]:
+    """Rows of a data set grouped by a column: documents by user and split.
+
+    Args:
+        source: a local file, several files, a folder of them, a folder written by ``save_to_disk``, or a hub name.
+        user: the column that names a row's user; class labels give their names, numbers their digits.
+        text: the column with the document.
+        split: the column that names a row's split; without it, the data set's own splits (a plain file is "train").
+        users: the users wanted, in this order; without it all, in the order of their first rows.
+        name: configuration of a hub data set.
+        data_files: passed on to ``datasets.load_dataset``.
+        max_documents: keep that many first documents of each user and split.
+
+    Rows without text, user or split are dropped.
+
+    Raises:
+        DataError: an unknown source, column or user, rows that cannot be read, or no rows at all.
+    """
+    where = str(source) if isinstance(source, str | Path) else ", ".join(map(str, source))
+    groups: dict[str, dict[str, list[str]]] = {}
+    with _open_splits(source, name=name, data_files=data_files) as splits:
+        for own_split, rows in splits:
+            columns = [text, user] if split is None else [text, user, split]
+            for document, owner, *row_split in _iterate(rows, columns, where):
+                documents = groups.setdefault(owner, {}).setdefault((row_split or [own_split])[0], [])
+                if max_documents is None or len(documents) < max_documents:
+                    documents.append(document)
+    if not groups:
+        raise DataError(f"{where}: no row has both text in column {text!r} and a user in column {user!r}")
+    return groups if users is None else _choose(groups, users, where)
+
+
+def _choose(groups: dict[str, Any], users: Sequence[str], where: str) -> dict[str, Any]:
+    for wanted in users:
+        if wanted not in groups:
+            raise DataError(f"{where}: no user {wanted!r}; found: {_list(groups)}.{did_you_mean(wanted, groups)}")
+    return {wanted: groups[wanted] for wanted in users}
+
+
+def _read_path(path: Path, column: str) -> Iterator[str]:
+    if path.is_dir() and not _is_saved(path):
+        yield from read_text_folder(path)
+    elif path.is_dir() or _builder(path):
+        with _open_splits(path) as splits:
+            for _, rows in splits:
+                yield from (document for (document,) in _iterate(rows, [column], str(path)))
+    else:
+        yield from read_text_file(path)
+
+
+@contextmanager
+def _open_splits(
+    source: str | Path | Sequence[str | Path], *, name: str | None = None, data_files: Any = None
+) -> Iterator[list[tuple[str, Rows]]]:
+    """The splits of a source while the context lasts; each of several files is loaded by itself.
+
+    Files of one data set may differ in columns that nobody asked for, which ``datasets`` would refuse in one table.
+    """
+    sources = [source] if isinstance(source, str | Path) else list(source)
+    datasets = _import_datasets()
+    with _quietly(datasets), tempfile.TemporaryDirectory(prefix="comingle-") as cache:
+        yield [pair for one in sources for pair in _load(datasets, str(one), name, data_files, cache)]
+
+
+def _load(datasets: Any, source: str, name: str | None, data_files: Any, cache: str) -> list[tuple[str, Rows]]:
+    path = Path(source).expanduser()
+    local = path.exists() or (source in _LOCAL_BUILDERS and data_files is not None)
+    if not local and _looks_like_path(source):
+        raise DataError(f"{source}: no such file or folder")
+    if path.is_file() and not _builder(path):
+        known = ", ".join(_BUILDERS)
+        raise DataError(f"{path}: not a file of rows; allowed: {known}, each also with {' or '.join(_COMPRESSIONS)}")
+    try:
+        loaded = _load_any(datasets, path, source, name, data_files, {"cache_dir": cache} if local else {})
+    except StopIteration:  # what ``datasets`` makes of a file without rows
+        return []
+    except Exception as error:  # datasets, pyarrow, pandas and the hub each have their own tree of errors
+        raise DataError(f"{source}: cannot be loaded as a data set: {_describe(error)}") from error
+    return [(str(split), rows) for split, rows in loaded.items()] if isinstance(loaded, dict) else [("train", loaded)]
+
+
+def _load_any(
+    datasets: Any, path: Path, source: str, name: str | None, data_files: Any, where: dict[str, str]
+) -> Rows | dict[str, Rows]:
+    builder = _builder(path)
+    if path.is_dir() and _is_saved(path):
+        return datasets.load_from_disk(str(path))
+    if path.is_file() and builder:
+        return datasets.load_dataset(builder[0], data_files=str(path), **builder[1], **where)
+    return datasets.load_dataset(str(path) if path.exists() else source, name=name, data_files=data_files, **where)
+
+
+def _iterate(rows: Rows, columns: Sequence[str], where: str) -> Iterator[tuple[str, ...]]:
+    """The named columns of every row that has them all, as text; the first column is the document."""
+    for column in columns:
+        if column not in rows.column_names:
+            hint = did_you_mean(column, rows.column_names)
+            raise DataError(f"{where}: no column {column!r}; found: {_list(rows.column_names)}.{hint}")
+    for batch in rows.select_columns(list(dict.fromkeys(columns))).iter(batch_size=_BATCH_ROWS):
+        for document, *others in zip(*(_name_labels(batch[column], rows, column) for column in columns), strict=True):
+            if document is None or any(other is None for other in others):
+                continue
+            if not isinstance(document, str):
+                got = type(document).__name__
+                raise DataError(f"{where}: column {columns[0]!r} holds {got}, a document must be text")
+            if document.strip():
+                yield document, *map(str, others)
+
+
+def _name_labels(values: Sequence[Any], rows: Rows, column: str) -> Sequence[Any]:
+    """Class labels are stored as numbers; their names are what people call the users."""
+    names = getattr(rows.features[column], "names", None)
+    return values if names is None else [None if value is None else names[value] for value in values]
+
+
+def _import_datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            'reading rows (.jsonl, .csv, .parquet, hub) needs the package datasets: pip install "comingle[data]"'
+        ) from error
+    return datasets
+
+
+@contextmanager
+def _quietly(datasets: Any) -> Iterator[None]:
+    """No progress bars and no log lines from ``datasets``; what it has to say comes as our error."""
+    bars, verbosity = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+        if bars:
+            datasets.enable_progress_bars()
+
+
+def _builder(path: Path) -> tuple[str, dict[str, Any]] | None:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in _COMPRESSIONS:
+        suffixes.pop()
+    return _BUILDERS.get(suffixes[-1]) if suffixes else None
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether ``save_to_disk`` wrote the folder."""
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def _looks_like_path(source: str) -> bool:
+    """Hub names are ``NAME`` or ``OWNER/NAME``; anything else that does not exist is a mistyped path."""
+    return source.startswith((".", "~", "/")) or source.count("/") > 1 or _builder(Path(source)) is not None
+
+
+def _describe(error: BaseException) -> str:
+    """The root of an error in one line."""
+    cause = error.__cause__ or error
+    return " ".join(str(cause).split())[:_LISTED_CHARACTERS] or type(cause).__name__
+
+
+def _list(names: Any) -> str:
+    listed = [str(name) for name in names]
+    return ", ".join(listed[:_LISTED]) + (f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else "")

@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import pytest
+
+from comingle.data.sources import read_dataset, read_documents
+from comingle.errors import DataError
+
+ROWS = [
+    {"text": "eins", "who": "anna", "part": "train"},
+    {"text": "zwei", "who": "ben", "part": "train"},
+    {"text": "drei", "who": "anna", "part": "test"},
+    {"text": "vier", "who": "anna", "part": "train"},
+    {"text": " \n", "who": "carl", "part": "train"},
+]
+GROUPED = {"anna": {"train": ["eins", "vier"], "test": ["drei"]}, "ben": {"train": ["zwei"]}}
+
+
+@pytest.fixture(autouse=True)
+def private_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Whatever a test leaves in the data sets' own cache is seen, and not left to the next."""
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    return cache
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_as(folder: Path, kind: str) -> Path:
+    """The rows in one of the formats a user may bring."""
+    path = folder / f"rows{kind}"
+    table = datasets.Dataset.from_list(ROWS)
+    if kind == ".parquet":
+        table.to_parquet(path)
+    elif kind in (".csv", ".tsv"):
+        table.to_csv(path, sep="," if kind == ".csv" else "\t", index=False)
+    elif kind == ".json":
+        path.write_text(json.dumps(ROWS))
+    elif kind == ".jsonl.gz":
+        with gzip.open(path, "wt") as file:
+            file.writelines(json.dumps(row) + "\n" for row in ROWS)
+    elif kind == "_saved":
+        table.save_to_disk(path)
+    elif kind == "_dict":
+        datasets.DatasetDict({"first": table.select([0, 1]), "second": table.select([2, 3, 4])}).save_to_disk(path)
+    else:
+        write_jsonl(path, ROWS)
+    return path
+
+
+KINDS = [".jsonl", ".json", ".jsonl.gz", ".csv", ".tsv", ".parquet", "_saved", "_dict"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_every_format_become_documents(tmp_path: Path, kind: str):
+    path = write_as(tmp_path, kind)
+    assert read_documents(path) == ["eins", "zwei", "drei", "vier"]
+    assert read_documents(path, column="who") == ["anna", "ben", "anna", "anna", "carl"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_every_format_are_grouped_by_user_and_split(tmp_path: Path, kind: str):
+    assert read_dataset(write_as(tmp_path, kind), user="who", split="part") == GROUPED
+
+
+def test_own_splits_of_a_data_set_are_kept(tmp_path: Path):
+    grouped = read_dataset(write_as(tmp_path, "_dict"), user="who")
+    assert grouped == {
+        "anna": {"first": ["eins"], "second": ["drei", "vier"]},
+        "ben": {"first": ["zwei"]},
+    }
+
+
+def test_own_splits_of_a_folder_of_files_are_kept(tmp_path: Path):
+    write_jsonl(tmp_path / "train.jsonl", ROWS[:2])
+    write_jsonl(tmp_path / "test.jsonl", ROWS[2:])
+    grouped = read_dataset(tmp_path, user="who")
+    assert grouped == {"anna": {"train": ["eins"], "test": ["drei", "vier"]}, "ben": {"train": ["zwei"]}}
+    by_name = read_dataset(tmp_path, user="who", data_files={"held": "test.jsonl"})
+    assert by_name == {"anna": {"held": ["drei", "vier"]}}
+
+
+def test_several_files_are_one_data_set_whatever_other_columns_they_have(tmp_path: Path):
+    first = write_jsonl(tmp_path / "first.jsonl", [row | {"extra": 1} for row in ROWS[:2]])
+    second = write_jsonl(tmp_path / "second.jsonl", ROWS[2:])
+    assert read_dataset([first, second], user="who", split="part") == GROUPED
+
+
+def test_a_builder_with_data_files_is_read(tmp_path: Path):
+    path = write_as(tmp_path, ".jsonl")
+    assert read_dataset("json", data_files=str(path), user="who", split="part") == GROUPED
+
+
+def test_users_come_in_the_order_asked_for(tmp_path: Path):
+    grouped = read_dataset(write_as(tmp_path, ".jsonl"), user="who", users=["ben", "anna"])
+    assert list(grouped) == ["ben", "anna"]
+    assert list(read_dataset(write_as(tmp_path, ".jsonl"), user="who", users=["ben"])) == ["ben"]
+
+
+def test_max_documents_bounds_every_user_and_split(tmp_path: Path):
+    grouped = read_dataset(write_as(tmp_path, ".jsonl"), user="who", split="part", max_documents=1)
+    assert grouped == {"anna": {"train": ["eins"], "test": ["drei"]}, "ben": {"train": ["zwei"]}}
+
+
+def test_labels_and_numbers_name_users(tmp_path: Path):
+    features = datasets.Features(
+        {
+            "text": datasets.Value("string"),
+            "topic": datasets.ClassLabel(names=["sport", "world"]),
+            "id": datasets.Value("int32"),
+        }
+    )
+    rows = {"text": ["a", "b", "c"], "topic": [1, 0, None], "id": [7, 7, None]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
+    assert read_dataset(tmp_path / "saved", user="topic") == {"world": {"train": ["a"]}, "sport": {"train": ["b"]}}
+    assert read_dataset(tmp_path / "saved", user="id") == {"7": {"train": ["a", "b"]}}
+
+
+def test_words_that_look_like_missing_values_are_words(tmp_path: Path):
+    path = tmp_path / "words.csv"
+    path.write_text("text,who\nNone,NA\nnull,NA\n,NA\n")
+    assert read_dataset(path, user="who") == {"NA": {"train": ["None", "null"]}}
+
+
+def test_rows_without_text_or_user_are_dropped(tmp_path: Path):
+    rows = [{"text": None, "who": "anna"}, {"text": "lost", "who": None}, {"text": "kept", "who": "anna"}]
+    assert read_dataset(write_jsonl(tmp_path / "rows.jsonl", rows), user="who") == {"anna": {"train": ["kept"]}}
+
+
+def test_a_changed_file_is_read_anew_and_leaves_no_copy(tmp_path: Path, private_cache: Path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "old", "who": "anna"}])
+    before = os.stat(path)
+    assert read_documents(path) == ["old"]
+    write_jsonl(path, [{"text": "new", "who": "anna"}])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # same size, same time: only the content differs
+    assert read_documents(path) == ["new"]
+    assert read_dataset(path, user="who") == {"anna": {"train": ["new"]}}
+    assert [entry for entry in private_cache.rglob("*") if entry.is_file()] == []
+
+
+def test_reading_rows_prints_nothing_and_leaves_the_settings_of_datasets_alone(tmp_path: Path, capfd):
+    datasets.enable_progress_bars()
+    level = datasets.logging.get_verbosity()
+    read_documents(write_as(tmp_path, ".jsonl"))
+    captured = capfd.readouterr()
+    assert captured.out + captured.err == ""
+    assert not datasets.are_progress_bars_disabled()
+    assert datasets.logging.get_verbosity() == level
+
+
+def test_a_broken_file_is_one_line_and_nothing_else(tmp_path: Path):
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{bad\n')
+    code = f"""if 1:
+        from comingle.data.sources import read_documents
+        from comingle.errors import DataError
+        try:
+            read_documents({str(tmp_path / "bad.jsonl")!r})
+        except DataError as error:
+            print(error)"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith(f"{tmp_path}/bad.jsonl: cannot be loaded as a data set: JSON parse error")
+    assert (run.stdout.count("\n"), run.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"user": "whom"}, "no column 'whom'; found: text, who, part. Did you mean 'who'?"),
+        ({"user": "who", "text": "body"}, "no column 'body'; found: text, who, part."),
+        ({"user": "who", "split": "splat"}, "no column 'splat'; found: text, who, part. Did you mean 'part'?"),
+        ({"user": "who", "users": ["anna", "bern"]}, "no user 'bern'; found: anna, ben. Did you mean 'ben'?"),
+        ({"user": "who", "users": ["carl"]}, "no user 'carl'; found: anna, ben."),
+    ],
+)
+def test_a_wrong_name_gets_the_names_found(tmp_path: Path, options: dict, message: str):
+    path = write_as(tmp_path, ".jsonl")
+    with pytest.raises(DataError) as raised:
+        read_dataset(path, **options)
+    assert str(raised.value) == f"{path}: {message}"
+
+
+def test_a_wrong_column_of_one_user_gets_the_columns_found(tmp_path: Path):
+    path = write_as(tmp_path, ".csv")
+    with pytest.raises(DataError) as raised:
+        read_documents(path, column="test")
+    assert str(raised.value) == f"{path}: no column 'test'; found: text, who, part. Did you mean 'text'?"
+
+
+def test_many_users_are_not_all_printed(tmp_path: Path):
+    path = write_jsonl(tmp_path / "many.jsonl", [{"text": "t", "who": f"user{index}"} for index in range(30)])
+    with pytest.raises(DataError, match=r"no user 'nobody'; found: user0, .*user19 and 10 more\."):
+        read_dataset(path, user="who", users=["nobody"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("bad.jsonl", '{"text": "a"}\n{bad\n', "cannot be loaded as a data set: JSON parse error"),
+        ("numbers.jsonl", '{"text": 1}\n', "column 'text' holds int, a document must be text"),
+        ("empty.jsonl", "", "no text in it, a user needs at least one document"),
+        ("blank.jsonl", '{"text": " "}\n', "no text in it"),
+        ("ragged.csv", 'text,who\na,b\na,b,c,d\n"', "cannot be loaded as a data set: "),
+        ("fake.parquet", "no parquet", "cannot be loaded as a data set: "),
+    ],
+)
+def test_a_file_of_rows_that_gives_no_text_is_named(tmp_path: Path, name: str, content: str, message: str):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(DataError) as raised:
+        read_documents(path)
+    assert str(raised.value).startswith(f"{path}: {message}")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_data_set_without_a_single_row_to_use_is_an_error(tmp_path: Path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a", "who": None}, {"text": "", "who": "anna"}])
+    with pytest.raises(DataError, match="no row has both text in column 'text' and a user in column 'who'"):
+        read_dataset(path, user="who")
+
+
+def test_a_text_file_is_no_data_set(tmp_path: Path):
+    path = tmp_path / "notes.txt"
+    path.write_text("text")
+    with pytest.raises(DataError, match=r"notes\.txt: not a file of rows; allowed: \.jsonl, .*\.parquet, each also"):
+        read_dataset(path, user="who")
+
+
+@pytest.mark.parametrize("source", ["./nowhere", "/nowhere/at/all", "rows.jsonl", "a/b/c", "data.csv.gz"])
+def test_a_mistyped_path_is_not_looked_up_on_the_hub(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(DataError) as raised:
+        read_dataset(source, user="who")
+    assert str(raised.value) == f"{source}: no such file or folder"
+
+
+def test_a_hub_name_goes_to_the_hub_with_its_configuration(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def load_dataset(*args, **options):
+        asked.append((args, options))
+        return datasets.DatasetDict({"validation": datasets.Dataset.from_list(ROWS)})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    grouped = read_dataset("owner/name", name="de", user="who", users=["ben"])
+    assert grouped == {"ben": {"validation": ["zwei"]}}
+    assert asked == [(("owner/name",), {"name": "de", "data_files": None})]
+
+
+def test_a_hub_out_of_reach_is_one_line():
+    code = """if 1:
+        from comingle.data.sources import read_dataset
+        from comingle.errors import DataError
+        try:
+            read_dataset("owner/name", user="who")
+        except DataError as error:
+            print(error)"""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert run.stdout.startswith("owner/name: cannot be loaded as a data set: ")
+    assert run.stdout.count("\n") == 1
+
+
+def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = write_as(tmp_path, ".jsonl")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r'pip install "comingle\[data\]"'):
+        read_documents(path)
+    (tmp_path / "notes.txt").write_text("plain text needs no package")
+    assert read_documents(tmp_path / "notes.txt") == ["plain text needs no package"]
+
+
+def test_reading_plain_text_does_not_import_datasets(tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("text")
+    code = f"""if 1:
+        import sys
+        from comingle.data.sources import read_documents
+        print(read_documents({str(tmp_path / "notes.txt")!r}), "datasets" in sys.modules, "torch" in sys.modules)"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "['text'] False False\n"
+
+
+def test_ag_news_as_it_is(shared_data: Path):
+    grouped = read_dataset(shared_data / "ag_news" / "ag_news.jsonl.xz", user="category", split="split")
+    assert {name: sum(map(len, splits.values())) for name, splits in grouped.items()} == {
+        "Sports": 3478,
+        "Sci/Tech": 5703,
+        "Business": 3569,
+        "World": 5495,
+    }
+    assert Counter({split: sum(len(s[split]) for s in grouped.values()) for split in ("train", "test")}) == {
+        "train": 10_646,
+        "test": 7_599,
+    }
+    assert sum(len(document) for part in grouped["World"].values() for document in part) == 1_318_186
+
+
+def test_wikipedia_as_it_is(shared_data: Path):
+    path = shared_data / "wiki_ner" / "wiki_ner.jsonl.xz"
+    grouped = read_dataset(path, user="category", split="split", users=["nl", "de"])
+    assert {
+        name: sum(len(document) for part in splits.values() for document in part) for name, splits in grouped.items()
+    } == {
+        "nl": 2_166_885,
+        "de": 2_546_699,
+    }
+
+
+def test_categories_in_files_with_different_columns(shared_data: Path):
+    names = ["code", "arxiv", "books", "stackexchange"]
+    grouped = read_dataset([shared_data / "slim4" / f"{name}.jsonl.xz" for name in names], user="category")
+    assert {name: len(splits["train"]) for name, splits in grouped.items()} == {
+        "code": 744,
+        "arxiv": 603,
+        "books": 537,
+        "stackexchange": 2735,
+    }
+
+
+def test_447_natural_users(shared_data: Path):
+    grouped = read_dataset(shared_data / "users" / "shakespeare_roles.jsonl.xz", user="user")
+    assert len(grouped) == 447
+    assert sum(len(splits["train"]) for splits in grouped.values()) == 25_641
