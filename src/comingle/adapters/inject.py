@@ -1,0 +1,189 @@
+"""Put adapters into a frozen causal language model and bind users' tensors to them.
+
+:func:`inject` replaces every attention linear by a :class:`LoraLinear` and every MLP by a :class:`RoutedMLP`, and
+returns the :class:`Adapters`: the layout of what each user trains, and :meth:`Adapters.bind`, which hands a cohort's
+tensors to the modules. The base's own parameters are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from comingle.adapters.experts import RoutedMLP
+from comingle.adapters.layouts import Targets, activation_name, decoder_layers, find_targets
+from comingle.adapters.lora import LoraLinear, base_weight, init_a, init_zero, lora_scale
+from comingle.errors import BaseModelError
+from comingle.routers.penalties import Balance
+from comingle.routers.token import init_router
+from comingle.trees import Layout, Slot, Tree
+
+ATTENTION, GENERALIST, SPECIALIST, ROUTER = "attention", "generalist", "specialist", "router"
+EXPERT_ROLES = (ATTENTION, GENERALIST, SPECIALIST)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertCounts:
+    """How many experts each MLP block has: ``generalists`` for everybody, ``specialists`` per user.
+
+    Experts are ordered generalists first; a user with fewer specialists than another is padded and masked.
+    """
+
+    generalists: int
+    specialists: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Experts of the user who has most: the stacked tensors' expert axis."""
+        return self.generalists + max(self.specialists)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The role of each place on the expert axis."""
+        return (GENERALIST,) * self.generalists + (SPECIALIST,) * max(self.specialists)
+
+    def present(self) -> Bool[Tensor, "users experts"]:
+        """Which experts each user has."""
+        counts = self.generalists + torch.tensor(self.specialists)
+        return torch.arange(self.width) < counts.unsqueeze(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSettings:
+    """Shape of the adapters: LoRA rank and alpha, top-k of the router, how experts are mixed, load balancing."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    top_k: int = 2
+    mix: str = "output"
+    balance: Balance = "generalist"
+    targets: Targets | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """The injected modules, the layout of a user's trainable tensors, and which experts each user has."""
+
+    layout: Layout
+    present: Bool[Tensor, "users experts"]
+    attention: dict[str, LoraLinear]
+    experts: dict[str, RoutedMLP]
+
+    def bind(self, tensors: Tree, users: Sequence[int]) -> None:
+        """Hand ``tensors`` (leading dimension ``len(users)``) to the modules for the next forward passes."""
+        for name, lora in self.attention.items():
+            lora.factors = (tensors[f"{name}.a"], tensors[f"{name}.b"])
+        device = next(iter(tensors.values())).device
+        present = self.present[list(users)].to(device)
+        for name, mlp in self.experts.items():
+            mlp.factors = {k: (tensors[f"{name}.{k}.a"], tensors[f"{name}.{k}.b"]) for k in (*mlp.first, "down")}
+            mlp.router.weight = tensors.get(f"{name}.router")
+            mlp.router.present = present
+
+    def penalties(self) -> Tensor | float:
+        """Load-balancing penalty of the last forward pass, mean over blocks: ``(users,)``, or 0 if there is none."""
+        found = [mlp.router.penalty for mlp in self.experts.values() if mlp.router.penalty is not None]
+        return torch.stack(found).mean(0) if found else 0.0
+
+    def mask(self) -> Bool[Tensor, "users columns"]:
+        """True where a user really has a parameter: off for padding, and for the router of a user with one expert."""
+        single = self.present.sum(1, keepdim=True) == 1
+        pieces = []
+        for slot in self.layout.slots:
+            own = torch.ones(len(self.present), len(slot.roles), dtype=torch.bool)
+            if slot.roles != (ATTENTION,):
+                own = self.present & ~single if slot.name.endswith(".router") else self.present
+            pieces.append(own.repeat_interleave(slot.size // own.shape[1], dim=1))
+        return torch.cat(pieces, 1)
+
+
+def inject(model: nn.Module, settings: AdapterSettings, counts: ExpertCounts, *, routed: bool) -> Adapters:
+    """Replace the targets of every decoder layer of ``model`` by adapters, in place.
+
+    A router exists where ``routed`` and some user has more than one expert.
+
+    Raises:
+        BaseModelError: unknown family, or targets or an activation that it cannot adapt.
+    """
+    targets = find_targets(model, settings.targets)
+    act, scale = activation_name(model, targets), lora_scale(settings.alpha, settings.rank)
+    attention: dict[str, LoraLinear] = {}
+    experts: dict[str, RoutedMLP] = {}
+    for i, layer in enumerate(decoder_layers(model)):
+        for name in targets.attention:
+            attention[f"layers.{i}.{name}"] = lora = LoraLinear(layer.get_submodule(name), scale=scale)
+            layer.set_submodule(name, lora)
+        experts[f"layers.{i}.mlp"] = mlp = _routed_mlp(layer, targets, act, scale, settings, counts)
+        if targets.mlp and i == 0 and not next(layer.parameters()).is_meta:
+            _check_same_function(layer.get_submodule(targets.mlp), mlp, type(model).__name__)
+        _place(layer, targets, mlp)
+    rank, roles = settings.rank, counts.roles
+    slots = [s for name, lora in attention.items() for s in _lora_slots(name, lora.linear, (rank,), (ATTENTION,))]
+    for name, mlp in experts.items():
+        for key, linear in [*mlp.first.items(), ("down", mlp.last)]:
+            slots += _lora_slots(f"{name}.{key}", linear, (counts.width, rank), roles)
+    if routed and counts.width > 1:  # routers last, so that experts and routers are each one run of columns
+        slots += [_router_slot(name, mlp, counts) for name, mlp in experts.items()]
+    return Adapters(layout=Layout(slots=tuple(slots)), present=counts.present(), attention=attention, experts=experts)
+
+
+def _routed_mlp(
+    layer: nn.Module, targets: Targets, act: str, scale: float, settings: AdapterSettings, counts: ExpertCounts
+) -> RoutedMLP:
+    first = {"gate": layer.get_submodule(targets.gate)} if targets.gate else {}
+    first["up"] = layer.get_submodule(targets.up)
+    mlp = RoutedMLP(first=first, last=layer.get_submodule(targets.down), act=act, scale=scale, mix=settings.mix)
+    mlp.router.top_k = settings.top_k
+    # Favouring expert 0 only makes sense where it is the one generalist.
+    mlp.router.balance = "uniform" if settings.balance == "generalist" and counts.generalists != 1 else settings.balance
+    return mlp
+
+
+@torch.no_grad()
+def _check_same_function(original: nn.Module, mlp: RoutedMLP, family: str) -> None:
+    """With adapters at zero the mixture is the MLP that it replaces, or the family's MLP has something more to it."""
+    weights = {name: base_weight(linear)[0] for name, linear in [*mlp.first.items(), ("down", mlp.last)]}
+    up = weights["up"]
+    mlp.factors = {
+        name: (up.new_zeros(1, 1, 1, weight.shape[1]), up.new_zeros(1, 1, 1, weight.shape[0]))
+        for name, weight in weights.items()
+    }
+    mlp.router.present = torch.ones(1, 1, dtype=torch.bool, device=up.device)
+    x = torch.linspace(-1, 1, 4 * up.shape[1], dtype=up.dtype, device=up.device).view(1, 4, -1)
+    wanted, got = original(x), mlp(x)
+    error = (got - wanted).double().norm() / wanted.double().norm()
+    if error > (0.05 if up.dtype == torch.bfloat16 else 1e-4):  # rounding is far below
+        raise BaseModelError(
+            f"{family}: its MLP is not act, gate, up and down alone (with adapters at zero the output differs by "
+            f"{error:.1%}), so comingle cannot adapt it"
+        )
+
+
+def _place(layer: nn.Module, targets: Targets, mlp: RoutedMLP) -> None:
+    if targets.mlp:
+        layer.set_submodule(targets.mlp, mlp)
+        return
+    leaves = [name for name, child in layer.named_children() if not list(child.children())]
+    activations = [name for name in leaves if "activation" in name and not name.endswith("norm")]
+    if not activations:  # it would act a second time, on the mixture's output
+        raise BaseModelError(f"adapters.targets: mlp '' needs a layer with an activation module; got {sorted(leaves)}")
+    layer.set_submodule(targets.up, mlp)
+    for name in (targets.down, *activations):
+        layer.set_submodule(name, nn.Identity())
+
+
+def _lora_slots(name: str, linear: nn.Module, lead: tuple[int, ...], roles: tuple[str, ...]) -> list[Slot]:
+    d_out, d_in = base_weight(linear)[0].shape
+    return [
+        Slot(name=f"{name}.a", shape=(*lead, d_in), roles=roles, init=init_a),
+        Slot(name=f"{name}.b", shape=(*lead, d_out), roles=roles, init=init_zero),
+    ]
+
+
+def _router_slot(name: str, mlp: RoutedMLP, counts: ExpertCounts) -> Slot:
+    width = base_weight(mlp.first["up"])[0].shape[1]
+    return Slot(name=f"{name}.router", shape=(counts.width, width), roles=(ROUTER,) * counts.width, init=init_router)

@@ -1,0 +1,1 @@
+"""Who listens to whom: token-level gates and the penalties on them."""

@@ -1,0 +1,122 @@
+"""Named tensors of many users, kept as the rows of one matrix.
+
+The trainable state of a federation is a matrix ``rows`` of shape ``(users, columns)``: row i is everything that user i
+trains. A :class:`Layout` names the columns: each :class:`Slot` is one tensor, each slot is cut into runs of one *role*
+(attention, generalist, specialist, router). So an optimiser step, a norm, a mean over users and a byte count are one
+operation on a matrix, and a layer still sees ``(users, ...)`` tensors, which are views of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+Tree = dict[str, Tensor]
+"""Named tensors, each with the users on its leading dimension."""
+
+Init = Callable[[tuple[int, ...], torch.Generator], Tensor]
+"""Draws the initial value of a tensor of the given shape (float32)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One trainable tensor of a user.
+
+    ``roles`` names the role of each entry along the leading axis (the expert axis), or holds a single role for the
+    whole tensor. ``shape`` is without the user dimension.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    roles: tuple[str, ...]
+    init: Init
+
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+    def runs(self) -> Iterable[tuple[str, int]]:
+        """Each role along the leading axis with the number of columns that it owns."""
+        for role in self.roles:
+            yield role, self.size // len(self.roles)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Which columns of ``rows`` hold which tensor, in order."""
+
+    slots: tuple[Slot, ...]
+
+    @cached_property
+    def starts(self) -> dict[str, int]:
+        """First column of each slot."""
+        starts, at = {}, 0
+        for slot in self.slots:
+            starts[slot.name] = at
+            at += slot.size
+        return starts
+
+    @property
+    def columns(self) -> int:
+        """Number of columns: trainable parameters of a user who has every expert."""
+        return sum(slot.size for slot in self.slots)
+
+    @cached_property
+    def roles(self) -> frozenset[str]:
+        """All roles that occur."""
+        return frozenset(role for slot in self.slots for role in slot.roles)
+
+    def views(self, rows: Float[Tensor, "users columns"]) -> Tree:
+        """The named tensors ``(users, *shape)`` as views of ``rows``."""
+        return {s.name: rows[:, self.starts[s.name] :][:, : s.size].view(-1, *s.shape) for s in self.slots}
+
+    def mask(self, roles: Iterable[str]) -> Bool[Tensor, " columns"]:
+        """True on the columns whose role is in ``roles``."""
+        wanted = set(roles)
+        return torch.cat([torch.full((size,), role in wanted) for s in self.slots for role, size in s.runs()])
+
+    def only(self, roles: Iterable[str]) -> Layout:
+        """The slots all of whose roles are in ``roles``, in the same order."""
+        wanted = set(roles)
+        return Layout(slots=tuple(s for s in self.slots if wanted.issuperset(s.roles)))
+
+    def span(self, part: Layout) -> slice:
+        """The columns of ``part`` within this layout; ``part`` must be a contiguous piece of it."""
+        start = self.starts[part.slots[0].name] if part.slots else 0
+        return slice(start, start + part.columns)
+
+
+def restrict(tree: Tree, layout: Layout, roles: Iterable[str]) -> Tree:
+    """The entries of ``tree`` whose role is in ``roles``: a tensor with mixed roles is cut along its expert axis."""
+    wanted = set(roles)
+    cut: Tree = {}
+    for slot in layout.slots:
+        keep = [i for i, role in enumerate(slot.roles) if role in wanted]
+        if len(keep) == len(slot.roles):
+            cut[slot.name] = tree[slot.name]
+        elif keep:
+            cut[slot.name] = tree[slot.name][:, keep]
+    return cut
+
+
+def assign(tree: Tree, layout: Layout, roles: Iterable[str], values: Tree) -> None:
+    """Write ``values``, cut as by :func:`restrict`, back into ``tree`` in place."""
+    wanted = set(roles)
+    for slot in layout.slots:
+        keep = [i for i, role in enumerate(slot.roles) if role in wanted]
+        if len(keep) == len(slot.roles):
+            tree[slot.name].copy_(values[slot.name])
+        elif keep:
+            tree[slot.name][:, keep] = values[slot.name]
+
+
+def flatten(tensors: Sequence[Tensor]) -> Float[Tensor, "users columns"]:
+    """Tensors ``(users, ...)`` side by side as columns, in order."""
+    return torch.cat([t.flatten(1) for t in tensors], dim=1)

@@ -1,0 +1,178 @@
+"""Families that comingle does not know: refused with the linears found, adapted by the targets given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comingle.adapters.inject import Adapters, AdapterSettings, ExpertCounts, inject
+from comingle.adapters.kernels import ACTIVATIONS
+from comingle.adapters.layouts import KNOWN, Targets, activation_name, decoder_layers, find_targets
+from comingle.errors import BaseModelError
+from comingle.models.families import FAMILIES
+from comingle.models.language import load_base
+
+ONE = ExpertCounts(generalists=1, specialists=(0,))
+TARGETS = Targets(attention=("mixer.value", "mixer.out"), up="ffn.wide", down="ffn.narrow", mlp="ffn")
+
+
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.out, self.extra = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.value(x)).cumsum(1)) + self.extra(x)
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(F.silu(self.wide(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.ffn = Mixer(), FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mixer(x)
+        return x + self.ffn(x)
+
+
+class Handmade(nn.Module):
+    def __init__(self, act: str = "silu", layer: type[nn.Module] = Layer) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(hidden_act=act)
+        self.blocks = nn.ModuleList([layer() for _ in range(2)])
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def bind_random(adapters: Adapters) -> dict[str, Tensor]:
+    rows = torch.randn(1, adapters.layout.columns, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tensors = adapters.layout.views(rows * 0.2)
+    adapters.bind(tensors, [0])
+    return tensors
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_known_families_are_recognised(family: str) -> None:
+    model = load_base(f"random:{family}", device="cpu").model
+    own = {"gpt2": "gpt2", "phi": "phi", "gpt_neox": "gpt_neox", "opt": "opt"}.get(family, "llama")
+    assert find_targets(model) == KNOWN[own]
+    assert len(decoder_layers(model)) == 2
+
+
+def test_an_unknown_family_is_refused_with_its_linears_and_the_remedy() -> None:
+    with pytest.raises(BaseModelError) as caught:
+        inject(Handmade(), AdapterSettings(), ONE, routed=False)
+    message = str(caught.value)
+    for name in ("mixer.value", "mixer.out", "mixer.extra", "ffn.wide", "ffn.narrow"):
+        assert f"'{name}'" in message
+    assert message.startswith("Handmade: unknown family")
+    assert "adapters: {targets: {attention: [...], up: NAME, down: NAME, gate: NAME or null, mlp: NAME" in message
+    assert "\n" not in message
+
+
+def test_a_known_family_with_one_more_linear_is_refused_whole() -> None:
+    model = load_base("random:llama", device="cpu").model
+    for layer in decoder_layers(model):
+        layer.self_attn.extra_proj = nn.Linear(32, 32)
+    with pytest.raises(BaseModelError, match=r"unknown family.*'self_attn\.extra_proj'"):
+        find_targets(model)
+
+
+def test_given_targets_work_on_an_unknown_family() -> None:
+    """Against the same model with ``W + s B A`` in its weights; the linear that is not named stays as it is."""
+    model, expected = Handmade(), Handmade()
+    expected.load_state_dict(model.state_dict())
+    adapters = inject(model, AdapterSettings(rank=2, alpha=3.0, targets=TARGETS), ONE, routed=False)
+    tensors = bind_random(adapters)
+    names = {"mixer.value": "mixer.value", "mixer.out": "mixer.out", "mlp.up": "ffn.wide", "mlp.down": "ffn.narrow"}
+    with torch.no_grad():
+        for i, block in enumerate(expected.blocks):
+            for ours, theirs in names.items():
+                a, b = (tensors[f"layers.{i}.{ours}.{key}"].view(2, -1) for key in "ab")
+                block.get_submodule(theirs).weight += 3.0 / 2**0.5 * b.T @ a
+    x = torch.randn(1, 5, 8, dtype=torch.float64)
+    torch.testing.assert_close(model(x), expected(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"up": "ffn.broad"},
+            r"no linear named 'ffn\.broad' in a layer; got \['ffn\.narrow', 'ffn\.wide', 'mixer\.extra'",
+        ),
+        ({"attention": ("mixer.value", "mixer.key")}, r"no linear named 'mixer\.key' in a layer"),
+        ({"gate": "ffn.gate"}, r"no linear named 'ffn\.gate' in a layer"),
+        ({"mlp": "fnn"}, r"mlp 'fnn' holds the linears \[\]; it must .* exactly \['ffn\.narrow', 'ffn\.wide'\]"),
+        ({"mlp": "mixer"}, r"mlp 'mixer' holds the linears \['mixer\.extra', 'mixer\.out', 'mixer\.value'\]"),
+        ({"mlp": ""}, r"mlp '' holds the linears \[\]"),
+        (
+            {"up": "mixer.extra"},
+            r"mlp 'ffn' holds the linears \['ffn\.narrow', 'ffn\.wide'\]; it must .*'mixer\.extra'",
+        ),
+    ],
+)
+def test_wrong_targets_are_refused(wrong: dict[str, object], message: str) -> None:
+    settings = AdapterSettings(targets=replace(TARGETS, **wrong))
+    with pytest.raises(BaseModelError, match=r"adapters\.targets: " + message):
+        inject(Handmade(), settings, ONE, routed=False)
+
+
+def test_a_layer_with_the_mlp_in_itself_needs_an_activation_module() -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixer, self.fc1, self.fc2 = Mixer(), nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.fc2(F.silu(self.fc1(x + self.mixer(x))))
+
+    targets = Targets(attention=("mixer.value",), up="fc1", down="fc2")
+    with pytest.raises(BaseModelError, match=r"needs a layer with an activation module; got \['fc1', 'fc2'\]"):
+        inject(Handmade(layer=Flat), AdapterSettings(targets=targets), ONE, routed=False)
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    with pytest.raises(BaseModelError, match=r"Handmade: MLP activation 'relu2'; allowed: \['gelu', .*'silu'"):
+        inject(Handmade(act="relu2"), AdapterSettings(targets=TARGETS), ONE, routed=False)
+
+
+def test_targets_may_name_the_activation() -> None:
+    model = Handmade(act="relu2")
+    assert activation_name(model, replace(TARGETS, activation="gelu")) == "gelu"
+    with pytest.raises(BaseModelError, match="MLP activation 'gelu_10'"):
+        activation_name(model, replace(TARGETS, activation="gelu_10"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_activation_is_that_of_the_family(family: str) -> None:
+    """The name that we read computes what the module in the model computes."""
+    model = load_base(f"random:{family}", dtype="float64", device="cpu").model
+    layer = decoder_layers(model)[0]
+    own = [m for n, m in layer.named_modules() if n.split(".")[-1] in ("act", "act_fn", "activation_fn")]
+    x = torch.linspace(-5, 5, 101, dtype=torch.float64)
+    found = ACTIVATIONS[activation_name(model, find_targets(model))](x)[0]
+    torch.testing.assert_close(found, own[-1](x))
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    with pytest.raises(BaseModelError, match=r"Linear: no list of decoder layers found; got \[''\]"):
+        decoder_layers(nn.Linear(2, 2))
