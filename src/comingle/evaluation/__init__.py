@@ -1,0 +1,1 @@
+"""Measures of what users end up with."""

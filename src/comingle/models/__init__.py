@@ -1,0 +1,1 @@
+"""Frozen pretrained models: where they come from, how they are loaded, and their output layer."""

@@ -1,0 +1,82 @@
+"""A frozen base with adapters: what the engine trains, evaluates and lets speak.
+
+Users are a batch dimension: one forward pass serves ``(users, batch)`` sequences over the one base.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from comingle.adapters import kernels
+from comingle.adapters.inject import Adapters, AdapterSettings, ExpertCounts, inject
+from comingle.adapters.layouts import decoder_layers
+from comingle.models.base import Base, PreTrainedModel
+from comingle.models.language import Head, backbone, lm_head
+from comingle.models.loss import cross_entropy
+from comingle.trees import Layout, Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedModel:
+    """A base whose linears carry the adapters of many users."""
+
+    base: Base
+    network: PreTrainedModel
+    backbone: nn.Module
+    head: Head
+    adapters: Adapters
+
+    @property
+    def layout(self) -> Layout:
+        """The columns of a user's trainable state."""
+        return self.adapters.layout
+
+    def mask(self) -> Bool[Tensor, "users columns"]:
+        """True where a user really has a parameter, on the base's device."""
+        return self.adapters.mask().to(self.base.device)
+
+    def losses(
+        self, tensors: Tree, users: Sequence[int], windows: Int[Tensor, "users batch window"]
+    ) -> tuple[Float[Tensor, "users batch context"], Float[Tensor, " users"] | float]:
+        """Next-token loss in nats at every position, and each user's load-balancing penalty.
+
+        ``windows`` holds context + 1 tokens; a negative target carries no loss. Row i of ``tensors`` and ``windows``
+        belongs to user ``users[i]``; a user may occupy several rows.
+        """
+        self.adapters.bind(tensors, users)
+        inputs, targets = windows[..., :-1].clamp(min=0), windows[..., 1:]
+        hidden = self.backbone(input_ids=inputs.flatten(0, 1), use_cache=False).last_hidden_state
+        losses = cross_entropy(hidden.view(*targets.shape, -1), self.head, targets)
+        return losses, self.adapters.penalties()
+
+
+def adapt(base: Base, settings: AdapterSettings, counts: ExpertCounts, *, routed: bool, compiled: bool) -> AdaptedModel:
+    """Inject adapters into a copy of ``base`` that shares all its weights; ``base`` itself stays as it is.
+
+    Raises:
+        BaseModelError: the family or its head is not one that comingle can adapt.
+    """
+    head = lm_head(base)
+    network = share_weights(base.model)
+    adapters = inject(network, settings, counts, routed=routed)
+    kernels.fusing(compiled)
+    if compiled:
+        torch.compiler.reset()  # what was compiled for an earlier model counts against the limit of variants
+        for mlp in adapters.experts.values():
+            # The mixture brings its own fused kernels; tracing its autograd function as well would undo them.
+            setattr(mlp, "forward", torch.compiler.disable(mlp.forward))  # noqa: B010 (a method, not a Tensor)
+        for layer in decoder_layers(network):
+            layer.compile()
+    return AdaptedModel(base=base, network=network, backbone=backbone(network), head=head, adapters=adapters)
+
+
+def share_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the module structure over the very same parameters and buffers."""
+    kept: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, kept)

@@ -1,0 +1,60 @@
+"""The user's cache: folders that are expensive to make, made once, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+# A partial folder this old belongs to a process that was killed.
+_ABANDONED_SECONDS = 3600.0
+
+
+def cache_folder() -> Path:
+    """Where comingle keeps what it can make again: $COMINGLE_CACHE, or the platform's cache folder."""
+    if chosen := os.environ.get("COMINGLE_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "win32":
+        parent = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        parent = Path.home() / "Library" / "Caches"
+    else:
+        parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return parent / "comingle"
+
+
+def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
+    """The folder `target`; where it is missing, `fill` writes into another name that becomes `target` when whole.
+
+    Whatever stops `fill`, kill -9 included, no folder called `target` appears. Two processes may both fill; the first
+    to finish is kept.
+    """
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(target)
+    partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
+    try:
+        fill(partial)
+        _publish(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _publish(partial: Path, target: Path) -> None:
+    try:
+        partial.rename(target)
+    except OSError:
+        if not target.is_dir():  # otherwise another process was faster, and its folder is as good
+            raise
+
+
+def _sweep(target: Path) -> None:
+    for left in target.parent.glob(f"{target.name}.partial-*"):
+        if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)

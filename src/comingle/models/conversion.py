@@ -1,0 +1,108 @@
+"""GGUF files as safetensors folders, dequantised once and kept in the user's cache."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+from pathlib import Path
+
+import torch
+
+from comingle.errors import BaseModelError
+from comingle.models.base import PreTrainedModel, PreTrainedTokenizerBase, logger
+from comingle.models.cache import cache_folder, make_once
+from comingle.models.folders import check_config, one_line
+
+# Part of every cached folder's name: raise it when the conversion changes what it writes.
+_VERSION = 1
+
+
+def convert_gguf(path: Path) -> Path:
+    """The folder with the model of `path` as float32 safetensors; converted on the first call, found on the next.
+
+    Raises:
+        BaseModelError: not a GGUF file, damaged, of an unsupported kind, or the cache cannot be written.
+    """
+    _require_gguf(path)
+    target = cache_folder() / "gguf" / f"{path.stem}-{_fingerprint(path)}-v{_VERSION}"
+    try:
+        return make_once(target, lambda folder: _convert_into(folder, path))
+    except OSError as error:
+        raise BaseModelError(
+            f"base model {path}: cannot write the conversion to {target.parent} ({error}); "
+            f"free space there or set COMINGLE_CACHE to another folder."
+        ) from error
+
+
+def _require_gguf(path: Path) -> None:
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise BaseModelError(f"base model {path}: not a GGUF file; it starts with {magic!r} instead of b'GGUF'.")
+    if importlib.util.find_spec("gguf") is None:
+        raise BaseModelError(f"base model {path}: reading GGUF needs the package gguf; pip install 'comingle[demo]'.")
+
+
+def _fingerprint(path: Path) -> str:
+    # The content, not path and time: a reinstalled package or a second environment finds the same conversion.
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def _convert_into(folder: Path, path: Path) -> None:
+    from safetensors import SafetensorError
+
+    logger.info("converting %s to safetensors, once; this takes up to a minute", path.name)
+    try:
+        model, tokenizer = _read_gguf(path)
+    except BaseModelError:
+        raise
+    except Exception as error:  # a foreign file meets a foreign library here; whatever it says, the file is at fault
+        raise BaseModelError(f"base model {path}: damaged or unsupported GGUF: {one_line(error)}") from error
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except SafetensorError as error:
+        raise OSError(one_line(error)) from error
+
+
+def _read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model in float32 and tokenizer of a GGUF file.
+
+    transformers' from_pretrained would need accelerate for this, and would keep some kinds packed.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    check_config(path, config.to_dict())
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be switched off
+        tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    _fill(path, model, tensors)
+    return model, _read_tokenizer(path)
+
+
+def _fill(path: Path, model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
+    missing = set(model.load_state_dict(tensors, strict=False).missing_keys)
+    if model.config.tie_word_embeddings:
+        missing -= set(model._tied_weights_keys or ())
+        model.tie_weights()
+    if missing:
+        raise BaseModelError(f"base model {path}: the weights lack {len(missing)} tensors, first {min(missing)!r}.")
+
+
+def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    from gguf import GGUFReader
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    kind = GGUFReader(path).get_field("tokenizer.ggml.pre")
+    if kind is not None and kind.contents() == "smollm":
+        # transformers takes it for GPT-2's; SmolLM also keeps every digit apart, as the hub's tokenizer does.
+        parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    return tokenizer

@@ -1,0 +1,152 @@
+"""A folder in the Hugging Face layout (config.json, safetensors, tokenizer), checked before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comingle.errors import BaseModelError
+from comingle.models.base import PreTrainedModel, PreTrainedTokenizerBase
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+# Architectures with a causal head; what else a config.json may name (masked, sequence-to-sequence) has none.
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether `folder` holds a configuration, a tokenizer and every file of the weights."""
+    if not (folder / "config.json").is_file() or not has_tokenizer(folder):
+        return False
+    try:
+        return all(path.is_file() for path in _weight_files(folder))
+    except BaseModelError:
+        return False
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether `folder` holds a tokenizer of any of the known kinds."""
+    return any((folder / name).is_file() for name in _TOKENIZERS)
+
+
+def read_folder(
+    folder: Path, *, dtype: torch.dtype, attention: str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Model and tokenizer (None where the folder holds none) of `folder`; never unpickles, never runs its code.
+
+    Raises:
+        BaseModelError: no configuration, not a causal or a quantised model, weights missing, pickled or damaged.
+    """
+    check_config(folder, _read_json(folder / "config.json"))
+    for path in _weight_files(folder):
+        _check_weights(path)
+    return _load_model(folder, dtype=dtype, attention=attention), _load_tokenizer(folder)
+
+
+def check_config(where: Path, config: dict[str, Any]) -> None:
+    """Refuse a configuration that is not of a plain causal language model.
+
+    Raises:
+        BaseModelError: encoder-decoder, masked or other architectures, quantised weights, no model type.
+    """
+    model_type = config.get("model_type")
+    architectures = config.get("architectures") or []
+    if not model_type:
+        raise BaseModelError(f"base model {where}: config.json names no model_type, so it is not a transformers model.")
+    if config.get("is_encoder_decoder") or not (not architectures or any(a.endswith(_CAUSAL) for a in architectures)):
+        raise BaseModelError(
+            f"base model {where}: expected a causal language model (...ForCausalLM), "
+            f"got {', '.join(architectures) or 'an encoder-decoder'} of type {model_type!r}."
+        )
+    if quantisation := config.get("quantization_config"):
+        method = quantisation.get("quant_method", "unknown")
+        raise BaseModelError(
+            f"base model {where}: expected bfloat16 or float32 weights, got weights quantised with {method!r}."
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        holds = ", ".join(sorted(entry.name for entry in path.parent.iterdir())[:5]) or "nothing"
+        raise BaseModelError(f"base model {path.parent}: no {path.name} in this folder; it holds {holds}.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BaseModelError(f"base model {path.parent}: {path.name} is not valid JSON ({error}).") from error
+    if not isinstance(content, dict):
+        raise BaseModelError(f"base model {path.parent}: {path.name} must hold an object, got {content!r:.40}.")
+    return content
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / _WEIGHTS).is_file():
+        return [folder / _WEIGHTS]
+    if (folder / _INDEX).is_file():
+        shards = _read_json(folder / _INDEX).get("weight_map", {})
+        return sorted({folder / name for name in shards.values()})
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
+    if pickles:
+        raise BaseModelError(
+            f"base model {folder}: its weights are pickled ({pickles[0]}); comingle never unpickles, because that runs "
+            f"code. Convert them to {_WEIGHTS} (transformers' save_pretrained writes it)."
+        )
+    raise BaseModelError(f"base model {folder}: no weights; expected {_WEIGHTS} or {_INDEX} (pickles are never read).")
+
+
+def _check_weights(path: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise BaseModelError(f"base model {path.parent}: {path.name} is named in {_INDEX} but missing.")
+    try:
+        with safe_open(path, framework="pt"):
+            pass  # opening compares the header with the length of the file
+    except SafetensorError as error:
+        raise BaseModelError(
+            f"base model {path.parent}: {path.name} ({path.stat().st_size} bytes) is truncated or damaged ({error}); "
+            f"delete it and fetch it again."
+        ) from error
+
+
+def _load_model(folder: Path, *, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:  # a foreign file meets a foreign library here; whatever it says, the file is at fault
+        raise BaseModelError(f"base model {folder}: transformers cannot load it: {one_line(error)}") from error
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        # transformers would go on with random weights in their place
+        raise BaseModelError(f"base model {folder}: the weights lack {len(missing)} tensors, first {missing[0]!r}.")
+    return model
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    from transformers import AutoTokenizer
+
+    if not has_tokenizer(folder):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # as above
+        raise BaseModelError(f"base model {folder}: its tokenizer cannot be loaded: {one_line(error)}") from error
+
+
+def one_line(error: Exception) -> str:
+    """The first line of what `error` says, or its type."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,74 @@
+"""Load a base: any causal language model of transformers, frozen, by one name.
+
+A name is a hub name (``owner/model``), a folder, a GGUF file, an alias (``smollm2-135m``) or ``random:FAMILY``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from comingle.models.base import Base, freeze
+from comingle.models.byte_tokenizer import byte_tokenizer
+from comingle.models.cache import cache_folder
+from comingle.models.families import PREFIX, random_base
+from comingle.models.folders import read_folder
+from comingle.models.hardware import fast_bf16, resolve_attention, resolve_device, resolve_dtype
+from comingle.models.head import Head, backbone, lm_head
+from comingle.models.sources import ALIASES, locate
+
+__all__ = [
+    "ALIASES",
+    "Base",
+    "Head",
+    "backbone",
+    "cache_folder",
+    "fast_bf16",
+    "lm_head",
+    "load_base",
+    "resolve_device",
+    "resolve_dtype",
+]
+
+
+def load_base(name: str, *, dtype: str = "auto", device: str = "auto", attention: str = "auto", seed: int = 0) -> Base:
+    """The frozen model called `name`, in `dtype`, on `device`.
+
+    `seed` draws the weights of a ``random:`` base and means nothing to the others. Prints nothing; the logger
+    "comingle" says where the model came from.
+
+    Raises:
+        BaseModelError: not found, not loadable, not a causal language model, or an unknown dtype, device or attention.
+    """
+    place = resolve_device(device)
+    number = resolve_dtype(dtype, place)
+    style = resolve_attention(attention, place)
+    with _quiet_transformers():
+        if name.startswith(PREFIX):
+            model = random_base(name, dtype=number, attention=style, seed=seed)
+            tokenizer, source = byte_tokenizer(), name
+        else:
+            found = locate(name)
+            model, tokenizer = read_folder(found.folder, dtype=number, attention=style)
+            source = found.name
+        freeze(model, tokenizer)
+    torch.nn.Module.to(model, place)
+    return Base(model=model, tokenizer=tokenizer, name=source, dtype=number, device=place)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars, reports or advice from transformers meanwhile; its settings are put back."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

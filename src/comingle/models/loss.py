@@ -1,0 +1,101 @@
+"""Cross-entropy against a frozen head: neither all logits nor a second pass over them.
+
+The head has no gradient of its own, so the gradient with respect to the hidden states can be computed in the forward
+pass, chunk by chunk, while a chunk's logits are at hand: for one position with hidden state h, head W, target t,
+
+    loss = log sum_v exp(W_v h) - W_t h          d loss / d h = sum_v softmax(W h)_v W_v - W_t
+
+The memory is one chunk of logits, whatever the batch. Scale, bias and soft cap of a family's head are included.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from comingle.adapters.kernels import fused
+from comingle.models.language import Head
+
+CHUNK_BYTES = 64 << 20
+"""Size of one chunk of logits: large enough for efficient products, small enough to stay near the processor."""
+
+
+def cross_entropy(
+    hidden: Float[Tensor, "*batch width"], head: Head, targets: Int[Tensor, "*batch"]
+) -> Float[Tensor, "*batch"]:
+    """Loss of each position in nats, float32 at least; positions with a negative target have loss 0.
+
+    Differentiable in ``hidden`` only.
+    """
+    flat = cast(Tensor, _HeadLoss.apply(hidden.flatten(0, -2), targets.flatten(), head))
+    return flat.view(targets.shape)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Float[Tensor, "n width"], targets: Int[Tensor, " n"], head: Head) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        losses = torch.empty(len(targets), dtype=wide, device=hidden.device)
+        grads = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        parts = math.ceil(len(targets) * head.weight.shape[0] * hidden.element_size() / CHUNK_BYTES)
+        size = math.ceil(len(targets) / parts)  # equal parts: a short last one would need a kernel of its own
+        for start in range(0, len(targets), size):
+            part = slice(start, start + size)
+            losses[part], grad = _chunk(hidden[part], targets[part], head, grads is not None)
+            if grads is not None and grad is not None:
+                grads[part] = grad
+        ctx.save_for_backward(grads)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, d_losses: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (grads,) = ctx.saved_tensors
+        return grads * d_losses.unsqueeze(1).to(grads.dtype), None, None
+
+
+def _chunk(hidden: Tensor, targets: Tensor, head: Head, keep: bool) -> tuple[Tensor, Tensor | None]:
+    """Losses of one chunk, and with ``keep`` their gradient with respect to ``hidden``."""
+    ids = targets.clamp(min=0)
+    raw = F.linear(hidden, head.weight, head.bias)
+    if head.softcap is None and head.scale == 1.0:
+        loss, weights, total = softmax_parts(raw, ids)
+        slope = None
+    else:
+        logits, slope = _transform(raw, head)
+        loss, weights, total = softmax_parts(logits, ids)
+    loss = loss.masked_fill(targets < 0, 0.0)
+    if not keep:
+        return loss, None
+    live = (targets >= 0).to(weights.dtype).unsqueeze(1)
+    if slope is None:
+        # W_t is subtracted after the product, so the softmax needs no second pass to mark the targets.
+        mean = (weights @ head.weight) / total.unsqueeze(1)
+        return loss, ((mean - head.weight[ids]) * live).to(hidden.dtype)
+    d_logits = weights / total.unsqueeze(1).to(weights.dtype)
+    d_logits[torch.arange(len(ids), device=ids.device), ids] -= 1
+    return loss, ((d_logits * slope) @ head.weight) * live
+
+
+@fused
+def softmax_parts(logits: Float[Tensor, "n vocab"], ids: Int[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy, unnormalised softmax ``exp(logit - max)`` in the logits' dtype, and its sum; float32 inside."""
+    wide = logits.float() if logits.dtype == torch.bfloat16 else logits
+    top = wide.amax(1)
+    weights = torch.exp(wide - top.unsqueeze(1))
+    total = weights.sum(1)
+    picked = wide.gather(1, ids.unsqueeze(1)).squeeze(1)
+    return top + torch.log(total) - picked, weights.to(logits.dtype), total
+
+
+def _transform(raw: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    """Scaled and soft-capped logits, and their derivative with respect to ``raw``."""
+    scaled = raw * head.scale
+    if head.softcap is None:
+        return scaled, torch.full_like(raw[:, :1], head.scale)
+    bent = torch.tanh(scaled / head.softcap)
+    return bent * head.softcap, (1 - bent * bent) * head.scale

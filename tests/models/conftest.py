@@ -1,0 +1,46 @@
+"""A tiny real model, a tiny saved one, and a cache that belongs to the test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from comingle.models.byte_tokenizer import byte_tokenizer
+from comingle.models.hub import hub_answers
+from comingle.models.language import load_base
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def stories() -> Path:
+    """stories260K, a Llama of 260,032 parameters that tells children's stories; skipped where there is none."""
+    data = Path(os.environ.get("COMINGLE_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
+    folder = data / "models" / "stories260K"
+    if not (folder / "config.json").is_file():
+        pytest.skip(f"REAL DATA ABSENT: {folder} does not exist; set COMINGLE_TEST_DATA to the folder of real data")
+    return folder
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A random Llama as a folder: config.json, model.safetensors, tokenizer."""
+    folder = tmp_path / "saved"
+    load_base("random:llama", dtype="float32", device="cpu").model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """No test reads or writes the user's caches, or asks the network."""
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("COMINGLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    yield tmp_path / "cache"
+    hub_answers.cache_clear()

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from comingle.errors import BaseModelError
+from comingle.models.language import lm_head, load_base
+
+
+def refused(folder: Path, match: str) -> None:
+    with pytest.raises(BaseModelError, match=match) as caught:
+        load_base(str(folder), dtype="float32", device="cpu")
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_saved_model_comes_back(saved: Path) -> None:
+    base = load_base(str(saved), dtype="float32", device="cpu")
+    original = load_base("random:llama", dtype="float32", device="cpu")
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(base.model(input_ids=tokens).logits, original.model(input_ids=tokens).logits)
+    assert base.name == str(saved)
+    assert base.tokenizer is not None
+    assert base.tokenizer.decode(base.tokenizer("any\n text").input_ids) == "any\n text"
+    lm_head(base)
+
+
+def test_sharded_weights(saved: Path) -> None:
+    tensors = load_file(saved / "model.safetensors")
+    (saved / "model.safetensors").unlink()
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, saved / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, part in parts.items() for name in part}}
+    (saved / "model.safetensors.index.json").write_text(json.dumps(index))
+    lm_head(load_base(str(saved), dtype="float32", device="cpu"))
+    (saved / "b.safetensors").unlink()
+    refused(saved, "b.safetensors is named in model.safetensors.index.json but missing")
+
+
+def test_a_folder_without_a_tokenizer_has_none(saved: Path) -> None:
+    for path in saved.glob("tokenizer*"):
+        path.unlink()
+    assert load_base(str(saved), device="cpu").tokenizer is None
+
+
+def test_no_config(saved: Path) -> None:
+    (saved / "config.json").unlink()
+    refused(saved, "no config.json in this folder; it holds generation_config.json, model.safetensors")
+    empty = saved / "empty"
+    empty.mkdir()
+    refused(empty, "it holds nothing")
+
+
+def test_damaged_config(saved: Path) -> None:
+    (saved / "config.json").write_text('{"model_type": "lla')
+    refused(saved, "config.json is not valid JSON")
+    (saved / "config.json").write_text("[1]")
+    refused(saved, r"config.json must hold an object, got \[1\]")
+    (saved / "config.json").write_text("{}")
+    refused(saved, "config.json names no model_type")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "got BertForMaskedLM of type 'bert'"),
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "got T5ForConditionalGeneration"),
+        ({"model_type": "bart", "architectures": None, "is_encoder_decoder": True}, "got an encoder-decoder of type"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "got weights quantised with 'gptq'"),
+        ({"model_type": "nonesuch"}, "transformers cannot load it: .*nonesuch"),
+    ],
+)
+def test_models_of_another_kind(saved: Path, changes: dict[str, Any], match: str) -> None:
+    edit_config(saved, **changes)
+    refused(saved, match)
+
+
+def test_code_in_a_folder_is_never_run(saved: Path) -> None:
+    (saved / "modeling_own.py").write_text(f"open({str(saved / 'ran')!r}, 'w')")
+    edit_config(saved, model_type="own", auto_map={"AutoModelForCausalLM": "modeling_own.Own", "AutoConfig": "x.Y"})
+    refused(saved, "transformers cannot load it")
+    assert not (saved / "ran").exists()
+
+
+def test_pickles_are_refused(saved: Path) -> None:
+    torch.save(load_file(saved / "model.safetensors"), saved / "pytorch_model.bin")
+    (saved / "model.safetensors").unlink()
+    refused(saved, r"pickled \(pytorch_model.bin\); comingle never unpickles, .* Convert them to model.safetensors")
+
+
+def test_no_weights(saved: Path) -> None:
+    (saved / "model.safetensors").unlink()
+    refused(saved, "no weights; expected model.safetensors or model.safetensors.index.json")
+
+
+@pytest.mark.parametrize("length", [0, 5, 100, 4000, -1])
+def test_truncated_weights(saved: Path, length: int) -> None:
+    path = saved / "model.safetensors"
+    content = path.read_bytes()[:length]
+    path.write_bytes(content)
+    refused(saved, rf"model.safetensors \({len(content)} bytes\) is truncated or damaged")
+
+
+def test_missing_tensors_are_not_made_up(saved: Path) -> None:
+    tensors = load_file(saved / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
+    refused(saved, "the weights lack 1 tensors, first 'model.layers.1.mlp.up_proj.weight'")
+
+
+def test_tensors_of_another_shape(saved: Path) -> None:
+    edit_config(saved, intermediate_size=48)
+    refused(saved, "transformers cannot load it")
+
+
+def test_damaged_tokenizer(saved: Path) -> None:
+    (saved / "tokenizer.json").write_text('{"version"')
+    refused(saved, "its tokenizer cannot be loaded")
+
+
+def test_a_file_that_is_no_gguf_needs_its_folder(saved: Path) -> None:
+    refused(saved / "model.safetensors", "a file must be a .gguf; for other weights give their folder")
+
+
+def test_home_is_expanded(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(saved.parent))
+    monkeypatch.setenv("USERPROFILE", str(saved.parent))
+    assert load_base("~/saved", device="cpu").name == "~/saved"
+    shutil.rmtree(saved)
+    with pytest.raises(BaseModelError, match="'~/saved': no such file or folder"):
+        load_base("~/saved")
