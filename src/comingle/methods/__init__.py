@@ -1,0 +1,82 @@
+"""The methods, one page each, and their registry."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from comingle.errors import RecipeError, did_you_mean
+from comingle.methods.base import Method
+from comingle.methods.centralized import centralized
+from comingle.methods.comigs import comigs, comigs_1g1s, comigs_1gxs, comigs_2g, comigs_2s, comigs_tr
+from comingle.methods.fedavg import fedavg
+from comingle.methods.local import local
+from comingle.methods.moe import fedavg_moe, fedavg_moe_tr, local_moe, local_moe_tr
+from comingle.methods.pfedmoe import pfedmoe
+from comingle.methods.pretrained import pretrained
+
+REGISTRY: dict[str, Callable[..., Method]] = {
+    "pretrained": pretrained,
+    "centralized": centralized,
+    "local": local,
+    "fedavg": fedavg,
+    "local-moe": local_moe,
+    "fedavg-moe": fedavg_moe,
+    "pfedmoe": pfedmoe,
+    "local-moe-tr": local_moe_tr,
+    "fedavg-moe-tr": fedavg_moe_tr,
+    "comigs-tr": comigs_tr,
+    "comigs": comigs,
+    "comigs-1g1s": comigs_1g1s,
+    "comigs-2g": comigs_2g,
+    "comigs-2s": comigs_2s,
+    "comigs-1gxs": comigs_1gxs,
+}
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """The settings that a method takes, with their defaults.
+
+    Raises:
+        RecipeError: an unknown method, with the nearest known one.
+    """
+    parameters = inspect.signature(_constructor(name)).parameters.values()
+    return {p.name: p.default for p in parameters if p.name != "name"}
+
+
+def make(name: str, **settings: Any) -> Method:
+    """The method called ``name`` with the given settings.
+
+    Raises:
+        RecipeError: an unknown method or setting, with the nearest known one, or a value out of range.
+    """
+    known = settings_of(name)
+    for key, value in settings.items():
+        if key not in known:
+            allowed = sorted(known) or "no settings"
+            raise RecipeError(f"method {name}: no setting {key!r}.{did_you_mean(key, known)} Allowed: {allowed}")
+        _check(name, key, value)
+    method = _constructor(name)(**settings)
+    counts = (method.specialists,) if isinstance(method.specialists, int) else method.specialists
+    if method.generalists + min(counts) < 1:
+        raise RecipeError(f"method {name}: generalists + specialists is 0 for some user; at least 1 expert is needed")
+    return method
+
+
+def _constructor(name: str) -> Callable[..., Method]:
+    if name not in REGISTRY:
+        raise RecipeError(f"method: no method {name!r}.{did_you_mean(name, REGISTRY)} Allowed: {', '.join(REGISTRY)}")
+    return REGISTRY[name]
+
+
+def _check(name: str, key: str, value: Any) -> None:
+    """Whole numbers in range; ``specialists`` may be a list of them."""
+    if key == "router_stream":
+        if value not in ("train", "valid"):
+            raise RecipeError(f"method {name}: router_stream is {value!r}; allowed: train, valid")
+        return
+    least = 0 if key in ("generalists", "specialists") else 1
+    values = value if key == "specialists" and isinstance(value, list | tuple) else [value]
+    if not values or any(isinstance(v, bool) or not isinstance(v, int) or v < least for v in values):
+        raise RecipeError(f"method {name}: {key} is {value!r}; allowed: whole numbers from {least}")

@@ -1,0 +1,21 @@
+"""One model on everybody's text."""
+
+from __future__ import annotations
+
+from comingle.methods.base import Method
+from comingle.methods.clients import joint
+from comingle.methods.servers import keep
+
+
+def centralized() -> Method:
+    """One model trained on everybody's text: an unrealistic upper bound, since the text would have to leave its owners.
+
+    Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2 and App. B.1.
+    Shared: nothing (there is one trainer).  Local: attention, 2 averaged LoRA experts per MLP.  Frozen: the base.
+    Client: joint steps on the concatenated training text; the batch is multiplied by the number of users.
+    Server: none.
+    Differs from the paper: none known.
+    """
+    return Method(
+        name="centralized", specialists=2, generalists=0, phases=joint(routed=False), server=keep, pooled=True
+    )

@@ -1,0 +1,26 @@
+"""Clients: what a user updates between two exchanges."""
+
+from __future__ import annotations
+
+from comingle.adapters.inject import EXPERT_ROLES, ROUTER
+from comingle.methods.base import Phase, Stream
+
+
+def joint(*, routed: bool) -> tuple[Phase, ...]:
+    """Experts, and the router if there is one, together on training text, with one optimiser."""
+    return (Phase(roles=frozenset((*EXPERT_ROLES, ROUTER) if routed else EXPERT_ROLES)),)
+
+
+def alternating(*, router_stream: Stream, router_every: int, router_steps: int) -> tuple[Phase, ...]:
+    """Experts on training text; after every ``router_every`` iterations the routers on ``router_stream``.
+
+    The router's batches are drawn afresh also where they come from the training text (CoMiGS Table 5, part iii).
+    """
+    router = Phase(
+        roles=frozenset({ROUTER}),
+        stream=router_stream,
+        every=router_every,
+        steps=router_steps,
+        optimizer="router",
+    )
+    return (Phase(roles=frozenset(EXPERT_ROLES)), router)

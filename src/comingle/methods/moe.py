@@ -1,0 +1,56 @@
+"""Mixtures whose experts are all local or all shared: what a router alone brings (CoMiGS Table 5, parts ii and iii)."""
+
+from __future__ import annotations
+
+from comingle.adapters.inject import ATTENTION, GENERALIST
+from comingle.methods.base import Method
+from comingle.methods.clients import alternating, joint
+from comingle.methods.servers import keep, mean
+
+_SHARED = frozenset({ATTENTION, GENERALIST})
+
+
+def local_moe() -> Method:
+    """Every user alone, with a router over 2 experts, trained together with them.
+
+    Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part ii.
+    Shared: nothing.  Local: attention, 2 experts per MLP, routers.  Frozen: the base.
+    Client: joint steps on experts and routers on training text.  Server: none.
+    Differs from the paper: none known.
+    """
+    return Method(name="local-moe", generalists=0, specialists=2, routed=True, phases=joint(routed=True), server=keep)
+
+
+def fedavg_moe() -> Method:
+    """FedAvg of 2 experts, with a local router trained together with them.
+
+    Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part ii.
+    Shared: attention, 2 experts per MLP.  Local: routers.  Frozen: the base.
+    Client: joint steps on experts and routers on training text.  Server: mean over users.
+    Differs from the paper: routers stay local, as in the public code; the paper does not say.
+    """
+    return Method(name="fedavg-moe", generalists=2, routed=True, shared=_SHARED, phases=joint(routed=True), server=mean)
+
+
+def local_moe_tr(*, router_every: int = 30, router_steps: int = 10) -> Method:
+    """Every user alone, the router in alternation with 2 experts, on fresh training batches.
+
+    Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part iii.
+    Shared: nothing.  Local: attention, 2 experts per MLP, routers.  Frozen: the base.
+    Client: alternating; router steps on newly sampled training batches.  Server: none.
+    Differs from the paper: none known.
+    """
+    phases = alternating(router_stream="train", router_every=router_every, router_steps=router_steps)
+    return Method(name="local-moe-tr", generalists=0, specialists=2, routed=True, phases=phases, server=keep)
+
+
+def fedavg_moe_tr(*, router_every: int = 30, router_steps: int = 10) -> Method:
+    """FedAvg of 2 experts, a local router in alternation with them, on fresh training batches.
+
+    Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part iii.
+    Shared: attention, 2 experts per MLP.  Local: routers.  Frozen: the base.
+    Client: alternating; router steps on newly sampled training batches.  Server: mean over users.
+    Differs from the paper: routers stay local, as in the public code; the paper does not say.
+    """
+    phases = alternating(router_stream="train", router_every=router_every, router_steps=router_steps)
+    return Method(name="fedavg-moe-tr", generalists=2, routed=True, shared=_SHARED, phases=phases, server=mean)
