@@ -1,0 +1,118 @@
+"""Checkpoints: everything that a run needs to go on as if nothing had happened.
+
+``checkpoints/round-NNNN/`` holds ``state.safetensors`` (every user's named tensors, both moments and the step counts)
+and ``checkpoint.json``. It is written under a temporary name and renamed, so that it exists whole or not at all.
+Nothing in it is ever executed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from comingle.engines.state import State
+from comingle.errors import RunError
+from comingle.records import write_json
+from comingle.trees import Layout, flatten
+
+_ROWS = "user/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run has come. ``fingerprint`` names the recipe; ``events_bytes`` is the length of the event log."""
+
+    round: int
+    fingerprint: str
+    events_bytes: int
+    train_seconds: float
+    wall_seconds: float
+    tokens: int
+
+
+def save_checkpoint(run: Path, layout: Layout, state: State, progress: Progress) -> Path:
+    """Write the checkpoint of a round; returns its folder."""
+    folder = run / "checkpoints" / f"round-{progress.round:04d}"
+    draft = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed and had our number, as in a container
+    draft.mkdir(parents=True)
+    tensors = state.tensors()
+    named = {_ROWS + name: t.contiguous() for name, t in layout.views(tensors.pop("rows")).items()}
+    save_file({name: t.cpu().contiguous() for name, t in (named | tensors).items()}, draft / "state.safetensors")
+    write_json(draft / "checkpoint.json", asdict(progress))
+    for path in draft.iterdir():  # on disk before it gets its name
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    if folder.exists():
+        shutil.rmtree(folder)
+    draft.rename(folder)
+    return folder
+
+
+def prune_checkpoints(run: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` checkpoints, and drafts that a crash left."""
+    for draft in (run / "checkpoints").glob(".round-*"):
+        shutil.rmtree(draft, ignore_errors=True)
+    for folder in list_checkpoints(run)[:-keep]:
+        shutil.rmtree(folder)
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """Checkpoint folders of a run, oldest first."""
+    # Longer names are later: round-10000 comes after round-9999.
+    return sorted((run / "checkpoints").glob("round-*"), key=lambda folder: (len(folder.name), folder.name))
+
+
+def read_progress(folder: Path) -> Progress:
+    """What a checkpoint says of itself.
+
+    Raises:
+        RunError: unreadable or not a checkpoint of comingle.
+    """
+    try:
+        return Progress(**json.loads((folder / "checkpoint.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(
+            f"{folder}: not a checkpoint of comingle ({error}); delete it to resume from an older one"
+        ) from None
+
+
+def load_checkpoint(folder: Path, layout: Layout, users: int, device: torch.device, dtype: torch.dtype) -> State:
+    """The state in a checkpoint.
+
+    Raises:
+        RunError: truncated, or tensors that are not those of this recipe (names the first one that differs).
+    """
+    path = folder / "state.safetensors"
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path}: truncated or not safetensors ({error}); delete {folder} to use an older one") from None
+    expected = _expected(layout, users, dtype)
+    for name in sorted(expected.keys() | found.keys()):
+        got = (tuple(found[name].shape), found[name].dtype) if name in found else "nothing"
+        wanted = expected.get(name, "nothing")
+        if got != wanted:
+            raise RunError(f"{path}: foreign checkpoint, tensor {name!r}: got {got}, this recipe has {wanted}")
+    rows = flatten([found.pop(_ROWS + slot.name) for slot in layout.slots])
+    return State(rows=rows.to(device), **{name: t.to(device) for name, t in found.items()})
+
+
+def _expected(layout: Layout, users: int, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    named = {_ROWS + s.name: ((users, *s.shape), dtype) for s in layout.slots}
+    moments = dict.fromkeys(("first", "second"), ((users, layout.columns), dtype))
+    counts = dict.fromkeys(("iterations", "router_steps"), ((users,), torch.int64))
+    return named | moments | counts
+
+
+def personal_tensors(layout: Layout, state: State, row: int) -> dict[str, Tensor]:
+    """One user's named tensors, ``(1, ...)`` each."""
+    return layout.views(state.rows[row : row + 1])

@@ -1,0 +1,45 @@
+"""What leaves a user: the one place where uploads are built and their bytes counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from comingle.methods.base import Method
+from comingle.trees import Layout, Tree, assign, restrict
+
+WIRE_DTYPE = torch.float32
+"""Tensors travel as they are kept, so an exchange loses nothing."""
+
+
+def build_uploads(method: Method, layout: Layout, rows: Float[Tensor, "users columns"]) -> Tree:
+    """The stacked tensors that leave their users: the roles that the method shares, nothing else."""
+    return restrict(layout.views(rows), layout, method.shared)
+
+
+def exchange(
+    method: Method, layout: Layout, rows: Float[Tensor, "users columns"], weights: Float[Tensor, " users"]
+) -> None:
+    """Upload, let the server answer, download: in place on ``rows``."""
+    if method.shared:
+        downloads = method.server(build_uploads(method, layout, rows), weights)
+        assign(layout.views(rows), layout, method.shared, downloads)
+
+
+def upload_bytes(method: Method, layout: Layout, mask: Bool[Tensor, "users columns"]) -> list[int]:
+    """Bytes of one upload of each user: real parameters of shared roles, no padding."""
+    shared = layout.mask(method.shared).to(mask.device)
+    return [int(n) * WIRE_DTYPE.itemsize for n in (mask & shared).sum(1)]
+
+
+def averaging_weights(
+    participants: Sequence[int], train_tokens: Sequence[int], *, weighted: bool
+) -> Float[Tensor, " users"]:
+    """Weight of each user in the mean: equal among participants, or by training tokens; 0 for the absent."""
+    weights = torch.zeros(len(train_tokens), dtype=torch.float64)
+    for user in participants:
+        weights[user] = train_tokens[user] if weighted else 1
+    return weights / weights.sum()

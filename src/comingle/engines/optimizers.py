@@ -1,0 +1,76 @@
+"""AdamW and SGD on the rows of many users at once, with a step count, a clipping norm and a mask of each user's own.
+
+Both are elementwise, so one update of a ``(users, columns)`` matrix is exactly what each user's own optimiser would
+have done. torch's optimisers keep one step count per tensor; here users may have taken different numbers of steps
+(partial participation), so the update is written out. Moments are float32 at least.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Rows = Float[Tensor, "users columns"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """An optimiser and its schedule. ``momentum`` belongs to SGD, ``betas`` and ``eps`` to AdamW."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = 2e-3
+    schedule: Literal["cosine", "constant"] = "cosine"
+    final_fraction: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    momentum: float = 0.0
+    clip_norm: float | None = None
+
+
+def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:
+    """Rate of step ``step`` of ``total`` (from 0): constant, or a cosine from the rate to ``final_fraction`` of it."""
+    if settings.schedule == "constant":
+        return settings.learning_rate
+    low = settings.final_fraction * settings.learning_rate
+    return low + (settings.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * step / max(1, total)))
+
+
+def clip(gradient: Rows, norm: float) -> Rows:
+    """Scale each user's gradient down to at most ``norm``."""
+    norms = gradient.norm(dim=1, keepdim=True)
+    return gradient * (norm / norms.clamp(min=norm))
+
+
+@torch.no_grad()
+def update(
+    settings: OptimizerSettings,
+    rate: float,
+    rows: Rows,
+    gradient: Rows,
+    first: Rows,
+    second: Rows,
+    steps: Int[Tensor, " users"],
+) -> None:
+    """One optimiser step of every user, in place on ``rows`` and on the moments ``first`` and ``second``.
+
+    ``steps`` is each user's step count including this one.
+    """
+    if settings.clip_norm is not None:
+        gradient = clip(gradient, settings.clip_norm)
+    rows.mul_(1 - rate * settings.weight_decay)
+    if settings.name == "sgd":
+        first.mul_(settings.momentum).add_(gradient)
+        rows.sub_(first, alpha=rate)
+        return
+    beta1, beta2 = settings.betas
+    count = steps.to(rows.dtype).unsqueeze(1)
+    first.lerp_(gradient, 1 - beta1)
+    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    denominator = (second / (1 - beta2**count)).sqrt_().add_(settings.eps)
+    rows.sub_(first / denominator * (rate / (1 - beta1**count)))

@@ -1,0 +1,145 @@
+"""The round loop: local work, evaluation, exchange, checkpoint."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from comingle.engines.events import Observer
+from comingle.engines.runtime import peak_memory_bytes
+from comingle.engines.simulation import Simulation, diverged
+from comingle.engines.training import participants
+from comingle.evaluation.perplexity import Score
+from comingle.records import Metrics, UserMetrics
+
+
+@dataclass(kw_only=True)
+class Clock:
+    """Time and tokens of a run, over all its processes: a resumed run starts from what the checkpoint says."""
+
+    train_seconds: float = 0.0
+    earlier_seconds: float = 0.0
+    tokens: int = 0
+    started: float = 0.0
+
+    @property
+    def wall_seconds(self) -> float:
+        """Seconds since the run began, without the time in which no process worked on it."""
+        return self.earlier_seconds + time.perf_counter() - self.started
+
+
+Checkpoint = Callable[[int, Clock], None]
+"""Saves the state after a round (number of rounds done)."""
+
+
+def run_rounds(
+    sim: Simulation,
+    *,
+    observe: Observer,
+    checkpoint: Checkpoint = lambda done, clock: None,
+    first_round: int = 0,
+    clock: Clock | None = None,
+) -> list[Score]:
+    """Train from ``first_round`` (from 0) to the end and return the last evaluation.
+
+    One round: every participant's local steps; then the exchange. Where the model that counts is the local one
+    (``training.evaluate``), the last exchange is left out, so a run ends with the models that were evaluated.
+
+    Raises:
+        DivergenceError: a user's loss or tensors are not finite.
+    """
+    clock = clock or Clock()
+    clock.started = time.perf_counter()
+    training, method = sim.training, sim.method
+    rounds = training.rounds if method.phases else 0
+    scores: list[Score] = []
+    for number in range(first_round, rounds):
+        members = participants(training, number, len(sim.trainers))
+        _local(sim, members, number, observe, clock)
+        last = number + 1 == rounds
+        due = last or (number + 1) % training.evaluate_every == 0
+        before = training.evaluate == "local"
+        if due and before:
+            scores = _evaluate(sim, number + 1, observe)
+        if not (last and before):
+            sim.exchange(members)
+        if due and not before:
+            scores = _evaluate(sim, number + 1, observe)
+        if last or (number + 1) % training.checkpoint_every == 0:
+            checkpoint(number + 1, clock)
+    # Without rounds there is nothing but this; a run resumed after its last round has these events already.
+    return scores or _evaluate(sim, rounds, observe if first_round == 0 else lambda event: None)
+
+
+def _local(sim: Simulation, members: list[int], number: int, observe: Observer, clock: Clock) -> None:
+    observe({"event": "step", "advance": 0, "round": number + 1})
+    found = sim.local_round(members, number, lambda: observe({"event": "step", "advance": 1, "round": number + 1}))
+    clock.train_seconds += found.seconds
+    clock.tokens += found.tokens
+    sent = sum(sim.upload_bytes()[m] for m in members) if not sim.method.pooled else 0
+    observe(
+        {
+            "event": "round",
+            "round": number + 1,
+            "train_loss_nats": {sim.trainers[m].name: loss for m, loss in found.losses.items()},
+            "upload_bytes": sent,
+            "download_bytes": sent,
+            "tokens": found.tokens,
+            "seconds": found.seconds,
+        }
+    )
+
+
+def _evaluate(sim: Simulation, done: int, observe: Observer) -> list[Score]:
+    observe({"event": "step", "advance": 0, "round": done, "evaluating": True})
+    scores = sim.evaluate()
+    for user, score in zip(sim.users, scores, strict=True):
+        if not math.isfinite(score.mean_nats):
+            raise diverged(user.name, f"test loss is {score.mean_nats} after round {done}")
+    users = {
+        user.name: {"test_perplexity": s.perplexity, "test_loss_nats": s.mean_nats}
+        for user, s in zip(sim.users, scores, strict=True)
+    }
+    observe({"event": "evaluation", "round": done, "users": users, "mean_test_perplexity": mean_perplexity(scores)})
+    return scores
+
+
+def mean_perplexity(scores: list[Score]) -> float:
+    """Mean over users of their test perplexities, as in the paper's tables."""
+    return sum(s.perplexity for s in scores) / len(scores)
+
+
+def summarise(sim: Simulation, scores: list[Score], clock: Clock, *, base: str) -> Metrics:
+    """The metrics of a finished run."""
+    parameters, sent = sim.trainable_parameters(), sim.upload_bytes()
+    users: dict[str, Any] = {
+        user.name: UserMetrics(
+            test_perplexity=score.perplexity,
+            test_loss_nats=score.mean_nats,
+            test_tokens=score.tokens,
+            train_tokens=len(user.train),
+            valid_tokens=len(user.valid),
+            trainable_parameters=parameters[i],
+            upload_bytes_per_round=sent[i],
+        )
+        for i, (user, score) in enumerate(zip(sim.users, scores, strict=True))
+    }
+    return Metrics(
+        method=sim.method.name,
+        seed=sim.training.seed,
+        base=base,
+        rounds=sim.training.rounds if sim.method.phases else 0,
+        users=users,
+        mean_test_perplexity=mean_perplexity(scores),
+        upload_bytes_per_user_round=sum(sent) / len(sent),
+        download_bytes_per_user_round=sum(sent) / len(sent),
+        trainable_parameters=max(parameters),
+        tokens_per_second=clock.tokens / clock.train_seconds if clock.train_seconds else 0.0,
+        wall_seconds=clock.wall_seconds,
+        peak_memory_bytes=peak_memory_bytes(),
+        dtype=str(sim.model.base.dtype).removeprefix("torch."),
+        device=str(sim.model.base.device),
+    )

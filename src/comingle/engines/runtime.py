@@ -1,0 +1,35 @@
+"""The process that a run lives in: memory allocator, threads, peak memory."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import sys
+
+import torch
+
+# glibc's mallopt parameters (malloc.h)
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+
+
+def keep_buffers() -> bool:
+    """Keep glibc from returning every large buffer to the system, only to page it in again at the next step.
+
+    A training step frees and allocates the same hundreds of megabytes over and over; by default each large block is
+    mapped and unmapped by the kernel, which zeroes it page by page. Returns whether the allocator took the settings.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):  # musl has no mallopt
+        return False
+    settings = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1, _M_TOP_PAD: 64 << 20}
+    return all(mallopt(key, value) == 1 for key, value in settings.items())
+
+
+def peak_memory_bytes() -> int:
+    """Peak resident memory of this process, plus peak allocated memory of the accelerator where there is one."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resident + (torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)

@@ -1,0 +1,80 @@
+"""What a federation has learnt: every user's trainable row, its optimiser moments and its step counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from comingle.data.seeds import generator
+from comingle.trees import Layout
+
+
+@dataclass(kw_only=True)
+class State:
+    """Row i belongs to user i. ``iterations`` counts a user's local iterations, ``router_steps`` its router steps.
+
+    Updates happen in place on what :meth:`take` yields; :meth:`put` ends them.
+    """
+
+    rows: Float[Tensor, "users columns"]
+    first: Float[Tensor, "users columns"]
+    second: Float[Tensor, "users columns"]
+    iterations: Int[Tensor, " users"]
+    router_steps: Int[Tensor, " users"]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name, as a checkpoint stores them."""
+        return {name: getattr(self, name) for name in ("rows", "first", "second", "iterations", "router_steps")}
+
+    def take(self, users: Sequence[int]) -> State:
+        """These users' rows: a view where they are consecutive, a copy otherwise."""
+        return State(**{name: t[_index(users)] for name, t in self.tensors().items()})
+
+    def put(self, users: Sequence[int], part: State) -> None:
+        """Write back what :meth:`take` took; nothing is left to do where that was a view."""
+        index = _index(users)
+        if isinstance(index, slice):
+            return
+        for name, t in self.tensors().items():
+            t[index] = part.tensors()[name]
+
+
+def _index(users: Sequence[int]) -> slice | list[int]:
+    first, last = users[0], users[-1] + 1
+    return slice(first, last) if list(users) == list(range(first, last)) else list(users)
+
+
+def initial_state(
+    layout: Layout,
+    mask: Bool[Tensor, "users columns"],
+    *,
+    names: Sequence[str],
+    shared: Sequence[str] | frozenset[str],
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> State:
+    """Every user's tensors before the first round.
+
+    Shared roles start equal for all users; local ones are drawn from (seed, user, tensor). Padding is zero.
+    """
+    common = _draw(layout, seed, "server")
+    own = torch.stack([_draw(layout, seed, name) for name in names])
+    rows = torch.where(layout.mask(shared), common, own).to(mask.device, dtype) * mask
+    zeros = torch.zeros(len(names), dtype=torch.int64, device=mask.device)
+    return State(
+        rows=rows,
+        first=torch.zeros_like(rows),
+        second=torch.zeros_like(rows),
+        iterations=zeros,
+        router_steps=zeros.clone(),
+    )
+
+
+def _draw(layout: Layout, seed: int, owner: str) -> Float[Tensor, " columns"]:
+    """One random stream per (seed, owner, tensor), so a user's start depends on no other user or tensor."""
+    drawn = [s.init(s.shape, generator(seed, owner, "init", s.name)).flatten() for s in layout.slots]
+    return torch.cat(drawn)

@@ -1,0 +1,88 @@
+"""The settings of a training run that are not the method's: rounds, batches, optimisers, memory, participation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from comingle.data.seeds import generator
+from comingle.engines.optimizers import OptimizerSettings
+from comingle.errors import RecipeError
+
+TOKENS_PER_PASS = {"cpu": 2048, "cuda": 65536}
+"""How many tokens one forward and backward pass takes by default: more does not run faster, it only needs memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How long, on how much, in what portions.
+
+    ``users_per_step`` and ``micro_batch`` (sequences of one user in one pass) bound memory; None chooses them.
+    ``participation`` is a fraction of the users drawn each round, or a list of users (by number) for each round, which
+    is repeated when it ends. ``evaluate`` says which model counts: "local", as a user has it after its local steps
+    (Algorithm 1 of CoMiGS returns that one), or "exchanged", after the exchange that ends the round.
+    """
+
+    rounds: int = 20
+    local_steps: int = 10
+    batch_size: int = 64
+    context: int = 128
+    experts: OptimizerSettings = field(default_factory=OptimizerSettings)
+    router: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(schedule="constant"))
+    balance_weight: float = 0.01
+    weighting: Literal["uniform", "tokens"] = "uniform"
+    participation: float | tuple[tuple[int, ...], ...] = 1.0
+    users_per_step: int | None = None
+    micro_batch: int | None = None
+    evaluate: Literal["local", "exchanged"] = "local"
+    evaluate_every: int = 5
+    checkpoint_every: int = 5
+    seed: int = 0
+
+    @property
+    def iterations(self) -> int:
+        """Local iterations of a user who takes part in every round."""
+        return self.rounds * self.local_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Portions:
+    """How many users, and how many sequences of each, go through the model at once."""
+
+    users: int
+    sequences: int
+
+
+def portions(training: Training, device: torch.device, batch_size: int) -> Portions:
+    """Fill in what the settings leave open: whole batches of as many users as a pass takes.
+
+    The number of sequences does not depend on ``users_per_step``, so that results do not either.
+    """
+    room = max(1, TOKENS_PER_PASS.get(device.type, TOKENS_PER_PASS["cpu"]) // training.context)
+    sequences = min(training.micro_batch or room, batch_size)
+    return Portions(users=training.users_per_step or max(1, room // sequences), sequences=sequences)
+
+
+def participants(training: Training, round_number: int, users: int) -> list[int]:
+    """Who takes part in this round (from 0), in ascending order.
+
+    Raises:
+        RecipeError: a list names a user who does not exist.
+    """
+    if isinstance(training.participation, float | int):
+        count = max(1, math.ceil(training.participation * users - 1e-9))
+        draw = torch.randperm(users, generator=generator(training.seed, round_number, "participation"))
+        return sorted(draw[:count].tolist())
+    chosen = training.participation[round_number % len(training.participation)]
+    if wrong := [u for u in chosen if not 0 <= u < users]:
+        raise RecipeError(f"training.participation: user {wrong[0]}; allowed: 0 to {users - 1}")
+    return sorted(set(chosen))
+
+
+def cohorts(members: Sequence[int], size: int) -> list[list[int]]:
+    """Members in groups of at most ``size``."""
+    return [list(members[i : i + size]) for i in range(0, len(members), size)]

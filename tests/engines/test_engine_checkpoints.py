@@ -1,0 +1,212 @@
+"""Checkpoints: everything comes back, damage is one line that names the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from comingle.engines.checkpoints import (
+    Progress,
+    list_checkpoints,
+    load_checkpoint,
+    prune_checkpoints,
+    read_progress,
+    save_checkpoint,
+)
+from comingle.engines.simulation import Simulation
+from comingle.engines.state import State
+from comingle.errors import RunError
+
+CPU = torch.device("cpu")
+
+
+def progress(number: int) -> Progress:
+    return Progress(
+        round=number, fingerprint="abc", events_bytes=17, train_seconds=1.5, wall_seconds=2.25, tokens=number * 100
+    )
+
+
+@pytest.fixture
+def sim(federate: Any) -> Simulation:
+    """Unequal users, in float32, after a round: nothing in the state is at its start any more."""
+    method = {"name": "comigs", "specialists": [0, 1, 2], "router_every": 2, "router_steps": 1}
+    sim: Simulation = federate(method, dtype="float32")
+    sim.local_round([0, 1, 2], 0)
+    return sim
+
+
+@pytest.fixture
+def folder(sim: Simulation, tmp_path: Path) -> Path:
+    return save_checkpoint(tmp_path, sim.model.layout, sim.state, progress(3))
+
+
+def load(folder: Path, sim: Simulation, *, users: int = 3) -> State:
+    return load_checkpoint(folder, sim.model.layout, users, CPU, torch.float32)
+
+
+def refused(folder: Path, sim: Simulation, **options: Any) -> str:
+    """The one line with which a checkpoint is refused."""
+    with pytest.raises(RunError) as caught:
+        load(folder, sim, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(folder) in message
+    return message
+
+
+def test_a_round_trip_changes_nothing(folder: Path, sim: Simulation) -> None:
+    found = load(folder, sim)
+    for name, tensor in sim.state.tensors().items():
+        assert torch.equal(getattr(found, name), tensor), name
+        assert getattr(found, name).dtype == tensor.dtype
+    assert read_progress(folder) == progress(3)
+    assert folder.name == "round-0003"
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint.json", "state.safetensors"]
+
+
+def test_tensors_keep_their_names(folder: Path, sim: Simulation) -> None:
+    found = load_file(folder / "state.safetensors")
+    names = {f"user/{slot.name}" for slot in sim.model.layout.slots}
+    assert found.keys() == names | {"first", "second", "iterations", "router_steps"}
+
+
+def test_a_checkpoint_of_the_same_round_replaces_it(folder: Path, sim: Simulation, tmp_path: Path) -> None:
+    sim.state.rows += 1
+    assert save_checkpoint(tmp_path, sim.model.layout, sim.state, progress(3)) == folder
+    assert torch.equal(load(folder, sim).rows, sim.state.rows)
+
+
+def test_a_draft_that_a_process_of_the_same_number_left_is_no_obstacle(sim: Simulation, tmp_path: Path) -> None:
+    """In a container every process may be number 1, the killed one too."""
+    draft = tmp_path / "checkpoints" / f".round-0003.{os.getpid()}"
+    draft.mkdir(parents=True)
+    (draft / "state.safetensors").write_bytes(b"half")
+    (draft / "left").write_text("over")
+    folder = save_checkpoint(tmp_path, sim.model.layout, sim.state, progress(3))
+    assert torch.equal(load(folder, sim).rows, sim.state.rows)
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint.json", "state.safetensors"]
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 10_000])
+def test_a_truncated_checkpoint(folder: Path, sim: Simulation, keep: int) -> None:
+    path = folder / "state.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    assert "truncated or not safetensors" in refused(folder, sim)
+
+
+def test_a_missing_state(folder: Path, sim: Simulation) -> None:
+    (folder / "state.safetensors").unlink()
+    assert "state.safetensors" in refused(folder, sim)
+
+
+def test_a_checkpoint_is_never_executed(folder: Path, sim: Simulation, tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "executed",)
+
+    content = pickle.dumps(Bomb())
+    pickle.loads(content)
+    (tmp_path / "executed").unlink()  # it works, and it is not what happens here
+    (folder / "state.safetensors").write_bytes(content)
+    refused(folder, sim)
+    assert not (tmp_path / "executed").exists()
+
+
+def rename(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["user/layers.0.mlp.op.a"] = tensors.pop("user/layers.0.mlp.up.a")
+
+
+def widen(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["user/layers.1.mlp.up.b"] = tensors["user/layers.1.mlp.up.b"].double()
+
+
+def cut(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["user/layers.1.mlp.up.b"] = tensors["user/layers.1.mlp.up.b"][:, :2].contiguous()
+
+
+def drop(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["iterations"]
+
+
+def add(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["zeta"] = torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (rename, "tensor 'user/layers.0.mlp.op.a': got ((3, 3, 2, 32), torch.float32), this recipe has nothing"),
+        (
+            widen,
+            "tensor 'user/layers.1.mlp.up.b': got ((3, 3, 2, 88), torch.float64), this recipe has ((3, 3, 2, 88), ",
+        ),
+        (cut, "tensor 'user/layers.1.mlp.up.b': got ((3, 2, 2, 88), torch.float32), this recipe has ((3, 3, 2, 88), "),
+        (drop, "tensor 'iterations': got nothing, this recipe has ((3,), torch.int64)"),
+        (add, "tensor 'zeta': got ((1,), torch.float32), this recipe has nothing"),
+    ],
+    ids=["renamed", "wrong dtype", "wrong shape", "missing", "additional"],
+)
+def test_a_foreign_checkpoint(
+    folder: Path, sim: Simulation, damage: Callable[[dict[str, torch.Tensor]], None], said: str
+) -> None:
+    path = folder / "state.safetensors"
+    tensors = load_file(path)
+    damage(tensors)
+    save_file(tensors, path)
+    message = refused(folder, sim)
+    assert "foreign checkpoint" in message
+    assert said in message
+
+
+def test_a_checkpoint_of_another_federation(folder: Path, sim: Simulation, federate: Any) -> None:
+    assert "foreign checkpoint" in refused(folder, sim, users=4)
+    assert "foreign checkpoint" in refused(folder, federate("local", dtype="float32"))
+    assert "foreign checkpoint" in refused(folder, federate("local", dtype="float32", base="random:gpt2"))
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", "{", "[]", "{}", '{"round": 3}', '{"round": 3, "colour": "red"}', "\x00"], ids=repr
+)
+def test_a_checkpoint_without_a_word_of_what_it_is(folder: Path, content: str | None) -> None:
+    path = folder / "checkpoint.json"
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(RunError) as caught:
+        read_progress(folder)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"{folder}: not a checkpoint of comingle" in message
+    assert "delete it to resume from an older one" in message
+
+
+def test_the_newest_is_the_one_of_the_highest_round(tmp_path: Path) -> None:
+    for number in (9999, 10_000, 2, 10_001):
+        (tmp_path / "checkpoints" / f"round-{number:04d}").mkdir(parents=True)
+    assert [path.name for path in list_checkpoints(tmp_path)] == [
+        "round-0002",
+        "round-9999",
+        "round-10000",
+        "round-10001",
+    ]
+    assert list_checkpoints(tmp_path / "elsewhere") == []
+
+
+def test_old_checkpoints_and_drafts_are_pruned(tmp_path: Path) -> None:
+    for name in ("round-0001", "round-0002", "round-0003", ".round-0004.123"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    prune_checkpoints(tmp_path, 2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["round-0002", "round-0003"]
+
+
+def test_progress_is_plain_json(folder: Path) -> None:
+    found = json.loads((folder / "checkpoint.json").read_text())
+    assert found == {
+        "round": 3, "fingerprint": "abc", "events_bytes": 17, "train_seconds": 1.5, "wall_seconds": 2.25, "tokens": 300
+    }  # fmt: skip

@@ -1,0 +1,181 @@
+"""kill -9 at any moment, then resume: the same numbers, bit for bit, as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kill_driver import MOMENTS
+from safetensors.torch import load_file
+
+from comingle import experiment
+from comingle.engines.checkpoints import list_checkpoints
+from comingle.errors import RunError
+from comingle.recipes import Recipe, load_recipe
+from comingle.records import read_events
+
+VOLATILE = {"wall_seconds", "tokens_per_second", "peak_memory_bytes"}
+# Two of three users take part in each round; checkpoints every round, of which two are kept.
+SETTINGS = {"training.participation": 0.6, "training.experts.clip_norm": 1.0, "training.weighting": "tokens"}
+
+
+def final(folder: Path) -> dict[str, Any]:
+    """What a finished run has found: its metrics, but for time and memory."""
+    metrics = json.loads((folder / "metrics.json").read_text())
+    return {key: value for key, value in metrics.items() if key not in VOLATILE}
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    """Its events, but for time."""
+    return [{k: v for k, v in event.items() if k != "seconds"} for event in read_events(folder)]
+
+
+def state(folder: Path) -> dict[str, torch.Tensor]:
+    newest = list_checkpoints(folder)[-1]
+    assert newest.name == "round-0004"
+    return load_file(newest / "state.safetensors")
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def recipe(stage: Path, write_recipe: Any) -> Path:
+    path = write_recipe(stage)
+    path.write_text(load_recipe(path).with_changes(SETTINGS).as_yaml())
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(recipe: Path, stage: Path) -> Path:
+    """The run that nothing interrupts."""
+    experiment.run(recipe, out=stage / "whole")
+    return stage / "whole"
+
+
+@pytest.fixture(scope="module")
+def killed(recipe: Path, stage: Path) -> Path:
+    """One run folder for each moment at which a process was killed."""
+    driver = Path(__file__).with_name("kill_driver.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(driver), str(recipe), str(stage / "killed")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return stage / "killed"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed after a fork")
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_run_resumes_as_if_nothing_had_happened(recipe: Path, whole: Path, killed: Path, moment: str) -> None:
+    folder = killed / moment
+    assert not (folder / "metrics.json").exists()
+    left = [path.name for path in (folder / "checkpoints").glob(".round-*")]
+    assert bool(left) == (moment in {"half of the tensors written", "tensors written, no json", "written, not renamed"})
+
+    experiment.run(recipe, out=folder, resume=True)
+    assert final(folder) == final(whole)
+    assert told(folder) == told(whole)
+    assert [e["round"] for e in told(folder) if e["event"] == "round"] == [1, 2, 3, 4]
+    expected, found = state(whole), state(folder)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert kept == ["round-0003", "round-0004"]
+    assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_a_finished_run_resumes_to_itself(recipe: Path, whole: Path, stage: Path) -> None:
+    folder = stage / "again"
+    shutil.copytree(whole, folder)
+    (folder / "metrics.json").unlink()
+    experiment.run(recipe, out=folder, resume=True)
+    assert final(folder) == final(whole)
+    assert told(folder) == told(whole)
+
+
+def test_resuming_may_use_the_machine_differently(recipe: Path, whole: Path, stage: Path) -> None:
+    """Runtime, and when to evaluate and to save, are no part of what a run computes."""
+    folder = stage / "other machine"
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "checkpoints" / "round-0004")
+    (folder / "metrics.json").unlink()
+    changes = {"runtime.users_per_step": 1, "checkpoints.every": 4, "evaluation.every": 4}
+    done = experiment.run(load_recipe(recipe).with_changes(changes), out=folder, resume=True)
+    expected = final(whole)["mean_test_perplexity"]
+    assert done.metrics["mean_test_perplexity"] == pytest.approx(expected, rel=1e-4)
+
+
+# ---------------------------------------------------------------- what cannot be gone on with
+
+
+@pytest.fixture
+def stopped(whole: Path, tmp_path: Path) -> Path:
+    """A run after three of four rounds."""
+    folder = tmp_path / "stopped"
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "checkpoints" / "round-0004")
+    (folder / "metrics.json").unlink()
+    shutil.copytree(folder / "checkpoints" / "round-0003", folder / "checkpoints" / "round-0002")
+    return folder
+
+
+def refused(recipe: Path | Recipe, folder: Path | None, **options: Any) -> str:
+    with pytest.raises(RunError) as caught:
+        experiment.run(recipe, out=folder, **{"resume": True, **options})
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_truncated_checkpoint_is_named_and_can_be_left_out(recipe: Path, whole: Path, stopped: Path) -> None:
+    newest = stopped / "checkpoints" / "round-0003"
+    content = (newest / "state.safetensors").read_bytes()
+    (newest / "state.safetensors").write_bytes(content[:-1])
+    assert f"delete {newest} to use an older one" in refused(recipe, stopped)
+    shutil.rmtree(newest)
+    experiment.run(recipe, out=stopped, resume=True)  # round-0002 is a copy of round 3 here
+    assert final(stopped) == final(whole)
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(recipe: Path, stopped: Path) -> None:
+    path = stopped / "checkpoints" / "round-0003" / "checkpoint.json"
+    path.write_text(path.read_text().replace('"fingerprint": "', '"fingerprint": "0'))
+    assert "round-0003: belongs to another recipe (0" in refused(recipe, stopped)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seed": 1}, "seed was 0 and is 1"),
+        ({"training.rounds": 5}, "training.rounds was 4 and is 5"),
+        ({"method": "local"}, "method.name was 'comigs-1g1s' and is 'local'"),
+        ({"method.router_every": 3}, "method.settings.router_every was 2 and is 3"),
+        ({"evaluation.model": "exchanged"}, "evaluation.model was 'local' and is 'exchanged'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_another_recipe_is_refused_with_what_differs(
+    recipe: Path, stopped: Path, changes: dict[str, Any], said: str
+) -> None:
+    message = refused(load_recipe(recipe).with_changes(changes), stopped)
+    assert f"{stopped}: belongs to another recipe, {said}; use another --out" == message
+
+
+def test_there_must_be_something_to_resume(recipe: Path, tmp_path: Path) -> None:
+    assert "nothing to resume, no recipe.yaml in it" in refused(recipe, tmp_path / "nowhere")
+    assert "resume: no run folder" in refused(recipe, None)
+
+
+def test_an_unfinished_run_cannot_be_opened(stopped: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"no metrics.json; continue it with `comingle run --resume"):
+        experiment.load(stopped)
+    with pytest.raises(RunError, match="no such run folder"):
+        experiment.load(tmp_path / "nowhere")

@@ -1,0 +1,84 @@
+"""Who takes part, in which cohorts, with which weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from comingle.engines.exchange import averaging_weights
+from comingle.engines.training import TOKENS_PER_PASS, Training, cohorts, participants, portions
+from comingle.errors import RecipeError
+from comingle.experiment import training_settings
+from comingle.recipes import parse_recipe
+
+CPU = torch.device("cpu")
+
+
+def test_everybody_takes_part_by_default() -> None:
+    assert [participants(Training(), number, 4) for number in range(3)] == [[0, 1, 2, 3]] * 3
+
+
+@pytest.mark.parametrize(
+    ("fraction", "users", "count"), [(0.5, 4, 2), (0.5, 5, 3), (0.7, 10, 7), (0.01, 3, 1), (1, 3, 3)]
+)
+def test_a_fraction_is_rounded_up(fraction: float, users: int, count: int) -> None:
+    drawn = [participants(Training(participation=fraction), number, users) for number in range(20)]
+    assert all(len(members) == count and members == sorted(set(members)) for members in drawn)
+    assert {user for members in drawn for user in members} == set(range(users))
+
+
+def test_a_draw_depends_on_seed_and_round_alone() -> None:
+    half, other = Training(participation=0.5), Training(participation=0.5, seed=1)
+    drawn = [participants(half, number, 8) for number in range(10)]
+    assert [participants(half, number, 8) for number in reversed(range(10))] == drawn[::-1]
+    assert len({tuple(members) for members in drawn}) > 1
+    assert [participants(other, number, 8) for number in range(10)] != drawn
+
+
+def test_a_list_names_the_users_of_each_round_and_repeats() -> None:
+    training = Training(participation=((2, 0), (1,)))
+    assert [participants(training, number, 3) for number in range(4)] == [[0, 2], [1], [0, 2], [1]]
+
+
+def test_a_list_with_a_number_too_high_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"training.participation: user 3; allowed: 0 to 2"):
+        participants(Training(participation=((3,),)), 0, 3)
+
+
+def test_names_in_a_recipe_become_numbers() -> None:
+    content: dict[str, Any] = {
+        "data": {"users": {"ann": "a", "bob": "b"}},
+        "training": {"participation": [["bob"], ["ann"]]},
+    }
+    assert training_settings(parse_recipe(content), ["ann", "bob"]).participation == ((1,), (0,))
+    with pytest.raises(RecipeError, match=r"training.participation: no user 'bob'; there are: ann, cem"):
+        training_settings(parse_recipe(content), ["ann", "cem"])
+
+
+def test_cohorts_are_consecutive_and_bounded() -> None:
+    assert cohorts([0, 2, 3, 5, 6], 2) == [[0, 2], [3, 5], [6]]
+    assert cohorts([4, 7], 9) == [[4, 7]]
+
+
+def test_portions_bound_the_tokens_of_a_pass() -> None:
+    room = TOKENS_PER_PASS["cpu"]
+    for batch, context in [(64, 128), (1, 16), (8, room), (3, 2 * room)]:
+        found = portions(Training(context=context), CPU, batch)
+        assert found.users * found.sequences * context <= max(room, context)
+        assert 1 <= found.sequences <= batch
+    chosen = portions(Training(users_per_step=3, micro_batch=2, context=16), CPU, 64)
+    assert (chosen.users, chosen.sequences) == (3, 2)
+
+
+def test_a_micro_batch_is_no_larger_than_the_batch() -> None:
+    assert portions(Training(micro_batch=16, context=16), CPU, 4).sequences == 4
+
+
+def test_weights_are_equal_among_those_present() -> None:
+    assert averaging_weights([0, 2], [10, 20, 30], weighted=False).tolist() == [0.5, 0, 0.5]
+
+
+def test_weights_may_follow_the_training_tokens() -> None:
+    assert averaging_weights([0, 2], [10, 20, 30], weighted=True).tolist() == [0.25, 0, 0.75]

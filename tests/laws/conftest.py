@@ -1,0 +1,40 @@
+"""The laws hold for the whole registry: every method with its defaults, and mixtures of unequal users."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from comingle.methods import REGISTRY, make, settings_of
+
+ROUTER_EVERY, ROUTER_STEPS = 3, 2
+
+
+def _with_short_period(name: str, **settings: Any) -> dict[str, Any]:
+    period = {"router_every": ROUTER_EVERY, "router_steps": ROUTER_STEPS}
+    return {"name": name, **{key: value for key, value in period.items() if key in settings_of(name)}, **settings}
+
+
+CASES = {
+    **{name: _with_short_period(name) for name in REGISTRY},
+    "comigs, specialists 0 1 2": _with_short_period("comigs", specialists=[0, 1, 2]),
+    "comigs, 1 expert": _with_short_period("comigs", specialists=0),
+    "comigs, 3 generalists": _with_short_period("comigs", generalists=3, specialists=0),
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """``method`` runs over all cases, ``federated`` over those with one row per user, ``alternating`` as it says."""
+    methods = {
+        name: make(case["name"], **{k: v for k, v in case.items() if k != "name"}) for name, case in CASES.items()
+    }
+    chosen = {
+        "method": list(CASES),
+        "trained": [name for name, method in methods.items() if method.phases],
+        "federated": [name for name, method in methods.items() if method.phases and not method.pooled],
+        "alternating": [name for name, method in methods.items() if len(method.phases) > 1],
+    }
+    for argument, names in chosen.items():
+        if argument in metafunc.fixturenames:
+            metafunc.parametrize(argument, [CASES[name] for name in names], ids=names)

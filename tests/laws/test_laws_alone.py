@@ -1,0 +1,153 @@
+"""A cohort is its users: trained together or alone, in large portions or small, everybody gets the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from comingle.data.seeds import generator
+from comingle.engines.simulation import Simulation
+
+USERS = ("ann", "bob", "cem")
+EXACT = {"rtol": 1e-9, "atol": 1e-12}
+SHORT = {"training.local_steps": 4}
+
+
+def trained_rows(sim: Simulation, rounds: int = 1) -> Tensor:
+    """Everybody's tensors after some rounds, before the last exchange."""
+    everyone = list(range(len(sim.trainers)))
+    for number in range(rounds):
+        if number:
+            sim.exchange(everyone)
+        sim.local_round(everyone, number)
+    return sim.state.rows
+
+
+def own_experts(sim: Simulation, row: int) -> dict[str, Tensor]:
+    """What one user really has of each tensor, ``(experts, ...)``, padding cut off."""
+    tensors, mask = sim.model.layout.views(sim.state.rows), sim.model.layout.views(sim.mask.double())
+    pieces = {slot.name: (len(slot.roles), -1) for slot in sim.model.layout.slots}
+    real = {name: mask[name][row].reshape(shape).any(1) for name, shape in pieces.items()}
+    return {name: tensors[name][row].reshape(shape)[real[name]] for name, shape in pieces.items() if real[name].any()}
+
+
+def settings_alone(method: dict[str, Any], row: int) -> dict[str, Any]:
+    specialists = method.get("specialists")
+    return {**method, "specialists": specialists[row]} if isinstance(specialists, list) else method
+
+
+def test_a_cohort_equals_its_users_trained_alone(federate: Any, federated: dict[str, Any]) -> None:
+    together = federate(federated, changes=SHORT)
+    trained_rows(together)
+    for row, name in enumerate(USERS):
+        alone = federate(settings_alone(federated, row), users=(name,), changes=SHORT)
+        trained_rows(alone)
+        expected, found = own_experts(alone, 0), own_experts(together, row)
+        assert found.keys() == expected.keys()
+        for key in expected:
+            torch.testing.assert_close(found[key], expected[key], **EXACT, msg=f"{name}: {key}")
+
+
+@pytest.mark.parametrize("users_per_step", [1, 2])
+def test_users_per_step_changes_nothing(federate: Any, trained: dict[str, Any], users_per_step: int) -> None:
+    rounds = 3 - users_per_step  # the second round, after an exchange, is worth its time once
+    whole = federate(trained, changes=SHORT)
+    parts = federate(trained, changes={**SHORT, "runtime.users_per_step": users_per_step})
+    assert parts.portions.users == users_per_step
+    torch.testing.assert_close(trained_rows(parts, rounds), trained_rows(whole, rounds), **EXACT)
+    for few, many in zip(parts.evaluate(), whole.evaluate(), strict=True):
+        assert few.tokens == many.tokens
+        assert few.loss_nats == pytest.approx(many.loss_nats, rel=1e-9)
+
+
+def test_micro_batches_change_nothing(federate: Any, trained: dict[str, Any]) -> None:
+    """But for the load-balancing penalty: a product of means over the whole batch, it is the one thing they change."""
+    changes = {**SHORT, "training.batch_size": 3, "adapters.balance": "none"}
+    compare_micro_batches(federate, trained, changes, micro_batch=2)
+
+
+@pytest.mark.parametrize("name", ["comigs-1g1s", "pfedmoe"])
+def test_micro_batches_change_nothing_with_two_experts(federate: Any, name: str) -> None:
+    """With two experts that every token picks the penalty is constant."""
+    compare_micro_batches(federate, name, {**SHORT, "training.batch_size": 3}, micro_batch=1)
+
+
+def compare_micro_batches(federate: Any, method: Any, changes: dict[str, Any], *, micro_batch: int) -> None:
+    whole = federate(method, changes=changes)
+    parts = federate(method, changes={**changes, "runtime.micro_batch": micro_batch})
+    assert (whole.portions.sequences, parts.portions.sequences) == (whole.batch_size, micro_batch)
+    torch.testing.assert_close(trained_rows(parts), trained_rows(whole), **EXACT)
+
+
+def drawn(sim: Simulation, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[Any, ...], Tensor]:
+    """Every batch that is drawn in two rounds, by user, phase, round, step and repeat."""
+    found: dict[tuple[Any, ...], Tensor] = {}
+    original = sim.windows
+
+    def spy(phase: Any, users: Any, round_number: int, step: int, repeat: int) -> Tensor:
+        windows = original(phase, users, round_number, step, repeat)
+        for user, batch in zip(users, windows, strict=True):
+            key = (sim.trainers[user].name, phase.optimizer, round_number, step, repeat)
+            assert key not in found
+            found[key] = batch
+        return windows
+
+    monkeypatch.setattr(sim, "windows", spy)
+    trained_rows(sim, 2)
+    return found
+
+
+def test_random_streams_belong_to_their_user(
+    federate: Any, federated: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to the users beside it, nor to the portions, nor to torch's own generator, which stays untouched."""
+    if isinstance(federated.get("specialists"), list):
+        federated = {**federated, "specialists": 1}
+    global_state = torch.get_rng_state()
+    sim = federate(federated, changes=SHORT)
+    start = sim.model.layout.views(sim.state.rows.clone())
+    few = drawn(sim, monkeypatch)
+    assert torch.equal(torch.get_rng_state(), global_state)
+
+    torch.manual_seed(1)
+    other = federate(federated, users=("zoe", *USERS), changes={**SHORT, "runtime.users_per_step": 2})
+    for name, tensor in other.model.layout.views(other.state.rows).items():
+        assert torch.equal(tensor[1:], start[name]), name
+    many = drawn(other, monkeypatch)
+    assert few.keys() == {key for key in many if key[0] != "zoe"}
+    assert all(torch.equal(many[key], windows) for key, windows in few.items())
+    torch.set_rng_state(global_state)
+
+
+def test_every_batch_is_fresh(federate: Any, alternating: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches differ between users, rounds, purposes, steps, repeats and seeds."""
+    changes = {"training.local_steps": 3}
+    batches = drawn(federate(alternating, changes=changes), monkeypatch)
+    batches |= {
+        ("seed", *k): v for k, v in drawn(federate(alternating, changes={**changes, "seed": 1}), monkeypatch).items()
+    }
+    assert len({tuple(batch.flatten().tolist()) for batch in batches.values()}) == len(batches)
+
+
+def test_windows_come_from_the_stream_that_the_phase_names(federate: Any, alternating: dict[str, Any]) -> None:
+    sim = federate(alternating)
+    for phase in sim.method.phases:
+        windows = sim.windows(phase, [0, 1, 2], 0, 0, 0)
+        for user, batch in zip(sim.trainers, windows, strict=True):
+            stream = (user.valid if phase.stream == "valid" else user.train).long()
+            places = stream.unfold(0, 17, 1)
+            assert all((places == window).all(1).any() for window in batch)
+
+
+def test_a_user_starts_from_its_name_and_the_seed(federate: Any) -> None:
+    """Documented streams: (seed, owner, "init", tensor), owner "server" for what is shared."""
+    sim = federate("comigs-1g1s", changes={"seed": 5})
+    slot = next(slot for slot in sim.model.layout.slots if slot.name.endswith("mlp.up.a"))
+    rows = sim.model.layout.views(sim.state.rows)[slot.name]
+    common = slot.init(slot.shape, generator(5, "server", "init", slot.name))
+    own = slot.init(slot.shape, generator(5, "bob", "init", slot.name))
+    assert torch.equal(rows[1, 0], common[0].double())
+    assert torch.equal(rows[1, 1], own[1].double())

@@ -1,0 +1,153 @@
+"""Alternating methods: routers and experts take turns, and neither sees the other's gradient."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from comingle.adapters.inject import EXPERT_ROLES, ROUTER
+from comingle.engines.simulation import Simulation
+from comingle.methods.base import Phase
+from comingle.models.adapted import AdaptedModel
+
+EVERYONE = [0, 1, 2]
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def both(sim: Simulation) -> tuple[Phase, Phase]:
+    experts, router = sim.method.phases
+    return experts, router
+
+
+def has_router(sim: Simulation) -> bool:
+    return ROUTER in sim.model.layout.roles
+
+
+def test_phases_part_all_roles(federate: Any, alternating: dict[str, Any]) -> None:
+    experts, router = both(federate(alternating))
+    assert (experts.roles, router.roles) == (frozenset(EXPERT_ROLES), frozenset({ROUTER}))
+    assert (experts.every, experts.steps) == (1, 1)
+    assert (router.every, router.steps) == (alternating["router_every"], alternating["router_steps"])
+
+
+def test_only_what_a_phase_trains_moves(federate: Any, alternating: dict[str, Any]) -> None:
+    sim = federate(alternating)
+    for step in range(2):
+        for phase in sim.phases:
+            mine = sim.model.layout.mask(phase.roles)
+            before = {name: tensor.clone() for name, tensor in sim.state.tensors().items()}
+            sim._phase(phase, sim.state, EVERYONE, 0, step)
+            for name in ("rows", "first", "second"):
+                now = getattr(sim.state, name)
+                assert torch.equal(now[:, ~mine], before[name][:, ~mine]), name
+                assert not torch.equal(now[:, mine], before[name][:, mine]), name
+            steps = phase.steps if phase.optimizer == "router" else 0
+            assert torch.equal(sim.state.router_steps, before["router_steps"] + steps)
+            assert torch.equal(sim.state.iterations, before["iterations"])
+
+
+def test_only_what_a_phase_trains_requires_a_gradient(
+    federate: Any, alternating: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sim = federate(alternating)
+    seen: list[set[str]] = []
+    original = AdaptedModel.losses
+
+    def spy(self: AdaptedModel, tensors: dict[str, Tensor], users: Any, windows: Tensor) -> Any:
+        seen.append({name for name, tensor in tensors.items() if tensor.requires_grad})
+        return original(self, tensors, users, windows)
+
+    monkeypatch.setattr(AdaptedModel, "losses", spy)
+    for phase in sim.phases:
+        seen.clear()
+        sim._phase(phase, sim.state, EVERYONE, 0, 0)
+        expected = {slot.name for slot in sim.model.layout.slots if set(slot.roles) <= phase.roles}
+        assert seen == [expected] * phase.steps
+    assert not sim.state.rows.requires_grad
+
+
+def test_two_optimisers_and_no_leak(federate: Any, alternating: dict[str, Any]) -> None:
+    """The alternation equals a naive loop: torch's AdamW for the experts, another for the routers, fresh gradients.
+
+    A gradient that leaks from one phase into the other, a shared moment or a shared step count would show at once.
+    """
+    sim = federate(alternating, changes={"training.local_steps": 2 * alternating["router_every"] + 1})
+    expected = naive_alternation(sim, sim.training.local_steps)
+    sim.local_round(EVERYONE, 0)
+    for name, tensor in sim.model.layout.views(sim.state.rows).items():
+        torch.testing.assert_close(tensor, expected[name], **CLOSE, msg=name)
+
+
+def naive_alternation(sim: Simulation, iterations: int) -> dict[str, Tensor]:
+    """All users' tensors after some iterations, by autograd and ``torch.optim``."""
+    layout, training = sim.model.layout, sim.training
+    tensors = {name: t.clone().requires_grad_() for name, t in layout.views(sim.state.rows).items()}
+    routers = [name for name in tensors if name.endswith(".router")]
+    options = {"lr": training.experts.learning_rate, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+    of_experts = torch.optim.AdamW([t for name, t in tensors.items() if name not in routers], **options)
+    of_routers = torch.optim.AdamW([tensors[name] for name in routers], **options) if routers else None
+
+    def step(optimizer: torch.optim.Optimizer, phase: Phase, at: int, repeat: int) -> None:
+        losses, penalty = sim.model.losses(tensors, EVERYONE, sim.windows(phase, EVERYONE, 0, at, repeat))
+        for tensor in tensors.values():
+            tensor.grad = None
+        (losses.mean((1, 2)) + training.balance_weight * penalty).sum().backward()
+        optimizer.step()
+
+    experts, router = both(sim)
+    for at in range(iterations):
+        cosine = 0.5 * (1 + math.cos(math.pi * at / training.iterations))
+        of_experts.param_groups[0]["lr"] = training.experts.learning_rate * (0.1 + 0.9 * cosine)
+        step(of_experts, experts, at, 0)
+        if of_routers and (at + 1) % router.every == 0:
+            for repeat in range(router.steps):
+                step(of_routers, router, at, repeat)
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def test_the_period_counts_a_users_own_iterations(federate: Any, alternating: dict[str, Any]) -> None:
+    """Three users of one cohort who have taken 0, 1 and 2 iterations: with a period of 2 only the second is due."""
+    sim = federate({**alternating, "router_every": 2})
+    sim.state.iterations.copy_(torch.tensor([0, 1, 2]))
+    router, before = sim.model.layout.mask({ROUTER}), sim.state.rows.clone()
+    real = (sim.mask & router).any(1)
+    due = torch.tensor([False, True, False])
+    sim._iteration(sim.state, EVERYONE, 0, 0)
+    moved = (sim.state.rows != before)[:, router].any(1)
+    assert torch.equal(moved, due & real)
+    assert sim.state.iterations.tolist() == [1, 2, 3]
+    assert sim.state.router_steps.tolist() == [int(d) * alternating["router_steps"] * has_router(sim) for d in due]
+    assert (sim.state.rows != before)[:, ~router].any(1).all()
+
+
+def test_the_period_under_partial_participation(federate: Any, alternating: dict[str, Any]) -> None:
+    """Whoever joins when, a user has taken ``router_steps`` steps for every ``router_every`` of its own iterations."""
+    sim = federate(alternating, changes={"training.local_steps": 1, "training.rounds": 8})
+    attendance = [[0], [0, 1], [0, 2], [1, 2], [0, 1, 2], [2], [0, 1], [0, 1, 2]]
+    for number, members in enumerate(attendance):
+        before = sim.state.rows.clone()
+        sim.local_round(members, number)
+        absent = [user for user in EVERYONE if user not in members]
+        assert torch.equal(sim.state.rows[absent], before[absent])
+    taken = [sum(user in members for members in attendance) for user in EVERYONE]
+    assert taken == [6, 5, 5]
+    assert sim.state.iterations.tolist() == taken
+    steps = [n // alternating["router_every"] * alternating["router_steps"] * has_router(sim) for n in taken]
+    assert sim.state.router_steps.tolist() == steps
+
+
+def test_users_of_one_cohort_who_are_due_at_different_times_equal_users_alone(
+    federate: Any, alternating: dict[str, Any]
+) -> None:
+    """Ann joins one round late; what she computes is what she would have computed by herself."""
+    sim = federate({**alternating, "router_every": 2}, changes={"training.local_steps": 1, "training.rounds": 3})
+    alone = federate({**alternating, "router_every": 2}, changes={"training.local_steps": 1, "training.rounds": 3})
+    for number, members in enumerate([[1, 2], [0, 1, 2], [0, 1, 2]]):
+        sim.local_round(members, number)
+    for number in (1, 2):
+        alone.local_round([0], number)
+    torch.testing.assert_close(sim.state.rows[0], alone.state.rows[0], **CLOSE)

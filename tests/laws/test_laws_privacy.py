@@ -1,0 +1,152 @@
+"""Nothing of a user reaches another but what the method shares, and that is the mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from comingle.adapters.inject import ATTENTION, GENERALIST, ROUTER, SPECIALIST
+from comingle.engines.exchange import WIRE_DTYPE, build_uploads, upload_bytes
+from comingle.engines.simulation import Simulation
+from comingle.methods import make
+from comingle.methods.base import Method
+from comingle.methods.servers import mean
+
+EVERYONE = [0, 1, 2]
+SHORT = {"training.local_steps": 3}
+
+
+def wire_bytes(tensors: dict[str, Tensor]) -> int:
+    """Bytes of the tensors in a safetensors file, without its header."""
+    content = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    return len(content) - 8 - int.from_bytes(content[:8], "little")
+
+
+def real_uploads(sim: Simulation, method: Method, row: int) -> dict[str, Tensor]:
+    """What a user sends, experts that it does not have left out."""
+    uploads = build_uploads(method, sim.model.layout, sim.state.rows)
+    real = build_uploads(method, sim.model.layout, sim.mask.double())
+    present = {name: real[name][row].flatten(1).any(1) for name in uploads}
+    return {name: uploads[name][row][keep].to(WIRE_DTYPE) for name, keep in present.items() if keep.any()}
+
+
+def test_a_users_text_never_moves_another_users_tensors(
+    federate: Any, make_user: Any, federated: dict[str, Any]
+) -> None:
+    before_exchange, after_exchange = [], []
+    for text in ("", "another text"):
+        sim = federate(federated, users=("ann", make_user("bob", text=text), "cem"), changes=SHORT)
+        sim.local_round(EVERYONE, 0)
+        before_exchange.append(sim.state.rows.clone())
+        sim.exchange(EVERYONE)
+        after_exchange.append(sim.state.rows.clone())
+    assert not torch.equal(before_exchange[0][1], before_exchange[1][1])
+    assert torch.equal(before_exchange[0][[0, 2]], before_exchange[1][[0, 2]])
+    local = ~sim.model.layout.mask(sim.method.shared)
+    assert torch.equal(after_exchange[0][[0, 2]][:, local], after_exchange[1][[0, 2]][:, local])
+    heard = not torch.equal(after_exchange[0][0], after_exchange[1][0])
+    assert heard == bool(sim.method.shared)
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "tokens"])
+@pytest.mark.parametrize("members", [[0, 1, 2], [0, 2]], ids=["all", "without bob"])
+def test_the_exchange_is_the_mean_of_what_is_shared(
+    federate: Any, make_user: Any, federated: dict[str, Any], weighting: str, members: list[int]
+) -> None:
+    users = [make_user("ann", train=100), make_user("bob", train=200), make_user("cem", train=300)]
+    sim = federate(federated, users=users, changes={"training.weighting": weighting})
+    sim.local_round(members, 0)
+    before = sim.state.rows.clone()
+    sim.exchange(members)
+    shared = sim.model.layout.mask(sim.method.shared)
+    assert torch.equal(sim.state.rows[:, ~shared], before[:, ~shared])
+    share = {user: (100.0, 200.0, 300.0)[user] if weighting == "tokens" else 1.0 for user in members}
+    expected = sum(before[user] * weight for user, weight in share.items()) / sum(share.values())
+    for row in EVERYONE:  # the absent download too
+        assert torch.equal(sim.state.rows[row, shared], sim.state.rows[0, shared])
+        torch.testing.assert_close(sim.state.rows[row, shared], expected[shared], rtol=1e-12, atol=1e-15)
+    assert not sim.state.rows[~sim.mask].any()
+
+
+def test_only_shared_roles_are_uploaded(federate: Any, method: dict[str, Any]) -> None:
+    sim = federate(method)
+    assert sim.method.shared <= {ATTENTION, GENERALIST}
+    uploads = build_uploads(sim.method, sim.model.layout, sim.state.rows)
+    expected = {}
+    for slot in sim.model.layout.slots:
+        places = [i for i, role in enumerate(slot.roles) if role in sim.method.shared]
+        if places:
+            tensor = sim.model.layout.views(sim.state.rows)[slot.name]
+            expected[slot.name] = tensor if slot.roles == (ATTENTION,) else tensor[:, places]
+    assert uploads.keys() == expected.keys()
+    assert all(torch.equal(uploads[name], expected[name]) for name in expected)
+    assert not any(name.endswith(".router") for name in uploads)
+
+
+def test_bytes_counted_are_bytes_sent(federate: Any, method: dict[str, Any]) -> None:
+    sim = federate(method)
+    rows = range(len(sim.trainers))
+    sent = [wire_bytes(real_uploads(sim, sim.method, row)) for row in rows]
+    assert sim.upload_bytes() == [sent[row] for row in sim.row_of]
+    assert all(sent) == bool(sim.method.shared)
+
+
+def test_bytes_of_unequal_users_leave_padding_out(federate: Any) -> None:
+    """A method that would share everything: users of 1, 2 and 3 experts send what they have."""
+    sim = federate({"name": "comigs", "specialists": [0, 1, 2]})
+    everything = Method(name="all", shared=frozenset({ATTENTION, GENERALIST, SPECIALIST, ROUTER}), server=mean)
+    counted = upload_bytes(everything, sim.model.layout, sim.mask)
+    assert counted == [wire_bytes(real_uploads(sim, everything, row)) for row in EVERYONE]
+    assert counted == [4 * count for count in sim.trainable_parameters()]
+
+
+def test_what_is_not_shared_costs_nothing(federate: Any) -> None:
+    for name in ("pretrained", "local", "centralized", "local-moe", "local-moe-tr", "comigs-2s"):
+        assert federate(name).upload_bytes() == [0, 0, 0]
+
+
+def test_the_papers_share_of_what_travels(federate: Any) -> None:
+    """CoMiGS-1G1S sends attention and one of two experts; FedAvg, as large save the routers, sends all that it has."""
+    comigs, fedavg = federate("comigs-1g1s"), federate("fedavg")
+    assert fedavg.upload_bytes()[0] == 4 * fedavg.trainable_parameters()[0]
+    routers = sum(slot.size for slot in comigs.model.layout.slots if slot.name.endswith(".router"))
+    assert comigs.trainable_parameters()[0] == fedavg.trainable_parameters()[0] + routers
+    specialists = comigs.model.layout.mask({SPECIALIST}).sum().item()
+    assert comigs.upload_bytes()[0] == fedavg.upload_bytes()[0] - 4 * specialists
+
+
+SAME_ALONE = [
+    ("fedavg", "local"),
+    ("fedavg-moe", "local-moe"),
+    ("pfedmoe", "local-moe"),
+    ("fedavg-moe-tr", "local-moe-tr"),
+    ("comigs-tr", "local-moe-tr"),
+    ("comigs-2g", "comigs-2s"),
+    ("comigs-1g1s", "comigs-2s"),
+]
+
+
+@pytest.mark.parametrize(("shared", "alone"), SAME_ALONE, ids=[f"{a} is {b}" for a, b in SAME_ALONE])
+def test_one_user_alone_makes_sharing_nothing(federate: Any, shared: str, alone: str) -> None:
+    """The mean of one is that one: from the same start, over two rounds and an exchange, bit for bit."""
+    period = {"router_every": 2, "router_steps": 1} if len(make(shared).phases) > 1 else {}
+    first, second = (federate({"name": name, **period}, users=("ann",)) for name in (shared, alone))
+    second.state.rows.copy_(first.state.rows)
+    for number in range(2):
+        for sim in (first, second):
+            sim.local_round([0], number)
+        before = first.state.rows.clone()
+        first.exchange([0])
+        second.exchange([0])
+        assert torch.equal(first.state.rows, before)
+        assert torch.equal(first.state.rows, second.state.rows)
+
+
+def test_a_method_shares_only_what_it_trains(method: dict[str, Any]) -> None:
+    made = make(**method)
+    assert made.trained <= {ATTENTION, GENERALIST, SPECIALIST, ROUTER}
+    assert made.shared <= made.trained - {SPECIALIST, ROUTER}
