@@ -1,0 +1,102 @@
+"""``comingle compare``: several methods and seeds on the same base, data and budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from comingle.cli.options import Force, Out, RecipePath, Resume, Sets, read_recipe
+from comingle.errors import RecipeError
+
+if TYPE_CHECKING:
+    from comingle.experiment import Run
+    from comingle.materials import Materials
+    from comingle.recipes import Recipe
+
+
+def compare(
+    recipe: RecipePath,
+    methods: Annotated[str, typer.Option("--methods", help="Methods, separated by commas.")],
+    seeds: Annotated[str, typer.Option("--seeds", help="Seeds, separated by commas.")] = "0",
+    sets: Sets = None,
+    out: Out = None,
+    resume: Resume = False,
+    force: Force = False,
+) -> None:
+    """Run several methods over several seeds; print and write a table of means and deviations."""
+    read = read_recipe(recipe, sets)
+    folder = out or Path("runs") / f"compare-{recipe.stem}"
+    compare_methods(read, split_names(methods), split_seeds(seeds), folder, resume=resume, force=force)
+
+
+def compare_methods(
+    recipe: Recipe, methods: list[str], seeds: list[int], folder: Path, *, resume: bool, force: bool
+) -> list[Run]:
+    """Every method with every seed, each in its own run folder below ``folder``; the last seed's runs are returned."""
+    from comingle import experiment
+    from comingle.cli.progress import console, progress_bars, status
+    from comingle.cli.training import bar, warn_overlaps
+    from comingle.folders import check_folder, open_folder
+    from comingle.materials import prepare
+    from comingle.methods import make
+    from comingle.reports.tables import render_comparison, write_comparison
+
+    recipes = {(m, s): recipe.with_changes({"method": _method(recipe, m), "seed": s}) for s in seeds for m in methods}
+    for one in recipes.values():  # every mistake in the settings is found before the first hour of training
+        make(one.method.name, **one.method.settings)
+    folders = {key: folder / f"{key[0]}-seed{key[1]}" for key in recipes}
+    again = {key: resume and (place / "recipe.yaml").exists() for key, place in folders.items()}
+    for key, one in recipes.items():
+        check_folder(folders[key], one, resume=again[key], force=force)
+    materials: Materials | None = None
+    runs: list[Run] = []
+    with progress_bars() as progress:
+        for seed in seeds:
+            with status("loading the base model and the users' text"):
+                materials = prepare(recipes[methods[0], seed], base=materials.base if materials else None)
+            if seed == seeds[0]:
+                warn_overlaps(materials)
+            runs = []
+            for method in methods:
+                one, place, goes_on = recipes[method, seed], folders[method, seed], again[method, seed]
+                sim = experiment.build(one, materials)
+                open_folder(place, one, resume=goes_on, force=force)
+                runs.append(experiment.execute(sim, one, place, resume=goes_on, observers=[bar(progress, sim)]))
+    table = write_comparison(folder, list(folders.values()))
+    console.print(render_comparison(table))
+    console.print(f"[dim]{folder}/  table.md · table.json · one run folder for each method and seed[/dim]")
+    return runs
+
+
+def split_names(text: str) -> list[str]:
+    """Comma-separated names, each once.
+
+    Raises:
+        RecipeError: none given.
+    """
+    names = list(dict.fromkeys(n.strip() for n in text.split(",") if n.strip()))
+    if not names:
+        raise RecipeError("--methods: no method given; `comingle methods` lists them")
+    return names
+
+
+def split_seeds(text: str) -> list[int]:
+    """Comma-separated whole numbers.
+
+    Raises:
+        RecipeError: something else.
+    """
+    try:
+        return [int(seed) for seed in split_names(text)]
+    except (ValueError, RecipeError):
+        raise RecipeError(f"--seeds {text!r}: give whole numbers separated by commas, as 0,1,2") from None
+
+
+def _method(recipe: Recipe, name: str) -> dict[str, object]:
+    """A method with those of the recipe's settings that it has too, so that budgets are equal."""
+    from comingle.methods import settings_of
+
+    known = settings_of(name)
+    return {"name": name, **{k: v for k, v in recipe.method.settings.items() if k in known}}

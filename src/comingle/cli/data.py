@@ -1,0 +1,33 @@
+"""``comingle data``: look at the users of a recipe before training."""
+
+from __future__ import annotations
+
+from comingle.cli.options import RecipePath, Sets, read_recipe
+
+
+def data(recipe: RecipePath, sets: Sets = None) -> None:
+    """Preview a recipe's users: token counts, split sizes, overlaps and two samples each."""
+    read = read_recipe(recipe, sets)
+    from rich.table import Table
+
+    from comingle.cli.progress import console, status
+    from comingle.cli.training import warn_overlaps
+    from comingle.data.preview import summarise
+    from comingle.materials import prepare
+
+    with status("reading and tokenising"):
+        materials = prepare(read)
+    found = [summarise(text, user) for text, user in zip(materials.texts, materials.users, strict=True)]
+    table = Table("user", title=f"{read.base}: documents and tokens", title_justify="left", box=None)
+    for split in ("train", "valid", "test"):
+        table.add_column(f"{split} docs", justify="right")
+        table.add_column(f"{split} tokens", justify="right")
+    for one in found:
+        cells = [f"{one[kind][split]:,}" for split in ("train", "valid", "test") for kind in ("documents", "tokens")]
+        table.add_row(one["user"], *cells)
+    console.print(table)
+    for one in found:
+        for split, sample in one["samples"].items():
+            console.print(f"[bold]{one['user']}[/bold] [dim]{split}:[/dim] ", end="")
+            console.print(sample, markup=False, highlight=False)
+    warn_overlaps(materials)

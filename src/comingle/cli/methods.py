@@ -1,0 +1,29 @@
+"""``comingle methods``: what there is, and where each method comes from."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def methods(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One method, in full.")] = None) -> None:
+    """List the methods, or print a method's source, placement, client, server and deviations."""
+    import inspect
+
+    from rich.table import Table
+
+    from comingle.cli.progress import console
+    from comingle.methods import REGISTRY, settings_of
+
+    if name is not None:
+        settings = settings_of(name)  # refuses an unknown name
+        console.print(f"[bold]{name}[/bold]", highlight=False)
+        console.print(inspect.getdoc(REGISTRY[name]), markup=False, highlight=False)
+        shown = ", ".join(f"{key}: {value}" for key, value in settings.items()) or "none"
+        console.print(f"Settings: {shown}", markup=False, highlight=False)
+        return
+    table = Table("method", "what it does", box=None, pad_edge=False)
+    for key, make in REGISTRY.items():
+        table.add_row(key, (inspect.getdoc(make) or "").partition("\n")[0])
+    console.print(table)

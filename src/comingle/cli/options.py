@@ -1,0 +1,59 @@
+"""What several verbs have in common: their options and how they are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from comingle.errors import RecipeError
+
+if TYPE_CHECKING:
+    from comingle.recipes import Recipe
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file, or a run folder.")]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a key, as training.rounds=3.")
+]
+Out = Annotated[Path | None, typer.Option("--out", help="Folder to write to (default: below runs/).")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace what is in the folder.")]
+
+
+def changes(sets: list[str] | None) -> dict[str, Any]:
+    """``--set`` options as a mapping; values are read as YAML.
+
+    Raises:
+        RecipeError: not of the form KEY=VALUE.
+    """
+    import yaml
+
+    found: dict[str, Any] = {}
+    for item in sets or []:
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip():
+            raise RecipeError(f"--set {item!r}: give KEY=VALUE, as training.rounds=3")
+        try:
+            found[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise RecipeError(f"--set {item!r}: the value is not YAML") from None
+    return found
+
+
+def read_recipe(path: Path, sets: list[str] | None, seed: int | None = None) -> Recipe:
+    """A recipe with the options' changes.
+
+    Raises:
+        RecipeError: the recipe or a change is wrong.
+    """
+    from comingle.recipes import load_recipe
+
+    wanted = changes(sets) | ({} if seed is None else {"seed": seed})
+    recipe = load_recipe(path)
+    return recipe.with_changes(wanted) if wanted else recipe
+
+
+def default_folder(path: Path, method: str, seed: int) -> Path:
+    """Where a run of a recipe goes: ``runs/RECIPE-METHOD-seedN``; a run folder is its own place."""
+    return path if path.is_dir() else Path("runs") / f"{path.stem}-{method}-seed{seed}"

@@ -1,0 +1,270 @@
+"""From a recipe to a run: wiring only, each step in the room that owns it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from comingle.adapters.inject import AdapterSettings, ExpertCounts
+from comingle.adapters.layouts import Targets
+from comingle.data.pack import check, pool
+from comingle.engines.checkpoints import (
+    Progress,
+    list_checkpoints,
+    load_checkpoint,
+    personal_tensors,
+    prune_checkpoints,
+    read_progress,
+    save_checkpoint,
+)
+from comingle.engines.events import EventLog, Observer, tensorboard
+from comingle.engines.optimizers import OptimizerSettings
+from comingle.engines.rounds import Clock, run_rounds, summarise
+from comingle.engines.simulation import Simulation
+from comingle.engines.state import State
+from comingle.engines.training import Training
+from comingle.errors import DataError, RecipeError, RunError
+from comingle.folders import check_folder, open_folder
+from comingle.materials import Materials, prepare
+from comingle.methods import make
+from comingle.methods.base import Method
+from comingle.models.adapted import AdaptedModel, adapt
+from comingle.models.language import Base
+from comingle.models.personal import PersonalModel
+from comingle.recipes import Recipe, load_recipe
+from comingle.records import read_metrics, write_json
+
+COMPILE_FROM = 5e12
+"""``compile: auto`` compiles from this many training tokens times base parameters on: below, it takes longer than it
+saves. Compiling takes some tens of seconds whatever the model; SmolLM2-135M gets there with 37,000 tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished run: its folder, its metrics, and everybody's model."""
+
+    folder: Path | None
+    recipe: Recipe
+    metrics: dict[str, Any]
+    simulation: Simulation
+
+    @property
+    def users(self) -> list[str]:
+        """Names of the users."""
+        return [user.name for user in self.simulation.users]
+
+    def user(self, name: str) -> PersonalModel:
+        """The personal model of a user.
+
+        Raises:
+            DataError: no such user.
+        """
+        if name not in self.users:
+            raise DataError(f"no user {name!r}; there are: {', '.join(self.users)}")
+        sim = self.simulation
+        row = sim.row_of[self.users.index(name)]
+        dtype = sim.model.base.dtype
+        tensors = {k: t.to(dtype) for k, t in personal_tensors(sim.model.layout, sim.state, row).items()}
+        return PersonalModel(name=name, model=sim.model, tensors=tensors, row=row)
+
+
+# -------------------------------------------------------------------- public verbs
+
+
+def run(
+    recipe: Recipe | str | Path,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+    observers: Sequence[Observer] = (),
+    materials: Materials | None = None,
+    **changes: Any,
+) -> Run:
+    """Run a recipe: an object, or the path of a file; ``changes`` replace keys, as ``seed=1`` or ``method="local"``.
+
+    With ``out`` everything is written to that folder, from which ``resume=True`` goes on after an interruption;
+    without it nothing is written.
+
+    Raises:
+        ComingleError: whatever the user can correct, in one line.
+    """
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    recipe = recipe.with_changes(changes) if changes else recipe
+    folder = Path(out) if out is not None else None
+    if folder is not None:
+        check_folder(folder, recipe, resume=resume, force=force)
+    elif resume:
+        raise RunError("resume: no run folder; give out=FOLDER of the run to go on with")
+    sim = build(recipe, materials or prepare(recipe))
+    if folder is not None:
+        open_folder(folder, recipe, resume=resume, force=force)
+    return execute(sim, recipe, folder, resume=resume, observers=observers)
+
+
+def load(folder: str | Path) -> Run:
+    """Open a finished run, to talk to its users' models.
+
+    Raises:
+        RunError: not a finished run of comingle.
+    """
+    folder = Path(folder)
+    metrics = read_metrics(folder)
+    recipe = load_recipe(folder)
+    sim = build(recipe, prepare(recipe))
+    if sim.method.phases:
+        sim.state = _newest(sim, folder, recipe)[0]
+    return Run(folder=folder, recipe=recipe, metrics=metrics, simulation=sim)
+
+
+# -------------------------------------------------------------------- recipe -> objects
+
+
+def build(recipe: Recipe, materials: Materials) -> Simulation:
+    """The users, the adapted model and the settings of a recipe.
+
+    Raises:
+        ComingleError: settings, text and base do not fit each other.
+    """
+    method = make(recipe.method.name, **recipe.method.settings)
+    users = list(materials.users)
+    for user in users:
+        check(user, context=recipe.training.context, needs_validation=method.needs_validation)
+    training = training_settings(recipe, [user.name for user in users])
+    if method.pooled:  # the one trainer is always there
+        training = replace(training, participation=1.0)
+    trainers = [pool(users)] if method.pooled else users
+    model = adapt_base(recipe, materials.base, method, len(trainers), training)
+    return Simulation(model, method, training, trainers=trainers, users=users)
+
+
+def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, training: Training) -> AdaptedModel:
+    """The base with the adapters that the recipe and the method ask for."""
+    section = recipe.adapters
+    targets = Targets(**_as_settings(section.targets, Targets)) if section.targets else None
+    settings = AdapterSettings(**{**_as_settings(section, AdapterSettings), "targets": targets})
+    specialists = method.specialists_of(trainers)
+    counts = ExpertCounts(generalists=method.generalists, specialists=specialists)
+    compiled = recipe.runtime.compile
+    if compiled == "auto":
+        tokens = trainers * training.iterations * training.batch_size * training.context
+        compiled = bool(method.phases) and tokens * base.model.num_parameters() >= COMPILE_FROM
+    return adapt(base, settings, counts, routed=method.routed, compiled=bool(compiled))
+
+
+def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
+    """The engine's settings, with users named in ``participation`` turned into numbers.
+
+    Raises:
+        RecipeError: ``participation`` names somebody who is not a user.
+    """
+    section = recipe.training
+    participation: Any = section.participation
+    if isinstance(participation, list):
+        for name in (n for members in participation for n in members):
+            if name not in names:
+                raise RecipeError(f"training.participation: no user {name!r}; there are: {', '.join(names)}")
+        participation = tuple(tuple(names.index(n) for n in members) for members in participation)
+    plain = {f.name: getattr(section, f.name) for f in fields(Training) if hasattr(section, f.name)}
+    return Training(
+        **{
+            **plain,
+            "experts": OptimizerSettings(**_as_settings(section.experts, OptimizerSettings)),
+            "router": OptimizerSettings(**_as_settings(section.router, OptimizerSettings)),
+            "participation": participation,
+        },
+        seed=recipe.seed,
+        users_per_step=recipe.runtime.users_per_step,
+        micro_batch=recipe.runtime.micro_batch,
+        evaluate=recipe.evaluation.model,
+        evaluate_every=recipe.evaluation.every,
+        checkpoint_every=recipe.checkpoints.every,
+    )
+
+
+def _as_settings(section: Any, kind: type) -> dict[str, Any]:
+    """The fields of a pydantic section that a frozen dataclass of the inside has too, lists as tuples."""
+    values = {f.name: getattr(section, f.name) for f in fields(kind)}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+
+
+def execute(
+    sim: Simulation, recipe: Recipe, folder: Path | None, *, resume: bool = False, observers: Sequence[Observer] = ()
+) -> Run:
+    """The rounds of a run, with everything that is written on the way; ``folder`` has been opened before.
+
+    Raises:
+        RunError: the checkpoint to resume from is damaged or belongs to another recipe.
+        DivergenceError: a user's loss is not finite.
+    """
+    clock, start, kept = Clock(), 0, 0
+    if folder is not None and resume and list_checkpoints(folder):
+        sim.state, progress = _newest(sim, folder, recipe)
+        start, kept = progress.round, progress.events_bytes
+        clock = Clock(
+            train_seconds=progress.train_seconds, earlier_seconds=progress.wall_seconds, tokens=progress.tokens
+        )
+    log = EventLog(folder / "events.jsonl", keep_bytes=kept) if folder else None
+    board = tensorboard(folder / "tensorboard") if folder else None
+    sinks = [sink for sink in (log, board, *observers) if sink is not None]
+
+    def observe(event: dict[str, Any]) -> None:
+        for sink in sinks:
+            sink(event)
+
+    def checkpoint(done: int, clock: Clock) -> None:
+        if folder is None or log is None:
+            return
+        progress = Progress(
+            round=done,
+            fingerprint=recipe.fingerprint,
+            events_bytes=log.size_bytes,
+            train_seconds=clock.train_seconds,
+            wall_seconds=clock.wall_seconds,
+            tokens=clock.tokens,
+        )
+        save_checkpoint(folder, sim.model.layout, sim.state, progress)
+        prune_checkpoints(folder, recipe.checkpoints.keep)
+
+    if start == 0:
+        observe(_start_event(sim, recipe))
+    try:
+        scores = run_rounds(sim, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
+        metrics = summarise(sim, scores, clock, base=sim.model.base.name).as_dict()
+        observe({"event": "end", "mean_test_perplexity": metrics["mean_test_perplexity"]})
+    finally:
+        for sink in (log, board):
+            if sink is not None:
+                sink.close()
+    if folder is not None:
+        write_json(folder / "metrics.json", metrics)
+    return Run(folder=folder, recipe=recipe, metrics=metrics, simulation=sim)
+
+
+def _start_event(sim: Simulation, recipe: Recipe) -> dict[str, Any]:
+    return {
+        "event": "start",
+        "method": sim.method.name,
+        "seed": recipe.seed,
+        "base": sim.model.base.name,
+        "rounds": sim.training.rounds if sim.method.phases else 0,
+        "users": {u.name: {"train_tokens": len(u.train), "test_tokens": len(u.test)} for u in sim.users},
+    }
+
+
+def _newest(sim: Simulation, folder: Path, recipe: Recipe) -> tuple[State, Progress]:
+    """The newest checkpoint of a run.
+
+    Raises:
+        RunError: there is none, or it is damaged or belongs to another recipe.
+    """
+    found = list_checkpoints(folder)
+    if not found:
+        raise RunError(f"{folder}: no checkpoint in it")
+    progress = read_progress(found[-1])
+    if progress.fingerprint != recipe.fingerprint:
+        raise RunError(f"{found[-1]}: belongs to another recipe ({progress.fingerprint}, not {recipe.fingerprint})")
+    rows = sim.state.rows
+    return load_checkpoint(found[-1], sim.model.layout, len(sim.trainers), rows.device, rows.dtype), progress

@@ -1,0 +1,111 @@
+"""What a run is made of before any training: the base model and everybody's text, read, split and tokenised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from comingle.data.pack import UserData, pack
+from comingle.data.partition import Overlap, UserText, find_overlap, mix_held_out, split_by_fractions, split_given
+from comingle.data.sources import read_dataset, read_documents
+from comingle.engines.runtime import keep_buffers
+from comingle.errors import DataError
+from comingle.methods import make
+from comingle.models.language import Base, load_base
+from comingle.recipes import DataSection, Recipe, SplitSection, UserSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class Materials:
+    """What several runs of a comparison have in common: the base and everybody's text."""
+
+    base: Base
+    texts: tuple[UserText, ...]
+    users: tuple[UserData, ...]
+
+    def overlaps(self) -> list[Overlap]:
+        """Users whose held-out documents also occur in their training text."""
+        return [found for text in self.texts if (found := find_overlap(text)).total]
+
+
+def prepare(recipe: Recipe, *, base: Base | None = None) -> Materials:
+    """Load the base (unless it is given), read, split and tokenise everybody's text.
+
+    Raises:
+        RecipeError: there is no such method, said before anything is loaded.
+        BaseModelError: the base cannot be used.
+        DataError: some user's text cannot.
+    """
+    make(recipe.method.name, **recipe.method.settings)
+    keep_buffers()
+    if recipe.runtime.threads:
+        torch.set_num_threads(recipe.runtime.threads)
+    texts = read_users(recipe.data, recipe.seed)
+    runtime = recipe.runtime
+    base = base or load_base(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
+    return Materials(base=base, texts=tuple(texts), users=tuple(tokenise_users(recipe.data, texts, base)))
+
+
+def tokenise_users(data: DataSection, texts: Sequence[UserText], base: Base) -> list[UserData]:
+    """Everybody's text as token streams.
+
+    Raises:
+        DataError: the base has no tokenizer.
+    """
+    if base.tokenizer is None:
+        raise DataError(f"base {base.name}: no tokenizer in it, so text cannot become tokens")
+    limits = {key: getattr(data, key) for key in ("max_train_tokens", "max_valid_tokens", "max_test_tokens")}
+    return [pack(text, base.tokenizer, **limits) for text in texts]
+
+
+def read_users(data: DataSection, seed: int) -> list[UserText]:
+    """Everybody's documents, in splits.
+
+    Raises:
+        DataError: a source is missing, empty or unreadable.
+    """
+    if data.dataset is not None:
+        source = data.dataset
+        groups = read_dataset(
+            source.path,
+            user=source.user,
+            text=source.text,
+            split=source.split,
+            users=source.users,
+            name=source.config,
+            max_documents=source.max_documents,
+        )
+        texts = [_split_group(name, splits, data.split, seed) for name, splits in groups.items()]
+    else:
+        texts = [_read_user(name, source, data.split, seed) for name, source in (data.users or {}).items()]
+    return mix_held_out(texts, seed=seed) if data.held_out == "mixture" else texts
+
+
+def _read_user(name: str, source: UserSource, split: SplitSection, seed: int) -> UserText:
+    if source.path is not None:
+        documents = read_documents(source.path, column=source.column)
+        return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
+    parts = {
+        key: read_documents(path, column=source.column)
+        for key in ("train", "valid", "test")
+        if (path := getattr(source, key)) is not None
+    }
+    given = "valid" if "valid" in parts else None
+    return split_given(parts, name=name, valid=given, valid_fraction=0.0 if given else split.valid, seed=seed)
+
+
+def _split_group(name: str, splits: Mapping[str, list[str]], split: SplitSection, seed: int) -> UserText:
+    if not split.given:
+        documents = [d for documents in splits.values() for d in documents]
+        return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
+    return split_given(
+        splits,
+        name=name,
+        train=split.train_name,
+        valid=split.valid_name,
+        test=split.test_name,
+        valid_fraction=0.0 if split.valid_name else split.valid,
+        seed=seed,
+    )

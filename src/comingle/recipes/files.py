@@ -1,0 +1,118 @@
+"""Recipe files: read, checked, and their mistakes said in one line."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from comingle.errors import RecipeError, did_you_mean
+from comingle.recipes.sections import Recipe, Section
+
+
+def parse_recipe(content: Any, *, where: str = "recipe") -> Recipe:
+    """Check a recipe.
+
+    Raises:
+        RecipeError: the first thing that is wrong, with its place, what was got and what is allowed.
+    """
+    if not isinstance(content, Mapping):
+        raise RecipeError(f"{where}: a recipe is a mapping of keys to values; got {type(content).__name__}")
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        raise RecipeError(f"{where}: {_first_problem(error)}") from None
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """Read a recipe file, or the recipe of a run folder. Relative paths in it are relative to the file.
+
+    Raises:
+        RecipeError: no such file, not YAML, or a wrong recipe.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "recipe.yaml"
+    if not path.is_file():
+        raise RecipeError(f"{path}: no such recipe.{_shipped_hint(path)}")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    return _anchor(parse_recipe(content, where=str(path)), path.parent)
+
+
+def shipped_recipes() -> Path:
+    """The folder of the recipes that come with comingle."""
+    installed = Path(__file__).parents[1] / "shipped_recipes"
+    return installed if installed.is_dir() else Path(__file__).parents[3] / "recipes"
+
+
+def _shipped_hint(path: Path) -> str:
+    shipped = shipped_recipes() / path.name
+    return f" Did you mean {str(shipped)!r}?" if shipped.is_file() else ""
+
+
+def _anchor(recipe: Recipe, folder: Path) -> Recipe:
+    """Make relative paths of the data absolute where they exist below ``folder``; leave hub names alone."""
+    content = recipe.model_dump(mode="json", exclude_unset=True)
+
+    def anchored(source: Any) -> Any:
+        if isinstance(source, list):
+            return [anchored(s) for s in source]
+        if not isinstance(source, str) or source.startswith("demo:"):
+            return source
+        source = os.path.expandvars(os.path.expanduser(source))
+        return str((folder / source).resolve()) if (folder / source).exists() else source
+
+    data = content["data"]
+    for entry in [*(data.get("users") or {}).values(), *([data["dataset"]] if data.get("dataset") else [])]:
+        for key in ("path", "train", "valid", "test"):
+            if entry.get(key) is not None:
+                entry[key] = anchored(entry[key])
+    if (folder / recipe.base).exists():
+        content["base"] = anchored(recipe.base)
+    return Recipe.model_validate(content)
+
+
+_BRANCHES = ("function-", "constrained-", "list[", "literal[")
+"""How pydantic calls the branches of a union within a place."""
+
+
+def _first_problem(error: ValidationError) -> str:
+    # A misspelt key explains the missing one; of the branches of a union, the one that got furthest was meant.
+    problem = max(error.errors(), key=lambda p: (p["type"] == "extra_forbidden", len(p["loc"])))
+    place = ".".join(str(p) for p in problem["loc"] if not str(p).startswith(_BRANCHES))
+    if problem["type"] == "extra_forbidden":
+        known = _known_keys(problem["loc"])
+        return f"unknown key {place!r}.{did_you_mean(str(problem['loc'][-1]), known)} Allowed: {', '.join(known)}"
+    if problem["type"] == "missing":
+        return f"key {place!r} is missing"
+    reason = re.sub("a valid dictionary( or instance of .*)?", "a mapping", problem["msg"]).removeprefix(
+        "Value error, "
+    )
+    got = problem.get("input")
+    shown = "" if isinstance(got, dict | list | BaseModel) else f"; got {got!r}"
+    return f"{place or 'recipe'}: {reason}{shown}"
+
+
+def _known_keys(place: Iterable[str | int]) -> list[str]:
+    """Keys of the section in which ``place`` lies."""
+    model: Any = Recipe
+    for part in list(place)[:-1]:
+        field = model.model_fields.get(str(part)) if hasattr(model, "model_fields") else None
+        annotation = field.annotation if field else model
+        model = _section(annotation) or model
+    return list(model.model_fields)
+
+
+def _section(annotation: Any) -> Any:
+    """The section class inside an annotation such as ``dict[str, UserSource] | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next((s for a in getattr(annotation, "__args__", ()) if (s := _section(a))), None)

@@ -1,0 +1,1 @@
+"""Tables and pictures of runs; reads run folders, never imports torch."""

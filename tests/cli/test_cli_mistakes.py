@@ -1,0 +1,294 @@
+"""Each mistake of a user is one line on stderr and exit code 2, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comingle.recipes import load_recipe
+
+SETTINGS = {
+    "an unknown key": (
+        "training.ronds=3",
+        "--set: unknown key 'training.ronds'. Did you mean 'rounds'? Allowed: rounds, ",
+    ),
+    "a wrong type": ("training.rounds=many", "--set: training.rounds: Input should be a valid integer; got 'many'"),
+    "no equals sign": ("training.rounds", "--set 'training.rounds': give KEY=VALUE, as training.rounds=3"),
+    "no key": ("=3", "--set '=3': give KEY=VALUE, as training.rounds=3"),
+    "a value that is not YAML": ("base=[", "--set 'base=[': the value is not YAML"),
+    "zero users": ("data.users={}", "--set: data: zero users; name at least one, as `users: {alice: path/to/text}`"),
+    "a missing file": ("data.users.ann=texts/anne.txt", "texts/anne.txt: no such file or folder"),
+    "an unknown demo user": ("data.users.ann=demo:libary", "no demo user 'libary'; there are: library, reference, "),
+    "too little text": (
+        "training.context=2000",
+        "user 'ann': train holds 1142 tokens, needs at least 2001 for one window of context 2000; give the user more "
+        "text or shorten the context",
+    ),
+    "no validation text": (
+        "data.split.valid=0",
+        "user 'ann': valid holds 0 tokens, needs at least 17 for one window of context 16; give a valid split or "
+        "fraction, or choose a method without validation data",
+    ),
+    "no test text": ("data.split.test=0", "user 'ann': test holds 0 tokens, needs at least 2 to measure perplexity"),
+    "fractions without a rest": (
+        "data.split={valid: 0.5, test: 0.5}",
+        "user 'ann': split fractions valid=0.5, test=0.5",
+    ),
+    "an unknown method": (
+        "method=comig",
+        "method: no method 'comig'. Did you mean 'comigs'? Allowed: pretrained, centralized, local, fedavg, ",
+    ),
+    "an unknown setting": (
+        "method.router_evry=3",
+        "method comigs-1g1s: no setting 'router_evry'. Did you mean 'router_every'? Allowed: ['router_every', ",
+    ),
+    "a setting out of range": (
+        "method.router_every=0",
+        "method comigs-1g1s: router_every is 0; allowed: whole numbers",
+    ),
+    "no experts": (
+        "method={name: comigs, generalists: 0, specialists: 0}",
+        "method comigs: generalists + specialists is 0 for some user; at least 1 expert is needed",
+    ),
+    "numbers for other users": (
+        "method={name: comigs, specialists: [1, 2]}",
+        "method.specialists: 2 numbers for 3 users; give one, or one per user",
+    ),
+    "somebody who is no user": (
+        "training.participation=[[ann, dan]]",
+        "training.participation: no user 'dan'; there are: ann, bob, cem",
+    ),
+    "a wrong dtype": ("runtime.dtype=float16", "dtype: got 'float16', allowed are auto, bfloat16, float32, float64."),
+    "a wrong device": ("runtime.device=gpu", "device: got 'gpu', allowed are auto, cpu, cuda, cuda:N and mps."),
+    "a wrong attention": ("runtime.attention=fast", "attention: got 'fast', allowed are auto, eager, sdpa."),
+    "an unknown family": (
+        "base=random:lama",
+        "base model 'random:lama': unknown family 'lama', allowed are gpt2, llama",
+    ),
+    "a base that is a text": ("base=texts/ann.txt", "base model 'texts/ann.txt': a file must be a .gguf"),
+    "a rate beyond reason": (
+        "training.experts.learning_rate=1e30",
+        "user 'ann': training loss is nan in round 1, local step 2; the last checkpoint is kept; try a smaller ",
+    ),
+}
+
+
+def one_line(answer: Any) -> str:
+    """The line on stderr; there must be no other, no traceback, and exit code 2."""
+    assert answer.code == 2, answer
+    assert answer.err.endswith("\n")
+    (line,) = answer.err.splitlines()
+    assert line.startswith("comingle: ")
+    return line.removeprefix("comingle: ")
+
+
+@pytest.mark.parametrize("mistake", SETTINGS)
+def test_a_wrong_setting(
+    comingle: Any, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str
+) -> None:
+    setting, said = SETTINGS[mistake]
+    monkeypatch.chdir(recipe_file.parent)
+    line = one_line(comingle("run", recipe_file, "--out", tmp_path / "run", "--set", setting))
+    assert line.startswith(said)
+    diverged = mistake == "a rate beyond reason"
+    assert (tmp_path / "run").exists() == diverged
+    assert not (tmp_path / "run" / "metrics.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"", "no text in it, a user needs at least one document"),
+        (b" \n\n ", "no text in it, a user needs at least one document"),
+        (b"caf\xe9", "not UTF-8 text (byte 0xe9 at offset 3); convert it to UTF-8 first"),
+        (b"Hi", "user 'bob': train holds "),
+    ],
+    ids=["empty", "blank", "latin-1", "two letters"],
+)
+def test_a_user_without_usable_text(comingle: Any, recipe_file: Path, tmp_path: Path, text: bytes, said: str) -> None:
+    path = recipe_file.parent / "texts" / "bob.txt"
+    path.write_bytes(text)
+    line = one_line(comingle("run", recipe_file, "--out", tmp_path / "run"))
+    assert said in line
+    assert "bob" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mistake_can_be_corrected_and_the_same_command_given_again(
+    comingle: Any, recipe_file: Path, tmp_path: Path
+) -> None:
+    path = recipe_file.parent / "texts" / "bob.txt"
+    text = path.read_text()
+    path.write_text("")
+    command = ("run", recipe_file, "--out", tmp_path / "run", "--set", "training.rounds=1")
+    one_line(comingle(*command))
+    path.write_text(text)
+    assert comingle(*command).code == 0
+
+
+def test_a_missing_recipe(comingle: Any, tmp_path: Path) -> None:
+    for verb in (["run"], ["data"], ["compare", "--methods", "local"]):
+        assert one_line(comingle(*verb, tmp_path / "mine.yaml")) == f"{tmp_path / 'mine.yaml'}: no such recipe."
+    assert "demo.yaml'?" in one_line(comingle("run", tmp_path / "demo.yaml"))
+
+
+def test_a_recipe_with_an_unknown_key_is_named(comingle: Any, recipe_file: Path) -> None:
+    recipe_file.write_text(recipe_file.read_text().replace("local_steps", "local_step"))
+    line = one_line(comingle("run", recipe_file))
+    assert line.startswith(f"{recipe_file}: unknown key 'training.local_step'. Did you mean 'local_steps'? Allowed: ")
+
+
+def test_a_run_folder_is_not_overwritten(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
+    command = ("run", recipe_file, "--out", tmp_path / "run", "--set", "method=pretrained")
+    assert comingle(*command).code == 0
+    before = (tmp_path / "run" / "metrics.json").read_bytes()
+    line = one_line(comingle(*command))
+    assert line == f"{tmp_path / 'run'}: exists; --resume goes on with it, --force replaces it, --out names another"
+    assert (tmp_path / "run" / "metrics.json").read_bytes() == before
+
+
+def test_resume_needs_something_to_resume(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
+    line = one_line(comingle("run", recipe_file, "--out", tmp_path / "run", "--resume"))
+    assert line == f"{tmp_path / 'run'}: nothing to resume, no recipe.yaml in it"
+
+
+def test_resume_refuses_another_recipe(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
+    command = ("run", recipe_file, "--out", tmp_path / "run", "--set", "method=pretrained")
+    comingle(*command)
+    line = one_line(comingle(*command, "--resume", "--set", "seed=4"))
+    assert line == f"{tmp_path / 'run'}: belongs to another recipe, seed was 0 and is 4; use another --out"
+
+
+def test_resume_refuses_a_damaged_checkpoint(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
+    command = ("run", recipe_file, "--out", tmp_path / "run", "--set", "training.rounds=1")
+    comingle(*command)
+    state = tmp_path / "run" / "checkpoints" / "round-0001" / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:-10])
+    assert one_line(comingle(*command, "--resume")).startswith(f"{state}: truncated or not safetensors")
+
+
+def test_out_must_be_a_folder(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert one_line(comingle("run", recipe_file, "--out", tmp_path / "file")).startswith(
+        f"{tmp_path / 'file'}: is a file"
+    )
+    below = tmp_path / "file" / "run"
+    line = one_line(comingle("run", recipe_file, "--out", below, "--set", "method=pretrained"))
+    assert line.startswith(f"{below}: cannot be written to: ")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--methods", "local,comig"], "method: no method 'comig'. Did you mean 'comigs'?"),
+        (["--methods", ","], "--methods: no method given; `comingle methods` lists them"),
+        (["--methods", "local", "--seeds", "0,x"], "--seeds '0,x': give whole numbers separated by commas, as 0,1,2"),
+        (["--methods", "local", "--seeds", ""], "--seeds '': give whole numbers separated by commas, as 0,1,2"),
+        (["--methods", "local", "--seeds", "0.5"], "--seeds '0.5': give whole numbers separated by commas, as 0,1,2"),
+        (["--methods", "local", "--seeds=-1"], "--set: seed: Input should be greater than or equal to 0; got -1"),
+        (["--methods", "comigs-1g1s", "--set", "method.router_every=0"], "method comigs-1g1s: router_every is 0"),
+    ],
+)
+def test_compare_checks_methods_and_seeds_first(
+    comingle: Any, recipe_file: Path, tmp_path: Path, options: list[str], said: str
+) -> None:
+    line = one_line(comingle("compare", recipe_file, "--out", tmp_path / "out", *options))
+    assert line.startswith(said)
+    assert not (tmp_path / "out").exists()
+
+
+def test_compare_does_not_overwrite_a_single_run(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
+    command = ("compare", recipe_file, "--out", tmp_path / "out", "--methods")
+    assert comingle(*command, "pretrained").code == 0
+    line = one_line(comingle(*command, "local,pretrained"))
+    assert line.startswith(f"{tmp_path / 'out' / 'pretrained-seed0'}: exists; --resume goes on with it")
+    assert not (tmp_path / "out" / "local-seed0").exists()
+
+
+def test_a_wrong_seed(comingle: Any, recipe_file: Path) -> None:
+    line = one_line(comingle("run", recipe_file, "--seed", "-1"))
+    assert line == "--set: seed: Input should be greater than or equal to 0; got -1"
+
+
+def test_methods_knows_no_such_method(comingle: Any) -> None:
+    assert one_line(comingle("methods", "fedav")).startswith("method: no method 'fedav'. Did you mean 'fedavg'?")
+
+
+def test_show_needs_a_finished_run(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
+    assert one_line(comingle("show", tmp_path / "nowhere")) == f"{tmp_path / 'nowhere'}: no such run folder"
+    line = one_line(comingle("show", recipe_file.parent))
+    assert line == f"{recipe_file.parent}: no metrics.json; it is not a run folder"
+    comingle("run", recipe_file, "--out", tmp_path / "run", "--set", "method=pretrained")
+    (tmp_path / "run" / "metrics.json").unlink()
+    line = one_line(comingle("show", tmp_path / "run"))
+    assert line == f"{tmp_path / 'run'}: no metrics.json; continue it with `comingle run --resume {tmp_path / 'run'}`"
+
+
+def test_what_show_advises_works(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    comingle("run", recipe_file, "--out", run, "--set", "training.rounds=1")
+    found = (run / "metrics.json").read_text()
+    (run / "metrics.json").unlink()
+    assert comingle("run", "--resume", run).code == 0
+    assert (run / "metrics.json").read_text().partition("wall_seconds")[0] == found.partition("wall_seconds")[0]
+
+
+# ---------------------------------------------------------------- --force
+
+
+def test_force_replaces_a_run(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    comingle("run", recipe_file, "--out", run, "--set", "training.rounds=1")
+    (run / ".metrics.json.abc").write_text("a draft that a crash left")
+    answer = comingle("run", recipe_file, "--out", run, "--set", "method=pretrained", "--force")
+    assert answer.code == 0, answer.err
+    assert load_recipe(run).method.name == "pretrained"
+    assert not (run / "checkpoints").exists()
+    assert not (run / ".metrics.json.abc").exists()
+
+
+@pytest.mark.parametrize(
+    "also", [[], ["recipe.yaml"], ["recipe.yaml", "events.jsonl"]], ids=lambda names: " ".join(names)
+)
+def test_force_never_touches_a_folder_with_other_files(
+    comingle: Any, recipe_file: Path, tmp_path: Path, also: list[str]
+) -> None:
+    folder = tmp_path / "thesis"
+    for name in ("thesis.txt", *also):
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text("years of work")
+    line = one_line(comingle("run", recipe_file, "--out", folder, "--force"))
+    assert (
+        line
+        == f"{folder}: is not a run folder ('thesis.txt' is in it), so --force does not touch it; use another --out"
+    )
+    assert {path.name: path.read_text() for path in folder.iterdir()} == dict.fromkeys(
+        ("thesis.txt", *also), "years of work"
+    )
+
+
+def test_force_never_touches_the_folder_of_a_recipe_called_recipe(comingle: Any, recipe_file: Path) -> None:
+    """The file name of a run's own recipe is also one that people choose."""
+    mine = recipe_file.rename(recipe_file.with_name("recipe.yaml"))
+    text = mine.read_text()
+    assert "is not a run folder" in one_line(comingle("run", mine, "--out", mine.parent, "--force"))
+    alone = mine.parent / "alone"
+    alone.mkdir()
+    copy = alone / "recipe.yaml"
+    copy.write_text(text.replace("texts/", "../texts/"))
+    before = copy.read_text()
+    assert "is not a run folder" in one_line(comingle("run", copy, "--out", alone, "--force"))
+    assert copy.read_text() == before
+
+
+def test_force_keeps_the_old_run_when_the_new_one_cannot_begin(
+    comingle: Any, recipe_file: Path, tmp_path: Path
+) -> None:
+    command = ("run", recipe_file, "--out", tmp_path / "run", "--set", "method=pretrained")
+    comingle(*command)
+    before = (tmp_path / "run" / "metrics.json").read_bytes()
+    one_line(comingle(*command, "--force", "--set", "data.users.dan=missing.txt"))
+    assert (tmp_path / "run" / "metrics.json").read_bytes() == before

@@ -1,0 +1,274 @@
+"""Every verb does what it says, with a random base on a little text."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comingle.cli.compare import split_names, split_seeds
+from comingle.cli.demo import METHODS, PROMPTS
+from comingle.methods import REGISTRY, settings_of
+from comingle.recipes import load_recipe
+
+QUICK = ("--set", "training.rounds=1", "--set", "training.local_steps=1")
+METRICS = {
+    "method",
+    "seed",
+    "users",
+    "mean_test_perplexity",
+    "upload_bytes_per_user_round",
+    "trainable_parameters",
+    "tokens_per_second",
+    "wall_seconds",
+    "peak_memory_bytes",
+}
+
+
+def plain(text: str) -> str:
+    """Output with its table's blanks collapsed."""
+    return re.sub(r"[ \t]+", " ", text)
+
+
+# ---------------------------------------------------------------- run and show
+
+
+def test_run_writes_a_folder_and_prints_every_user(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
+    answer = comingle("run", recipe_file, "--out", tmp_path / "run", *QUICK, "--seed", 7)
+    assert (answer.code, answer.err) == (0, "")
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names - {"tensorboard"} == {"recipe.yaml", "events.jsonl", "metrics.json", "checkpoints"}
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics.keys() >= METRICS
+    assert (metrics["method"], metrics["seed"]) == ("comigs-1g1s", 7)
+    for key in METRICS - {"method", "seed", "users"}:
+        assert metrics[key] > 0, key
+    assert metrics["peak_memory_bytes"] > 10_000_000
+    assert metrics["wall_seconds"] > 0.001
+    for name, user in metrics["users"].items():
+        assert f"{name} {user['test_perplexity']:,.2f} 59 " in plain(answer.out)
+    assert f"mean {metrics['mean_test_perplexity']:,.2f}" in plain(answer.out)
+    assert f"{tmp_path / 'run'}/" in answer.out
+    assert load_recipe(tmp_path / "run").training.rounds == 1
+
+
+def test_run_without_out_goes_below_runs(
+    comingle: Any, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert comingle("run", recipe_file, "--set", "method=pretrained", "--seed", 3).code == 0
+    assert (tmp_path / "runs" / "tiny-pretrained-seed3" / "metrics.json").is_file()
+
+
+def test_set_reads_values_as_yaml(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
+    changes = [
+        "training.experts.learning_rate=1e-3",
+        "training.participation=[[ann], [bob, cem]]",
+        "method={name: comigs, specialists: [0, 1, 2]}",
+        "runtime.compile=false",
+        "data.max_valid_tokens=null",
+    ]
+    options = [word for change in changes for word in ("--set", change)]
+    assert comingle("run", recipe_file, "--out", tmp_path / "run", *options, *QUICK).code == 0
+    found = load_recipe(tmp_path / "run")
+    assert found.training.experts.learning_rate == 0.001
+    assert found.training.participation == [["ann"], ["bob", "cem"]]
+    assert found.method.settings == {"specialists": [0, 1, 2]}
+    assert found.data.max_valid_tokens is None
+
+
+def test_show_prints_a_run_and_its_curve(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
+    ran = comingle("run", recipe_file, "--out", tmp_path / "run", "--set", "training.local_steps=1")
+    shown = comingle("show", tmp_path / "run")
+    assert (shown.code, shown.err) == (0, "")
+    table = plain(ran.out).partition("tokens/s")[0]
+    assert plain(shown.out).startswith(table)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    for event in (e for e in events if e["event"] == "evaluation"):
+        scores = " ".join(f"{user['test_perplexity']:.2f}" for user in event["users"].values())
+        assert f"{event['round']} {event['mean_test_perplexity']:.2f} {scores}" in plain(shown.out)
+
+
+# ---------------------------------------------------------------- compare
+
+
+@pytest.fixture
+def compared(comingle: Any, recipe_file: Path, tmp_path: Path) -> tuple[Path, Any]:
+    """Three methods with two seeds each."""
+    options = ("--methods", "pretrained,local,comigs-1g1s", "--seeds", "0,1")
+    answer = comingle("compare", recipe_file, *options, "--out", tmp_path / "out", *QUICK)
+    assert (answer.code, answer.err) == (0, "")
+    return tmp_path / "out", answer
+
+
+def test_compare_tables_hold_means_and_deviations_over_seeds(compared: tuple[Path, Any], comingle: Any) -> None:
+    folder, answer = compared
+    table = json.loads((folder / "table.json").read_text())
+    markdown = (folder / "table.md").read_text()
+    assert [row["method"] for row in table["methods"]] == ["pretrained", "local", "comigs-1g1s"]
+    lines = [line for line in markdown.splitlines() if line.startswith("| ")]
+    assert lines[0] == "| method | ann | bob | cem | mean | trainable | upload / round | seconds |"
+    for row, line in zip(table["methods"], lines[1:], strict=True):
+        runs = [json.loads((folder / f"{row['method']}-seed{seed}" / "metrics.json").read_text()) for seed in (0, 1)]
+        assert row["seeds"] == [run["seed"] for run in runs] == [0, 1]
+        means = [run["mean_test_perplexity"] for run in runs]
+        assert row["mean_test_perplexity"] == {"mean": statistics.mean(means), "std": statistics.stdev(means)}
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells[0] == row["method"]
+        for name, cell in zip(("ann", "bob", "cem"), cells[1:4], strict=True):
+            values = [run["users"][name]["test_perplexity"] for run in runs]
+            assert row["users"][name] == {"mean": statistics.mean(values), "std": statistics.stdev(values)}
+            assert cell == f"{statistics.mean(values):,.2f} ({statistics.stdev(values):.2f})"
+        assert cells[4] == f"{statistics.mean(means):,.2f} ({statistics.stdev(means):.2f})"
+        assert " ".join(cells[:5]) in plain(answer.out)
+    assert "mean (std) over seeds 0, 1" in markdown
+    assert "mean (std) over seeds 0, 1" in answer.out
+    shown = comingle("show", folder)
+    assert shown.code == 0
+    assert plain(shown.out).strip() in plain(answer.out)
+
+
+def test_compare_gives_every_method_the_same_text_and_budget(compared: tuple[Path, Any]) -> None:
+    folder, _ = compared
+    starts = [json.loads(path.read_text().splitlines()[0]) for path in folder.glob("*-seed0/events.jsonl")]
+    assert len(starts) == 3
+    assert all(start["users"] == starts[0]["users"] for start in starts)
+    recipes = [load_recipe(folder / f"{name}-seed0") for name in ("local", "comigs-1g1s")]
+    assert recipes[0].training == recipes[1].training
+    assert recipes[1].method.settings == {"router_every": 2, "router_steps": 1}
+    assert recipes[0].method.settings == {}
+
+
+def test_compare_equals_single_runs(
+    compared: tuple[Path, Any], comingle: Any, recipe_file: Path, tmp_path: Path
+) -> None:
+    folder, _ = compared
+    comingle("run", recipe_file, "--out", tmp_path / "one", *QUICK, "--seed", 1, "--set", "method=local")
+    found = [
+        json.loads((path / "metrics.json").read_text())["users"] for path in (tmp_path / "one", folder / "local-seed1")
+    ]
+    assert found[0] == found[1]
+
+
+def test_compare_resumes_what_is_missing(compared: tuple[Path, Any], comingle: Any, recipe_file: Path) -> None:
+    folder, _ = compared
+    tables = [(folder / "table.json").read_text()]
+    finished = (folder / "local-seed0" / "events.jsonl").read_text()
+    for path in (folder / "comigs-1g1s-seed1" / "metrics.json", folder / "table.json"):
+        path.unlink()
+    options = ("--methods", "pretrained,local,comigs-1g1s", "--seeds", "0,1")
+    answer = comingle("compare", recipe_file, *options, "--out", folder, *QUICK, "--resume")
+    assert (answer.code, answer.err) == (0, "")
+    tables.append((folder / "table.json").read_text())
+    rows = [
+        [
+            {k: v for k, v in row.items() if "seconds" not in k and k != "tokens_per_second"}
+            for row in json.loads(t)["methods"]
+        ]
+        for t in tables
+    ]
+    assert rows[0] == rows[1]
+    assert (folder / "local-seed0" / "events.jsonl").read_text() == finished
+
+
+def test_a_single_seed_has_no_deviation(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
+    answer = comingle("compare", recipe_file, "--methods", "pretrained", "--out", tmp_path / "out")
+    assert answer.code == 0
+    row = json.loads((tmp_path / "out" / "table.json").read_text())["methods"][0]
+    assert row["mean_test_perplexity"]["std"] == 0
+    assert "(" not in (tmp_path / "out" / "table.md").read_text().splitlines()[-1]
+
+
+def test_names_and_seeds_are_split() -> None:
+    assert split_names("local, fedavg,local,") == ["local", "fedavg"]
+    assert split_seeds("2, 0,1") == [2, 0, 1]
+
+
+# ---------------------------------------------------------------- data and methods
+
+
+def test_data_previews_every_user(comingle: Any, recipe_file: Path) -> None:
+    answer = comingle("data", recipe_file)
+    assert (answer.code, answer.err) == (0, "")
+    out = plain(answer.out)
+    for name in ("ann", "bob", "cem"):
+        row = re.search(rf"^ ?{name} ((?:[\d,]+ ){{5}}[\d,]+)", out, re.MULTILINE)
+        assert row, out
+        documents, tokens = (list(map(int, row[1].replace(",", "").split()))[i::2] for i in (0, 1))
+        assert documents[0] >= 1
+        assert tokens[2] == 60
+        assert f"{name} train: " in out
+        assert f"{name} test: " in out
+    text = (recipe_file.parent / "texts" / "ann.txt").read_text().split()
+    sample = re.search(r"ann train: (\S+ \S+ \S+)", out)
+    assert sample
+    assert sample[1] in " ".join(text)
+
+
+def test_data_reports_overlapping_documents(comingle: Any, recipe_file: Path) -> None:
+    folder = recipe_file.parent / "texts" / "twice"
+    folder.mkdir()
+    for name in "abcdefghij":
+        (folder / f"{name}.txt").write_text((recipe_file.parent / "texts" / "ann.txt").read_text())
+    answer = comingle("data", recipe_file, "--set", f"data.users.dan={folder}")
+    assert answer.code == 0
+    assert re.search(
+        r"warning: user dan: \d of \d validation and \d of \d test documents also occur in the", answer.err
+    )
+
+
+def test_methods_lists_the_registry(comingle: Any) -> None:
+    answer = comingle("methods")
+    assert (answer.code, answer.err) == (0, "")
+    listed = [line.split()[0] for line in answer.out.splitlines() if line.strip()]
+    assert listed[1:] == list(REGISTRY)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_methods_tells_where_a_method_comes_from(comingle: Any, name: str) -> None:
+    answer = comingle("methods", name)
+    assert (answer.code, answer.err) == (0, "")
+    lines = [line.strip() for line in answer.out.splitlines() if line.strip()]
+    assert lines[0] == name
+    for label in ("Source: ", "Shared: ", "Client: ", "Differs from the paper: ", "Settings: "):
+        assert [line for line in lines if line.startswith(label) and len(line) > len(label)], label
+    assert re.search(r"(^|  )Local: \S", answer.out, re.MULTILINE)
+    assert re.search(r"(^|  )Frozen: \S", answer.out, re.MULTILINE)
+    assert re.search(r"(^|  )Server: \S", answer.out, re.MULTILINE)
+    assert re.search(r"arXiv:\d{4}\.\d{5}", answer.out)
+    settings = lines[-1].removeprefix("Settings: ")
+    assert settings == (", ".join(f"{key}: {value}" for key, value in settings_of(name).items()) or "none")
+
+
+# ---------------------------------------------------------------- demo
+
+
+def test_the_demo_ends_with_a_table_a_sample_of_each_user_and_what_next(comingle: Any, tmp_path: Path) -> None:
+    tiny = {
+        "base": "random:llama",
+        "data.max_train_tokens": 200,
+        "data.max_valid_tokens": 60,
+        "data.max_test_tokens": 60,
+        "training.rounds": 1,
+        "training.local_steps": 1,
+        "training.batch_size": 1,
+        "training.context": 16,
+        "runtime.threads": 1,
+    }
+    options = [word for key, value in tiny.items() for word in ("--set", f"{key}={value}")]
+    answer = comingle("demo", "--out", tmp_path / "demo", *options)
+    assert (answer.code, answer.err) == (0, "")
+    table = json.loads((tmp_path / "demo" / "table.json").read_text())
+    assert [row["method"] for row in table["methods"]] == METHODS == ["pretrained", "local", "fedavg", "comigs-1g1s"]
+    after_table = answer.out.partition("Each user's own model speaks")[2]
+    assert list(table["methods"][0]["users"]) == list(PROMPTS)
+    for name, prompt in PROMPTS.items():
+        assert f"{name}: {prompt}" in after_table
+    assert "What next" in after_table
+    advised = re.search(r"comingle show (\S+)", after_table)
+    assert advised
+    assert comingle("show", advised[1]).code == 0

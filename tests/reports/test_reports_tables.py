@@ -1,0 +1,182 @@
+"""Tables from run folders, without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from comingle.errors import RunError
+from comingle.records import read_metrics, write_json
+from comingle.reports.tables import (
+    compare_runs,
+    markdown,
+    megabytes,
+    read_comparison,
+    render_comparison,
+    render_curve,
+    render_run,
+    write_comparison,
+)
+
+
+def run_folder(folder: Path, *, method: str = "local", seed: int = 0, scores: dict[str, float]) -> Path:
+    """A finished run with made-up results."""
+    folder.mkdir(parents=True)
+    users = {
+        name: {
+            "test_perplexity": score,
+            "test_loss_nats": math.log(score) if math.isfinite(score) else score,
+            "test_tokens": 1000,
+            "train_tokens": 5000,
+            "valid_tokens": 500,
+            "trainable_parameters": 1234,
+            "upload_bytes_per_round": 2_500_000,
+        }
+        for name, score in scores.items()
+    }
+    metrics = {
+        "method": method,
+        "seed": seed,
+        "base": "tiny",
+        "rounds": 2,
+        "users": users,
+        "mean_test_perplexity": sum(scores.values()) / len(scores),
+        "upload_bytes_per_user_round": 2_500_000.0,
+        "download_bytes_per_user_round": 2_500_000.0,
+        "trainable_parameters": 1234,
+        "tokens_per_second": 1000.0 * (1 + seed),
+        "wall_seconds": 10.0 * (1 + seed),
+        "peak_memory_bytes": 1_500_000_000,
+        "dtype": "float32",
+        "device": "cpu",
+    }
+    write_json(folder / "metrics.json", metrics)
+    return folder
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """Two methods, two seeds, by hand: local 2 and 4, 4 and 6; fedavg 3 and 5, 3 and 7."""
+    scores = [("local", 0, 2, 4), ("local", 1, 4, 6), ("fedavg", 0, 3, 5), ("fedavg", 1, 3, 7)]
+    return [
+        run_folder(tmp_path / f"{method}-seed{seed}", method=method, seed=seed, scores={"ann": ann, "bob": bob})
+        for method, seed, ann, bob in scores
+    ]
+
+
+def printed(table: Any) -> str:
+    console = Console(width=160, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_means_and_deviations_are_those_of_the_textbook(folders: list[Path]) -> None:
+    local, fedavg = compare_runs(folders)["methods"]
+    assert local["mean_test_perplexity"] == {"mean": 4, "std": pytest.approx(math.sqrt(2))}
+    assert local["users"] == {
+        "ann": {"mean": 3, "std": pytest.approx(math.sqrt(2))},
+        "bob": {"mean": 5, "std": pytest.approx(math.sqrt(2))},
+    }
+    assert fedavg["mean_test_perplexity"] == {"mean": 4.5, "std": pytest.approx(math.sqrt(0.5))}
+    assert fedavg["users"]["ann"] == {"mean": 3, "std": 0}
+    assert (local["seeds"], local["wall_seconds"], local["tokens_per_second"]) == ([0, 1], 15, 1500)
+
+
+def test_the_markdown_table(folders: list[Path], tmp_path: Path) -> None:
+    table = write_comparison(tmp_path, folders)
+    assert (
+        (tmp_path / "table.md").read_text()
+        == markdown(table)
+        == (
+            "Table: test perplexity of each user (lower is better), mean (std) over seeds 0, 1\n"
+            "\n"
+            "| method | ann | bob | mean | trainable | upload / round | seconds |\n"
+            "|---|---|---|---|---|---|---|\n"
+            "| local | 3.00 (1.41) | 5.00 (1.41) | 4.00 (1.41) | 1,234 | 2.50 MB | 15 |\n"
+            "| fedavg | 3.00 (0.00) | 6.00 (1.41) | 4.50 (0.71) | 1,234 | 2.50 MB | 15 |\n"
+        )
+    )
+    assert read_comparison(tmp_path) == table == json.loads((tmp_path / "table.json").read_text())
+
+
+def test_the_terminal_table_has_the_same_cells(folders: list[Path]) -> None:
+    table = compare_runs(folders)
+    shown = printed(render_comparison(table)).splitlines()
+    cells = [line.strip("| ").split(" | ") for line in markdown(table).splitlines() if line.startswith("| ")]
+    for row, line in zip(cells, shown[-3:], strict=True):
+        assert all(cell in line for cell in row)
+
+
+def test_a_single_seed_shows_no_deviation(folders: list[Path]) -> None:
+    table = compare_runs([folders[0], folders[2]])
+    assert table["methods"][0]["mean_test_perplexity"] == {"mean": 3, "std": 0}
+    assert "| local | 2.00 | 4.00 | 3.00 |" in markdown(table)
+    assert "(lower is better), seed 0\n" in markdown(table)
+
+
+def test_a_perplexity_beyond_all_numbers_is_said_so(tmp_path: Path) -> None:
+    folders = [
+        run_folder(tmp_path / str(i), seed=i, scores={"ann": s, "bob": 2.0}) for i, s in enumerate((3.0, math.inf))
+    ]
+    assert read_metrics(folders[1])["mean_test_perplexity"] is None
+    table = compare_runs(folders)
+    assert table["methods"][0]["users"]["ann"] == {"mean": None, "std": None}
+    assert "| local | not finite | 2.00 (0.00) | not finite |" in markdown(table)
+    assert "not finite" in printed(render_comparison(table))
+    assert "not finite" in printed(render_run(read_metrics(folders[1])))
+
+
+def test_a_run_is_shown_with_its_circumstances(folders: list[Path]) -> None:
+    shown = printed(render_run(read_metrics(folders[0])))
+    assert shown.startswith("local, seed 0: test perplexity (lower is better)")
+    for part in (
+        "2.00",
+        "4.00",
+        "3.00",
+        "1,000",
+        "1,234",
+        "2.50 MB",
+        "tiny",
+        "float32 on cpu",
+        "1,000 tokens/s",
+        "1.5 GB",
+    ):
+        assert part in shown
+
+
+def test_a_curve_has_a_row_for_each_evaluation() -> None:
+    events = [
+        {"event": "start"},
+        {"event": "evaluation", "round": 2, "users": {"ann": {"test_perplexity": 3.5}}, "mean_test_perplexity": 3.5},
+        {"event": "evaluation", "round": 4, "users": {"ann": {"test_perplexity": None}}, "mean_test_perplexity": None},
+    ]
+    lines = [line.split() for line in printed(render_curve(events)).splitlines()]
+    assert ["round", "mean", "ann"] in lines
+    assert ["2", "3.50", "3.50"] in lines
+    assert ["4", "not", "finite", "not", "finite"] in lines
+    assert "round" in printed(render_curve([]))
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, folders: list[Path]) -> None:
+    with pytest.raises(RunError, match="no such run folder"):
+        compare_runs([*folders, tmp_path / "missing"])
+    with pytest.raises(RunError, match="not the folder of a comparison"):
+        read_comparison(tmp_path)
+    (tmp_path / "table.json").write_text("{")
+    with pytest.raises(RunError, match="not the folder of a comparison"):
+        read_comparison(tmp_path)
+
+
+def test_sizes_are_in_megabytes() -> None:
+    assert [megabytes(count) for count in (0, 18_688, 4_720_000, 2.5e9)] == [
+        "0.00 MB",
+        "0.02 MB",
+        "4.72 MB",
+        "2,500.00 MB",
+    ]
