@@ -1,0 +1,168 @@
+"""Training speed of stacked users on a random GPT-2, against its own frozen base in the same run.
+
+    python benchmarks/throughput.py --layers 4 --dim 256 --heads 4 --vocab 8192 --users 4 --batch 16 --ctx 128 --iters 4
+
+Prints one JSON line. ``base_tokens_per_s`` sends the same tokens through the frozen base alone, forward and backward to
+the embeddings, under the same settings (dtype, attention, compilation, chunked head), no adapters;
+``adapter_efficiency`` is the ratio of the two. Both are timed in turns, so a machine whose speed drifts moves both.
+``--one-by-one`` adds the usual way (float32, users in turn, whole experts) and the speed-up over it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from comingle.adapters import kernels
+from comingle.adapters.inject import AdapterSettings, ExpertCounts
+from comingle.adapters.layouts import decoder_layers
+from comingle.data.pack import UserData
+from comingle.engines.runtime import keep_buffers, peak_memory_bytes
+from comingle.engines.simulation import Simulation
+from comingle.engines.training import Training
+from comingle.methods import make
+from comingle.models.adapted import adapt
+from comingle.models.language import backbone, lm_head, load_base
+from comingle.models.loss import cross_entropy
+from one_by_one import one_by_one
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {
+        "layers": 4,
+        "dim": 256,
+        "heads": 4,
+        "vocab": 8192,
+        "users": 4,
+        "batch": 16,
+        "ctx": 128,
+        "iters": 4,
+        "experts": 2,
+        "threads": 2,
+    }.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--method", default="comigs-1g1s")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--users-per-step", type=int, default=None)
+    parser.add_argument("--micro-batch", type=int, default=None)
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile off")
+    parser.add_argument("--one-by-one", action="store_true", help="time the usual way too (see one_by_one.py)")
+    parser.add_argument("--no-base", action="store_true", help="skip the base alone (for memory measurements)")
+    return parser.parse_args()
+
+
+def simulation(args: argparse.Namespace, name: str) -> Simulation:
+    """``users`` users with random tokens, and a method with ``experts`` experts per block."""
+    base = load_base(name, dtype=args.dtype, device=args.device)
+    if args.experts != 2 and args.method == "comigs-1g1s":
+        method = make("comigs", specialists=args.experts - 1)
+    else:
+        method = make(args.method)
+    counts = ExpertCounts(generalists=method.generalists, specialists=method.specialists_of(args.users))
+    model = adapt(base, AdapterSettings(), counts, routed=method.routed, compiled=not args.no_compile)
+    draw = torch.Generator().manual_seed(0)
+    text = [torch.randint(args.vocab, (20_000,), generator=draw, dtype=torch.int32) for _ in range(args.users)]
+    users = [UserData(name=f"user{i}", train=t, valid=t, test=t) for i, t in enumerate(text)]
+    training = Training(
+        rounds=100,
+        local_steps=1,
+        batch_size=args.batch,
+        context=args.ctx,
+        users_per_step=args.users_per_step,
+        micro_batch=args.micro_batch,
+    )
+    return Simulation(model, method, training, trainers=users, users=users)
+
+
+def base_pass(args: argparse.Namespace, name: str, sequences: int) -> Callable[[], None]:
+    """One pass of all users' batches through the base alone, in the same portions."""
+    base = load_base(name, dtype=args.dtype, device=args.device)
+    head, body = lm_head(base), backbone(base.model)
+    if not args.no_compile:
+        for layer in decoder_layers(base.model):
+            layer.compile()
+    table = base.model.get_input_embeddings().weight.detach().clone().requires_grad_()
+    tokens = torch.randint(args.vocab, (args.users * args.batch, args.ctx + 1), device=base.device)
+
+    def step() -> None:
+        for part in tokens.split(sequences):
+            embedded = torch.nn.functional.embedding(part[:, :-1], table.detach()).requires_grad_()
+            hidden = body(inputs_embeds=embedded, use_cache=False).last_hidden_state
+            loss = cross_entropy(hidden, head, part[:, 1:]).mean()
+            torch.autograd.grad(loss, embedded)
+
+    return step
+
+
+def timed(step: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    keep_buffers()
+    name = f"random:gpt2?layers={args.layers}&dim={args.dim}&heads={args.heads}&vocab={args.vocab}"
+    sim = simulation(args, name)
+    everybody = list(range(args.users))
+    counter = iter(range(10_000))
+
+    def train() -> None:
+        sim.local_round(everybody, next(counter))
+
+    steps: dict[str, Callable[[], None]] = {"train": train}
+    router = [phase for phase in sim.method.phases if phase.optimizer == "router"]
+    if router:
+        one = type(router[0])(**{**vars(router[0]), "steps": 1})
+        part = sim.state.take(everybody[: sim.portions.users])
+        steps["router"] = lambda: sim._phase(one, part, everybody[: sim.portions.users], next(counter), 0)
+    if not args.no_base:
+        steps["base"] = base_pass(args, name, sim.portions.users * sim.portions.sequences)
+    if args.one_by_one:
+        shape = {"users": args.users, "batch": args.batch, "context": args.ctx, "vocab": args.vocab}
+        steps["one_by_one"] = one_by_one(name, **shape, experts=args.experts)
+    times: dict[str, list[float]] = {key: [] for key in steps}
+    for round_number in range(args.iters + 2):  # the first two rounds compile and warm up
+        for key, step in steps.items():
+            seconds = timed(step)
+            if round_number >= 2:
+                times[key].append(seconds)
+    sizes = args.users * args.batch * args.ctx
+    medians = {key: statistics.median(values) for key, values in times.items()}
+    result = {
+        "method": sim.method.name,
+        "dtype": str(sim.model.base.dtype).removeprefix("torch."),
+        "device": str(sim.model.base.device),
+        "compiled": kernels.is_fusing(),
+        "users_per_step": sim.portions.users,
+        "micro_batch": sim.portions.sequences,
+        "tokens_per_s": round(sizes / medians["train"], 1),
+        "s_per_iter": round(medians["train"] / args.users, 4),
+        "peak_rss_mb": round(peak_memory_bytes() / 1e6, 1),
+        "router_step_s": round(medians["router"], 4) if "router" in medians else None,
+    }
+    if "base" in medians:
+        result["base_tokens_per_s"] = round(sizes / medians["base"], 1)
+        # Pair by pair: the two passes of one turn saw the same machine.
+        ratios = [b / t for b, t in zip(times["base"], times["train"], strict=True)]
+        result["adapter_efficiency"] = round(statistics.median(ratios), 3)
+    if args.one_by_one:
+        result["one_by_one_tokens_per_s"] = round(sizes / medians["one_by_one"], 1)
+        ratios = [slow / fast for slow, fast in zip(times["one_by_one"], times["train"], strict=True)]
+        result["speedup"] = round(statistics.median(ratios), 2)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
