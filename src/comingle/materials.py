@@ -11,7 +11,7 @@ from comingle.data.pack import UserData, pack
 from comingle.data.partition import Overlap, UserText, find_overlap, mix_held_out, split_by_fractions, split_given
 from comingle.data.sources import read_dataset, read_documents
 from comingle.engines.runtime import keep_buffers
-from comingle.errors import DataError
+from comingle.errors import DataError, RecipeError, did_you_mean
 from comingle.methods import make
 from comingle.models.language import Base, load_base
 from comingle.recipes import DataSection, Recipe, SplitSection, UserSource
@@ -49,15 +49,38 @@ def prepare(recipe: Recipe, *, base: Base | None = None) -> Materials:
 
 
 def tokenise_users(data: DataSection, texts: Sequence[UserText], base: Base) -> list[UserData]:
-    """Everybody's text as token streams.
+    """Everybody's text as token streams, cut to the recipe's limits.
 
     Raises:
         DataError: the base has no tokenizer.
+        RecipeError: a limit is for somebody who is not a user.
     """
     if base.tokenizer is None:
         raise DataError(f"base {base.name}: no tokenizer in it, so text cannot become tokens")
-    limits = {key: getattr(data, key) for key in ("max_train_tokens", "max_valid_tokens", "max_test_tokens")}
-    return [pack(text, base.tokenizer, **limits) for text in texts]
+    limits = token_limits(data, [text.name for text in texts])
+    return [pack(text, base.tokenizer, **limits[text.name]) for text in texts]
+
+
+def token_limits(data: DataSection, names: Sequence[str]) -> dict[str, dict[str, int | None]]:
+    """For each user how many tokens of each split are kept, by the keys of the recipe; None keeps all.
+
+    Raises:
+        RecipeError: a limit is for somebody who is not a user.
+    """
+    limits: dict[str, dict[str, int | None]] = {name: {} for name in names}
+    for key in ("max_train_tokens", "max_valid_tokens", "max_test_tokens"):
+        given = getattr(data, key)
+        for stranger in given if isinstance(given, Mapping) else ():
+            if stranger not in limits:
+                raise RecipeError(
+                    f"data.{key}: no user {stranger!r}; there are: {', '.join(names)}.{did_you_mean(stranger, names)}"
+                )
+        for name, own in limits.items():
+            own[key] = given.get(name) if isinstance(given, Mapping) else given
+    for name, source in (data.users or {}).items():
+        if source.max_train_tokens is not None:
+            limits[name]["max_train_tokens"] = source.max_train_tokens
+    return limits
 
 
 def read_users(data: DataSection, seed: int) -> list[UserText]:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from comingle.data.demo import DEMO_USERS
 from comingle.data.files import read_text_file, read_text_folder
+from comingle.data.hub import HUB_PREFIX, parse_hub_name
+from comingle.data.rows import Rows, describe, iterate_rows, list_names
 from comingle.errors import DataError, did_you_mean
 
 _DEMO_PREFIX = "demo:"
@@ -28,12 +31,6 @@ _BUILDERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
 }
 _LOCAL_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
-_BATCH_ROWS = 1000
-_LISTED = 20
-_LISTED_CHARACTERS = 300
-
-Rows = Any
-"""A ``datasets.Dataset``, a class that cannot be named here: its package is optional."""
 
 
 def read_documents(path: str | Path, *, column: str = "text") -> list[str]:
@@ -44,6 +41,8 @@ def read_documents(path: str | Path, *, column: str = "text") -> list[str]:
     - A ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file: ``column`` of its rows.
     - Any other file: blocks of paragraphs (:func:`comingle.data.files.read_text_file`).
     - ``demo:NAME``: a demo user.
+    - ``hub:NAME?config=C&split=S&documents=N``: ``column`` of the rows of a data set of the hub; all splits unless one
+      is named; with ``documents`` the rows are streamed, and no more of them are fetched than that.
 
     Files may be compressed by ``.xz`` or ``.gz``. Blank documents are dropped.
 
@@ -52,10 +51,13 @@ def read_documents(path: str | Path, *, column: str = "text") -> list[str]:
     """
     if str(path).startswith(_DEMO_PREFIX):
         return read_demo(str(path))
-    path = Path(path).expanduser()
-    if not path.exists():
-        raise DataError(f"{path}: no such file or folder")
-    documents = [document for document in _read_path(path, column) if document.strip()]
+    if str(path).startswith(HUB_PREFIX):
+        documents = _read_rows(str(path), column, parse_hub_name(str(path)).documents)
+    else:
+        path = Path(path).expanduser()
+        if not path.exists():
+            raise DataError(f"{path}: no such file or folder")
+        documents = [document for document in _read_path(path, column) if document.strip()]
     if not documents:
         raise DataError(f"{path}: no text in it, a user needs at least one document")
     return documents
@@ -87,14 +89,17 @@ def read_dataset(
     """Rows of a data set grouped by a column: documents by user and split.
 
     Args:
-        source: a local file, several files, a folder of them, a folder written by ``save_to_disk``, or a hub name.
-        user: the column that names a row's user; class labels give their names, numbers their digits.
+        source: a local file, several files, a folder of them, a folder written by ``save_to_disk``, or a hub name,
+            plain or as ``hub:NAME?config=C&split=S``.
+        user: the column that names a row's user; class labels give their names, numbers their digits; ``meta.set`` is
+            the field ``set`` of a column ``meta``.
         text: the column with the document.
         split: the column that names a row's split; without it, the data set's own splits (a plain file is "train").
         users: the users wanted, in this order; without it all, in the order of their first rows.
         name: configuration of a hub data set.
         data_files: passed on to ``datasets.load_dataset``.
-        max_documents: keep that many first documents of each user and split.
+        max_documents: keep that many first documents of each user and split. Rows of ``hub:NAME`` are then streamed,
+            and with ``users`` no further than until all of them have that many.
 
     Rows without text, user or split are dropped.
 
@@ -102,14 +107,21 @@ def read_dataset(
         DataError: an unknown source, column or user, rows that cannot be read, or no rows at all.
     """
     where = str(source) if isinstance(source, str | Path) else ", ".join(map(str, source))
+    if where.startswith(HUB_PREFIX) and parse_hub_name(where).documents:
+        raise DataError(f"{where}: documents is for a single user's source; here, max_documents says how many")
     groups: dict[str, dict[str, list[str]]] = {}
-    with _open_splits(source, name=name, data_files=data_files) as splits:
+    columns = [text, user] if split is None else [text, user, split]
+    with _open_splits(source, name=name, data_files=data_files, stream=max_documents is not None) as splits:
         for own_split, rows in splits:
-            columns = [text, user] if split is None else [text, user, split]
-            for document, owner, *row_split in _iterate(rows, columns, where):
+            waiting = set(users or ())  # those whose documents of this split are not complete
+            for document, owner, *row_split in iterate_rows(rows, columns, where):
                 documents = groups.setdefault(owner, {}).setdefault((row_split or [own_split])[0], [])
                 if max_documents is None or len(documents) < max_documents:
                     documents.append(document)
+                if split is None and len(documents) == max_documents and owner in waiting:
+                    waiting.remove(owner)
+                    if not waiting:
+                        break
     if not groups:
         raise DataError(f"{where}: no row has both text in column {text!r} and a user in column {user!r}")
     return groups if users is None else _choose(groups, users, where)
@@ -118,33 +130,51 @@ def read_dataset(
 def _choose(groups: dict[str, Any], users: Sequence[str], where: str) -> dict[str, Any]:
     for wanted in users:
         if wanted not in groups:
-            raise DataError(f"{where}: no user {wanted!r}; found: {_list(groups)}.{did_you_mean(wanted, groups)}")
+            raise DataError(f"{where}: no user {wanted!r}; found: {list_names(groups)}.{did_you_mean(wanted, groups)}")
     return {wanted: groups[wanted] for wanted in users}
+
+
+def _read_rows(source: str, column: str, count: int | None) -> list[str]:
+    """The documents of the first ``count`` rows (None: of all rows) of a data set."""
+    with _open_splits(source, stream=count is not None) as splits:
+        rows = (document for _, rows in splits for (document,) in iterate_rows(rows, [column], source))
+        return list(islice(rows, count))
 
 
 def _read_path(path: Path, column: str) -> Iterator[str]:
     if path.is_dir() and not _is_saved(path):
         yield from read_text_folder(path)
     elif path.is_dir() or _builder(path):
-        with _open_splits(path) as splits:
-            for _, rows in splits:
-                yield from (document for (document,) in _iterate(rows, [column], str(path)))
+        yield from _read_rows(str(path), column, None)
     else:
         yield from read_text_file(path)
 
 
 @contextmanager
 def _open_splits(
-    source: str | Path | Sequence[str | Path], *, name: str | None = None, data_files: Any = None
+    source: str | Path | Sequence[str | Path],
+    *,
+    name: str | None = None,
+    data_files: Any = None,
+    stream: bool = False,
 ) -> Iterator[list[tuple[str, Rows]]]:
     """The splits of a source while the context lasts; each of several files is loaded by itself.
 
     Files of one data set may differ in columns that nobody asked for, which ``datasets`` would refuse in one table.
+    Only sources named as ``hub:NAME`` are streamed.
     """
     sources = [source] if isinstance(source, str | Path) else list(source)
     datasets = _import_datasets()
     with _quietly(datasets), tempfile.TemporaryDirectory(prefix="comingle-") as cache:
-        yield [pair for one in sources for pair in _load(datasets, str(one), name, data_files, cache)]
+        yield [
+            pair
+            for one in map(str, sources)
+            for pair in (
+                _load_hub(datasets, one, name, stream)
+                if one.startswith(HUB_PREFIX)
+                else _load(datasets, one, name, data_files, cache)
+            )
+        ]
 
 
 def _load(datasets: Any, source: str, name: str | None, data_files: Any, cache: str) -> list[tuple[str, Rows]]:
@@ -160,8 +190,27 @@ def _load(datasets: Any, source: str, name: str | None, data_files: Any, cache: 
     except StopIteration:  # what ``datasets`` makes of a file without rows
         return []
     except Exception as error:  # datasets, pyarrow, pandas and the hub each have their own tree of errors
-        raise DataError(f"{source}: cannot be loaded as a data set: {_describe(error)}") from error
-    return [(str(split), rows) for split, rows in loaded.items()] if isinstance(loaded, dict) else [("train", loaded)]
+        raise DataError(f"{source}: cannot be loaded as a data set: {describe(error)}") from error
+    return _as_splits(loaded, "train")
+
+
+def _load_hub(datasets: Any, source: str, config: str | None, stream: bool) -> list[tuple[str, Rows]]:
+    wanted = parse_hub_name(source)
+    try:
+        loaded = datasets.load_dataset(
+            wanted.name,
+            name=wanted.config or config,
+            split=wanted.split,
+            data_files=wanted.files,
+            streaming=stream,
+        )
+    except Exception as error:  # as in _load
+        raise DataError(f"{source}: cannot be loaded as a data set: {describe(error)}") from error
+    return _as_splits(loaded, wanted.split or "train")
+
+
+def _as_splits(loaded: Any, name: str) -> list[tuple[str, Rows]]:
+    return [(str(split), rows) for split, rows in loaded.items()] if isinstance(loaded, dict) else [(name, loaded)]
 
 
 def _load_any(
@@ -173,29 +222,6 @@ def _load_any(
     if path.is_file() and builder:
         return datasets.load_dataset(builder[0], data_files=str(path), **builder[1], **where)
     return datasets.load_dataset(str(path) if path.exists() else source, name=name, data_files=data_files, **where)
-
-
-def _iterate(rows: Rows, columns: Sequence[str], where: str) -> Iterator[tuple[str, ...]]:
-    """The named columns of every row that has them all, as text; the first column is the document."""
-    for column in columns:
-        if column not in rows.column_names:
-            hint = did_you_mean(column, rows.column_names)
-            raise DataError(f"{where}: no column {column!r}; found: {_list(rows.column_names)}.{hint}")
-    for batch in rows.select_columns(list(dict.fromkeys(columns))).iter(batch_size=_BATCH_ROWS):
-        for document, *others in zip(*(_name_labels(batch[column], rows, column) for column in columns), strict=True):
-            if document is None or any(other is None for other in others):
-                continue
-            if not isinstance(document, str):
-                got = type(document).__name__
-                raise DataError(f"{where}: column {columns[0]!r} holds {got}, a document must be text")
-            if document.strip():
-                yield document, *map(str, others)
-
-
-def _name_labels(values: Sequence[Any], rows: Rows, column: str) -> Sequence[Any]:
-    """Class labels are stored as numbers; their names are what people call the users."""
-    names = getattr(rows.features[column], "names", None)
-    return values if names is None else [None if value is None else names[value] for value in values]
 
 
 def _import_datasets() -> Any:
@@ -237,14 +263,3 @@ def _is_saved(folder: Path) -> bool:
 def _looks_like_path(source: str) -> bool:
     """Hub names are ``NAME`` or ``OWNER/NAME``; anything else that does not exist is a mistyped path."""
     return source.startswith((".", "~", "/")) or source.count("/") > 1 or _builder(Path(source)) is not None
-
-
-def _describe(error: BaseException) -> str:
-    """The root of an error in one line."""
-    cause = error.__cause__ or error
-    return " ".join(str(cause).split())[:_LISTED_CHARACTERS] or type(cause).__name__
-
-
-def _list(names: Any) -> str:
-    listed = [str(name) for name in names]
-    return ", ".join(listed[:_LISTED]) + (f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else "")

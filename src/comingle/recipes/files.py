@@ -65,7 +65,7 @@ def _anchor(recipe: Recipe, folder: Path) -> Recipe:
     def anchored(source: Any) -> Any:
         if isinstance(source, list):
             return [anchored(s) for s in source]
-        if not isinstance(source, str) or source.startswith("demo:"):
+        if not isinstance(source, str) or source.startswith(("demo:", "hub:")):
             return source
         source = os.path.expandvars(os.path.expanduser(source))
         return str((folder / source).resolve()) if (folder / source).exists() else source
@@ -80,7 +80,7 @@ def _anchor(recipe: Recipe, folder: Path) -> Recipe:
     return Recipe.model_validate(content)
 
 
-_BRANCHES = ("function-", "constrained-", "list[", "literal[")
+_BRANCHES = ("function-", "constrained-", "list[", "dict[", "literal[")
 """How pydantic calls the branches of a union within a place."""
 
 

@@ -17,6 +17,8 @@ Count = Annotated[int, Field(ge=1, strict=True)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Source = Annotated[str, Field(min_length=1)]
+TokenLimit = Count | dict[str, Count] | None
+"""How many tokens of a split are kept: one number for all users, or one for each user named."""
 
 
 class Section(BaseModel):
@@ -33,13 +35,17 @@ class MethodSection(Section):
 
 
 class UserSource(Section):
-    """One user's text: one source to be split, or the splits one by one. ``column`` is for files with rows."""
+    """One user's text: one source to be split, or the splits one by one. ``column`` is for files with rows.
+
+    ``max_train_tokens`` is this user's own and comes before ``data.max_train_tokens``.
+    """
 
     path: Source | None = None
     train: Source | None = None
     valid: Source | None = None
     test: Source | None = None
     column: str = "text"
+    max_train_tokens: Count | None = None
 
     @model_validator(mode="after")
     def _one_or_splits(self) -> UserSource:
@@ -80,9 +86,9 @@ class DataSection(Section):
     dataset: DatasetSource | None = None
     split: SplitSection = SplitSection()
     held_out: Literal["own", "mixture"] = "own"
-    max_train_tokens: Count | None = None
-    max_valid_tokens: Count | None = None
-    max_test_tokens: Count | None = None
+    max_train_tokens: TokenLimit = None
+    max_valid_tokens: TokenLimit = None
+    max_test_tokens: TokenLimit = None
 
     @field_validator("users", mode="before")
     @classmethod

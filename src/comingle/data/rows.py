@@ -1,0 +1,71 @@
+"""Rows of data sets as tuples of text: columns checked, class labels named, empty rows dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from comingle.errors import DataError, did_you_mean
+
+_BATCH_ROWS = 1000
+_LISTED = 20
+_LISTED_CHARACTERS = 300
+
+Rows = Any
+"""A ``datasets.Dataset`` or ``IterableDataset``, classes that cannot be named here: their package is optional."""
+
+
+def iterate_rows(rows: Rows, columns: Sequence[str], where: str) -> Iterator[tuple[str, ...]]:
+    """The named columns of every row that has them all, as text; the first column is the document."""
+    found = rows.column_names or list(next(iter(rows), {}))  # a stream may only know its columns from a row
+    for column in columns:
+        if _head(column, found) not in found:
+            raise DataError(f"{where}: no column {column!r}; found: {list_names(found)}.{did_you_mean(column, found)}")
+    heads = list(dict.fromkeys(_head(column, found) for column in columns))
+    for batch in _batches(rows.select_columns(heads), where):
+        for document, *others in zip(*(_values(batch, column, rows) for column in columns), strict=True):
+            if document is None or any(other is None for other in others):
+                continue
+            if not isinstance(document, str):
+                got = type(document).__name__
+                raise DataError(f"{where}: column {columns[0]!r} holds {got}, a document must be text")
+            if document.strip():
+                yield document, *map(str, others)
+
+
+def _batches(rows: Rows, where: str) -> Iterator[dict[str, Any]]:
+    """Rows, many at a time; a stream can also break while it is read."""
+    try:
+        yield from rows.iter(batch_size=_BATCH_ROWS)
+    except Exception as error:  # as in _load
+        raise DataError(f"{where}: reading stopped: {describe(error)}") from error
+
+
+def _head(column: str, found: Sequence[str]) -> str:
+    """The column itself, or the one whose field it names, as ``meta`` for ``meta.set``."""
+    return column if column in found else column.partition(".")[0]
+
+
+def _values(batch: Mapping[str, Any], column: str, rows: Rows) -> Sequence[Any]:
+    if column in batch:
+        return _name_labels(batch[column], rows, column)
+    head, _, field = column.partition(".")
+    return [row.get(field) if isinstance(row, dict) else None for row in batch[head]]
+
+
+def _name_labels(values: Sequence[Any], rows: Rows, column: str) -> Sequence[Any]:
+    """Class labels are stored as numbers; their names are what people call the users."""
+    names = getattr((rows.features or {}).get(column), "names", None)
+    return values if names is None else [None if value is None else names[value] for value in values]
+
+
+def describe(error: BaseException) -> str:
+    """The root of an error in one line."""
+    cause = error.__cause__ or error
+    return " ".join(str(cause).split())[:_LISTED_CHARACTERS] or type(cause).__name__
+
+
+def list_names(names: Any) -> str:
+    """Names in one line, the first twenty in full."""
+    listed = [str(name) for name in names]
+    return ", ".join(listed[:_LISTED]) + (f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else "")
