@@ -26,7 +26,7 @@ def parse_recipe(content: Any, *, where: str = "recipe") -> Recipe:
     try:
         return Recipe.model_validate(content)
     except ValidationError as error:
-        raise RecipeError(f"{where}: {_first_problem(error)}") from None
+        raise RecipeError(f"{where}: {first_problem(error)}") from None
 
 
 def load_recipe(path: str | Path) -> Recipe:
@@ -40,11 +40,19 @@ def load_recipe(path: str | Path) -> Recipe:
         path = path / "recipe.yaml"
     if not path.is_file():
         raise RecipeError(f"{path}: no such recipe.{_shipped_hint(path)}")
+    return _anchor(parse_recipe(read_yaml(path), where=str(path)), path.parent)
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file.
+
+    Raises:
+        RecipeError: not YAML.
+    """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    return _anchor(parse_recipe(content, where=str(path)), path.parent)
 
 
 def shipped_recipes() -> Path:
@@ -84,12 +92,13 @@ _BRANCHES = ("function-", "constrained-", "list[", "dict[", "literal[")
 """How pydantic calls the branches of a union within a place."""
 
 
-def _first_problem(error: ValidationError) -> str:
+def first_problem(error: ValidationError, model: type[Section] = Recipe) -> str:
+    """The mistake that explains the others, in one line: its place, what was got, what is allowed."""
     # A misspelt key explains the missing one; of the branches of a union, the one that got furthest was meant.
     problem = max(error.errors(), key=lambda p: (p["type"] == "extra_forbidden", len(p["loc"])))
     place = ".".join(str(p) for p in problem["loc"] if not str(p).startswith(_BRANCHES))
     if problem["type"] == "extra_forbidden":
-        known = _known_keys(problem["loc"])
+        known = _known_keys(problem["loc"], model)
         return f"unknown key {place!r}.{did_you_mean(str(problem['loc'][-1]), known)} Allowed: {', '.join(known)}"
     if problem["type"] == "missing":
         return f"key {place!r} is missing"
@@ -101,9 +110,8 @@ def _first_problem(error: ValidationError) -> str:
     return f"{place or 'recipe'}: {reason}{shown}"
 
 
-def _known_keys(place: Iterable[str | int]) -> list[str]:
+def _known_keys(place: Iterable[str | int], model: Any) -> list[str]:
     """Keys of the section in which ``place`` lies."""
-    model: Any = Recipe
     for part in list(place)[:-1]:
         field = model.model_fields.get(str(part)) if hasattr(model, "model_fields") else None
         annotation = field.annotation if field else model
