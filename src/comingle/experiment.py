@@ -180,6 +180,7 @@ def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
         micro_batch=recipe.runtime.micro_batch,
         evaluate=recipe.evaluation.model,
         evaluate_every=recipe.evaluation.every,
+        evaluate_first=recipe.evaluation.first,
         checkpoint_every=recipe.checkpoints.every,
     )
 

@@ -37,12 +37,24 @@ def test_rounds_evaluations_and_checkpoints_come_when_they_are_due(federate: Any
     sim = federate("fedavg", changes=changes)
     scores, events, saved = followed(sim)
     assert [(e["event"], e["round"]) for e in events] == [
-        ("round", 1), ("round", 2), ("evaluation", 2), ("round", 3), ("round", 4), ("evaluation", 4),
+        ("evaluation", 0), ("round", 1), ("round", 2), ("evaluation", 2), ("round", 3), ("round", 4), ("evaluation", 4),
         ("round", 5), ("evaluation", 5),
     ]  # fmt: skip
     assert saved == [3, 5]
     assert [score.perplexity for score in scores] == [u["test_perplexity"] for u in events[-1]["users"].values()]
     assert events[-1]["mean_test_perplexity"] == mean_perplexity(scores)
+
+
+def test_the_first_evaluation_is_that_of_the_base_and_can_be_left_out(federate: Any) -> None:
+    """Every adapter starts as nothing, so a curve starts where the pretrained model is."""
+    base = followed(federate("pretrained"))[1][0]["users"]
+    for method in ("fedavg", "comigs-1g1s", "centralized"):
+        first = followed(federate(method))[1][0]
+        assert (first["event"], first["round"], first["iterations"]) == ("evaluation", 0, 0)
+        for user, scores in first["users"].items():
+            assert scores["test_loss_nats"] == pytest.approx(base[user]["test_loss_nats"], rel=1e-7)
+    kept = followed(federate("fedavg", changes={"evaluation.first": False}))[1]
+    assert [e["event"] for e in kept] == ["round", "round", "evaluation"]
 
 
 def test_a_step_is_told_for_every_iteration_of_every_cohort(federate: Any) -> None:
@@ -56,7 +68,7 @@ def test_a_step_is_told_for_every_iteration_of_every_cohort(federate: Any) -> No
 def test_a_round_tells_tokens_losses_and_bytes_of_those_who_took_part(federate: Any) -> None:
     sim = federate("fedavg", changes={"training.participation": 0.5})
     _, events, _ = followed(sim)
-    first = events[0]
+    first = next(event for event in events if event["event"] == "round")
     assert len(first["train_loss_nats"]) == 2
     assert first["tokens"] == 2 * 2 * 2 * 16  # users, steps, sequences, context
     assert first["upload_bytes"] == first["download_bytes"] == 2 * sim.upload_bytes()[0] > 0
@@ -104,7 +116,7 @@ def test_the_pooled_trainer_has_everybodys_text_and_batch(federate: Any) -> None
     assert torch.equal(sim.trainers[0].train, torch.cat([user.train for user in sim.users]))
     assert sim.windows(sim.phases[0], [0], 0, 0, 0).shape == (1, 3 * sim.training.batch_size, 17)
     local = federate("local")
-    tokens = [followed(each)[1][0]["tokens"] for each in (sim, local)]
+    tokens = [followed(each)[1][1]["tokens"] for each in (sim, local)]
     assert tokens[0] == tokens[1]
 
 
@@ -193,7 +205,7 @@ def test_a_model_that_breaks_only_in_evaluation_is_not_a_result(recipe: Recipe, 
     assert message.startswith("user 'ann': test loss is nan after round 1")
     assert list_checkpoints(tmp_path / "run") == []
     events = [event["event"] for event in read_events(tmp_path / "run")]
-    assert events == ["start", "round"]
+    assert events == ["start", "evaluation", "round"]
 
 
 # ---------------------------------------------------------------- metrics
@@ -219,7 +231,7 @@ def test_metrics_add_up(recipe_file: Path, tmp_path: Path) -> None:
     )
     assert sum(e["upload_bytes"] for e in rounds) == 4 * 3 * metrics["upload_bytes_per_user_round"]
     assert [event["event"] for event in events] == [
-        "start", "round", "round", "evaluation", "round", "round", "evaluation", "end"
+        "start", "evaluation", "round", "round", "evaluation", "round", "round", "evaluation", "end"
     ]  # fmt: skip
 
 

@@ -151,10 +151,12 @@ def test_a_recipe_survives_its_own_yaml(recipe_file: Path, tmp_path: Path) -> No
     assert set(yaml.safe_load(recipe.as_yaml())) == set(Recipe.model_fields)
 
 
-@pytest.mark.parametrize("key", ["runtime.dtype", "runtime.users_per_step", "checkpoints.every", "evaluation.every"])
+@pytest.mark.parametrize(
+    "key", ["runtime.dtype", "runtime.users_per_step", "checkpoints.every", "evaluation.every", "evaluation.first"]
+)
 def test_a_fingerprint_ignores_the_machine_and_what_is_written_when(recipe_file: Path, key: str) -> None:
     recipe = load_recipe(recipe_file)
-    changed = recipe.with_changes({key: "bfloat16" if key.endswith("dtype") else 3})
+    changed = recipe.with_changes({key: {"runtime.dtype": "bfloat16", "evaluation.first": False}.get(key, 3)})
     assert changed != recipe
     assert changed.fingerprint == recipe.fingerprint
 

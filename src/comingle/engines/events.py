@@ -46,7 +46,7 @@ class EventLog:
 
 
 class TensorBoard:
-    """Writes training losses and test perplexities to TensorBoard event files; needs the extra ``reports``."""
+    """Writes losses, test perplexities and expert scores to TensorBoard event files; needs the extra ``reports``."""
 
     def __init__(self, folder: Path):
         # torch's own writer needs nothing but the tensorboard package.
@@ -62,6 +62,14 @@ class TensorBoard:
             for user, score in event["users"].items():
                 self._writer.add_scalar(f"test_perplexity/{user}", score["test_perplexity"], event["round"])
             self._writer.add_scalar("mean_test_perplexity", event["mean_test_perplexity"], event["round"])
+            self._experts(event)
+
+    def _experts(self, event: dict[str, Any]) -> None:
+        """Each expert's score, mean over layers."""
+        for user, layers in event.get("expert_scores", {}).items():
+            for expert, *scores in zip(event["experts"][user], *layers, strict=True):
+                name = expert.replace(" ", "_")
+                self._writer.add_scalar(f"expert_score/{user}/{name}", sum(scores) / len(scores), event["round"])
 
     def close(self) -> None:
         """Flush and close."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from comingle.adapters import watching
 from comingle.engines.events import Observer
 from comingle.engines.runtime import peak_memory_bytes
 from comingle.engines.simulation import Simulation, diverged
@@ -56,6 +57,8 @@ def run_rounds(
     training, method = sim.training, sim.method
     rounds = training.rounds if method.phases else 0
     scores: list[Score] = []
+    if rounds and first_round == 0 and training.evaluate_first:
+        _evaluate(sim, 0, observe)  # where every curve starts: the pretrained model
     for number in range(first_round, rounds):
         members = participants(training, number, len(sim.trainers))
         _local(sim, members, number, observe, clock)
@@ -103,8 +106,28 @@ def _evaluate(sim: Simulation, done: int, observe: Observer) -> list[Score]:
         user.name: {"test_perplexity": s.perplexity, "test_loss_nats": s.mean_nats}
         for user, s in zip(sim.users, scores, strict=True)
     }
-    observe({"event": "evaluation", "round": done, "users": users, "mean_test_perplexity": mean_perplexity(scores)})
+    event = {
+        "event": "evaluation",
+        "round": done,
+        "iterations": done * sim.training.local_steps,
+        "users": users,
+        "mean_test_perplexity": mean_perplexity(scores),
+    }
+    observe(event | _experts(sim, scores))
     return scores
+
+
+def _experts(sim: Simulation, scores: list[Score]) -> dict[str, Any]:
+    """For methods with routers: each user's experts, and for each layer their mean gates over the test text."""
+    if not watching.routed(sim.model.adapters):
+        return {}
+    rows = zip(sim.users, sim.row_of, strict=True)
+    names = {user.name: watching.expert_names(sim.model.adapters, row) for user, row in rows}
+    found = {
+        name: [[round(gate, 4) for gate in layer[: len(experts)]] for layer in score.expert_scores]
+        for (name, experts), score in zip(names.items(), scores, strict=True)
+    }
+    return {"experts": names, "expert_scores": found}
 
 
 def mean_perplexity(scores: list[Score]) -> float:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from comingle.adapters import watching
 from comingle.data.batches import random_windows
 from comingle.data.pack import UserData
 from comingle.data.seeds import generator
@@ -230,11 +232,18 @@ class Simulation:
         exchange(self.method, self.model.layout, self.state.rows, weights.to(self.state.rows.device))
 
     def evaluate(self) -> list[Score]:
-        """Test score of every user with the model that it has now."""
+        """Test score of every user with the model that it has now, and how much each of its experts said."""
         streams = [user.test for user in self.users]
         batch = min(16, self.portions.users * self.portions.sequences)
         slots = max(1, self.portions.users * self.portions.sequences // batch)
-        return score_streams(self.losses, streams, self.row_of, context=self.training.context, batch=batch, slots=slots)
+        adapters, context = self.model.adapters, self.training.context
+        if not watching.routed(adapters):
+            return score_streams(self.losses, streams, self.row_of, context=context, batch=batch, slots=slots)
+        with watching.watched(adapters):
+            said = partial(watching.gates, adapters)
+            return score_streams(
+                self.losses, streams, self.row_of, context=context, batch=batch, slots=slots, gates=said
+            )
 
     def losses(
         self, rows: Sequence[int], windows: Int[Tensor, "slots batch window"]

@@ -24,7 +24,8 @@ class Training:
     ``users_per_step`` and ``micro_batch`` (sequences of one user in one pass) bound memory; None chooses them.
     ``participation`` is a fraction of the users drawn each round, or a list of users (by number) for each round, which
     is repeated when it ends. ``evaluate`` says which model counts: "local", as a user has it after its local steps
-    (Algorithm 1 of CoMiGS returns that one), or "exchanged", after the exchange that ends the round.
+    (Algorithm 1 of CoMiGS returns that one), or "exchanged", after the exchange that ends the round. With
+    ``evaluate_first`` there is an evaluation before any training too.
     """
 
     rounds: int = 20
@@ -40,6 +41,7 @@ class Training:
     micro_batch: int | None = None
     evaluate: Literal["local", "exchanged"] = "local"
     evaluate_every: int = 5
+    evaluate_first: bool = True
     checkpoint_every: int = 5
     seed: int = 0
 

@@ -174,6 +174,7 @@ class EvaluationSection(Section):
     """When the test text is scored, and on which model: as it is after the local steps, or after the exchange."""
 
     every: Count = 5
+    first: bool = True
     model: Literal["local", "exchanged"] = "local"
 
 
@@ -229,7 +230,8 @@ class Recipe(Section):
     @property
     def computed(self) -> dict[str, Any]:
         """What decides on the result: everything but the runtime and what is written when."""
-        return self.model_dump(mode="json", exclude={"runtime": True, "checkpoints": True, "evaluation": {"every"}})
+        without = {"runtime": True, "checkpoints": True, "evaluation": {"every", "first"}}
+        return self.model_dump(mode="json", exclude=without)
 
     @property
     def fingerprint(self) -> str:

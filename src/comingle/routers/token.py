@@ -42,7 +42,8 @@ class Router(nn.Module):
     """One block's router; everything is bound before a forward pass.
 
     ``weight`` is ``(users, experts, width)`` or None (then the experts are averaged), ``present`` marks the experts
-    that each user has. After a forward pass ``penalty`` holds each user's load-balancing penalty ``(users,)``.
+    that each user has. After a forward pass ``penalty`` holds each user's load-balancing penalty ``(users,)``, and,
+    where ``watched``, ``gates`` the pass's gates ``(users, n, experts)``.
     """
 
     weight: Tensor | None = None
@@ -50,6 +51,8 @@ class Router(nn.Module):
     top_k: int = 2
     balance: Balance = "none"
     penalty: Tensor | None = None
+    watched: bool = False
+    gates: Tensor | None = None
 
     def forward(self, x: Float[Tensor, "users n width"]) -> Float[Tensor, "users n experts"]:
         """Gates, float32 at least."""
@@ -60,6 +63,8 @@ class Router(nn.Module):
         logits = torch.bmm(x, self.weight.to(x.dtype).mT).to(wide)
         gates, picks = gate(logits, self.present, self.top_k)
         self.penalty = balance_penalty(logits, picks, self.present, self.balance) if self.balances else None
+        if self.watched:
+            self.gates = gates.detach()
         return gates
 
     @property

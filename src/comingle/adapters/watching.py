@@ -1,0 +1,49 @@
+"""Look at what the routers say during ordinary forward passes, and name the experts that they choose between."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from comingle.adapters.inject import GENERALIST, ROUTER, SPECIALIST, Adapters
+
+
+def routed(adapters: Adapters) -> bool:
+    """Whether there are routers: somebody has more than one expert, and the method does not average them."""
+    return ROUTER in adapters.layout.roles
+
+
+@contextmanager
+def watched(adapters: Adapters) -> Iterator[None]:
+    """Within, every forward pass leaves its gates behind for :func:`gates`."""
+    routers = [mlp.router for mlp in adapters.experts.values()]
+    for router in routers:
+        router.watched = True
+    try:
+        yield
+    finally:
+        for router in routers:
+            router.watched, router.gates = False, None
+
+
+def gates(adapters: Adapters) -> Float[Tensor, "layers users n experts"]:
+    """The gates of the last forward pass, first layer first; within :func:`watched`, where there are routers."""
+    found = [mlp.router.gates for mlp in adapters.experts.values()]
+    return torch.stack([layer for layer in found if layer is not None])
+
+
+def expert_names(adapters: Adapters, user: int) -> list[str]:
+    """What a user's experts are called, as "generalist", "specialist 1", "specialist 2", in their order."""
+    every = next(slot.roles for slot in adapters.layout.slots if {GENERALIST, SPECIALIST} & set(slot.roles))
+    roles = [role for role, own in zip(every, adapters.present[user].tolist(), strict=True) if own]
+    seen: Counter[str] = Counter()
+    names = []
+    for role in roles:
+        seen[role] += 1
+        names.append(f"{role} {seen[role]}" if roles.count(role) > 1 else role)
+    return names
