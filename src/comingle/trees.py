@@ -9,7 +9,7 @@ operation on a matrix, and a layer still sees ``(users, ...)`` tensors, which ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,23 +29,24 @@ class Slot:
     """One trainable tensor of a user.
 
     ``roles`` names the role of each entry along the leading axis (the expert axis), or holds a single role for the
-    whole tensor. ``shape`` is without the user dimension.
+    whole tensor. ``shape`` is without the user dimension. ``factor`` is "a" or "b" for the two factors of a LoRA: a
+    set of roles may name one factor alone, as in "attention.a".
     """
 
     name: str
     shape: tuple[int, ...]
     roles: tuple[str, ...]
     init: Init
+    factor: str = ""
 
     @property
     def size(self) -> int:
         """Number of entries."""
         return math.prod(self.shape)
 
-    def runs(self) -> Iterable[tuple[str, int]]:
-        """Each role along the leading axis with the number of columns that it owns."""
-        for role in self.roles:
-            yield role, self.size // len(self.roles)
+    def chosen(self, roles: Collection[str]) -> list[bool]:
+        """For each entry of ``self.roles`` whether ``roles`` names it, whole or by its factor."""
+        return [role in roles or f"{role}.{self.factor}" in roles for role in self.roles]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +81,13 @@ class Layout:
     def mask(self, roles: Iterable[str]) -> Bool[Tensor, " columns"]:
         """True on the columns whose role is in ``roles``."""
         wanted = set(roles)
-        return torch.cat([torch.full((size,), role in wanted) for s in self.slots for role, size in s.runs()])
+        marks = [torch.tensor(s.chosen(wanted)).repeat_interleave(s.size // len(s.roles)) for s in self.slots]
+        return torch.cat(marks)
 
     def only(self, roles: Iterable[str]) -> Layout:
         """The slots all of whose roles are in ``roles``, in the same order."""
         wanted = set(roles)
-        return Layout(slots=tuple(s for s in self.slots if wanted.issuperset(s.roles)))
+        return Layout(slots=tuple(s for s in self.slots if all(s.chosen(wanted))))
 
     def span(self, part: Layout) -> slice:
         """The columns of ``part`` within this layout; ``part`` must be a contiguous piece of it."""
@@ -98,7 +100,7 @@ def restrict(tree: Tree, layout: Layout, roles: Iterable[str]) -> Tree:
     wanted = set(roles)
     cut: Tree = {}
     for slot in layout.slots:
-        keep = [i for i, role in enumerate(slot.roles) if role in wanted]
+        keep = [i for i, chosen in enumerate(slot.chosen(wanted)) if chosen]
         if len(keep) == len(slot.roles):
             cut[slot.name] = tree[slot.name]
         elif keep:
@@ -110,7 +112,7 @@ def assign(tree: Tree, layout: Layout, roles: Iterable[str], values: Tree) -> No
     """Write ``values``, cut as by :func:`restrict`, back into ``tree`` in place."""
     wanted = set(roles)
     for slot in layout.slots:
-        keep = [i for i, role in enumerate(slot.roles) if role in wanted]
+        keep = [i for i, chosen in enumerate(slot.chosen(wanted)) if chosen]
         if len(keep) == len(slot.roles):
             tree[slot.name].copy_(values[slot.name])
         elif keep:
@@ -120,3 +122,11 @@ def assign(tree: Tree, layout: Layout, roles: Iterable[str], values: Tree) -> No
 def flatten(tensors: Sequence[Tensor]) -> Float[Tensor, "users columns"]:
     """Tensors ``(users, ...)`` side by side as columns, in order."""
     return torch.cat([t.flatten(1) for t in tensors], dim=1)
+
+
+def lora_pairs(tree: Tree) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The two factors of each LoRA in ``tree``: (name, A, B), ranks on the last axis but one."""
+    for name, a in tree.items():
+        if name.endswith(".a"):
+            stem = name.removesuffix(".a")
+            yield stem, a, tree[f"{stem}.b"]

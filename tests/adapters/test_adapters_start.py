@@ -26,8 +26,10 @@ def adapted(family: str, mix: str = "output", *, routed: bool = True, dtype: str
 
 
 def initial_tensors(model: AdaptedModel) -> Tree:
+    local = model.layout.mask({"specialist", "router"})
+    ranks = model.adapters.ranks
     state = initial_state(
-        model.layout, model.mask(), names=NAMES, shared=["attention", "generalist"], seed=0, dtype=model.base.dtype
+        model.layout, model.mask(), names=NAMES, local=local, ranks=ranks, seed=0, dtype=model.base.dtype
     )
     return {name: t.clone().requires_grad_() for name, t in model.layout.views(state.rows).items()}
 

@@ -163,8 +163,17 @@ def test_a_mixed_slot_is_cut_along_its_expert_axis() -> None:
     tree: Tree = layout.views(numbered(layout))
     assert torch.equal(restrict(tree, layout, ["generalist"])["up.a"], tree["up.a"][:, :1])
     assert torch.equal(restrict(tree, layout, ["specialist"])["up.a"], tree["up.a"][:, 1:])
-    assert [role for role, _ in layout.slots[1].runs()] == ["generalist", "specialist", "specialist"]
-    assert [size for _, size in layout.slots[1].runs()] == [8, 8, 8]
+
+
+def test_a_role_can_be_narrowed_to_one_factor() -> None:
+    a = Slot(name="q.a", shape=(2, 5), roles=("attention",), init=nothing, factor="a")
+    b = Slot(name="q.b", shape=(2, 3), roles=("attention",), init=nothing, factor="b")
+    layout = Layout(slots=(a, b))
+    assert layout.only({"attention"}).slots == (a, b)
+    assert layout.only({"attention.b"}).slots == (b,)
+    assert layout.mask({"attention.a"}).nonzero().flatten().tolist() == list(range(10))
+    assert restrict(layout.views(numbered(layout)), layout, {"attention.b"}).keys() == {"q.b"}
+    assert layout.roles == {"attention"}
 
 
 def test_flatten_keeps_users_apart() -> None:

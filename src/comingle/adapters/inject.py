@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from comingle.adapters.experts import RoutedMLP
 from comingle.adapters.layouts import Targets, activation_name, decoder_layers, find_targets
 from comingle.adapters.lora import LoraLinear, base_weight, init_a, init_zero, lora_scale
-from comingle.errors import BaseModelError
+from comingle.errors import BaseModelError, RecipeError
 from comingle.routers.penalties import Balance
 from comingle.routers.token import init_router
 from comingle.trees import Layout, Slot, Tree
@@ -54,27 +54,48 @@ class ExpertCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSettings:
-    """Shape of the adapters: LoRA rank and alpha, top-k of the router, how experts are mixed, load balancing."""
+    """Shape of the adapters: LoRA rank and alpha, top-k of the router, how experts are mixed, load balancing.
 
-    rank: int = 8
+    ``rank`` is one number for all users or one per user; a user with a smaller rank than another is padded and masked.
+    """
+
+    rank: int | tuple[int, ...] = 8
     alpha: float = 16.0
     top_k: int = 2
     mix: str = "output"
     balance: Balance = "generalist"
     targets: Targets | None = None
 
+    def ranks(self, users: int) -> Int[Tensor, " users"]:
+        """The rank of each of ``users`` users.
+
+        Raises:
+            RecipeError: as many numbers were given as there are not users.
+        """
+        ranks = (self.rank,) * users if isinstance(self.rank, int) else self.rank
+        if len(ranks) != users:
+            raise RecipeError(f"adapters.rank: {len(ranks)} numbers for {users} users; give one, or one per user")
+        return torch.tensor(ranks)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """The injected modules, the layout of a user's trainable tensors, and which experts each user has."""
+    """The injected modules, the layout of a user's trainable tensors, and which experts and rank each user has.
+
+    ``scales`` are the users' LoRA scales ``alpha / sqrt(rank)``. The modules multiply by the smallest of them.
+    """
 
     layout: Layout
     present: Bool[Tensor, "users experts"]
+    ranks: Int[Tensor, " users"]
+    scales: Float[Tensor, " users"]
     attention: dict[str, LoraLinear]
     experts: dict[str, RoutedMLP]
 
     def bind(self, tensors: Tree, users: Sequence[int]) -> None:
         """Hand ``tensors`` (leading dimension ``len(users)``) to the modules for the next forward passes."""
+        if len(self.ranks.unique()) > 1:
+            tensors = self._scaled(tensors, users)
         for name, lora in self.attention.items():
             lora.factors = (tensors[f"{name}.a"], tensors[f"{name}.b"])
         device = next(iter(tensors.values())).device
@@ -84,21 +105,38 @@ class Adapters:
             mlp.router.weight = tensors.get(f"{name}.router")
             mlp.router.present = present
 
+    def _scaled(self, tensors: Tree, users: Sequence[int]) -> Tree:
+        """What a user's own scale differs from the modules' goes into A."""
+        ratio = (self.scales / self.scales.min())[list(users)]
+        a = {name: t for name, t in tensors.items() if name.endswith(".a")}
+        return tensors | {name: t * ratio.to(t).view(-1, *[1] * (t.dim() - 1)) for name, t in a.items()}
+
     def penalties(self) -> Tensor | float:
         """Load-balancing penalty of the last forward pass, mean over blocks: ``(users,)``, or 0 if there is none."""
         found = [mlp.router.penalty for mlp in self.experts.values() if mlp.router.penalty is not None]
         return torch.stack(found).mean(0) if found else 0.0
 
-    def mask(self) -> Bool[Tensor, "users columns"]:
-        """True where a user really has a parameter: off for padding, and for the router of a user with one expert."""
-        single = self.present.sum(1, keepdim=True) == 1
-        pieces = []
-        for slot in self.layout.slots:
-            own = torch.ones(len(self.present), len(slot.roles), dtype=torch.bool)
-            if slot.roles != (ATTENTION,):
-                own = self.present & ~single if slot.name.endswith(".router") else self.present
-            pieces.append(own.repeat_interleave(slot.size // own.shape[1], dim=1))
-        return torch.cat(pieces, 1)
+    def mask(self, ranks: Int[Tensor, " users"] | None = None) -> Bool[Tensor, "users columns"]:
+        """True where a user really has a parameter: off for padding, and for the router of a user with one expert.
+
+        ``ranks`` replaces the users' own, for methods that change them.
+        """
+        ranks = self.ranks if ranks is None else ranks
+        return torch.cat([self._own(slot, ranks).flatten(1) for slot in self.layout.slots], 1)
+
+    def _own(self, slot: Slot, ranks: Int[Tensor, " users"]) -> Bool[Tensor, "users ..."]:
+        users = len(ranks)
+        if slot.name.endswith(".router"):
+            own = self.present & (self.present.sum(1, keepdim=True) > 1)
+            return own.unsqueeze(-1).expand(users, *slot.shape)
+        places = torch.arange(slot.shape[-2]) < ranks.unsqueeze(1)  # (users, rank)
+        if slot.roles == (ATTENTION,):
+            return places.unsqueeze(-1).expand(users, *slot.shape)
+        return (self.present.unsqueeze(-1) & places.unsqueeze(1)).unsqueeze(-1).expand(users, *slot.shape)
+
+
+_Linear = tuple[str, nn.Module, tuple[int, ...], tuple[str, ...]]
+"""A linear that gets a LoRA: name, module, leading dimensions of the factors, roles along the expert axis."""
 
 
 def inject(model: nn.Module, settings: AdapterSettings, counts: ExpertCounts, *, routed: bool) -> Adapters:
@@ -110,7 +148,9 @@ def inject(model: nn.Module, settings: AdapterSettings, counts: ExpertCounts, *,
         BaseModelError: unknown family, or targets or an activation that it cannot adapt.
     """
     targets = find_targets(model, settings.targets)
-    act, scale = activation_name(model, targets), lora_scale(settings.alpha, settings.rank)
+    ranks = settings.ranks(len(counts.specialists))
+    rank, act = int(ranks.max()), activation_name(model, targets)
+    scale = lora_scale(settings.alpha, rank)
     attention: dict[str, LoraLinear] = {}
     experts: dict[str, RoutedMLP] = {}
     for i, layer in enumerate(decoder_layers(model)):
@@ -121,14 +161,22 @@ def inject(model: nn.Module, settings: AdapterSettings, counts: ExpertCounts, *,
         if targets.mlp and i == 0 and not next(layer.parameters()).is_meta:
             _check_same_function(layer.get_submodule(targets.mlp), mlp, type(model).__name__)
         _place(layer, targets, mlp)
-    rank, roles = settings.rank, counts.roles
-    slots = [s for name, lora in attention.items() for s in _lora_slots(name, lora.linear, (rank,), (ATTENTION,))]
+    linears: list[_Linear] = [(name, lora.linear, (rank,), (ATTENTION,)) for name, lora in attention.items()]
     for name, mlp in experts.items():
         for key, linear in [*mlp.first.items(), ("down", mlp.last)]:
-            slots += _lora_slots(f"{name}.{key}", linear, (counts.width, rank), roles)
-    if routed and counts.width > 1:  # routers last, so that experts and routers are each one run of columns
+            linears.append((f"{name}.{key}", linear, (counts.width, rank), counts.roles))
+    # All A, all B, all routers, so that whatever a phase trains is one run of columns.
+    slots = [_a_slot(*linear) for linear in linears] + [_b_slot(*linear) for linear in linears]
+    if routed and counts.width > 1:
         slots += [_router_slot(name, mlp, counts) for name, mlp in experts.items()]
-    return Adapters(layout=Layout(slots=tuple(slots)), present=counts.present(), attention=attention, experts=experts)
+    return Adapters(
+        layout=Layout(slots=tuple(slots)),
+        present=counts.present(),
+        ranks=ranks,
+        scales=settings.alpha / ranks.double().sqrt(),
+        attention=attention,
+        experts=experts,
+    )
 
 
 def _routed_mlp(
@@ -176,12 +224,14 @@ def _place(layer: nn.Module, targets: Targets, mlp: RoutedMLP) -> None:
         layer.set_submodule(name, nn.Identity())
 
 
-def _lora_slots(name: str, linear: nn.Module, lead: tuple[int, ...], roles: tuple[str, ...]) -> list[Slot]:
-    d_out, d_in = base_weight(linear)[0].shape
-    return [
-        Slot(name=f"{name}.a", shape=(*lead, d_in), roles=roles, init=init_a),
-        Slot(name=f"{name}.b", shape=(*lead, d_out), roles=roles, init=init_zero),
-    ]
+def _a_slot(name: str, linear: nn.Module, lead: tuple[int, ...], roles: tuple[str, ...]) -> Slot:
+    width = base_weight(linear)[0].shape[1]
+    return Slot(name=f"{name}.a", shape=(*lead, width), roles=roles, init=init_a, factor="a")
+
+
+def _b_slot(name: str, linear: nn.Module, lead: tuple[int, ...], roles: tuple[str, ...]) -> Slot:
+    width = base_weight(linear)[0].shape[0]
+    return Slot(name=f"{name}.b", shape=(*lead, width), roles=roles, init=init_zero, factor="b")
 
 
 def _router_slot(name: str, mlp: RoutedMLP, counts: ExpertCounts) -> Slot:

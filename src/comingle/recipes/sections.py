@@ -122,7 +122,7 @@ class TargetsSection(Section):
 class AdaptersSection(Section):
     """Shape of the adapters."""
 
-    rank: Count = 8
+    rank: Count | list[Count] = 8
     alpha: Positive = 16.0
     top_k: Count = 2
     mix: Literal["output", "linear"] = "output"
