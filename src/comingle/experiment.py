@@ -67,7 +67,7 @@ class Run:
         row = sim.row_of[self.users.index(name)]
         dtype = sim.model.base.dtype
         tensors = {k: t.to(dtype) for k, t in personal_tensors(sim.model.layout, sim.state, row).items()}
-        return PersonalModel(name=name, model=sim.model, tensors=tensors, row=row)
+        return PersonalModel(name=name, model=sim.model, tensors=tensors, row=sim.owners([row])[0])
 
 
 # -------------------------------------------------------------------- public verbs
@@ -116,6 +116,7 @@ def load(folder: str | Path) -> Run:
     sim = build(recipe, prepare(recipe))
     if sim.method.phases:
         sim.state = _newest(sim, folder, recipe)[0]
+        sim.resized()
     return Run(folder=folder, recipe=recipe, metrics=metrics, simulation=sim)
 
 
@@ -145,6 +146,8 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, traini
     section = recipe.adapters
     targets = Targets(**_as_settings(section.targets, Targets)) if section.targets else None
     settings = AdapterSettings(**{**_as_settings(section, AdapterSettings), "targets": targets})
+    if method.pooled and not isinstance(settings.rank, int):  # the one trainer can afford what anybody can
+        settings = replace(settings, rank=max(settings.rank))
     specialists = method.specialists_of(trainers)
     counts = ExpertCounts(generalists=method.generalists, specialists=specialists)
     compiled = recipe.runtime.compile
@@ -203,10 +206,10 @@ def execute(
     clock, start, kept = Clock(), 0, 0
     if folder is not None and resume and list_checkpoints(folder):
         sim.state, progress = _newest(sim, folder, recipe)
+        sim.resized()
         start, kept = progress.round, progress.events_bytes
-        clock = Clock(
-            train_seconds=progress.train_seconds, earlier_seconds=progress.wall_seconds, tokens=progress.tokens
-        )
+        counted = {key: getattr(progress, key) for key in Clock.COUNTS}
+        clock = Clock(earlier_seconds=progress.wall_seconds, **counted)
     log = EventLog(folder / "events.jsonl", keep_bytes=kept) if folder else None
     board = tensorboard(folder / "tensorboard") if folder else None
     sinks = [sink for sink in (log, board, *observers) if sink is not None]
@@ -222,9 +225,8 @@ def execute(
             round=done,
             fingerprint=recipe.fingerprint,
             events_bytes=log.size_bytes,
-            train_seconds=clock.train_seconds,
             wall_seconds=clock.wall_seconds,
-            tokens=clock.tokens,
+            **{key: getattr(clock, key) for key in Clock.COUNTS},
         )
         save_checkpoint(folder, sim.model.layout, sim.state, progress)
         prune_checkpoints(folder, recipe.checkpoints.keep)
@@ -267,5 +269,4 @@ def _newest(sim: Simulation, folder: Path, recipe: Recipe) -> tuple[State, Progr
     progress = read_progress(found[-1])
     if progress.fingerprint != recipe.fingerprint:
         raise RunError(f"{found[-1]}: belongs to another recipe ({progress.fingerprint}, not {recipe.fingerprint})")
-    rows = sim.state.rows
-    return load_checkpoint(found[-1], sim.model.layout, len(sim.trainers), rows.device, rows.dtype), progress
+    return load_checkpoint(found[-1], sim.model.layout, sim.state), progress

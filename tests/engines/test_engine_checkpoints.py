@@ -30,7 +30,15 @@ CPU = torch.device("cpu")
 
 def progress(number: int) -> Progress:
     return Progress(
-        round=number, fingerprint="abc", events_bytes=17, train_seconds=1.5, wall_seconds=2.25, tokens=number * 100
+        round=number,
+        fingerprint="abc",
+        events_bytes=17,
+        train_seconds=1.5,
+        wall_seconds=2.25,
+        tokens=number * 100,
+        upload_bytes=number * 7,
+        download_bytes=number * 9,
+        user_rounds=number * 3,
     )
 
 
@@ -48,14 +56,14 @@ def folder(sim: Simulation, tmp_path: Path) -> Path:
     return save_checkpoint(tmp_path, sim.model.layout, sim.state, progress(3))
 
 
-def load(folder: Path, sim: Simulation, *, users: int = 3) -> State:
-    return load_checkpoint(folder, sim.model.layout, users, CPU, torch.float32)
+def load(folder: Path, sim: Simulation) -> State:
+    return load_checkpoint(folder, sim.model.layout, sim.state)
 
 
-def refused(folder: Path, sim: Simulation, **options: Any) -> str:
+def refused(folder: Path, sim: Simulation) -> str:
     """The one line with which a checkpoint is refused."""
     with pytest.raises(RunError) as caught:
-        load(folder, sim, **options)
+        load(folder, sim)
     message = str(caught.value)
     assert "\n" not in message
     assert str(folder) in message
@@ -75,7 +83,7 @@ def test_a_round_trip_changes_nothing(folder: Path, sim: Simulation) -> None:
 def test_tensors_keep_their_names(folder: Path, sim: Simulation) -> None:
     found = load_file(folder / "state.safetensors")
     names = {f"user/{slot.name}" for slot in sim.model.layout.slots}
-    assert found.keys() == names | {"first", "second", "iterations", "router_steps"}
+    assert found.keys() == names | {"first", "second", "iterations", "router_steps", "ranks"}
 
 
 def test_a_checkpoint_of_the_same_round_replaces_it(folder: Path, sim: Simulation, tmp_path: Path) -> None:
@@ -167,7 +175,8 @@ def test_a_foreign_checkpoint(
 
 
 def test_a_checkpoint_of_another_federation(folder: Path, sim: Simulation, federate: Any) -> None:
-    assert "foreign checkpoint" in refused(folder, sim, users=4)
+    four = federate("comigs-1g1s", users=("ann", "bob", "cem", "dee"), dtype="float32")
+    assert "foreign checkpoint" in refused(folder, four)
     assert "foreign checkpoint" in refused(folder, federate("local", dtype="float32"))
     assert "foreign checkpoint" in refused(folder, federate("local", dtype="float32", base="random:gpt2"))
 
@@ -208,5 +217,6 @@ def test_old_checkpoints_and_drafts_are_pruned(tmp_path: Path) -> None:
 def test_progress_is_plain_json(folder: Path) -> None:
     found = json.loads((folder / "checkpoint.json").read_text())
     assert found == {
-        "round": 3, "fingerprint": "abc", "events_bytes": 17, "train_seconds": 1.5, "wall_seconds": 2.25, "tokens": 300
+        "round": 3, "fingerprint": "abc", "events_bytes": 17, "train_seconds": 1.5, "wall_seconds": 2.25, "tokens": 300,
+        "upload_bytes": 21, "download_bytes": 27, "user_rounds": 9,
     }  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from comingle.methods import REGISTRY, make, settings_of
+from comingle.methods.servers import keep, mean
 
 ROUTER_EVERY, ROUTER_STEPS = 3, 2
 
@@ -25,7 +26,7 @@ CASES = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``method`` runs over all cases, ``federated`` over those with one row per user, ``alternating`` as it says."""
+    """``method`` runs over all cases, ``federated`` over those where users train, the others over fewer as they say."""
     methods = {
         name: make(case["name"], **{k: v for k, v in case.items() if k != "name"}) for name, case in CASES.items()
     }
@@ -33,6 +34,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         "method": list(CASES),
         "trained": [name for name, method in methods.items() if method.phases],
         "federated": [name for name, method in methods.items() if method.phases and not method.pooled],
+        "averaged": [n for n, m in methods.items() if m.phases and not m.pooled and m.server in (keep, mean)],
         "alternating": [name for name, method in methods.items() if len(method.phases) > 1],
     }
     for argument, names in chosen.items():

@@ -18,6 +18,8 @@ from comingle.methods.servers import mean
 
 EVERYONE = [0, 1, 2]
 SHORT = {"training.local_steps": 3}
+FACTORS = {"ffa-lora": (".b",), "fedsa-lora": (".a",)}
+"""What travels of each LoRA, where that is not both factors."""
 
 
 def wire_bytes(tensors: dict[str, Tensor]) -> int:
@@ -55,10 +57,10 @@ def test_a_users_text_never_moves_another_users_tensors(
 @pytest.mark.parametrize("weighting", ["uniform", "tokens"])
 @pytest.mark.parametrize("members", [[0, 1, 2], [0, 2]], ids=["all", "without bob"])
 def test_the_exchange_is_the_mean_of_what_is_shared(
-    federate: Any, make_user: Any, federated: dict[str, Any], weighting: str, members: list[int]
+    federate: Any, make_user: Any, averaged: dict[str, Any], weighting: str, members: list[int]
 ) -> None:
     users = [make_user("ann", train=100), make_user("bob", train=200), make_user("cem", train=300)]
-    sim = federate(federated, users=users, changes={"training.weighting": weighting})
+    sim = federate(averaged, users=users, changes={"training.weighting": weighting})
     sim.local_round(members, 0)
     before = sim.state.rows.clone()
     sim.exchange(members)
@@ -74,11 +76,12 @@ def test_the_exchange_is_the_mean_of_what_is_shared(
 
 def test_only_shared_roles_are_uploaded(federate: Any, method: dict[str, Any]) -> None:
     sim = federate(method)
-    assert sim.method.shared <= {ATTENTION, GENERALIST}
     uploads = build_uploads(sim.method, sim.model.layout, sim.state.rows)
-    expected = {}
+    expected, roles = {}, {name.partition(".")[0] for name in sim.method.shared}
+    assert roles <= {ATTENTION, GENERALIST}
     for slot in sim.model.layout.slots:
-        places = [i for i, role in enumerate(slot.roles) if role in sim.method.shared]
+        travels = slot.name[-2:] in FACTORS.get(sim.method.name, (".a", ".b"))
+        places = [i for i, role in enumerate(slot.roles) if travels and role in roles]
         if places:
             tensor = sim.model.layout.views(sim.state.rows)[slot.name]
             expected[slot.name] = tensor if slot.roles == (ATTENTION,) else tensor[:, places]
@@ -91,7 +94,7 @@ def test_bytes_counted_are_bytes_sent(federate: Any, method: dict[str, Any]) -> 
     sim = federate(method)
     rows = range(len(sim.trainers))
     sent = [wire_bytes(real_uploads(sim, sim.method, row)) for row in rows]
-    assert sim.upload_bytes() == [sent[row] for row in sim.row_of]
+    assert sim.upload_bytes() == [sent[row] for row in sim.owners(sim.row_of)]
     assert all(sent) == bool(sim.method.shared)
 
 
@@ -146,7 +149,8 @@ def test_one_user_alone_makes_sharing_nothing(federate: Any, shared: str, alone:
         assert torch.equal(first.state.rows, second.state.rows)
 
 
-def test_a_method_shares_only_what_it_trains(method: dict[str, Any]) -> None:
-    made = make(**method)
-    assert made.trained <= {ATTENTION, GENERALIST, SPECIALIST, ROUTER}
-    assert made.shared <= made.trained - {SPECIALIST, ROUTER}
+def test_a_method_shares_only_what_it_trains(federate: Any, method: dict[str, Any]) -> None:
+    sim = federate(method)
+    trained, shared = (sim.model.layout.mask(roles) for roles in (sim.method.trained, sim.method.shared))
+    assert not (shared & ~trained).any()
+    assert not (shared & sim.model.layout.mask({SPECIALIST, ROUTER})).any()

@@ -14,7 +14,8 @@ def bar(progress: Progress, sim: Simulation) -> ProgressBar:
     """A progress bar for a run: its total is the number of local iterations of cohorts."""
     training, count = sim.training, len(sim.trainers)
     rounds = range(training.rounds if sim.method.phases else 0)
-    groups = [len(cohorts(participants(training, r, count), sim.portions.users)) for r in rounds]
+    copies = sim.method.copies
+    groups = [len(cohorts(participants(training, r, count) * copies, sim.portions.users)) for r in rounds]
     return ProgressBar(progress, f"{sim.method.name:<14} seed {training.seed}", sum(groups) * training.local_steps)
 
 

@@ -1,8 +1,8 @@
 """Checkpoints: everything that a run needs to go on as if nothing had happened.
 
-``checkpoints/round-NNNN/`` holds ``state.safetensors`` (every user's named tensors, both moments and the step counts)
-and ``checkpoint.json``. It is written under a temporary name and renamed, so that it exists whole or not at all.
-Nothing in it is ever executed.
+``checkpoints/round-NNNN/`` holds ``state.safetensors`` (every user's named tensors, both moments, step counts and
+ranks, and what the server keeps) and ``checkpoint.json``. It is written under a temporary name and renamed, so that it
+exists whole or not at all. Nothing in it is ever executed.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,7 +22,7 @@ from comingle.errors import RunError
 from comingle.records import write_json
 from comingle.trees import Layout, flatten
 
-_ROWS = "user/"
+_ROWS, _SERVER = "user/", "server/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +35,9 @@ class Progress:
     train_seconds: float
     wall_seconds: float
     tokens: int
+    upload_bytes: int
+    download_bytes: int
+    user_rounds: int
 
 
 def save_checkpoint(run: Path, layout: Layout, state: State, progress: Progress) -> Path:
@@ -44,9 +46,8 @@ def save_checkpoint(run: Path, layout: Layout, state: State, progress: Progress)
     draft = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed and had our number, as in a container
     draft.mkdir(parents=True)
-    tensors = state.tensors()
-    named = {_ROWS + name: t.contiguous() for name, t in layout.views(tensors.pop("rows")).items()}
-    save_file({name: t.cpu().contiguous() for name, t in (named | tensors).items()}, draft / "state.safetensors")
+    tensors = {name: t.cpu().contiguous() for name, t in _named(layout, state).items()}
+    save_file(tensors, draft / "state.safetensors")
     write_json(draft / "checkpoint.json", asdict(progress))
     for path in draft.iterdir():  # on disk before it gets its name
         with path.open("rb") as file:
@@ -85,8 +86,8 @@ def read_progress(folder: Path) -> Progress:
         ) from None
 
 
-def load_checkpoint(folder: Path, layout: Layout, users: int, device: torch.device, dtype: torch.dtype) -> State:
-    """The state in a checkpoint.
+def load_checkpoint(folder: Path, layout: Layout, like: State) -> State:
+    """The state in a checkpoint, on the device of ``like``, a state of the same recipe.
 
     Raises:
         RunError: truncated, or tensors that are not those of this recipe (names the first one that differs).
@@ -96,21 +97,23 @@ def load_checkpoint(folder: Path, layout: Layout, users: int, device: torch.devi
         found = load_file(path)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path}: truncated or not safetensors ({error}); delete {folder} to use an older one") from None
-    expected = _expected(layout, users, dtype)
+    expected = {name: (tuple(t.shape), t.dtype) for name, t in _named(layout, like).items()}
     for name in sorted(expected.keys() | found.keys()):
         got = (tuple(found[name].shape), found[name].dtype) if name in found else "nothing"
         wanted = expected.get(name, "nothing")
         if got != wanted:
             raise RunError(f"{path}: foreign checkpoint, tensor {name!r}: got {got}, this recipe has {wanted}")
+    found = {name: t.to(like.rows.device) for name, t in found.items()}
     rows = flatten([found.pop(_ROWS + slot.name) for slot in layout.slots])
-    return State(rows=rows.to(device), **{name: t.to(device) for name, t in found.items()})
+    server = {name: found.pop(_SERVER + name) for name in like.server}
+    return replace(like, rows=rows, server=server, **found)
 
 
-def _expected(layout: Layout, users: int, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    named = {_ROWS + s.name: ((users, *s.shape), dtype) for s in layout.slots}
-    moments = dict.fromkeys(("first", "second"), ((users, layout.columns), dtype))
-    counts = dict.fromkeys(("iterations", "router_steps"), ((users,), torch.int64))
-    return named | moments | counts
+def _named(layout: Layout, state: State) -> dict[str, Tensor]:
+    """All tensors of a state by the names that they have in a file."""
+    tensors = state.tensors()
+    rows = {_ROWS + name: t for name, t in layout.views(tensors.pop("rows")).items()}
+    return rows | tensors | {_SERVER + name: t for name, t in state.server.items()}
 
 
 def personal_tensors(layout: Layout, state: State, row: int) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from comingle.methods.base import Method
+from comingle.methods.base import Context, Method
 from comingle.trees import Layout, Tree, assign, restrict
 
 WIRE_DTYPE = torch.float32
@@ -20,12 +20,10 @@ def build_uploads(method: Method, layout: Layout, rows: Float[Tensor, "users col
     return restrict(layout.views(rows), layout, method.shared)
 
 
-def exchange(
-    method: Method, layout: Layout, rows: Float[Tensor, "users columns"], weights: Float[Tensor, " users"]
-) -> None:
+def exchange(method: Method, layout: Layout, rows: Float[Tensor, "users columns"], context: Context) -> None:
     """Upload, let the server answer, download: in place on ``rows``."""
     if method.shared:
-        downloads = method.server(build_uploads(method, layout, rows), weights)
+        downloads = method.server(build_uploads(method, layout, rows), context)
         assign(layout.views(rows), layout, method.shared, downloads)
 
 

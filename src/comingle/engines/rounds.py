@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from comingle.adapters import watching
 from comingle.engines.events import Observer
@@ -19,12 +19,20 @@ from comingle.records import Metrics, UserMetrics
 
 @dataclass(kw_only=True)
 class Clock:
-    """Time and tokens of a run, over all its processes: a resumed run starts from what the checkpoint says."""
+    """Time, tokens and bytes of a run, over all its processes: a resumed run starts from what the checkpoint says.
+
+    ``user_rounds`` counts each round once for each user who took part.
+    """
 
     train_seconds: float = 0.0
-    earlier_seconds: float = 0.0
     tokens: int = 0
+    upload_bytes: int = 0
+    download_bytes: int = 0
+    user_rounds: int = 0
+    earlier_seconds: float = 0.0
     started: float = 0.0
+
+    COUNTS: ClassVar = ("train_seconds", "tokens", "upload_bytes", "download_bytes", "user_rounds")
 
     @property
     def wall_seconds(self) -> float:
@@ -65,10 +73,14 @@ def run_rounds(
         last = number + 1 == rounds
         due = last or (number + 1) % training.evaluate_every == 0
         before = training.evaluate == "local"
+        if last and before:
+            sim.finish()
         if due and before:
             scores = _evaluate(sim, number + 1, observe)
-        if not (last and before):
+        if method.exchanges(number + 1) and not (last and before):
             sim.exchange(members)
+        if last and not before:
+            sim.finish()
         if due and not before:
             scores = _evaluate(sim, number + 1, observe)
         if last or (number + 1) % training.checkpoint_every == 0:
@@ -82,14 +94,17 @@ def _local(sim: Simulation, members: list[int], number: int, observe: Observer, 
     found = sim.local_round(members, number, lambda: observe({"event": "step", "advance": 1, "round": number + 1}))
     clock.train_seconds += found.seconds
     clock.tokens += found.tokens
-    sent = sum(sim.upload_bytes()[m] for m in members) if not sim.method.pooled else 0
+    sent, received = sim.exchanged_bytes(members) if sim.method.exchanges(number + 1) else (0, 0)
+    clock.upload_bytes += sent
+    clock.download_bytes += received
+    clock.user_rounds += len(members)
     observe(
         {
             "event": "round",
             "round": number + 1,
             "train_loss_nats": {sim.trainers[m].name: loss for m, loss in found.losses.items()},
             "upload_bytes": sent,
-            "download_bytes": sent,
+            "download_bytes": received,
             "tokens": found.tokens,
             "seconds": found.seconds,
         }
@@ -157,8 +172,8 @@ def summarise(sim: Simulation, scores: list[Score], clock: Clock, *, base: str) 
         rounds=sim.training.rounds if sim.method.phases else 0,
         users=users,
         mean_test_perplexity=mean_perplexity(scores),
-        upload_bytes_per_user_round=sum(sent) / len(sent),
-        download_bytes_per_user_round=sum(sent) / len(sent),
+        upload_bytes_per_user_round=clock.upload_bytes / max(1, clock.user_rounds),
+        download_bytes_per_user_round=clock.download_bytes / max(1, clock.user_rounds),
         trainable_parameters=max(parameters),
         tokens_per_second=clock.tokens / clock.train_seconds if clock.train_seconds else 0.0,
         wall_seconds=clock.wall_seconds,

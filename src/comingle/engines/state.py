@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from comingle.data.seeds import generator
-from comingle.trees import Layout
+from comingle.trees import Layout, Tree
 
 
 @dataclass(kw_only=True)
 class State:
-    """Row i belongs to user i. ``iterations`` counts a user's local iterations, ``router_steps`` its router steps.
+    """Row i belongs to user i; with several copies of everybody's tensors the copies' users follow one another.
 
-    Updates happen in place on what :meth:`take` yields; :meth:`put` ends them.
+    ``iterations`` counts a user's local iterations, ``router_steps`` its router steps; ``ranks`` are the LoRA ranks
+    that it has now. ``server`` is what the server keeps. Updates happen in place on what :meth:`take` yields;
+    :meth:`put` ends them.
     """
 
     rows: Float[Tensor, "users columns"]
@@ -25,14 +27,16 @@ class State:
     second: Float[Tensor, "users columns"]
     iterations: Int[Tensor, " users"]
     router_steps: Int[Tensor, " users"]
+    ranks: Int[Tensor, " users"]
+    server: Tree = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, as a checkpoint stores them."""
-        return {name: getattr(self, name) for name in ("rows", "first", "second", "iterations", "router_steps")}
+        """Everything that has the users on its leading dimension, by name."""
+        return {name: getattr(self, name) for name in _USERS}
 
     def take(self, users: Sequence[int]) -> State:
         """These users' rows: a view where they are consecutive, a copy otherwise."""
-        return State(**{name: t[_index(users)] for name, t in self.tensors().items()})
+        return replace(self, **{name: t[_index(users)] for name, t in self.tensors().items()})
 
     def put(self, users: Sequence[int], part: State) -> None:
         """Write back what :meth:`take` took; nothing is left to do where that was a view."""
@@ -41,6 +45,9 @@ class State:
             return
         for name, t in self.tensors().items():
             t[index] = part.tensors()[name]
+
+
+_USERS = ("rows", "first", "second", "iterations", "router_steps", "ranks")
 
 
 def _index(users: Sequence[int]) -> slice | list[int]:
@@ -53,17 +60,19 @@ def initial_state(
     mask: Bool[Tensor, "users columns"],
     *,
     names: Sequence[str],
-    shared: Sequence[str] | frozenset[str],
+    local: Bool[Tensor, " columns"],
+    ranks: Int[Tensor, " users"],
     seed: int,
     dtype: torch.dtype = torch.float32,
 ) -> State:
     """Every user's tensors before the first round.
 
-    Shared roles start equal for all users; local ones are drawn from (seed, user, tensor). Padding is zero.
+    What is ``local`` is drawn from (seed, user, tensor); all else, shared or frozen, starts equal for all users.
+    Padding is zero.
     """
     common = _draw(layout, seed, "server")
     own = torch.stack([_draw(layout, seed, name) for name in names])
-    rows = torch.where(layout.mask(shared), common, own).to(mask.device, dtype) * mask
+    rows = torch.where(local, own, common).to(mask.device, dtype) * mask
     zeros = torch.zeros(len(names), dtype=torch.int64, device=mask.device)
     return State(
         rows=rows,
@@ -71,6 +80,7 @@ def initial_state(
         second=torch.zeros_like(rows),
         iterations=zeros,
         router_steps=zeros.clone(),
+        ranks=ranks.to(mask.device),
     )
 
 

@@ -9,14 +9,44 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.errors import RecipeError
 from comingle.trees import Tree
 
-Server = Callable[[Tree, Float[Tensor, " users"]], Tree]
-"""Maps stacked uploads ``(users, ...)`` and the users' weights (summing to 1, 0 if absent) to stacked downloads."""
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a server knows in an exchange besides the uploads.
+
+    ``weights`` sum to 1 and are 0 for the absent; ``ranks`` and ``scales`` are the users' LoRA ranks and factors.
+    ``validate`` has every present user's model scored on every present user's validation text: entry (i, j) is the
+    mean loss in nats of user j's model on user i's text, NaN where either is absent. ``memory`` is what the server
+    itself keeps between rounds, changed in place.
+    """
+
+    weights: Float[Tensor, " users"]
+    ranks: Int[Tensor, " users"]
+    scales: Float[Tensor, " users"]
+    validate: Callable[[], Float[Tensor, "users users"]]
+    memory: Tree
+
+
+Server = Callable[[Tree, Context], Tree]
+"""Maps stacked uploads ``(users, ...)`` to stacked downloads."""
+
+Regulariser = Callable[[Tree, Int[Tensor, " users"]], Float[Tensor, " users"]]
+"""Maps the users' tensors and ranks to a penalty that is added to each user's objective."""
+
+Resize = Callable[[Tree, Tree, Int[Tensor, " users"]], Int[Tensor, " users"]]
+"""Maps the users' tensors before and after their local steps, and their ranks, to their new, smaller ranks."""
+
+Validate = Callable[[Float[Tensor, " columns"], int], float]
+"""Mean loss in nats of a user's validation text (by number) under a model of its own."""
+
+Finish = Callable[[Float[Tensor, "copies users columns"], Validate], Float[Tensor, "users columns"]]
+"""Maps the users' copies at the end of training to their final models."""
 
 Stream = Literal["train", "valid"]
 
@@ -41,8 +71,12 @@ class Method:
     """A federated method.
 
     ``specialists`` is one number for all users or one per user. ``shared`` names the roles that are sent to the server
-    and averaged there; every other role that a phase trains is local, the rest is frozen. ``pooled`` trains a single
-    model on everybody's text (an upper bound that no federation may use).
+    in the rounds ``exchange_from``, then every ``exchange_every``-th; every other role that a phase trains is local,
+    the rest is frozen. A role may be narrowed to one factor of its LoRA, as in "attention.a". ``pooled`` trains a
+    single model on everybody's text (an upper bound that no federation may use). With ``peers`` every participant
+    downloads the others' uploads instead of one answer. ``copies`` sets of tensors are trained side by side on the same
+    text: only the first takes part in exchanges, and the last is the user's model. ``memory`` is what the server keeps
+    at the start, given the first uploads. ``validates`` says that validation text is needed beyond the phases'.
     """
 
     name: str
@@ -53,6 +87,20 @@ class Method:
     phases: tuple[Phase, ...] = ()
     server: Server
     pooled: bool = False
+    exchange_from: int = 1
+    exchange_every: int = 1
+    peers: bool = False
+    copies: int = 1
+    memory: Callable[[Tree], Tree] | None = None
+    regulariser: Regulariser | None = None
+    resize: Resize | None = None
+    finish: Finish | None = None
+    validates: bool = False
+
+    def exchanges(self, done: int) -> bool:
+        """Whether there is an exchange after round ``done`` (from 1)."""
+        since = done - self.exchange_from
+        return bool(self.shared) and since >= 0 and since % self.exchange_every == 0
 
     @property
     def trained(self) -> frozenset[str]:
@@ -61,8 +109,8 @@ class Method:
 
     @property
     def needs_validation(self) -> bool:
-        """Whether some phase trains on validation text."""
-        return any(phase.stream == "valid" for phase in self.phases)
+        """Whether validation text is used for anything."""
+        return self.validates or any(phase.stream == "valid" for phase in self.phases)
 
     def specialists_of(self, users: int) -> tuple[int, ...]:
         """Number of specialists of each of ``users`` users.

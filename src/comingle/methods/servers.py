@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from comingle.methods.base import Context
 from comingle.trees import Tree
 
 
@@ -14,11 +15,11 @@ def mix(uploads: Tree, matrix: Float[Tensor, "receivers senders"]) -> Tree:
     return {name: torch.tensordot(matrix.to(t), t, dims=1) for name, t in uploads.items()}
 
 
-def mean(uploads: Tree, weights: Float[Tensor, " users"]) -> Tree:
+def mean(uploads: Tree, context: Context) -> Tree:
     """Everybody gets the weighted mean (McMahan et al. 2017)."""
-    return mix(uploads, weights.expand(len(weights), -1))
+    return mix(uploads, context.weights.expand(len(context.weights), -1))
 
 
-def keep(uploads: Tree, weights: Float[Tensor, " users"]) -> Tree:
+def keep(uploads: Tree, context: Context) -> Tree:
     """Everybody keeps their own: for methods that share nothing."""
     return uploads
