@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,14 @@ from comingle.errors import RecipeError, did_you_mean
 from comingle.methods.base import Method
 from comingle.methods.centralized import centralized
 from comingle.methods.comigs import comigs, comigs_1g1s, comigs_1gxs, comigs_2g, comigs_2s, comigs_tr
+from comingle.methods.factors import fedsa_lora, ffa_lora
+from comingle.methods.fdlora import fdlora
 from comingle.methods.fedavg import fedavg
+from comingle.methods.flexlora import flexlora
+from comingle.methods.hetlora import hetlora
 from comingle.methods.local import local
 from comingle.methods.moe import fedavg_moe, fedavg_moe_tr, local_moe, local_moe_tr
+from comingle.methods.pcl import pcl
 from comingle.methods.pfedmoe import pfedmoe
 from comingle.methods.pretrained import pretrained
 
@@ -21,6 +27,12 @@ REGISTRY: dict[str, Callable[..., Method]] = {
     "centralized": centralized,
     "local": local,
     "fedavg": fedavg,
+    "ffa-lora": ffa_lora,
+    "fedsa-lora": fedsa_lora,
+    "pcl": pcl,
+    "fdlora": fdlora,
+    "hetlora": hetlora,
+    "flexlora": flexlora,
     "local-moe": local_moe,
     "fedavg-moe": fedavg_moe,
     "pfedmoe": pfedmoe,
@@ -71,12 +83,22 @@ def _constructor(name: str) -> Callable[..., Method]:
 
 
 def _check(name: str, key: str, value: Any) -> None:
-    """Whole numbers in range; ``specialists`` may be a list of them."""
-    if key == "router_stream":
-        if value not in ("train", "valid"):
-            raise RecipeError(f"method {name}: router_stream is {value!r}; allowed: train, valid")
-        return
-    least = 0 if key in ("generalists", "specialists") else 1
+    """A value of the kind and in the range of its default; ``specialists`` may be a list of numbers."""
+    allowed = _allowed(key, settings_of(name)[key])
     values = value if key == "specialists" and isinstance(value, list | tuple) else [value]
-    if not values or any(isinstance(v, bool) or not isinstance(v, int) or v < least for v in values):
-        raise RecipeError(f"method {name}: {key} is {value!r}; allowed: whole numbers from {least}")
+    if not values or not all(allowed[1](v) for v in values):
+        raise RecipeError(f"method {name}: {key} is {value!r}; allowed: {allowed[0]}")
+
+
+def _allowed(key: str, default: Any) -> tuple[str, Callable[[Any], bool]]:
+    """What a setting may be, in words and as a test."""
+    if isinstance(default, str):
+        return "train, valid", lambda v: v in ("train", "valid")
+    if isinstance(default, bool):
+        return "true, false", lambda v: isinstance(v, bool)
+    if isinstance(default, float):
+        top = 1.0 if key in ("gamma", "outer_momentum") else math.inf
+        words = "numbers from 0" + (", below 1" if top == 1.0 else "")
+        return words, lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 <= v < top
+    least = 0 if key in ("generalists", "specialists") else 1
+    return f"whole numbers from {least}", lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= least

@@ -1,0 +1,35 @@
+"""FedAvg of one of the two factors of each LoRA: FFA-LoRA and FedSA-LoRA."""
+
+from __future__ import annotations
+
+from comingle.adapters.inject import ATTENTION, GENERALIST
+from comingle.methods.base import Method, Phase
+from comingle.methods.clients import joint
+from comingle.methods.servers import mean
+
+A = frozenset({f"{ATTENTION}.a", f"{GENERALIST}.a"})
+B = frozenset({f"{ATTENTION}.b", f"{GENERALIST}.b"})
+
+
+def ffa_lora() -> Method:
+    """FFA-LoRA: A is frozen at an initial value that all users have in common, B is trained and averaged.
+
+    Source: Sun et al. 2024, "Improving LoRA in Privacy-preserving Federated Learning", arXiv:2403.12313; in CoMiGS
+    (Fan et al. 2025, arXiv:2409.13931), App. C.2.
+    Shared: B of attention and of 2 averaged LoRA experts per MLP.  Local: nothing.  Frozen: the base, A.
+    Client: joint steps on B on training text.  Server: mean over users, which is exact: mean(B) A = mean(B A).
+    Differs from the paper: none known.  It trains and sends fewer parameters than the other methods with 2 sets.
+    """
+    return Method(name="ffa-lora", generalists=2, shared=B, phases=(Phase(roles=B),), server=mean)
+
+
+def fedsa_lora() -> Method:
+    """FedSA-LoRA: both factors are trained, A is averaged, B stays with its user.
+
+    Source: Guo et al. 2024, "Selective Aggregation for Low-Rank Adaptation in Federated Learning", arXiv:2410.01463;
+    in CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2.
+    Shared: A of attention and of 2 averaged LoRA experts per MLP.  Local: their B.  Frozen: the base.
+    Client: joint steps on training text.  Server: mean over users.
+    Differs from the paper: none known.
+    """
+    return Method(name="fedsa-lora", generalists=2, shared=A, phases=joint(routed=False), server=mean)

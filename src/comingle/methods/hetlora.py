@@ -1,0 +1,98 @@
+"""HetLoRA: users of different ranks, padded with zeros on the server and cut on the way back."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from comingle.adapters.inject import ATTENTION, GENERALIST
+from comingle.methods.base import Context, Method, Regulariser, Resize
+from comingle.methods.clients import joint
+from comingle.trees import Tree, lora_pairs
+
+
+def hetlora(*, regularisation: float = 5e-3, gamma: float = 0.99, prune: bool = True) -> Method:
+    """HetLoRA: users of different ranks; matrices with a larger change weigh more; ranks that are not used are pruned.
+
+    Source: Cho et al. 2023, "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models",
+    arXiv:2401.06432; in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.3 and C.3.  Ranks are ``adapters.rank``.
+    Shared: attention, 1 LoRA expert per MLP.  Local: nothing.  Frozen: the base.
+    Client: joint steps on training text with ``regularisation`` times the norms of the last ranks, from gamma times
+    the rank on; with ``prune``, a user whose last ranks have become smaller over its local steps gives them up.
+    Server: zero-padding, mean weighted by the norm of each user's change, cut to each user's rank.
+    Differs from the paper: weights are computed for each linear; the scale alpha / sqrt(rank) is a user's own and stays
+    that of the rank it began with.  The regularisation is one of the three values that CoMiGS sweeps.
+    """
+    return Method(
+        name="hetlora",
+        generalists=1,
+        shared=frozenset({ATTENTION, GENERALIST}),
+        phases=joint(routed=False),
+        server=norm_weighted_mean,
+        regulariser=tail_penalty(regularisation, gamma),
+        resize=shrink(gamma) if prune else None,
+    )
+
+
+def norm_weighted_mean(uploads: Tree, context: Context) -> Tree:
+    """Mean over users with weights ``p_u |B_u A_u|`` for each linear; with ``p_u`` alone where nothing has changed."""
+    downloads = {}
+    for name, a, b in lora_pairs(uploads):
+        weights = context.weights.to(a) * change_norm(a, b)
+        weights = weights if weights.any() else context.weights.to(a)
+        for factor, t in (("a", a), ("b", b)):
+            mean = torch.tensordot(weights / weights.sum(), t, dims=1)
+            downloads[f"{name}.{factor}"] = mean.expand_as(t)
+    return downloads
+
+
+def change_norm(
+    a: Float[Tensor, "users *experts rank d_in"], b: Float[Tensor, "users *experts rank d_out"]
+) -> Float[Tensor, " users"]:
+    """Frobenius norm of each user's ``B A`` from the small matrices ``A A^T`` and ``B B^T``: no product is formed."""
+    squares = (torch.matmul(a, a.mT) * torch.matmul(b, b.mT)).flatten(1).sum(1)
+    return squares.clamp(min=0).sqrt()
+
+
+def tail(ranks: Int[Tensor, " users"], gamma: float, rank: int) -> Float[Tensor, "users rank"]:
+    """1 on each user's last ranks, from ``floor(gamma * rank)`` on; the first rank is never among them."""
+    at = torch.arange(rank, device=ranks.device)
+    start = kept(ranks, gamma).unsqueeze(1)
+    return ((at >= start) & (at < ranks.unsqueeze(1))).double()
+
+
+def kept(ranks: Int[Tensor, " users"], gamma: float) -> Int[Tensor, " users"]:
+    """The rank that is left of each user's without its tail."""
+    return (ranks * gamma).floor().long().clamp(min=1)
+
+
+def tail_norms(tensors: Tree, ranks: Int[Tensor, " users"], gamma: float) -> Float[Tensor, " users"]:
+    """``sum over linears of |B[:, tail]| |A[tail]|`` for each user."""
+    total = torch.zeros(len(ranks), dtype=torch.float64, device=ranks.device)
+    for _, a, b in lora_pairs(tensors):
+        mask = tail(ranks, gamma, a.shape[-2]).view(len(ranks), *[1] * (a.dim() - 3), -1, 1)
+        norms = [torch.linalg.vector_norm((t.double() * mask).flatten(1), dim=1) for t in (a, b)]
+        total = total + math.prod(norms, start=torch.ones_like(total))
+    return total
+
+
+def tail_penalty(weight: float, gamma: float) -> Regulariser:
+    """``weight`` times :func:`tail_norms`."""
+
+    def penalty(tensors: Tree, ranks: Int[Tensor, " users"]) -> Float[Tensor, " users"]:
+        return weight * tail_norms(tensors, ranks, gamma)
+
+    return penalty
+
+
+def shrink(gamma: float) -> Resize:
+    """Give up the tail where its norms have become smaller over the local steps."""
+
+    def resize(before: Tree, after: Tree, ranks: Int[Tensor, " users"]) -> Int[Tensor, " users"]:
+        smaller = tail_norms(after, ranks, gamma) < tail_norms(before, ranks, gamma)
+        return torch.where(smaller, kept(ranks, gamma), ranks)
+
+    return resize
