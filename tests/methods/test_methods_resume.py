@@ -1,0 +1,69 @@
+"""Methods that keep more than tensors, ranks or what the server remembers, resume as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from comingle import experiment
+from comingle.recipes import Recipe, load_recipe
+
+METHODS = {
+    "hetlora": {"name": "hetlora", "regularisation": 100.0, "gamma": 0.6},
+    "fdlora": {"name": "fdlora", "fusion_steps": 5},
+    "pcl": {"name": "pcl", "exchange_from": 1},
+}
+
+
+class StoppedError(Exception):
+    pass
+
+
+@pytest.fixture(params=METHODS.values(), ids=METHODS)
+def recipe(request: pytest.FixtureRequest, recipe_file: Path) -> Recipe:
+    changes = {
+        "method": request.param,
+        "adapters.rank": [4, 4, 2],
+        "training.participation": 0.6,
+        "training.experts.learning_rate": 0.05,
+    }
+    return load_recipe(recipe_file).with_changes(changes)
+
+
+def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    metrics = json.loads((folder / "metrics.json").read_text())
+    kept = {key: metrics[key] for key in ("users", "upload_bytes_per_user_round", "download_bytes_per_user_round")}
+    return kept, load_file(folder / "checkpoints" / "round-0004" / "state.safetensors")
+
+
+def test_resuming_is_exact(recipe: Recipe, tmp_path: Path) -> None:
+    def stop(event: dict[str, Any]) -> None:
+        if event["event"] == "step" and event["round"] == 3 and event["advance"]:
+            raise StoppedError
+
+    experiment.run(recipe, out=tmp_path / "whole")
+    with pytest.raises(StoppedError):
+        experiment.run(recipe, out=tmp_path / "parts", observers=[stop])
+    experiment.run(recipe, out=tmp_path / "parts", resume=True)
+    (expected, tensors), (found, state) = outcome(tmp_path / "whole"), outcome(tmp_path / "parts")
+    assert found == expected
+    assert state.keys() == tensors.keys()
+    assert all(torch.equal(state[name], tensors[name]) for name in tensors)
+    if recipe.method.name == "hetlora":
+        assert state["ranks"].tolist() != [4, 4, 2]
+    if recipe.method.name == "fdlora":
+        assert any(name.startswith("server/") for name in state)
+
+
+def test_a_finished_run_opens_with_its_users_models(recipe: Recipe, tmp_path: Path) -> None:
+    done = experiment.run(recipe, out=tmp_path / "run")
+    opened = experiment.load(tmp_path / "run")
+    for before, after in zip(done.simulation.evaluate(), opened.simulation.evaluate(), strict=True):
+        assert before.loss_nats == after.loss_nats
+    text = "ada loved the sea and the sea loved her"
+    assert opened.user("bob").perplexity(text) == done.user("bob").perplexity(text)
