@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
 
-from comingle.errors import RecipeError, did_you_mean
-from comingle.recipes.sections import Recipe, Section
+from comingle.errors import RecipeError
+from comingle.recipes.sections import Recipe
 
 
 def parse_recipe(content: Any, *, where: str = "recipe") -> Recipe:
@@ -24,9 +22,9 @@ def parse_recipe(content: Any, *, where: str = "recipe") -> Recipe:
     if not isinstance(content, Mapping):
         raise RecipeError(f"{where}: a recipe is a mapping of keys to values; got {type(content).__name__}")
     try:
-        return Recipe.model_validate(content)
-    except ValidationError as error:
-        raise RecipeError(f"{where}: {first_problem(error)}") from None
+        return Recipe(**{str(key): value for key, value in content.items()})
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {str(error).removeprefix('recipe: ')}") from None
 
 
 def load_recipe(path: str | Path) -> Recipe:
@@ -86,41 +84,3 @@ def _anchor(recipe: Recipe, folder: Path) -> Recipe:
     if (folder / recipe.base).exists():
         content["base"] = anchored(recipe.base)
     return Recipe.model_validate(content)
-
-
-_BRANCHES = ("function-", "constrained-", "list[", "dict[", "literal[")
-"""How pydantic calls the branches of a union within a place."""
-
-
-def first_problem(error: ValidationError, model: type[Section] = Recipe) -> str:
-    """The mistake that explains the others, in one line: its place, what was got, what is allowed."""
-    # A misspelt key explains the missing one; of the branches of a union, the one that got furthest was meant.
-    problem = max(error.errors(), key=lambda p: (p["type"] == "extra_forbidden", len(p["loc"])))
-    place = ".".join(str(p) for p in problem["loc"] if not str(p).startswith(_BRANCHES))
-    if problem["type"] == "extra_forbidden":
-        known = _known_keys(problem["loc"], model)
-        return f"unknown key {place!r}.{did_you_mean(str(problem['loc'][-1]), known)} Allowed: {', '.join(known)}"
-    if problem["type"] == "missing":
-        return f"key {place!r} is missing"
-    reason = re.sub("a valid dictionary( or instance of .*)?", "a mapping", problem["msg"]).removeprefix(
-        "Value error, "
-    )
-    got = problem.get("input")
-    shown = "" if isinstance(got, dict | list | BaseModel) else f"; got {got!r}"
-    return f"{place or 'recipe'}: {reason}{shown}"
-
-
-def _known_keys(place: Iterable[str | int], model: Any) -> list[str]:
-    """Keys of the section in which ``place`` lies."""
-    for part in list(place)[:-1]:
-        field = model.model_fields.get(str(part)) if hasattr(model, "model_fields") else None
-        annotation = field.annotation if field else model
-        model = _section(annotation) or model
-    return list(model.model_fields)
-
-
-def _section(annotation: Any) -> Any:
-    """The section class inside an annotation such as ``dict[str, UserSource] | None``."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    return next((s for a in getattr(annotation, "__args__", ()) if (s := _section(a))), None)

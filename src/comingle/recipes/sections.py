@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from comingle.errors import RecipeError
+from comingle.recipes.problems import first_problem
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 Positive = Annotated[float, Field(gt=0)]
@@ -202,7 +205,11 @@ class RuntimeSection(Section):
 
 
 class Recipe(Section):
-    """A whole run."""
+    """A whole run.
+
+    Raises:
+        RecipeError: the first thing that is wrong, with its place, what was got and what is allowed.
+    """
 
     base: str = "smollm2-135m"
     method: MethodSection = MethodSection()
@@ -213,6 +220,12 @@ class Recipe(Section):
     evaluation: EvaluationSection = EvaluationSection()
     checkpoints: CheckpointSection = CheckpointSection()
     runtime: RuntimeSection = RuntimeSection()
+
+    def __init__(self, **content: Any):
+        try:
+            super().__init__(**content)
+        except ValidationError as error:
+            raise RecipeError(f"recipe: {first_problem(error, Recipe)}") from None
 
     @field_validator("method", mode="before")
     @classmethod

@@ -10,7 +10,8 @@ import yaml
 from pydantic import Field, ValidationError
 
 from comingle.errors import RecipeError
-from comingle.recipes.files import first_problem, read_yaml
+from comingle.recipes.files import read_yaml
+from comingle.recipes.problems import first_problem
 from comingle.recipes.sections import Section
 
 Steps = Annotated[int, Field(ge=2, le=10_000, strict=True)]
