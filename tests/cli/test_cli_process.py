@@ -19,8 +19,8 @@ from comingle.recipes import load_recipe
 from comingle.records import read_events
 
 COMINGLE = [sys.executable, "-c", "from comingle.cli import main; main()"]
-VERBS = ["demo", "run", "compare", "methods", "data", "show"]
-HEAVY = ["torch", "transformers", "datasets", "numpy", "safetensors", "yaml", "jaxtyping"]
+VERBS = ["demo", "run", "compare", "methods", "data", "show", "theory"]
+HEAVY = ["torch", "transformers", "datasets", "numpy", "scipy", "matplotlib", "safetensors", "yaml", "jaxtyping"]
 
 HELP = """
 import json, sys

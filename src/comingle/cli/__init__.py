@@ -14,6 +14,7 @@ from comingle.cli.demo import demo
 from comingle.cli.methods import methods
 from comingle.cli.run import run
 from comingle.cli.show import show
+from comingle.cli.theory import theory
 from comingle.errors import ComingleError
 
 app = typer.Typer(
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (demo, run, compare, methods, data, show):
+for verb in (demo, run, compare, methods, data, show, theory):
     app.command()(verb)
 
 

@@ -15,10 +15,11 @@ from threadpoolctl import threadpool_limits
 from comingle.theory import constants, curvature, linear, quadratics
 from comingle.theory.losses import LOSSES
 
-F1, EXAMPLE, WIELANDT = "Theorem F.1", "Example 1", "Wielandt"
+F1, EXAMPLE, WIELANDT = "Theorem F.1", "Example 1", "Example 1 by Wielandt's inequality"
 EUCLIDEAN = "Example 1 as printed, spectral norm of T"
-BLOCKS, F2, LOCAL = "Theorem F.2, by blocks", "Theorem F.2, joint constants", "Example 2, near the solution"
+BLOCKS, F2, LOCAL = "Theorem F.2, by blocks", "Theorem F.2, joint constants", "Example 2, slope near the solution"
 EIGENVALUE = "Proposition 1, smallest eigenvalue"
+UNIFORM = "largest share at the solution: 1 / (N + 1)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +229,7 @@ def linear_curve(
     residuals = np.array(descent.values) - lowest
     measured = worst_step(residuals, floor=VALUE_FLOOR * max(1.0, abs(lowest)))
     modulus = found.modulus if found.modulus > 0 else None
+    uniform = 1 / problem.num_experts if found.modulus_weights > 0 else None
     rates = {BLOCKS: found.block_rate, F2: found.theorem_rate, LOCAL: curvature.local_rate(problem, solution)}
     return Curve(
         scheme=scheme,
@@ -237,12 +239,12 @@ def linear_curve(
             Claim(statement=BLOCKS, measured=measured, bound=found.block_rate),
             Claim(statement=F2, measured=measured, bound=found.theorem_rate),
             Claim(statement=EIGENVALUE, measured=_least(problem, descent.points), bound=modulus, at_least=True),
+            Claim(statement=UNIFORM, measured=float(solution.shares.max()), bound=uniform),
         ),
         rates={name: value for name, value in rates.items() if value is not None},
         notes={
             "alpha": problem.decay,
             "rho": found.slope,
-            "largest_share": float(solution.shares.max()),
             "experts_apart": float(np.ptp(solution.experts, axis=1).max()),
         },
     )

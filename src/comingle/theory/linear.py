@@ -74,17 +74,24 @@ def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Sh
     is, with its only root between the smallest and the largest ``a_j``.
     """
     each, logits = problem.inputs @ experts, problem.inputs @ router
-
-    def shares(outputs: Float[np.ndarray, " samples"]) -> Shares:
+    low, high, size = each.min(1), each.max(1), np.abs(each).max(1)
+    outputs = (low + high) / 2
+    for iteration in range(_ITERATIONS):
         slopes = problem.loss.slope(outputs, problem.targets)
-        return _softmax(logits - slopes[:, None] * each / problem.coupling)
-
-    low, high = each.min(1), each.max(1)
-    for _ in range(_HALVINGS):  # the bracket ends below the distance of two floats
-        middle = (low + high) / 2
-        above = middle > (shares(middle) * each).sum(1)
-        low, high = np.where(above, low, middle), np.where(above, middle, high)
-    return shares((low + high) / 2)
+        shares = _softmax(logits - slopes[:, None] * each / problem.coupling)
+        mean = (shares * each).sum(1)
+        excess = outputs - mean
+        open_ = np.abs(excess) > _ROOT_TOLERANCE * size
+        if not open_.any():
+            break
+        low, high = np.where(excess < 0, outputs, low), np.where(excess > 0, outputs, high)
+        variance = (shares * (each - mean[:, None]) ** 2).sum(1)
+        bend = problem.loss.curvature(outputs, problem.targets)
+        newton = outputs - excess / (1 + bend * variance / problem.coupling)
+        # Newton's step where it stays inside the bracket; a halving now and then keeps the bracket shrinking.
+        inside = (newton > low) & (newton < high) & (iteration % 3 < 2)
+        outputs = np.where(open_, np.where(inside, newton, (low + high) / 2), outputs)
+    return shares
 
 
 def best_router(problem: LinearProblem, shares: Shares, start: Weights) -> Weights:
@@ -208,7 +215,7 @@ def weights_gradient(problem: LinearProblem, point: Point) -> Vector:
 
 
 _FURTHER, _STILL, _REST = 50, 1e-6, 1e-14
-_HALVINGS = 60
+_ITERATIONS, _ROOT_TOLERANCE = 120, 1e-15
 _GRADIENT_TOLERANCE = 1e-9
 
 

@@ -152,7 +152,9 @@ def constants(valid: Quadratic, train: Quadratic) -> QuadraticConstants:
     )
 
 
-def energy_norms(rows: Matrix, curvature: Matrix) -> Float[np.ndarray, " rows"]:
+def energy_norms(
+    rows: Float[np.ndarray, "rows size"], curvature: Float[np.ndarray, "size size"]
+) -> Float[np.ndarray, " rows"]:
     """``sqrt(<A x, x>)`` of each row x."""
     return np.sqrt(np.einsum("ki,ij,kj->k", rows, curvature, rows))
 

@@ -1,0 +1,191 @@
+"""``comingle theory`` from recipe to figure, its folder, its mistakes, and its documentation."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+from pydantic import BaseModel
+
+from comingle.cli.theory import number, render
+from comingle.recipes import shipped_recipes
+from comingle.recipes.theory import TheoryRecipe, load_theory_recipe
+from comingle.theory.checks import Claim, Curve, summarise, worst_step
+from comingle.theory.folders import FILES
+
+REPOSITORY = Path(__file__).parents[2]
+SHIPPED = shipped_recipes() / "comigs" / "theory.yaml"
+SMALL = {
+    "seed": 3,
+    "quadratic": {"instances": 3, "steps": 10, "mismatches": [0, 1]},
+    "linear": {"instances": 2, "samples": 8, "features": 2, "specialists": 1, "decays": [0.01, 1], "steps": 6},
+}
+
+
+def comingle(*words: object) -> subprocess.CompletedProcess[str]:
+    """The verb in a process of its own, warnings as errors."""
+    command = [sys.executable, "-W", "error", "-c", "from comingle.cli import main; main()", *map(str, words)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def save(path: Path, content: Any) -> Path:
+    path.write_text(yaml.safe_dump(content) if not isinstance(content, str) else content)
+    return path
+
+
+# ---------------------------------------------------------------- from end to end
+
+
+def test_the_verb_prints_a_table_and_writes_numbers_and_figures(tmp_path: Path) -> None:
+    recipe, folder = save(tmp_path / "small.yaml", SMALL), tmp_path / "out"
+    done = comingle("theory", recipe, "--out", folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {path.name for path in folder.iterdir()} == set(FILES)
+    found = json.loads((folder / "theory.json").read_text())
+    assert found["seed"] == 3
+    assert len(found["curves"]) == 2 * 3 + 2 * 2 * 2
+    for row in found["rows"]:
+        assert row["statement"] in done.stdout
+        assert row["scheme"] in done.stdout
+        if "as printed" not in row["statement"]:
+            assert row["held"] == row["covered"] <= row["instances"], row
+    for curve in found["curves"]:
+        worst = max(claim["measured"] for claim in curve["claims"] if claim["statement"].startswith("Theorem"))
+        steps = [b / a for a, b in zip(curve["residuals"], curve["residuals"][1:], strict=False) if a > 1e-6]
+        assert not steps or max(steps) <= worst * (1 + 1e-9)
+    with Image.open(folder / "residuals.png") as picture:
+        colours = picture.convert("RGB").getcolors(2**24)
+        assert picture.width > 1200
+    assert colours is not None
+    drawn = {colour for count, colour in colours if count > 200}
+    assert {(0, 114, 178), (213, 94, 0), (230, 159, 0)} <= drawn  # measured, Theorem F.1, Theorem F.2
+    svg = (folder / "residuals.svg").read_text()
+    for text in ("measured", "Theorem F.2, by blocks", "f_valid = f_train", "squared, α = 1 × eq. 27"):
+        assert text in svg
+    assert load_theory_recipe(folder / "recipe.yaml") == load_theory_recipe(recipe)
+
+    # The same again, to the last byte; another seed, other numbers; and a folder that is there is not overwritten.
+    again = comingle("theory", folder / "recipe.yaml", "--out", tmp_path / "again")
+    assert again.returncode == 0
+    for name in FILES:
+        assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes(), name
+    refused = comingle("theory", recipe, "--out", folder, "--seed", 4)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == f"comingle: {folder}: exists; --force replaces it, --out names another\n"
+    assert comingle("theory", recipe, "--out", folder, "--seed", 4, "--force").returncode == 0
+    other = json.loads((folder / "theory.json").read_text())
+    assert other["seed"] == 4
+    assert other["rows"] != found["rows"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"linear": {"decay": [1]}}, "unknown key 'linear.decay'. Did you mean 'decays'? Allowed: instances, samples,"),
+        ({"quadratics": {}}, "unknown key 'quadratics'. Did you mean 'quadratic'? Allowed: seed, quadratic, linear"),
+        ({"linear": {"losses": ["hinge"]}}, "linear.losses.0: Input should be 'logistic' or 'squared'; got 'hinge'"),
+        ({"quadratic": {"condition": 1}}, "quadratic.condition: Input should be greater than 1; got 1"),
+        ({"quadratic": {"mismatches": []}}, "quadratic.mismatches: Tuple should have at least 1 item"),
+        ({"seed": -1}, "seed: Input should be greater than or equal to 0; got -1"),
+        ("- seed", "a recipe is a mapping of keys to values; got list"),
+        ("seed: [", "not YAML:"),
+    ],
+)
+def test_a_wrong_recipe_is_one_line_and_exit_code_2(tmp_path: Path, content: Any, said: str) -> None:
+    from comingle.errors import RecipeError
+
+    path = save(tmp_path / "wrong.yaml", content)
+    with pytest.raises(RecipeError) as error:
+        load_theory_recipe(path)
+    assert str(error.value).startswith(f"{path}: {said}")
+    assert "\n" not in str(error.value)
+
+
+def test_mistakes_end_the_verb_with_exit_code_2_and_write_nothing(tmp_path: Path) -> None:
+    wrong = save(tmp_path / "wrong.yaml", {"linear": {"decay": [1]}})
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    save(mine / "letter.txt", "dear")
+    missing = tmp_path / "missing.yaml"
+    for words, said in (
+        ([wrong], f"{wrong}: unknown key 'linear.decay'."),
+        ([missing], f"{missing}: no such theory recipe; without a name the shipped one is run"),
+        (["--seed", "-1"], "--seed: seed: Input should be greater than or equal to 0; got -1"),
+        (["--out", mine, "--force"], f"{mine}: holds 'letter.txt', which is none of recipe.yaml,"),
+        (["--out", wrong], f"{wrong}: is a file; --out names a folder"),
+    ):
+        done = comingle("theory", *words)
+        assert (done.returncode, done.stdout) == (2, ""), words
+        assert done.stderr.startswith(f"comingle: {said}"), done.stderr
+        assert done.stderr.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["letter.txt", "mine", "wrong.yaml"]
+
+
+# ---------------------------------------------------------------- what the table says
+
+
+def test_a_bound_that_fails_is_counted_and_shown() -> None:
+    def curve(measured: float, bound: float | None, *, at_least: bool = False) -> Curve:
+        claim = Claim(statement="claim", measured=measured, bound=bound, at_least=at_least)
+        return Curve(scheme="scheme", instance=0, residuals=(1.0,), claims=(claim,), rates={}, notes={})
+
+    (row,) = summarise([curve(0.5, 0.6), curve(0.7, 0.6), curve(0.9, None)])
+    assert (row.instances, row.covered, row.held, row.measured, row.bound) == (3, 2, 1, 0.7, 0.6)
+    (low,) = summarise([curve(0.5, 0.6, at_least=True), curve(0.7, 0.6, at_least=True)])
+    assert (low.held, low.measured) == (1, 0.5)
+    (none,) = summarise([curve(0.9, None)])
+    assert (none.covered, none.held, none.bound) == (0, 0, None)
+    table = render([row, none])
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[4] == ["", "1 of 2, 1 without bound", "1 without bound"]
+    assert cells[3] == ["", "0.6", "none"]
+    assert [r.style for r in table.rows] == [None, "red", ""]
+
+
+def test_the_worst_step_leaves_rounding_out() -> None:
+    import numpy as np
+
+    assert worst_step(np.array([1.0, 0.5, 0.4, 1e-12, 1e-12])) == pytest.approx(0.8)
+    assert worst_step(np.array([1.0, 0.1, 0.02, 0.02]), floor=0.05) == pytest.approx(0.2)
+
+
+def test_numbers_near_one_are_told_from_one() -> None:
+    assert [number(v) for v in (0.98, 1 - 3e-13, 1.0, 1.215, 2.5e-7)] == ["0.98", "1 - 3e-13", "1", "1.215", "2.5e-07"]
+
+
+# ---------------------------------------------------------------- documentation
+
+
+def test_the_shipped_recipe_opens_with_its_command_and_states_the_defaults() -> None:
+    assert SHIPPED.read_text().startswith("# comingle theory recipes/comigs/theory.yaml")
+    assert load_theory_recipe(SHIPPED) == TheoryRecipe()
+
+
+def keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, field in model.model_fields.items():
+        default = field.get_default()
+        if isinstance(default, BaseModel):
+            yield prefix + name, "section"
+            yield from keys(type(default), f"{prefix}{name}.")
+        else:
+            listed = list(default) if isinstance(default, tuple) else default
+            shown = f"[{', '.join(map(str, listed))}]" if isinstance(listed, list) else str(listed)
+            yield prefix + name, f"`{shown}`"
+
+
+def test_every_key_of_a_theory_recipe_is_documented_with_its_default() -> None:
+    page = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
+    table = page[page.index("| theory key |") :].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[2:]]
+    documented = {re.findall(r"`([^`]+)`", row[0])[0]: row[2] for row in rows}
+    assert documented == dict(keys(TheoryRecipe))
