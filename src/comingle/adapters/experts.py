@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from comingle.adapters import kernels
+from comingle.adapters import kernels, native
 from comingle.adapters.lora import base_weight, low_rank, turn
 from comingle.routers.token import Router
 
@@ -64,7 +64,11 @@ class RoutedMLP(nn.Module):
         factors = [f.to(x.dtype) for name in [*names, "down"] for f in self.factors[name]]
         bases = [base_weight(self.first[name]) for name in names] + [base_weight(self.last)]
         weights = [t for pair in bases for t in pair]
-        return cast(Tensor, _Mixture.apply(self.act, self.scale, x, gates, len(names), *factors, *weights))
+        function: Any = _Mixture
+        if native.supports(x, self.act, factors[0].shape[-2]):
+            # Native code reads plain memory: uniform gates, say, are one row that repeats.
+            function, gates, factors = _NativeMixture, gates.contiguous(), [f.contiguous() for f in factors]
+        return cast(Tensor, function.apply(self.act, self.scale, x, gates, len(names), *factors, *weights))
 
     def _mix_linears(self, x: Tokens, gates: Float[Tensor, "users n experts"]) -> Tokens:
         pre = {name: self._mix_linear(linear, name, x, gates) for name, linear in self.first.items()}
@@ -137,6 +141,47 @@ class _Mixture(torch.autograd.Function):
         grads.append(torch.bmm(turn(d_z_last), h.flatten(0, 1)).view_as(a_last) if wants[2 * first] else None)
         grads.append(torch.bmm(turn(gated), dy).view_as(b_last) if wants[2 * first + 1] else None)
         return None, None, d_x, d_gates.to(gates.dtype), None, *grads, *[None] * (2 * first + 2)
+
+
+class _NativeMixture(torch.autograd.Function):
+    """The same with everything of the hidden width in native code, which keeps none of it but the base's products."""
+
+    @staticmethod
+    def forward(ctx: Any, act: Any, scale: float, x: Tokens, gates: Tensor, first: int, *rest: Any) -> Tokens:
+        (a_first, b_first, a_last, b_last), bases = _sort(rest, first)
+        z = torch.bmm(x, _side_by_side(a_first).mT).mul_(scale)
+        products = [F.linear(x, *base) for base in bases[:-1]]
+        mixed, last, gated = native.forward(act, scale, products, z, gates, b_first, a_last)
+        y = F.linear(mixed, *bases[-1]).baddbmm_(gated, b_last.flatten(1, 2))
+        ctx.act, ctx.scale, ctx.first = act, scale, first
+        ctx.save_for_backward(x, gates, z, last, gated, *products, *rest)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tokens) -> tuple[Any, ...]:  # type: ignore[override]
+        act, scale, first = ctx.act, ctx.scale, ctx.first
+        x, gates, z, last, gated, *saved = ctx.saved_tensors
+        products, rest = saved[:first], saved[first:]
+        (a_first, b_first, a_last, b_last), bases = _sort(rest, first)
+        wants = ctx.needs_input_grad[5:]
+        factors = any(wants)
+
+        d_mixed = dy @ bases[-1][0]
+        d_gated = torch.bmm(dy, b_last.flatten(1, 2).mT)
+        d_bases, d_z, d_gates, d_b, d_a_last = native.backward(
+            act, scale, products, z, gates, b_first, a_last, last, d_mixed, d_gated, factors
+        )
+        d_x = d_bases[0] @ bases[0][0]
+        for d_base, base in zip(d_bases[1:], bases[1:-1], strict=True):
+            d_x += d_base @ base[0]
+        d_x = d_x.baddbmm_(d_z, _side_by_side(a_first))
+        grads: list[Tensor | None] = [None] * (2 * first + 2)
+        if factors:
+            u, experts, rank, _ = a_last.shape
+            grads[0 : 2 * first : 2] = torch.bmm(turn(d_z), x).view(u, first, experts, rank, -1).unbind(1)
+            grads[1 : 2 * first : 2] = d_b
+            grads[2 * first :] = [d_a_last, torch.bmm(turn(gated), dy).view_as(b_last)]
+        return None, None, d_x, d_gates, None, *grads, *[None] * (2 * first + 2)
 
 
 def _side_by_side(factors: Sequence[Tensor]) -> Float[Tensor, "users columns width"]:

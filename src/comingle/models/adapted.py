@@ -13,10 +13,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from comingle.adapters import kernels
+from comingle.adapters import kernels, native
 from comingle.adapters.inject import Adapters, AdapterSettings, ExpertCounts, inject
 from comingle.adapters.layouts import decoder_layers
 from comingle.models.base import Base, PreTrainedModel
+from comingle.models.cache import cache_folder
 from comingle.models.language import Head, backbone, lm_head
 from comingle.models.loss import cross_entropy
 from comingle.trees import Layout, Tree
@@ -37,9 +38,9 @@ class AdaptedModel:
         """The columns of a user's trainable state."""
         return self.adapters.layout
 
-    def mask(self) -> Bool[Tensor, "users columns"]:
-        """True where a user really has a parameter, on the base's device."""
-        return self.adapters.mask().to(self.base.device)
+    def mask(self, ranks: Int[Tensor, " users"] | None = None) -> Bool[Tensor, "users columns"]:
+        """True where a user really has a parameter, on the base's device; ``ranks`` as in :meth:`Adapters.mask`."""
+        return self.adapters.mask(ranks).to(self.base.device)
 
     def losses(
         self, tensors: Tree, users: Sequence[int], windows: Int[Tensor, "users batch window"]
@@ -66,6 +67,10 @@ def adapt(base: Base, settings: AdapterSettings, counts: ExpertCounts, *, routed
     network = share_weights(base.model)
     adapters = inject(network, settings, counts, routed=routed)
     kernels.fusing(compiled)
+    if compiled and base.device.type == "cpu" and base.dtype in native.DTYPES:
+        native.enable(cache_folder() / "native")
+    elif not compiled:
+        native.disable()
     if compiled:
         torch.compiler.reset()  # what was compiled for an earlier model counts against the limit of variants
         for mlp in adapters.experts.values():

@@ -1,0 +1,207 @@
+// The thin products of a mixture, on one tile of TOKENS tokens and COLUMNS columns that lies in the first-level cache.
+//
+//     outer   out(tokens, columns) = init + left(tokens, rank) factor(rank, columns)
+//     inner   sums(tokens, rank)  += rows(tokens, columns) factor(rank, columns)^T
+//     cross   grads(rank, columns) += left(tokens, rank)^T pairs(tokens, columns)
+//
+// `Wide` does them in float32 on any processor. `Tiles` does them with AMX in bfloat16, sixteen rows at an instruction;
+// its right operands must hold two neighbours of the summed dimension side by side, hence "pairs".
+#pragma once
+
+#include <algorithm>
+
+#include "mixture_vector.h"
+
+constexpr int TOKENS = 32;   // of a tile: what one AMX instruction sums over
+constexpr int COLUMNS = 64;  // of a block
+constexpr int CHUNK = 256;   // columns of a task; its factors and their gradients stay in the second-level cache
+
+template <int R>
+struct Wide {
+    using Item = float;
+    static constexpr bool FINE = true;
+    static constexpr int SUMS = TOKENS * R * LANES;  // floats of `sums`: a vector for each sum, added up at the end
+    struct Session {};
+
+    static void put_row(Item* rows, int t, int c, V first, V second) {
+        store(rows + t * COLUMNS + c, first);
+        store(rows + (t + 1) * COLUMNS + c, second);
+    }
+    static void put_pair(Item* pairs, int t, int c, V first, V second) { put_row(pairs, t, c, first, second); }
+
+    // `factor(r, c)` gives an element; the packed form is (rank, CHUNK) both times.
+    template <class F>
+    static void pack_outer(F factor, Item* to) {
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < CHUNK; ++c) to[r * CHUNK + c] = factor(r, c);
+    }
+    template <class F>
+    static void pack_inner(F factor, Item* to) {
+        pack_outer(factor, to);
+    }
+
+    static void pack_left(const float* left, Item* to) { std::copy_n(left, TOKENS * R, to); }
+    static void pack_cross(const float* left, Item* to) { std::copy_n(left, TOKENS * R, to); }
+
+    static void outer(const Item* left, const Item* factor, const float* init, float* out) {
+        for (int c = 0; c < COLUMNS; c += LANES) {
+            V f[R];
+            for (int r = 0; r < R; ++r) f[r] = load(factor + r * CHUNK + c);
+            for (int t = 0; t < TOKENS; ++t) {
+                V v = init ? load(init + t * COLUMNS + c) : V{};
+                for (int r = 0; r < R; ++r) v += left[t * R + r] * f[r];
+                store(out + t * COLUMNS + c, v);
+            }
+        }
+    }
+
+    static void inner(const Item* rows, const Item* factor, float* sums) {
+        for (int t = 0; t < TOKENS; ++t) {
+            V v[R];
+            for (int r = 0; r < R; ++r) v[r] = load(sums + (t * R + r) * LANES);
+            for (int c = 0; c < COLUMNS; c += LANES) {
+                V row = load(rows + t * COLUMNS + c);
+                for (int r = 0; r < R; ++r) v[r] += row * load(factor + r * CHUNK + c);
+            }
+            for (int r = 0; r < R; ++r) store(sums + (t * R + r) * LANES, v[r]);
+        }
+    }
+    static float total(const float* sums, int t, int r) { return sum(load(sums + (t * R + r) * LANES)); }
+
+    static void cross(const Item* left, const Item* pairs, float* grads) {
+        for (int c = 0; c < COLUMNS; c += LANES) {
+            V v[R];
+            for (int r = 0; r < R; ++r) v[r] = load(grads + r * CHUNK + c);
+            for (int t = 0; t < TOKENS; ++t) {
+                V row = load(pairs + t * COLUMNS + c);
+                for (int r = 0; r < R; ++r) v[r] += left[t * R + r] * row;
+            }
+            for (int r = 0; r < R; ++r) store(grads + r * CHUNK + c, v[r]);
+        }
+    }
+
+    // Where the factor's columns from `c` on begin in its packed form.
+    static const Item* outer_from(const Item* factor, int c) { return factor + c; }
+    static const Item* inner_from(const Item* factor, int c) { return factor + c; }
+};
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__)
+#define MIXTURE_TILES 1
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// Linux hands out the tile registers on request only.
+inline bool may_use_tiles() {
+    constexpr int REQUEST = 0x1023, TILE_DATA = 18;
+    static const bool granted = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+    return granted;
+}
+
+template <int R>
+struct Tiles {
+    using Item = uint16_t;
+    static constexpr bool FINE = false;
+    static constexpr int SUMS = TOKENS * R;
+
+    // The shapes of the eight tile registers. Whoever used them before finds them as they were configured.
+    struct alignas(64) Shapes {
+        uint8_t palette = 0, start = 0, reserved[14] = {};
+        uint16_t bytes[16] = {};
+        uint8_t rows[16] = {};
+    };
+    struct Session {
+        Shapes before;
+        Session() {
+            _tile_storeconfig(&before);
+            Shapes own;
+            own.palette = 1;
+            const int shape[8][2] = {{16, 2 * R}, {R / 2, 64}, {16, 64}, {16, 64},
+                                     {16, 4 * R}, {16, 4 * R}, {R, 64}, {R, 64}};
+            for (int i = 0; i < 8; ++i) own.rows[i] = uint8_t(shape[i][0]), own.bytes[i] = uint16_t(shape[i][1]);
+            _tile_loadconfig(&own);
+        }
+        ~Session() {
+            if (before.palette)
+                _tile_loadconfig(&before);
+            else
+                _tile_release();
+        }
+    };
+
+    static __m512i both(V first, V second) {
+        return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    }
+    static void put_row(Item* rows, int t, int c, V first, V second) {
+        __m512i v = both(first, second);
+        _mm256_storeu_si256((__m256i*)(rows + t * COLUMNS + c), _mm512_castsi512_si256(v));
+        _mm256_storeu_si256((__m256i*)(rows + (t + 1) * COLUMNS + c), _mm512_extracti64x4_epi64(v, 1));
+    }
+    static void put_pair(Item* pairs, int t, int c, V first, V second) {
+        const __m512i turns = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
+                                               22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+        _mm512_storeu_si512(pairs + t * COLUMNS + 2 * c, _mm512_permutexvar_epi16(turns, both(first, second)));
+    }
+
+    // (rank / 2, CHUNK, 2)
+    template <class F>
+    static void pack_outer(F factor, Item* to) {
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < CHUNK; ++c) put(to + ((r / 2) * CHUNK + c) * 2 + r % 2, factor(r, c));
+    }
+    // (CHUNK / 2, rank, 2)
+    template <class F>
+    static void pack_inner(F factor, Item* to) {
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < CHUNK; ++c) put(to + ((c / 2) * R + r) * 2 + c % 2, factor(r, c));
+    }
+    // (tokens, rank) and (rank, tokens)
+    static void pack_left(const float* left, Item* to) {
+        for (int i = 0; i < TOKENS * R; i += LANES) store(to + i, load(left + i));
+    }
+    static void pack_cross(const float* left, Item* to) {
+        for (int t = 0; t < TOKENS; ++t)
+            for (int r = 0; r < R; ++r) put(to + r * TOKENS + t, left[t * R + r]);
+    }
+
+    static void outer(const Item* left, const Item* factor, const float* init, float* out) {
+        for (int t = 0; t < TOKENS; t += 16) {
+            _tile_loadd(0, left + t * R, 2 * R);
+            for (int c = 0; c < COLUMNS; c += 16) {
+                _tile_loadd(1, factor + 2 * c, 4 * CHUNK);
+                if (init)
+                    _tile_loadd(2, init + t * COLUMNS + c, 4 * COLUMNS);
+                else
+                    _tile_zero(2);
+                _tile_dpbf16ps(2, 0, 1);
+                _tile_stored(2, out + t * COLUMNS + c, 4 * COLUMNS);
+            }
+        }
+    }
+
+    static void inner(const Item* rows, const Item* factor, float* sums) {
+        for (int t = 0; t < TOKENS; t += 16) {
+            _tile_loadd(5, sums + t * R, 4 * R);
+            for (int c = 0; c < COLUMNS; c += 32) {
+                _tile_loadd(3, rows + t * COLUMNS + c, 2 * COLUMNS);
+                _tile_loadd(4, factor + c * R, 4 * R);
+                _tile_dpbf16ps(5, 3, 4);
+            }
+            _tile_stored(5, sums + t * R, 4 * R);
+        }
+    }
+    static float total(const float* sums, int t, int r) { return sums[t * R + r]; }
+
+    static void cross(const Item* left, const Item* pairs, float* grads) {
+        _tile_loadd(6, left, 2 * TOKENS);
+        for (int c = 0; c < COLUMNS; c += 16) {
+            _tile_loadd(7, grads + c, 4 * CHUNK);
+            _tile_loadd(3, pairs + 2 * c, 4 * COLUMNS);
+            _tile_dpbf16ps(7, 6, 3);
+            _tile_stored(7, grads + c, 4 * CHUNK);
+        }
+    }
+
+    static const Item* outer_from(const Item* factor, int c) { return factor + 2 * c; }
+    static const Item* inner_from(const Item* factor, int c) { return factor + c * R; }
+};
+#endif

@@ -1,0 +1,223 @@
+"""The compiled form of a mixture's hidden part, for bf16 and float32 on a CPU.
+
+``mixture.cpp`` fuses what :mod:`comingle.adapters.kernels` does in several passes over tensors of the size
+(users, experts, n, hidden), and the thin products around them; its head has the formulas. :func:`enable` compiles it
+with the C++ compiler that it finds, once for each machine, into a cache folder. Where there is no compiler, or it
+fails, or the tensors are of another kind, :func:`supports` says no and the PyTorch path does the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from comingle.adapters import kernels
+
+SOURCES = [Path(__file__).parent / name for name in ("mixture.cpp", "mixture_products.h", "mixture_vector.h")]
+# Nothing that changes values: the sources round on purpose, and a NaN has to arrive.
+FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
+COMPILE_SECONDS = 300.0
+
+RANKS = (4, 8, 16)
+ACTIVATIONS: dict[kernels.Activation, int] = {
+    kernels.gelu_tanh: 0,
+    kernels.gelu_erf: 1,
+    kernels.silu: 2,
+    kernels.relu: 3,
+}
+DTYPES = (torch.bfloat16, torch.float32)
+
+Hidden = Float[Tensor, "users n hidden"]
+First = Float[Tensor, "users n first_experts_rank"]
+Last = Float[Tensor, "users n experts_rank"]
+Factor = Float[Tensor, "users experts rank hidden"]
+
+_library: ctypes.CDLL | None = None
+
+
+class _Mixture(ctypes.Structure):
+    """``struct Mixture`` of mixture.cpp."""
+
+    _fields_ = (
+        *[(n, ctypes.c_int64) for n in ("users", "n", "hidden", "experts", "rank", "first", "act", "bf16", "threads")],
+        ("scale", ctypes.c_float),
+        ("base", ctypes.c_void_p * 2),
+        ("z", ctypes.c_void_p),
+        ("b", ctypes.c_void_p * 2),
+        *[(n, ctypes.c_void_p) for n in ("a", "gates", "mixed", "z_last", "gated", "d_mixed", "d_gated")],
+        ("d_base", ctypes.c_void_p * 2),
+        ("d_z", ctypes.c_void_p),
+        ("d_b", ctypes.c_void_p * 2),
+        *[(n, ctypes.c_void_p) for n in ("d_a", "d_gates")],
+    )
+
+
+def enable(cache: Path) -> bool:
+    """Compile (or find in ``cache``) the native code and use it from now on; returns whether that worked."""
+    global _library
+    _library = _library or _load(cache)
+    return _library is not None
+
+
+def disable() -> None:
+    """Use the PyTorch path from now on."""
+    global _library
+    _library = None
+
+
+def supports(x: Tensor, act: kernels.Activation, rank: int) -> bool:
+    """Whether the native code is enabled and made for such tensors."""
+    return (
+        _library is not None
+        and x.device.type == "cpu"
+        and x.dtype in DTYPES
+        and act in ACTIVATIONS
+        and rank in RANKS
+        and x.numel() > 0
+    )
+
+
+# ---------------------------------------------------------------- the two calls
+
+
+def forward(
+    act: kernels.Activation,
+    scale: float,
+    bases: Sequence[Hidden],
+    z: First,
+    gates: Float[Tensor, "users n experts"],
+    b: Sequence[Factor],
+    a: Factor,
+) -> tuple[Hidden, Last, Last]:
+    """``mixed = sum_j p_j h_j``, ``z_last_j = s A_j h_j`` and ``p_j z_last_j``, the latter two side by side.
+
+    ``bases`` are the base's pre-activations, ``z`` the scaled products with A of the first linears (linear by linear,
+    expert by expert), ``b`` their B, ``a`` the last linear's A. Tensors are contiguous, gates float32.
+    """
+    mixed, last = torch.empty_like(bases[0]), z.new_empty(*z.shape[:2], a.shape[1] * a.shape[2])
+    gated = torch.empty_like(last)
+    call = _describe(act, scale, bases, z, gates, b, a)
+    call.mixed, call.z_last, call.gated = (t.data_ptr() for t in (mixed, last, gated))
+    assert _library is not None
+    assert _library.mixture_forward(ctypes.byref(call))
+    return mixed, last, gated
+
+
+def backward(
+    act: kernels.Activation,
+    scale: float,
+    bases: Sequence[Hidden],
+    z: First,
+    gates: Float[Tensor, "users n experts"],
+    b: Sequence[Factor],
+    a: Factor,
+    last: Last,
+    d_mixed: Hidden,
+    d_gated: Last,
+    factors: bool,
+) -> tuple[list[Hidden], First, Float[Tensor, "users n experts"], list[Factor], Factor | None]:
+    """Gradients of the base's pre-activations, of the *unscaled* ``z``, of gates, of ``b`` and of ``a``.
+
+    ``d_gated`` is what reaches ``p_j z_last_j``; without ``factors`` the last two are left out.
+    """
+    d_bases, d_z = [torch.empty_like(t) for t in bases], torch.empty_like(z)
+    d_gates = torch.empty_like(gates)
+    d_b, d_a = ([torch.empty_like(t) for t in b], torch.empty_like(a)) if factors else ([], None)
+    call = _describe(act, scale, bases, z, gates, b, a)
+    call.z_last, call.d_mixed, call.d_gated = last.data_ptr(), d_mixed.data_ptr(), d_gated.data_ptr()
+    call.d_z, call.d_gates = d_z.data_ptr(), d_gates.data_ptr()
+    for i, gradient in enumerate(d_bases):
+        call.d_base[i] = gradient.data_ptr()
+    for i, gradient in enumerate(d_b):
+        call.d_b[i] = gradient.data_ptr()
+    call.d_a = None if d_a is None else d_a.data_ptr()
+    assert _library is not None
+    assert _library.mixture_backward(ctypes.byref(call))
+    return d_bases, d_z, d_gates, d_b, d_a
+
+
+def _describe(
+    act: kernels.Activation,
+    scale: float,
+    bases: Sequence[Tensor],
+    z: Tensor,
+    gates: Tensor,
+    b: Sequence[Tensor],
+    a: Tensor,
+) -> _Mixture:
+    assert all(t.is_contiguous() for t in (*bases, z, gates, *b, a))
+    assert gates.dtype == torch.float32
+    users, n, hidden = bases[0].shape
+    call = _Mixture(
+        users=users, n=n, hidden=hidden, experts=a.shape[1], rank=a.shape[2], first=len(bases), scale=scale,
+        act=ACTIVATIONS[act], bf16=z.dtype == torch.bfloat16, threads=torch.get_num_threads(),
+        z=z.data_ptr(), gates=gates.data_ptr(), a=a.data_ptr(),
+    )  # fmt: skip
+    for i, (base, factor) in enumerate(zip(bases, b, strict=True)):
+        call.base[i], call.b[i] = base.data_ptr(), factor.data_ptr()
+    return call
+
+
+# ---------------------------------------------------------------- compiling
+
+
+def _load(cache: Path) -> ctypes.CDLL | None:
+    """The library out of the cache, compiled first where it is missing or not what was written there."""
+    compiler = _compiler()
+    if compiler is None or not sys.platform.startswith("linux"):
+        return None
+    name = f"mixture-{_fingerprint(compiler)}"
+    try:
+        path = _find(cache, name) or _compile(compiler, cache, name)
+        library = ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    for function in (library.mixture_forward, library.mixture_backward):
+        function.argtypes, function.restype = [ctypes.POINTER(_Mixture)], ctypes.c_bool
+    return library
+
+
+def _compiler() -> str | None:
+    candidates = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
+    return next((found for name in candidates if name and (found := shutil.which(name))), None)
+
+
+def _fingerprint(compiler: str) -> str:
+    """Of everything that the library depends on; a cache folder may serve several machines."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    flags = sorted({line for line in lines if line.lower().startswith(("flags", "features", "model name"))})
+    parts = [compiler, *FLAGS, platform.machine(), torch.__version__, *flags, *(s.read_text() for s in SOURCES)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _find(cache: Path, name: str) -> Path | None:
+    """The cached library. Its name ends in a digest of its content: loading a damaged one could kill the process."""
+    return next((p for p in sorted(cache.glob(f"{name}-*.so")) if p.stem == f"{name}-{_digest(p)}"), None)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def _compile(compiler: str, cache: Path, name: str) -> Path:
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{name}.partial-", dir=cache) as folder:
+        made = Path(folder) / "mixture.so"
+        command = [compiler, *FLAGS, str(SOURCES[0]), "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS)
+        target = cache / f"{name}-{_digest(made)}.so"
+        made.replace(target)
+    return target

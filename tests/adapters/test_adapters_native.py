@@ -1,0 +1,296 @@
+"""The native mixture against the PyTorch path in float64; what happens where it cannot be compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from comingle.adapters import experts, kernels, native
+from comingle.adapters.inject import AdapterSettings, ExpertCounts
+from comingle.models.adapted import adapt
+from comingle.models.language import load_base
+
+ACTS: dict[str, Any] = {act.__name__: act for act in (kernels.gelu_tanh, kernels.gelu_erf, kernels.silu, kernels.relu)}
+
+
+@pytest.fixture(scope="session")
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with the library in it."""
+    cache = tmp_path_factory.mktemp("native")
+    native.disable()
+    if not native.enable(cache):
+        pytest.skip("no C++ compiler that makes the native code")
+    native.disable()
+    return cache
+
+
+@pytest.fixture
+def library(compiled_once: Path) -> Iterator[Path]:
+    """The native code switched on, and off again."""
+    native.disable()
+    assert native.enable(compiled_once)
+    yield compiled_once
+    native.disable()
+
+
+@pytest.fixture
+def switched_off() -> Iterator[None]:
+    native.disable()
+    yield
+    native.disable()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    act: Any
+    first: int
+    x: Tensor
+    gates: Tensor
+    factors: list[Tensor]
+    weights: list[Tensor]
+    dy: Tensor
+
+    def to(self, dtype: torch.dtype) -> Problem:
+        cast: Callable[[list[Tensor]], list[Tensor]] = lambda tensors: [t.to(dtype) for t in tensors]  # noqa: E731
+        return Problem(
+            act=self.act,
+            first=self.first,
+            x=self.x.to(dtype),
+            gates=self.gates.to(torch.promote_types(dtype, torch.float32)),
+            factors=cast(self.factors),
+            weights=cast(self.weights),
+            dy=self.dy.to(dtype),
+        )
+
+    def users(self, chosen: slice) -> Problem:
+        """The same for some of the users."""
+        return Problem(
+            act=self.act,
+            first=self.first,
+            x=self.x[chosen],
+            gates=self.gates[chosen],
+            factors=[f[chosen].contiguous() for f in self.factors],
+            weights=self.weights,
+            dy=self.dy[chosen],
+        )
+
+    def solve(self, function: Any, train: tuple[bool, bool, bool] = (True, True, True)) -> list[Tensor]:
+        """Output, and gradients of those of (x, gates, factors) that are trained."""
+        x, gates = self.x.clone().requires_grad_(train[0]), self.gates.clone().requires_grad_(train[1])
+        factors = [f.clone().requires_grad_(train[2]) for f in self.factors]
+        y = function.apply(self.act, 0.7, x, gates, self.first, *factors, *self.weights)
+        leaves = [t for t in (x, gates, *factors) if t.requires_grad]
+        return [y.detach(), *(torch.autograd.grad(y, leaves, self.dy) if leaves else [])]
+
+
+def problem(
+    act: str = "gelu_tanh",
+    *,
+    first: int = 1,
+    users: int = 2,
+    n: int = 37,
+    experts: int = 2,
+    rank: int = 8,
+    width: int = 24,
+    hidden: int = 300,
+) -> Problem:
+    draw = torch.Generator().manual_seed(users + n + experts + rank + hidden)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        # Values that bf16 has: then the formats differ by their arithmetic alone.
+        return (torch.randn(shape, generator=draw) * scale).bfloat16().double()
+
+    factors, weights = [], []
+    for _ in range(first):
+        factors += [normal(users, experts, rank, width, scale=width**-0.5), normal(users, experts, rank, hidden)]
+        weights += [normal(hidden, width, scale=width**-0.5), normal(hidden)]
+    factors += [normal(users, experts, rank, hidden, scale=hidden**-0.5), normal(users, experts, rank, width)]
+    weights += [normal(width, hidden, scale=hidden**-0.5), normal(width)]
+    return Problem(
+        act=ACTS[act],
+        first=first,
+        x=normal(users, n, width),
+        gates=normal(users, n, experts).softmax(-1),
+        factors=factors,
+        weights=weights,
+        dy=normal(users, n, width),
+    )
+
+
+def errors(found: list[Tensor], expected: list[Tensor]) -> list[float]:
+    """Relative distances in the Euclidean norm."""
+    pairs = zip(found, expected, strict=True)
+    return [float((f.double() - e).norm() / e.norm().clamp(min=1e-300)) for f, e in pairs]
+
+
+def check(given: Problem, dtype: torch.dtype, train: tuple[bool, bool, bool] = (True, True, True)) -> None:
+    """Float32 is right to rounding; bf16 is as right as the PyTorch path in bf16, give or take single roundings."""
+    assert native.supports(given.to(dtype).x, given.act, given.factors[0].shape[-2])
+    expected = given.solve(experts._Mixture, train)
+    found = errors(given.to(dtype).solve(experts._NativeMixture, train), expected)
+    if dtype == torch.float32:
+        assert max(found) < 1e-5
+        return
+    usual = errors(given.to(dtype).solve(experts._Mixture, train), expected)
+    assert all(mine < 1.3 * its + 2**-6 for mine, its in zip(found, usual, strict=True)), (found, usual)
+
+
+DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@DTYPE
+@pytest.mark.parametrize("first", [1, 2], ids=["plain", "gated"])
+@pytest.mark.parametrize("act", ACTS)
+def test_every_activation(act: str, first: int, dtype: torch.dtype, library: Path) -> None:
+    check(problem(act, first=first), dtype)
+
+
+@DTYPE
+@pytest.mark.parametrize("rank", native.RANKS)
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_every_rank_and_number_of_experts(count: int, rank: int, dtype: torch.dtype, library: Path) -> None:
+    check(problem("silu", first=2, experts=count, rank=rank, hidden=80), dtype)
+
+
+@DTYPE
+@pytest.mark.parametrize("users", [1, 3])
+@pytest.mark.parametrize(("n", "hidden"), [(1, 1), (1, 256), (31, 15), (32, 64), (33, 257), (65, 800)])
+def test_sizes_that_fill_no_tile(n: int, hidden: int, users: int, dtype: torch.dtype, library: Path) -> None:
+    check(problem(users=users, n=n, hidden=hidden), dtype)
+
+
+@DTYPE
+def test_experts_that_a_user_has_not(dtype: torch.dtype, library: Path) -> None:
+    given = problem(experts=3)
+    given.gates[1, :, 2] = 0
+    check(given, dtype)
+    absent = [g[1, 2] for g in given.to(dtype).solve(experts._NativeMixture)[3:]]
+    assert not any(g.any() for g in absent)
+
+
+@DTYPE
+@pytest.mark.parametrize("train", [(True, True, False), (False, True, False), (True, False, True)])
+def test_steps_that_train_a_part(train: tuple[bool, bool, bool], dtype: torch.dtype, library: Path) -> None:
+    check(problem(), dtype, train)
+
+
+@DTYPE
+def test_without_gradients_the_output_is_the_same(dtype: torch.dtype, library: Path) -> None:
+    given = problem().to(dtype)
+    assert torch.equal(given.solve(experts._NativeMixture, (False,) * 3)[0], given.solve(experts._NativeMixture)[0])
+
+
+@DTYPE
+def test_large_and_broken_values(dtype: torch.dtype, library: Path) -> None:
+    """Far from zero the activations are at their limits; a NaN arrives, or nobody would notice a divergence."""
+    for act in ACTS:
+        given = problem(act, n=2, hidden=4).to(dtype)
+        given.weights[1].copy_(torch.tensor([-1e4, 1e4, -90.0, 90.0]))
+        assert all(t.isfinite().all() for t in given.solve(experts._NativeMixture)), act
+        given.weights[1][0] = torch.nan
+        assert given.solve(experts._NativeMixture)[0].isnan().all(), act
+
+
+@DTYPE
+def test_a_user_is_alone_with_its_results(dtype: torch.dtype, library: Path) -> None:
+    """Bit for bit, whoever else is in the cohort and however many threads there are."""
+    given = problem(users=3, n=70, hidden=520).to(dtype)
+    gates, z = given.gates.contiguous(), given.dy[..., :16].contiguous()
+    bases = [torch.nn.functional.linear(given.x, given.weights[0])]
+
+    def results(part: slice, threads: int) -> list[Tensor]:
+        cut: Callable[[Tensor], Tensor] = lambda t: t[part].contiguous()  # noqa: E731
+        args = (given.act, 0.7, [cut(bases[0])], cut(z), cut(gates), [cut(given.factors[1])], cut(given.factors[2]))
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        mixed, last, gated = native.forward(*args)
+        d_bases, d_z, d_gates, d_b, d_a = native.backward(*args, last, mixed, gated, True)
+        torch.set_num_threads(before)
+        assert d_a is not None
+        return [mixed, last, gated, *d_bases, d_z, d_gates, *d_b, d_a]
+
+    together = results(slice(None), 2)
+    for user in range(3):
+        alone = results(slice(user, user + 1), 1)
+        assert all(torch.equal(mine[0], ours[user]) for mine, ours in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["float64", "rank 3", "activation", "off"])
+def test_the_rest_goes_the_other_way(kind: str, library: Path) -> None:
+    x, act, rank = torch.zeros(1, 1, 4), kernels.silu, 8
+    assert native.supports(x, act, rank)
+    if kind == "float64":
+        assert not native.supports(x.double(), act, rank)
+    elif kind == "rank 3":
+        assert not native.supports(x, act, 3)
+    elif kind == "activation":
+        assert not native.supports(x, lambda x: (x, x), rank)
+    else:
+        native.disable()
+        assert not native.supports(x, act, rank)
+
+
+def test_a_model_takes_it_and_computes_the_same(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = load_base("random:llama?layers=2&dim=32&heads=4", dtype="float32", device="cpu")
+    counts = ExpertCounts(generalists=1, specialists=(0, 2))
+    model = adapt(base, AdapterSettings(rank=4), counts, routed=True, compiled=False)
+    rows = torch.randn(model.mask().shape, generator=torch.Generator().manual_seed(0)) * 0.1 * model.mask()
+    windows = torch.randint(0, 256, (2, 2, 7))
+    found, calls = [], []
+    call = native.forward
+    monkeypatch.setattr(native, "forward", lambda *args: calls.append(1) or call(*args))
+    for on in (True, False):
+        native.enable(library) if on else native.disable()
+        tensors = {name: t.clone().requires_grad_() for name, t in model.layout.views(rows).items()}
+        losses, _ = model.losses(tensors, [0, 1], windows)
+        found.append((losses.detach(), *torch.autograd.grad(losses.sum(), list(tensors.values()))))
+    assert len(calls) == 2
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------- where it cannot be compiled
+
+
+@pytest.mark.parametrize("compiler", [None, "false"])
+def test_without_a_compiler_it_stays_off(
+    compiler: str | None, tmp_path: Path, switched_off: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_compiler", lambda: compiler)
+    assert not native.enable(tmp_path / "cache")
+    assert not native.supports(torch.zeros(1, 1, 4), kernels.silu, 8)
+
+
+def test_a_cache_that_cannot_be_written_to(compiled_once: Path, tmp_path: Path, switched_off: None) -> None:
+    (tmp_path / "cache").write_text("a file")
+    assert not native.enable(tmp_path / "cache")
+
+
+def test_a_damaged_library_is_made_again(
+    compiled_once: Path, tmp_path: Path, switched_off: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not even opened: a shortened one would kill the process."""
+    (sound,) = compiled_once.glob("*.so")
+    damaged = tmp_path / sound.name
+    damaged.write_bytes(sound.read_bytes()[:5000])
+    made = []
+
+    def compile_again(compiler: str, cache: Path, name: str) -> Path:
+        made.append(name)
+        damaged.write_bytes(sound.read_bytes())
+        return damaged
+
+    monkeypatch.setattr(native, "_compile", compile_again)
+    assert native.enable(tmp_path)
+    native.disable()
+    assert native.enable(tmp_path)  # now out of the cache
+    assert len(made) == 1
+
+
+def test_compiling_leaves_one_file(compiled_once: Path) -> None:
+    assert [path.suffix for path in compiled_once.iterdir()] == [".so"]
