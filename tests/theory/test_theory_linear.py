@@ -132,7 +132,7 @@ def test_the_experts_and_the_router_steps_are_the_minima_that_scipy_finds(loss, 
 @BOTH
 def test_no_step_raises_the_objective_and_the_end_is_the_minimum(loss, make_problem, make_point) -> None:
     for seed in range(2):
-        problem = make_problem(seed, loss, decay=4.0, samples=6)
+        problem = make_problem(seed, loss, decay=4.0, samples=6, features=2)
         start = make_point(seed, problem)
         descent = alternate(problem, start.experts, start.router, 60)
         assert (np.diff(descent.values) <= 1e-14).all()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
 import re
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,46 @@ import yaml
 from PIL import Image
 from pydantic import BaseModel
 
+from comingle.cli import main
 from comingle.cli.theory import number, render
+from comingle.errors import RecipeError
 from comingle.recipes import shipped_recipes
 from comingle.recipes.theory import TheoryRecipe, load_theory_recipe
-from comingle.theory.checks import Claim, Curve, summarise, worst_step
+from comingle.theory.checks import (
+    Claim,
+    Curve,
+    LinearSettings,
+    QuadraticSettings,
+    check_all,
+    summarise,
+    worst_step,
+)
 from comingle.theory.folders import FILES
 
 REPOSITORY = Path(__file__).parents[2]
 SHIPPED = shipped_recipes() / "comigs" / "theory.yaml"
 SMALL = {
-    "seed": 3,
+    "seed": 4,
     "quadratic": {"instances": 3, "steps": 10, "mismatches": [0, 1]},
     "linear": {"instances": 2, "samples": 8, "features": 2, "specialists": 1, "decays": [0.01, 1], "steps": 6},
 }
 
 
-def comingle(*words: object) -> subprocess.CompletedProcess[str]:
-    """The verb in a process of its own, warnings as errors."""
-    command = [sys.executable, "-W", "error", "-c", "from comingle.cli import main; main()", *map(str, words)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+Comingle = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def comingle(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Comingle:
+    """Exit code, stdout and stderr of ``comingle ARGUMENTS``, within this process."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["comingle", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return int(stop.value.code or 0), *capsys.readouterr()
+
+    return run
 
 
 def save(path: Path, content: Any) -> Path:
@@ -46,17 +65,17 @@ def save(path: Path, content: Any) -> Path:
 # ---------------------------------------------------------------- from end to end
 
 
-def test_the_verb_prints_a_table_and_writes_numbers_and_figures(tmp_path: Path) -> None:
+def test_the_verb_prints_a_table_and_writes_numbers_and_figures(comingle: Comingle, tmp_path: Path) -> None:
     recipe, folder = save(tmp_path / "small.yaml", SMALL), tmp_path / "out"
-    done = comingle("theory", recipe, "--out", folder)
-    assert (done.returncode, done.stderr) == (0, "")
+    code, printed, errors = comingle("theory", recipe, "--out", folder, "--seed", 3)
+    assert (code, errors) == (0, "")
     assert {path.name for path in folder.iterdir()} == set(FILES)
     found = json.loads((folder / "theory.json").read_text())
     assert found["seed"] == 3
     assert len(found["curves"]) == 2 * 3 + 2 * 2 * 2
     for row in found["rows"]:
-        assert row["statement"] in done.stdout
-        assert row["scheme"] in done.stdout
+        assert row["statement"] in printed
+        assert row["scheme"] in printed
         if "as printed" not in row["statement"]:
             assert row["held"] == row["covered"] <= row["instances"], row
     for curve in found["curves"]:
@@ -72,20 +91,33 @@ def test_the_verb_prints_a_table_and_writes_numbers_and_figures(tmp_path: Path) 
     svg = (folder / "residuals.svg").read_text()
     for text in ("measured", "Theorem F.2, by blocks", "f_valid = f_train", "squared, α = 1 × eq. 27"):
         assert text in svg
-    assert load_theory_recipe(folder / "recipe.yaml") == load_theory_recipe(recipe)
+    assert load_theory_recipe(folder / "recipe.yaml").model_dump() == load_theory_recipe(recipe).model_dump() | {
+        "seed": 3
+    }
 
-    # The same again, to the last byte; another seed, other numbers; and a folder that is there is not overwritten.
-    again = comingle("theory", folder / "recipe.yaml", "--out", tmp_path / "again")
-    assert again.returncode == 0
-    for name in FILES:
-        assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes(), name
-    refused = comingle("theory", recipe, "--out", folder, "--seed", 4)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == f"comingle: {folder}: exists; --force replaces it, --out names another\n"
-    assert comingle("theory", recipe, "--out", folder, "--seed", 4, "--force").returncode == 0
-    other = json.loads((folder / "theory.json").read_text())
-    assert other["seed"] == 4
-    assert other["rows"] != found["rows"]
+    # Not overwritten without being asked to; then the same again from the folder's own recipe, to the last byte.
+    before = {name: (folder / name).read_bytes() for name in FILES}
+    refused = comingle("theory", recipe, "--out", folder)
+    assert refused == (2, "", f"comingle: {folder}: exists; --force replaces it, --out names another\n")
+    assert {name: (folder / name).read_bytes() for name in FILES} == before
+    assert comingle("theory", folder / "recipe.yaml", "--out", folder, "--force")[0] == 0
+    assert {name: (folder / name).read_bytes() for name in FILES} == before
+
+
+def test_an_instance_depends_on_its_seed_and_number_alone() -> None:
+    linear = LinearSettings(**TheoryRecipe.model_validate({"linear": SMALL["linear"]}).linear.model_dump())
+
+    def residuals(seed: int, instances: int) -> list[tuple[float, ...]]:
+        some = QuadraticSettings(
+            instances=instances, experts_size=3, router_size=2, condition=9.0, mismatches=(0.0,), steps=4
+        )
+        few = dataclasses.replace(linear, instances=instances, losses=("squared",), decays=(1.0,))
+        return [curve.residuals for curve in check_all(seed, some, few)]
+
+    two = residuals(3, 2)
+    assert len(set(two)) == 4
+    assert residuals(3, 1) == [two[0], two[2]]
+    assert not set(residuals(4, 2)) & set(two)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +134,6 @@ def test_the_verb_prints_a_table_and_writes_numbers_and_figures(tmp_path: Path) 
     ],
 )
 def test_a_wrong_recipe_is_one_line_and_exit_code_2(tmp_path: Path, content: Any, said: str) -> None:
-    from comingle.errors import RecipeError
-
     path = save(tmp_path / "wrong.yaml", content)
     with pytest.raises(RecipeError) as error:
         load_theory_recipe(path)
@@ -111,7 +141,7 @@ def test_a_wrong_recipe_is_one_line_and_exit_code_2(tmp_path: Path, content: Any
     assert "\n" not in str(error.value)
 
 
-def test_mistakes_end_the_verb_with_exit_code_2_and_write_nothing(tmp_path: Path) -> None:
+def test_mistakes_end_the_verb_with_exit_code_2_and_write_nothing(comingle: Comingle, tmp_path: Path) -> None:
     wrong = save(tmp_path / "wrong.yaml", {"linear": {"decay": [1]}})
     mine = tmp_path / "mine"
     mine.mkdir()
@@ -124,10 +154,10 @@ def test_mistakes_end_the_verb_with_exit_code_2_and_write_nothing(tmp_path: Path
         (["--out", mine, "--force"], f"{mine}: holds 'letter.txt', which is none of recipe.yaml,"),
         (["--out", wrong], f"{wrong}: is a file; --out names a folder"),
     ):
-        done = comingle("theory", *words)
-        assert (done.returncode, done.stdout) == (2, ""), words
-        assert done.stderr.startswith(f"comingle: {said}"), done.stderr
-        assert done.stderr.count("\n") == 1
+        code, printed, errors = comingle("theory", *words)
+        assert (code, printed) == (2, ""), words
+        assert errors.startswith(f"comingle: {said}"), errors
+        assert errors.count("\n") == 1
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["letter.txt", "mine", "wrong.yaml"]
 
 

@@ -75,10 +75,14 @@ def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Sh
     """
     each, logits = problem.inputs @ experts, problem.inputs @ router
     low, high, size = each.min(1), each.max(1), np.abs(each).max(1)
+
+    def shares_at(outputs: Float[np.ndarray, " samples"]) -> Shares:
+        slopes = problem.loss.slope(outputs, problem.targets)
+        return _softmax(logits - slopes[:, None] * each / problem.coupling)
+
     outputs = (low + high) / 2
     for iteration in range(_ITERATIONS):
-        slopes = problem.loss.slope(outputs, problem.targets)
-        shares = _softmax(logits - slopes[:, None] * each / problem.coupling)
+        shares = shares_at(outputs)
         mean = (shares * each).sum(1)
         excess = outputs - mean
         open_ = np.abs(excess) > _ROOT_TOLERANCE * size
@@ -91,7 +95,7 @@ def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Sh
         # Newton's step where it stays inside the bracket; a halving now and then keeps the bracket shrinking.
         inside = (newton > low) & (newton < high) & (iteration % 3 < 2)
         outputs = np.where(open_, np.where(inside, newton, (low + high) / 2), outputs)
-    return shares
+    return shares_at(outputs)
 
 
 def best_router(problem: LinearProblem, shares: Shares, start: Weights) -> Weights:
