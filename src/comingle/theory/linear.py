@@ -75,14 +75,9 @@ def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Sh
     """
     each, logits = problem.inputs @ experts, problem.inputs @ router
     low, high, size = each.min(1), each.max(1), np.abs(each).max(1)
-
-    def shares_at(outputs: Float[np.ndarray, " samples"]) -> Shares:
-        slopes = problem.loss.slope(outputs, problem.targets)
-        return _softmax(logits - slopes[:, None] * each / problem.coupling)
-
     outputs = (low + high) / 2
     for iteration in range(_ITERATIONS):
-        shares = shares_at(outputs)
+        shares = _shares_at(problem, each, logits, outputs)
         mean = (shares * each).sum(1)
         excess = outputs - mean
         open_ = np.abs(excess) > _ROOT_TOLERANCE * size
@@ -95,7 +90,12 @@ def best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Sh
         # Newton's step where it stays inside the bracket; a halving now and then keeps the bracket shrinking.
         inside = (newton > low) & (newton < high) & (iteration % 3 < 2)
         outputs = np.where(open_, np.where(inside, newton, (low + high) / 2), outputs)
-    return shares_at(outputs)
+    return _shares_at(problem, each, logits, outputs)
+
+
+def _shares_at(problem: LinearProblem, each: Shares, logits: Shares, outputs: Vector) -> Shares:
+    slopes = problem.loss.slope(outputs, problem.targets)
+    return _softmax(logits - slopes[:, None] * each / problem.coupling)
 
 
 def best_router(problem: LinearProblem, shares: Shares, start: Weights) -> Weights:
@@ -104,17 +104,12 @@ def best_router(problem: LinearProblem, shares: Shares, start: Weights) -> Weigh
     Raises:
         DivergenceError: scipy found no stationary point.
     """
-    num = len(problem.inputs)
-
-    def gradient(flat: Vector) -> Vector:
-        router = flat.reshape(start.shape)
-        pull = problem.inputs.T @ (gates(problem, router) - shares)
-        return (problem.coupling / num * pull + problem.decay * router).ravel()
-
-    def hessian(flat: Vector) -> Float[np.ndarray, "size size"]:
-        return router_curvature(problem, flat.reshape(start.shape))
-
-    return _stationary(gradient, hessian, start, "the router's step")
+    return _stationary(
+        lambda flat: _router_gradient(problem, shares, flat.reshape(start.shape)).ravel(),
+        lambda flat: router_curvature(problem, flat.reshape(start.shape)),
+        start,
+        "the router's step",
+    )
 
 
 def best_experts(problem: LinearProblem, shares: Shares, start: Weights) -> Weights:
@@ -130,16 +125,18 @@ def best_experts(problem: LinearProblem, shares: Shares, start: Weights) -> Weig
     if not isinstance(problem.loss, Logistic):
         normal = features.T @ features / num + eye
         return linalg.solve(normal, features.T @ problem.targets / num, assume_a="pos").reshape(start.shape)
+    loss, targets = problem.loss, problem.targets
+    return _stationary(
+        lambda flat: features.T @ loss.slope(features @ flat, targets) / num + problem.decay * flat,
+        lambda flat: (features.T * loss.curvature(features @ flat, targets)) @ features / num + eye,
+        start,
+        "the experts' step",
+    )
 
-    def gradient(flat: Vector) -> Vector:
-        slopes = problem.loss.slope(features @ flat, problem.targets)
-        return features.T @ slopes / num + problem.decay * flat
 
-    def hessian(flat: Vector) -> Float[np.ndarray, "size size"]:
-        curvature = problem.loss.curvature(features @ flat, problem.targets)
-        return (features.T * curvature) @ features / num + eye
-
-    return _stationary(gradient, hessian, start, "the experts' step")
+def _router_gradient(problem: LinearProblem, shares: Shares, router: Weights) -> Weights:
+    pull = problem.inputs.T @ (gates(problem, router) - shares)
+    return problem.coupling / len(shares) * pull + problem.decay * router
 
 
 def router_curvature(problem: LinearProblem, router: Weights) -> Float[np.ndarray, "size size"]:
@@ -170,12 +167,12 @@ def alternate(problem: LinearProblem, experts: Weights, router: Weights, steps: 
     Raises:
         DivergenceError: a convex step failed.
     """
-    points = [Point(experts=experts, router=router, shares=best_shares(problem, experts, router))]
+    points = [_at_best_shares(problem, experts, router)]
     for _ in range(steps):
         shares = points[-1].shares
         router = best_router(problem, shares, points[-1].router)
         experts = best_experts(problem, shares, points[-1].experts)
-        points.append(Point(experts=experts, router=router, shares=best_shares(problem, experts, router)))
+        points.append(_at_best_shares(problem, experts, router))
         if np.allclose(points[-1].shares, shares, rtol=0, atol=_REST):
             break
     return Descent(points=points, values=[decoupled_objective(problem, point) for point in points])
@@ -195,31 +192,34 @@ def minimum(problem: LinearProblem, near: Point) -> Point:
         moved, near = float(np.abs(further.shares - near.shares).max()), further
         if moved < _STILL:
             break
-    shape, half = near.experts.shape, near.experts.size
-
-    def point(flat: Vector) -> Point:
-        experts, router = flat[:half].reshape(shape), flat[half:].reshape(shape)
-        return Point(experts=experts, router=router, shares=best_shares(problem, experts, router))
-
-    start = np.concatenate([near.experts.ravel(), near.router.ravel()])
-    found = point(_stationary(lambda flat: weights_gradient(problem, point(flat)), None, start, "the minimum"))
+    start = np.stack([near.experts, near.router])
+    flat = _stationary(
+        lambda flat: weights_gradient(problem, _at_best_shares(problem, *flat.reshape(start.shape))),
+        None,
+        start,
+        "the minimum",
+    )
+    found = _at_best_shares(problem, *flat)
     above = decoupled_objective(problem, found) - decoupled_objective(problem, near)
     if above > _STILL**2:
         raise DivergenceError(f"the minimum: the point found is {above:.1e} above a point of the descent; 0 is allowed")
     return found
 
 
+def _at_best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Point:
+    return Point(experts=experts, router=router, shares=best_shares(problem, experts, router))
+
+
 def weights_gradient(problem: LinearProblem, point: Point) -> Vector:
     """The gradient of eq. 25 in (Theta, Phi), row-major."""
     slopes = problem.loss.slope((point.shares * (problem.inputs @ point.experts)).sum(1), problem.targets)
-    of_experts = problem.inputs.T @ (slopes[:, None] * point.shares)
-    of_router = problem.coupling * problem.inputs.T @ (gates(problem, point.router) - point.shares)
-    weights = np.concatenate([point.experts.ravel(), point.router.ravel()])
-    return np.concatenate([of_experts.ravel(), of_router.ravel()]) / len(point.shares) + problem.decay * weights
+    pull = problem.inputs.T @ (slopes[:, None] * point.shares) / len(point.shares)
+    of_experts = pull + problem.decay * point.experts
+    return np.concatenate([of_experts.ravel(), _router_gradient(problem, point.shares, point.router).ravel()])
 
 
 _FURTHER, _STILL, _REST = 50, 1e-6, 1e-14
-_ITERATIONS, _ROOT_TOLERANCE = 120, 1e-15
+_ITERATIONS, _ROOT_TOLERANCE = 120, 4e-15
 _GRADIENT_TOLERANCE = 1e-9
 
 
