@@ -84,9 +84,20 @@ class Problem:
         """Output, and gradients of those of (x, gates, factors) that are trained."""
         x, gates = self.x.clone().requires_grad_(train[0]), self.gates.clone().requires_grad_(train[1])
         factors = [f.clone().requires_grad_(train[2]) for f in self.factors]
-        y = function.apply(self.act, 0.7, x, gates, self.first, *factors, *self.weights)
+        y = function(self.act, 0.7, x, gates, self.first, *factors, *self.weights)
         leaves = [t for t in (x, gates, *factors) if t.requires_grad]
         return [y.detach(), *(torch.autograd.grad(y, leaves, self.dy) if leaves else [])]
+
+
+def native_mixture(act: Any, scale: float, x: Tensor, gates: Tensor, first: int, *rest: Tensor) -> Tensor:
+    """The native path, called as ``_Mixture.apply`` is."""
+    factors, weights = rest[: 2 * first + 2], rest[2 * first + 2 :]
+    alias, z = experts._Enter.apply(x, torch.cat([a.flatten(1, 2) for a in factors[0 : 2 * first : 2]], 1))
+    given = (*factors[1 : 2 * first : 2], *factors[-2:], *weights)
+    return experts._NativeMixture.apply(act, scale, alias if x.requires_grad else x, z, gates, first, *given)
+
+
+reference = experts._Mixture.apply
 
 
 def problem(
@@ -132,12 +143,12 @@ def errors(found: list[Tensor], expected: list[Tensor]) -> list[float]:
 def check(given: Problem, dtype: torch.dtype, train: tuple[bool, bool, bool] = (True, True, True)) -> None:
     """Float32 is right to rounding; bf16 is as right as the PyTorch path in bf16, give or take single roundings."""
     assert native.supports(given.to(dtype).x, given.act, given.factors[0].shape[-2])
-    expected = given.solve(experts._Mixture, train)
-    found = errors(given.to(dtype).solve(experts._NativeMixture, train), expected)
+    expected = given.solve(reference, train)
+    found = errors(given.to(dtype).solve(native_mixture, train), expected)
     if dtype == torch.float32:
         assert max(found) < 1e-5
         return
-    usual = errors(given.to(dtype).solve(experts._Mixture, train), expected)
+    usual = errors(given.to(dtype).solve(reference, train), expected)
     assert all(mine < 1.3 * its + 2**-6 for mine, its in zip(found, usual, strict=True)), (found, usual)
 
 
@@ -170,7 +181,7 @@ def test_experts_that_a_user_has_not(dtype: torch.dtype, library: Path) -> None:
     given = problem(experts=3)
     given.gates[1, :, 2] = 0
     check(given, dtype)
-    absent = [g[1, 2] for g in given.to(dtype).solve(experts._NativeMixture)[3:]]
+    absent = [g[1, 2] for g in given.to(dtype).solve(native_mixture)[3:]]
     assert not any(g.any() for g in absent)
 
 
@@ -183,7 +194,7 @@ def test_steps_that_train_a_part(train: tuple[bool, bool, bool], dtype: torch.dt
 @DTYPE
 def test_without_gradients_the_output_is_the_same(dtype: torch.dtype, library: Path) -> None:
     given = problem().to(dtype)
-    assert torch.equal(given.solve(experts._NativeMixture, (False,) * 3)[0], given.solve(experts._NativeMixture)[0])
+    assert torch.equal(given.solve(native_mixture, (False,) * 3)[0], given.solve(native_mixture)[0])
 
 
 @DTYPE
@@ -192,9 +203,9 @@ def test_large_and_broken_values(dtype: torch.dtype, library: Path) -> None:
     for act in ACTS:
         given = problem(act, n=2, hidden=4).to(dtype)
         given.weights[1].copy_(torch.tensor([-1e4, 1e4, -90.0, 90.0]))
-        assert all(t.isfinite().all() for t in given.solve(experts._NativeMixture)), act
+        assert all(t.isfinite().all() for t in given.solve(native_mixture)), act
         given.weights[1][0] = torch.nan
-        assert given.solve(experts._NativeMixture)[0].isnan().all(), act
+        assert given.solve(native_mixture)[0].isnan().all(), act
 
 
 @DTYPE
@@ -206,7 +217,8 @@ def test_a_user_is_alone_with_its_results(dtype: torch.dtype, library: Path) -> 
 
     def results(part: slice, threads: int) -> list[Tensor]:
         cut: Callable[[Tensor], Tensor] = lambda t: t[part].contiguous()  # noqa: E731
-        args = (given.act, 0.7, [cut(bases[0])], cut(z), cut(gates), [cut(given.factors[1])], cut(given.factors[2]))
+        factors = [cut(given.factors[1])], cut(given.factors[2])
+        args = (given.act, 0.7, [cut(bases[0])], [given.weights[1]], cut(z), cut(gates), *factors)
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         mixed, last, gated = native.forward(*args)

@@ -55,6 +55,8 @@ class RoutedMLP(nn.Module):
         """Mixture of the users' experts; rows of ``x`` are user-major."""
         users = self.factors["down"][0].shape[0]
         tokens = x.reshape(users, -1, x.shape[-1])
+        if self.mix == "output" and native.supports(tokens, self.act, self.factors["down"][0].shape[-2]):
+            return self._mix_natively(tokens).view(x.shape)
         gates = self.router(tokens)
         mixed = self._mix_linears(tokens, gates) if self.mix == "linear" else self._mix_outputs(tokens, gates)
         return mixed.view(x.shape)
@@ -64,11 +66,21 @@ class RoutedMLP(nn.Module):
         factors = [f.to(x.dtype) for name in [*names, "down"] for f in self.factors[name]]
         bases = [base_weight(self.first[name]) for name in names] + [base_weight(self.last)]
         weights = [t for pair in bases for t in pair]
-        function: Any = _Mixture
-        if native.supports(x, self.act, factors[0].shape[-2]):
-            # Native code reads plain memory: uniform gates, say, are one row that repeats.
-            function, gates, factors = _NativeMixture, gates.contiguous(), [f.contiguous() for f in factors]
-        return cast(Tensor, function.apply(self.act, self.scale, x, gates, len(names), *factors, *weights))
+        return cast(Tensor, _Mixture.apply(self.act, self.scale, x, gates, len(names), *factors, *weights))
+
+    def _mix_natively(self, x: Tokens) -> Tokens:
+        """:meth:`_mix_outputs` with :class:`_NativeMixture`; the router's logits are part of the first thin product."""
+        names = [*self.first, "down"]
+        a, b = zip(*((f.to(x.dtype).contiguous() for f in self.factors[name]) for name in names), strict=True)
+        router = [] if self.router.weight is None else [self.router.weight.to(x.dtype)]
+        alias, thin = _Enter.apply(x, torch.cat([*(factor.flatten(1, 2) for factor in a[:-1]), *router], 1))
+        z, logits = thin.tensor_split([sum(factor.shape[1] * factor.shape[2] for factor in a[:-1])], -1)
+        # Native code reads plain memory: uniform gates are one row that repeats.
+        gates = (self.router.choose(logits.float()) if router else self.router(x)).contiguous()
+        weights = [t for linear in (*self.first.values(), self.last) for t in base_weight(linear)]
+        x = alias if x.requires_grad else x
+        rest = (*b[:-1], a[-1], b[-1], *weights)
+        return cast(Tensor, _NativeMixture.apply(self.act, self.scale, x, z, gates, len(names) - 1, *rest))
 
     def _mix_linears(self, x: Tokens, gates: Float[Tensor, "users n experts"]) -> Tokens:
         pre = {name: self._mix_linear(linear, name, x, gates) for name, linear in self.first.items()}
@@ -143,45 +155,69 @@ class _Mixture(torch.autograd.Function):
         return None, None, d_x, d_gates.to(gates.dtype), None, *grads, *[None] * (2 * first + 2)
 
 
-class _NativeMixture(torch.autograd.Function):
-    """The same with everything of the hidden width in native code, which keeps none of it but the base's products."""
+class _Enter(torch.autograd.Function):
+    """The mixture's input, and its products with all thin matrices that read it: the first linears' A, the router.
+
+    One thin product instead of several, and in the backward pass their gradient is added to the rest of the input's
+    as it is computed.
+    """
 
     @staticmethod
-    def forward(ctx: Any, act: Any, scale: float, x: Tokens, gates: Tensor, first: int, *rest: Any) -> Tokens:
-        (a_first, b_first, a_last, b_last), bases = _sort(rest, first)
-        z = torch.bmm(x, _side_by_side(a_first).mT).mul_(scale)
-        products = [F.linear(x, *base) for base in bases[:-1]]
-        mixed, last, gated = native.forward(act, scale, products, z, gates, b_first, a_last)
-        y = F.linear(mixed, *bases[-1]).baddbmm_(gated, b_last.flatten(1, 2))
+    def forward(ctx: Any, x: Tokens, wide: Float[Tensor, "users columns width"]) -> tuple[Tokens, Tensor]:
+        ctx.save_for_backward(x, wide)
+        return x.view_as(x), torch.bmm(x, wide.mT)
+
+    @staticmethod
+    def backward(ctx: Any, d_x: Tokens, d_thin: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, wide = ctx.saved_tensors
+        want_x, want_wide = ctx.needs_input_grad
+        # In place: d_x was made by _NativeMixture, and nobody else has it.
+        return d_x.baddbmm_(d_thin, wide) if want_x else None, torch.bmm(turn(d_thin), x) if want_wide else None
+
+
+class _NativeMixture(torch.autograd.Function):
+    """The rest, with everything of the hidden width in native code, which keeps none of it but the base's products.
+
+    Arguments after ``first``: B of each first linear, A and B of the last, then (W, b) of the same linears.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, act: Any, scale: float, x: Tokens, z: Tensor, gates: Tensor, first: int, *rest: Any
+    ) -> Tokens:
+        b_first, (a_last, b_last), weights, biases = _sort_native(rest, first)
+        products = [F.linear(x, weight) for weight in weights[:-1]]
+        mixed, last, gated = native.forward(act, scale, products, biases[:-1], z, gates, b_first, a_last)
+        y = F.linear(mixed, weights[-1], biases[-1]).baddbmm_(gated, b_last.flatten(1, 2))
         ctx.act, ctx.scale, ctx.first = act, scale, first
-        ctx.save_for_backward(x, gates, z, last, gated, *products, *rest)
+        ctx.save_for_backward(z, gates, last, gated, *products, *rest)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tokens) -> tuple[Any, ...]:  # type: ignore[override]
-        act, scale, first = ctx.act, ctx.scale, ctx.first
-        x, gates, z, last, gated, *saved = ctx.saved_tensors
+        first = ctx.first
+        z, gates, last, gated, *saved = ctx.saved_tensors
         products, rest = saved[:first], saved[first:]
-        (a_first, b_first, a_last, b_last), bases = _sort(rest, first)
-        wants = ctx.needs_input_grad[5:]
-        factors = any(wants)
-
-        d_mixed = dy @ bases[-1][0]
+        b_first, (a_last, b_last), weights, biases = _sort_native(rest, first)
+        factors = any(ctx.needs_input_grad[6:])
+        d_mixed = dy @ weights[-1]
         d_gated = torch.bmm(dy, b_last.flatten(1, 2).mT)
-        d_bases, d_z, d_gates, d_b, d_a_last = native.backward(
-            act, scale, products, z, gates, b_first, a_last, last, d_mixed, d_gated, factors
-        )
-        d_x = d_bases[0] @ bases[0][0]
-        for d_base, base in zip(d_bases[1:], bases[1:-1], strict=True):
-            d_x += d_base @ base[0]
-        d_x = d_x.baddbmm_(d_z, _side_by_side(a_first))
-        grads: list[Tensor | None] = [None] * (2 * first + 2)
-        if factors:
-            u, experts, rank, _ = a_last.shape
-            grads[0 : 2 * first : 2] = torch.bmm(turn(d_z), x).view(u, first, experts, rank, -1).unbind(1)
-            grads[1 : 2 * first : 2] = d_b
-            grads[2 * first :] = [d_a_last, torch.bmm(turn(gated), dy).view_as(b_last)]
-        return None, None, d_x, d_gates, None, *grads, *[None] * (2 * first + 2)
+        given = (ctx.act, ctx.scale, products, biases[:-1], z, gates, b_first, a_last, last)
+        d_bases, d_z, d_gates, d_b, d_a_last = native.backward(*given, d_mixed, d_gated, factors)
+        d_x = None
+        if ctx.needs_input_grad[2]:
+            d_x = d_bases[0] @ weights[0]
+            for d_base, weight in zip(d_bases[1:], weights[1:-1], strict=True):
+                d_x += d_base @ weight
+        grads = [*d_b, d_a_last, torch.bmm(turn(gated), dy).view_as(b_last)] if factors else [None] * (first + 2)
+        return None, None, d_x, d_z, d_gates, None, *grads, *[None] * (2 * first + 2)
+
+
+def _sort_native(
+    rest: Sequence[Any], first: int
+) -> tuple[Sequence[Tensor], tuple[Tensor, Tensor], Sequence[Tensor], Sequence[Tensor | None]]:
+    """Split the flat arguments into B of first linears, (A, B) of the last, base weights, base biases."""
+    return rest[:first], (rest[first], rest[first + 1]), rest[first + 2 :: 2], rest[first + 3 :: 2]
 
 
 def _side_by_side(factors: Sequence[Tensor]) -> Float[Tensor, "users columns width"]:

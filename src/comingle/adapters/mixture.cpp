@@ -2,25 +2,26 @@
 //
 // With s the LoRA scale, per expert j (B_j and A_j of shape (rank, hidden), act as in kernels.py):
 //
-//     forward    pre_j = base + z_j B_j        h_j = act(pre_j)     gated: h_j = act(gate_j) up_j, two base and B_j
+//     forward    pre_j = base + s z_j B_j      h_j = act(pre_j)     gated: h_j = act(gate_j) up_j, two base and B_j
 //                mixed = sum_j p_j h_j         z_last_j = s h_j A_j^T          gated_j = p_j z_last_j
 //     backward   pre_j, h_j and slopes again, which costs less than reading them would; d_z_last_j = s p_j d_gated_j
 //                d_h_j = p_j d_mixed + d_z_last_j A_j     d_pre_j = d_h_j act'(pre_j)     d_base = sum_j d_pre_j
-//                d_z_j = s d_pre_j B_j^T       d_B_j = z_j^T d_pre_j           d_A_j = d_z_last_j^T h_j
+//                d_z_j = s d_pre_j B_j^T       d_B_j = s z_j^T d_pre_j         d_A_j = d_z_last_j^T h_j
 //                d_p_j = d_mixed . h_j + d_gated_j . z_last_j
 //
-// A task is one user's CHUNK columns. It goes through all the user's tokens in order, tile by tile, so sums over tokens
+// A task is one user's chunk of columns. It goes through all the user's tokens in order, tile by tile, so sums over tokens
 // need no second pass, and sums over columns are added up in the order of the chunks: results depend neither on the
 // number of threads nor on the other users of the cohort.
 #include <cstdlib>
 #include <memory>
+#include <type_traits>
 
-#include "mixture_products.h"
+#include "mixture_tile.h"
 
 extern "C" struct Mixture {
-    int64_t users, n, hidden, experts, rank, first, act, bf16, threads;
+    int64_t users, n, hidden, experts, rank, first, act, bf16, threads, z_stride;
     float scale;
-    const void *base[2], *z, *b[2], *a;
+    const void *base[2], *bias[2], *z, *b[2], *a;  // a bias may be null
     const float* gates;
     void *mixed, *z_last, *gated;
     // Of the backward pass; d_b and d_a are null where factors need no gradient.
@@ -31,8 +32,6 @@ extern "C" struct Mixture {
 
 namespace {
 
-constexpr int AREA = TOKENS * COLUMNS;
-
 template <class T>
 struct Buffer {
     std::unique_ptr<T, decltype(&std::free)> memory;
@@ -40,118 +39,13 @@ struct Buffer {
     T* operator+(int64_t i) const { return memory.get() + i; }
 };
 
-// Rows of a tensor into a tile, zeros where it ends; and back.
-template <class S>
-void read_tile(const S* from, int64_t stride, int rows, int columns, float* to) {
-    for (int t = 0; t < TOKENS; ++t)
-        for (int c = 0; c < COLUMNS; c += LANES) {
-            float* place = to + t * COLUMNS + c;
-            if (t < rows && c + LANES <= columns)
-                store(place, load(from + t * stride + c));
-            else
-                for (int i = 0; i < LANES; ++i)
-                    place[i] = t < rows && c + i < columns ? widen(from[t * stride + c + i]) : 0.f;
-        }
-}
-
-template <class S>
-void write_tile(const float* from, int rows, int columns, S* to, int64_t stride) {
-    for (int t = 0; t < rows; ++t)
-        for (int c = 0; c < columns; c += LANES)
-            if (c + LANES <= columns)
-                store(to + t * stride + c, load(from + t * COLUMNS + c));
-            else
-                for (int i = c; i < columns; ++i) put(to + t * stride + i, from[t * COLUMNS + i]);
-}
-
-// A block's rows are too far apart for the processor to foresee: ask for the next block's while this one is computed.
-template <bool Write, class S>
-void prefetch_tile(const S* from, int64_t stride) {
-    for (int t = 0; t < TOKENS; ++t)
-        for (size_t c = 0; c < COLUMNS; c += 64 / sizeof(S)) __builtin_prefetch(from + t * stride + c, Write, 2);
-}
-
-// One expert's tile: pre-activations, gates `p`, what the products take.
-template <class Item>
-struct Tile {
-    float pre[2][AREA], d_h[AREA], p[TOKENS];
-    Item h[AREA], rows[2][AREA], pairs[2][AREA];
-};
-
-template <class P, class Act, bool Gated>
-void activate(Tile<typename P::Item>& tile, float* mixed) {
-    for (int t = 0; t < TOKENS; t += 2)
-        for (int c = 0; c < COLUMNS; c += LANES) {
-            V h[2];
-            for (int k = 0; k < 2; ++k) {
-                int at = (t + k) * COLUMNS + c;
-                h[k] = Act::value(load(tile.pre[0] + at));
-                if (Gated) h[k] *= load(tile.pre[1] + at);
-                store(mixed + at, load(mixed + at) + tile.p[t + k] * h[k]);
-            }
-            P::put_row(tile.h, t, c, h[0], h[1]);
-        }
-}
-
-template <class P, class Act, bool Gated>
-void activate_backward(Tile<typename P::Item>& tile, const float* d_mixed, float (*d_base)[AREA], float* d_gates) {
-    for (int t = 0; t < TOKENS; t += 2) {
-        V d_gate[2] = {load(d_gates + t * LANES), load(d_gates + (t + 1) * LANES)};
-        for (int c = 0; c < COLUMNS; c += LANES) {
-            V h[2], d[2][2];
-            for (int k = 0; k < 2; ++k) {
-                int at = (t + k) * COLUMNS + c;
-                V slope, y = Act::both(load(tile.pre[0] + at), slope), up = Gated ? load(tile.pre[1] + at) : V{};
-                V d_m = load(d_mixed + at), d_h = tile.p[t + k] * d_m + load(tile.d_h + at);
-                h[k] = Gated ? y * up : y;
-                d_gate[k] += d_m * h[k];
-                d[0][k] = d_h * (Gated ? slope * up : slope);
-                store(d_base[0] + at, load(d_base[0] + at) + d[0][k]);
-                if (Gated) {
-                    d[1][k] = d_h * y;
-                    store(d_base[1] + at, load(d_base[1] + at) + d[1][k]);
-                }
-            }
-            P::put_pair(tile.h, t, c, h[0], h[1]);
-            for (int i = 0; i <= Gated; ++i) {
-                P::put_row(tile.rows[i], t, c, d[i][0], d[i][1]);
-                P::put_pair(tile.pairs[i], t, c, d[i][0], d[i][1]);
-            }
-        }
-        store(d_gates + t * LANES, d_gate[0]);
-        store(d_gates + (t + 1) * LANES, d_gate[1]);
-    }
-}
-
-template <class P>
-struct Kernels {
-    using Item = typename P::Item;
-    using Forward = void (*)(Tile<Item>&, float*);
-    using Backward = void (*)(Tile<Item>&, const float*, float (*)[AREA], float*);
-
-    template <class Act>
-    static void choose(bool gated, Forward& forward, Backward& backward) {
-        forward = gated ? activate<P, Act, true> : activate<P, Act, false>;
-        backward = gated ? activate_backward<P, Act, true> : activate_backward<P, Act, false>;
-    }
-    static void choose(int64_t act, bool gated, Forward& forward, Backward& backward) {
-        constexpr bool fine = P::FINE;
-        if (act == 0) choose<GeluTanh<fine>>(gated, forward, backward);
-        if (act == 1) choose<GeluErf<fine>>(gated, forward, backward);
-        if (act == 2) choose<Silu<fine>>(gated, forward, backward);
-        if (act == 3) choose<Relu<fine>>(gated, forward, backward);
-    }
-};
-
-// Formats without a rank: the elementwise loops need to be compiled once for each, not once for each rank.
-template <int R> struct Format;
-
 template <template <int> class P, int R, class S>
 struct Run {
     using Ops = P<R>;
     using Item = typename Ops::Item;
     const Mixture& m;
-    const int64_t first = m.first, experts = m.experts, pairs = first * experts, chunks = (m.hidden + CHUNK - 1) / CHUNK;
+    const int64_t first = m.first, experts = m.experts, pairs = first * experts;
+    const int64_t chunk_columns = columns_of_a_chunk(m.hidden), chunks = (m.hidden + chunk_columns - 1) / chunk_columns;
     const int64_t tokens = m.users * m.n;
     typename Kernels<P<0>>::Forward forward_tile;
     typename Kernels<P<0>>::Backward backward_tile;
@@ -182,13 +76,18 @@ struct Run {
         return [=](int r, int c) { return c < left ? widen(from[r * hidden + c]) : 0.f; };
     }
 
-    // Columns [at, at + R) of `rows` rows of a (tokens, width) tensor as floats, zeros below; times each row's `p`.
+    // Columns [at, at + R) of `rows` rows of a (tokens, width) tensor, scaled, times each row's `p`; zeros below.
     static void left(const void* from, int64_t width, int64_t token, int64_t at, int rows, float scale, const float* p,
                      float* to) {
-        for (int t = 0; t < TOKENS; ++t)
-            for (int r = 0; r < R; ++r)
-                to[t * R + r] = t < rows ? widen(((const S*)from)[(token + t) * width + at + r]) * (p ? p[t] * scale : 1.f) : 0.f;
+        std::fill_n(to, TOKENS * R, 0.f);
+        for (int t = 0; t < rows; ++t) {
+            const S* row = (const S*)from + (token + t) * width + at;
+            for (int r = 0; r < R; ++r) to[t * R + r] = widen(row[r]) * (p ? p[t] * scale : scale);
+        }
     }
+
+    static constexpr const S* none = nullptr;
+    const S* bias(int64_t i, int64_t column) const { return m.bias[i] ? (const S*)m.bias[i] + column : none; }
 
     void gates(int64_t token, int64_t j, int rows, float* p) const {
         for (int t = 0; t < TOKENS; ++t) p[t] = t < rows ? m.gates[(token + t) * experts + j] : 0.f;
@@ -208,22 +107,22 @@ struct Run {
     }
 
     void forward_task(int64_t user, int64_t chunk, const Parts& z_last) const {
-        typename Ops::Session session;
-        const int64_t column = chunk * CHUNK, size = R * CHUNK, width = std::min<int64_t>(CHUNK, m.hidden - column);
+        [[maybe_unused]] typename Ops::Session session;
+        const int64_t column = chunk * chunk_columns, size = R * chunk_columns, width = std::min(chunk_columns, m.hidden - column);
         Buffer<Item> b(pairs * size), a(experts * size), z(pairs * TOKENS * R);
         Buffer<float> sums(experts * Ops::SUMS), base(2 * AREA), mixed(AREA), floats(TOKENS * R), p(experts * TOKENS);
         auto memory = Buffer<Tile<Item>>(1);
         Tile<Item>& tile = *(memory + 0);
         for (int64_t j = 0; j < experts; ++j) {
-            Ops::pack_inner(element(m.a, user, j, column), a + j * size);
+            Ops::pack_inner(element(m.a, user, j, column), chunk_columns, a + j * size);
             for (int64_t i = 0; i < first; ++i)
-                Ops::pack_outer(element(m.b[i], user, j, column), b + (i * experts + j) * size);
+                Ops::pack_outer(element(m.b[i], user, j, column), chunk_columns, b + (i * experts + j) * size);
         }
         for (int64_t t = 0; t < m.n; t += TOKENS) {
             const int64_t token = user * m.n + t;
             const int rows = int(std::min<int64_t>(TOKENS, m.n - t));
             for (int64_t k = 0; k < pairs; ++k) {
-                left(m.z, pairs * R, token, k * R, rows, 1, nullptr, floats + 0);
+                left(m.z, m.z_stride, token, k * R, rows, m.scale, nullptr, floats + 0);
                 Ops::pack_left(floats + 0, z + k * TOKENS * R);
             }
             for (int64_t j = 0; j < experts; ++j) gates(token, j, rows, p + j * TOKENS);
@@ -233,7 +132,7 @@ struct Run {
                 const int columns = int(std::min<int64_t>(COLUMNS, width - c));
                 const int64_t next = c + COLUMNS < width ? place + COLUMNS : place - c + TOKENS * m.hidden;
                 for (int64_t i = 0; i < first; ++i) {
-                    read_tile((const S*)m.base[i] + place, m.hidden, rows, columns, base + i * AREA);
+                    read_tile((const S*)m.base[i] + place, m.hidden, rows, columns, bias(i, column + c), base + i * AREA);
                     prefetch_tile<false>((const S*)m.base[i] + next, m.hidden);
                 }
                 prefetch_tile<true>((const S*)m.mixed + next, m.hidden);
@@ -242,9 +141,9 @@ struct Run {
                     std::copy_n(p + j * TOKENS, TOKENS, tile.p);
                     for (int64_t i = 0; i < first; ++i)
                         Ops::outer(z + (i * experts + j) * TOKENS * R,
-                                   Ops::outer_from(b + (i * experts + j) * size, c), base + i * AREA, tile.pre[i]);
+                                   Ops::outer_from(b + (i * experts + j) * size, c), base + i * AREA, tile.pre[i], chunk_columns);
                     forward_tile(tile, mixed + 0);
-                    Ops::inner(tile.h, Ops::inner_from(a + j * size, c), sums + j * Ops::SUMS);
+                    Ops::inner(tile.h, Ops::inner_from(a + j * size, c), sums + j * Ops::SUMS, chunk_columns);
                 }
                 write_tile(mixed + 0, rows, columns, (S*)m.mixed + place, m.hidden);
             }
@@ -273,8 +172,8 @@ struct Run {
     }
 
     void backward_task(int64_t user, int64_t chunk, const Parts& d_z, const Parts& d_gates) const {
-        typename Ops::Session session;
-        const int64_t column = chunk * CHUNK, size = R * CHUNK, width = std::min<int64_t>(CHUNK, m.hidden - column);
+        [[maybe_unused]] typename Ops::Session session;
+        const int64_t column = chunk * chunk_columns, size = R * chunk_columns, width = std::min(chunk_columns, m.hidden - column);
         const int64_t thin = TOKENS * R;
         Buffer<Item> b(pairs * size), turned(pairs * size), a(experts * size);
         Buffer<Item> z(pairs * thin), z_cross(pairs * thin), d_last(experts * thin), d_last_cross(experts * thin);
@@ -288,18 +187,18 @@ struct Run {
             std::fill_n(d_a + 0, experts * size, 0.f);
         }
         for (int64_t j = 0; j < experts; ++j) {
-            Ops::pack_outer(element(m.a, user, j, column), a + j * size);
+            Ops::pack_outer(element(m.a, user, j, column), chunk_columns, a + j * size);
             for (int64_t i = 0; i < first; ++i) {
                 auto factor = element(m.b[i], user, j, column);
-                Ops::pack_outer(factor, b + (i * experts + j) * size);
-                Ops::pack_inner(factor, turned + (i * experts + j) * size);
+                Ops::pack_outer(factor, chunk_columns, b + (i * experts + j) * size);
+                Ops::pack_inner(factor, chunk_columns, turned + (i * experts + j) * size);
             }
         }
         for (int64_t t = 0; t < m.n; t += TOKENS) {
             const int64_t token = user * m.n + t;
             const int rows = int(std::min<int64_t>(TOKENS, m.n - t));
             for (int64_t k = 0; k < pairs; ++k) {
-                left(m.z, pairs * R, token, k * R, rows, 1, nullptr, floats + 0);
+                left(m.z, m.z_stride, token, k * R, rows, m.scale, nullptr, floats + 0);
                 Ops::pack_left(floats + 0, z + k * thin);
                 Ops::pack_cross(floats + 0, z_cross + k * thin);
             }
@@ -316,26 +215,26 @@ struct Run {
                 const int columns = int(std::min<int64_t>(COLUMNS, width - c));
                 const int64_t next = c + COLUMNS < width ? place + COLUMNS : place - c + TOKENS * m.hidden;
                 for (int64_t i = 0; i < first; ++i) {
-                    read_tile((const S*)m.base[i] + place, m.hidden, rows, columns, base + i * AREA);
+                    read_tile((const S*)m.base[i] + place, m.hidden, rows, columns, bias(i, column + c), base + i * AREA);
                     prefetch_tile<false>((const S*)m.base[i] + next, m.hidden);
                     prefetch_tile<true>((const S*)m.d_base[i] + next, m.hidden);
                 }
-                read_tile((const S*)m.d_mixed + place, m.hidden, rows, columns, d_mixed + 0);
+                read_tile((const S*)m.d_mixed + place, m.hidden, rows, columns, none, d_mixed + 0);
                 prefetch_tile<false>((const S*)m.d_mixed + next, m.hidden);
                 std::fill_n(d_base + 0, first * AREA, 0.f);
                 for (int64_t j = 0; j < experts; ++j) {
                     std::copy_n(p + j * TOKENS, TOKENS, tile.p);
                     for (int64_t i = 0; i < first; ++i)
                         Ops::outer(z + (i * experts + j) * thin, Ops::outer_from(b + (i * experts + j) * size, c),
-                                   base + i * AREA, tile.pre[i]);
-                    Ops::outer(d_last + j * thin, Ops::outer_from(a + j * size, c), nullptr, tile.d_h);
+                                   base + i * AREA, tile.pre[i], chunk_columns);
+                    Ops::outer(d_last + j * thin, Ops::outer_from(a + j * size, c), nullptr, tile.d_h, chunk_columns);
                     backward_tile(tile, d_mixed + 0, (float (*)[AREA])(d_base + 0), lanes + j * TOKENS * LANES);
                     for (int64_t i = 0; i < first; ++i) {
                         const int64_t k = i * experts + j;
-                        Ops::inner(tile.rows[i], Ops::inner_from(turned + k * size, c), sums + k * Ops::SUMS);
-                        if (factors) Ops::cross(z_cross + k * thin, tile.pairs[i], d_b + k * size + c);
+                        Ops::inner(tile.rows[i], Ops::inner_from(turned + k * size, c), sums + k * Ops::SUMS, chunk_columns);
+                        if (factors) Ops::cross(z_cross + k * thin, tile.pairs[i], d_b + k * size + c, chunk_columns);
                     }
-                    if (factors) Ops::cross(d_last_cross + j * thin, tile.h, d_a + j * size + c);
+                    if (factors) Ops::cross(d_last_cross + j * thin, tile.h, d_a + j * size + c, chunk_columns);
                 }
                 for (int64_t i = 0; i < first; ++i)
                     write_tile(d_base + i * AREA, rows, columns, (S*)m.d_base[i] + place, m.hidden);
@@ -358,7 +257,7 @@ struct Run {
     void write_factor(const float* from, void* to, int64_t user, int64_t j, int64_t column, int64_t width) const {
         for (int r = 0; r < R; ++r)
             for (int64_t c = 0; c < width; ++c)
-                put((S*)to + ((user * experts + j) * R + r) * m.hidden + column + c, from[r * CHUNK + c]);
+                put((S*)to + ((user * experts + j) * R + r) * m.hidden + column + c, from[r * chunk_columns + c]);
     }
 };
 

@@ -14,7 +14,12 @@
 
 constexpr int TOKENS = 32;   // of a tile: what one AMX instruction sums over
 constexpr int COLUMNS = 64;  // of a block
-constexpr int CHUNK = 256;   // columns of a task; its factors and their gradients stay in the second-level cache
+
+// Columns of a task: about eight tasks for each user, with rows long enough to be read fast and factors that stay, with
+// their gradients, in the second-level cache.
+inline int64_t columns_of_a_chunk(int64_t hidden) {
+    return std::clamp<int64_t>((hidden / 8 + COLUMNS - 1) / COLUMNS * COLUMNS, 256, 1024);
+}
 
 template <int R>
 struct Wide {
@@ -29,24 +34,24 @@ struct Wide {
     }
     static void put_pair(Item* pairs, int t, int c, V first, V second) { put_row(pairs, t, c, first, second); }
 
-    // `factor(r, c)` gives an element; the packed form is (rank, CHUNK) both times.
+    // `factor(r, c)` gives an element of the chunk's columns; packed it is (rank, chunk), both times.
     template <class F>
-    static void pack_outer(F factor, Item* to) {
+    static void pack_outer(F factor, int64_t chunk, Item* to) {
         for (int r = 0; r < R; ++r)
-            for (int c = 0; c < CHUNK; ++c) to[r * CHUNK + c] = factor(r, c);
+            for (int c = 0; c < chunk; ++c) to[r * chunk + c] = factor(r, c);
     }
     template <class F>
-    static void pack_inner(F factor, Item* to) {
-        pack_outer(factor, to);
+    static void pack_inner(F factor, int64_t chunk, Item* to) {
+        pack_outer(factor, chunk, to);
     }
 
     static void pack_left(const float* left, Item* to) { std::copy_n(left, TOKENS * R, to); }
     static void pack_cross(const float* left, Item* to) { std::copy_n(left, TOKENS * R, to); }
 
-    static void outer(const Item* left, const Item* factor, const float* init, float* out) {
+    static void outer(const Item* left, const Item* factor, const float* init, float* out, int64_t chunk) {
         for (int c = 0; c < COLUMNS; c += LANES) {
             V f[R];
-            for (int r = 0; r < R; ++r) f[r] = load(factor + r * CHUNK + c);
+            for (int r = 0; r < R; ++r) f[r] = load(factor + r * chunk + c);
             for (int t = 0; t < TOKENS; ++t) {
                 V v = init ? load(init + t * COLUMNS + c) : V{};
                 for (int r = 0; r < R; ++r) v += left[t * R + r] * f[r];
@@ -55,28 +60,28 @@ struct Wide {
         }
     }
 
-    static void inner(const Item* rows, const Item* factor, float* sums) {
+    static void inner(const Item* rows, const Item* factor, float* sums, int64_t chunk) {
         for (int t = 0; t < TOKENS; ++t) {
             V v[R];
             for (int r = 0; r < R; ++r) v[r] = load(sums + (t * R + r) * LANES);
             for (int c = 0; c < COLUMNS; c += LANES) {
                 V row = load(rows + t * COLUMNS + c);
-                for (int r = 0; r < R; ++r) v[r] += row * load(factor + r * CHUNK + c);
+                for (int r = 0; r < R; ++r) v[r] += row * load(factor + r * chunk + c);
             }
             for (int r = 0; r < R; ++r) store(sums + (t * R + r) * LANES, v[r]);
         }
     }
     static float total(const float* sums, int t, int r) { return sum(load(sums + (t * R + r) * LANES)); }
 
-    static void cross(const Item* left, const Item* pairs, float* grads) {
+    static void cross(const Item* left, const Item* pairs, float* grads, int64_t chunk) {
         for (int c = 0; c < COLUMNS; c += LANES) {
             V v[R];
-            for (int r = 0; r < R; ++r) v[r] = load(grads + r * CHUNK + c);
+            for (int r = 0; r < R; ++r) v[r] = load(grads + r * chunk + c);
             for (int t = 0; t < TOKENS; ++t) {
                 V row = load(pairs + t * COLUMNS + c);
                 for (int r = 0; r < R; ++r) v[r] += left[t * R + r] * row;
             }
-            for (int r = 0; r < R; ++r) store(grads + r * CHUNK + c, v[r]);
+            for (int r = 0; r < R; ++r) store(grads + r * chunk + c, v[r]);
         }
     }
 
@@ -142,17 +147,17 @@ struct Tiles {
         _mm512_storeu_si512(pairs + t * COLUMNS + 2 * c, _mm512_permutexvar_epi16(turns, both(first, second)));
     }
 
-    // (rank / 2, CHUNK, 2)
+    // (rank / 2, chunk, 2)
     template <class F>
-    static void pack_outer(F factor, Item* to) {
+    static void pack_outer(F factor, int64_t chunk, Item* to) {
         for (int r = 0; r < R; ++r)
-            for (int c = 0; c < CHUNK; ++c) put(to + ((r / 2) * CHUNK + c) * 2 + r % 2, factor(r, c));
+            for (int c = 0; c < chunk; ++c) put(to + ((r / 2) * chunk + c) * 2 + r % 2, factor(r, c));
     }
-    // (CHUNK / 2, rank, 2)
+    // (chunk / 2, rank, 2)
     template <class F>
-    static void pack_inner(F factor, Item* to) {
+    static void pack_inner(F factor, int64_t chunk, Item* to) {
         for (int r = 0; r < R; ++r)
-            for (int c = 0; c < CHUNK; ++c) put(to + ((c / 2) * R + r) * 2 + c % 2, factor(r, c));
+            for (int c = 0; c < chunk; ++c) put(to + ((c / 2) * R + r) * 2 + c % 2, factor(r, c));
     }
     // (tokens, rank) and (rank, tokens)
     static void pack_left(const float* left, Item* to) {
@@ -163,11 +168,11 @@ struct Tiles {
             for (int r = 0; r < R; ++r) put(to + r * TOKENS + t, left[t * R + r]);
     }
 
-    static void outer(const Item* left, const Item* factor, const float* init, float* out) {
+    static void outer(const Item* left, const Item* factor, const float* init, float* out, int64_t chunk) {
         for (int t = 0; t < TOKENS; t += 16) {
             _tile_loadd(0, left + t * R, 2 * R);
             for (int c = 0; c < COLUMNS; c += 16) {
-                _tile_loadd(1, factor + 2 * c, 4 * CHUNK);
+                _tile_loadd(1, factor + 2 * c, 4 * chunk);
                 if (init)
                     _tile_loadd(2, init + t * COLUMNS + c, 4 * COLUMNS);
                 else
@@ -178,7 +183,7 @@ struct Tiles {
         }
     }
 
-    static void inner(const Item* rows, const Item* factor, float* sums) {
+    static void inner(const Item* rows, const Item* factor, float* sums, int64_t) {
         for (int t = 0; t < TOKENS; t += 16) {
             _tile_loadd(5, sums + t * R, 4 * R);
             for (int c = 0; c < COLUMNS; c += 32) {
@@ -191,13 +196,13 @@ struct Tiles {
     }
     static float total(const float* sums, int t, int r) { return sums[t * R + r]; }
 
-    static void cross(const Item* left, const Item* pairs, float* grads) {
+    static void cross(const Item* left, const Item* pairs, float* grads, int64_t chunk) {
         _tile_loadd(6, left, 2 * TOKENS);
         for (int c = 0; c < COLUMNS; c += 16) {
-            _tile_loadd(7, grads + c, 4 * CHUNK);
+            _tile_loadd(7, grads + c, 4 * chunk);
             _tile_loadd(3, pairs + 2 * c, 4 * COLUMNS);
             _tile_dpbf16ps(7, 6, 3);
-            _tile_stored(7, grads + c, 4 * CHUNK);
+            _tile_stored(7, grads + c, 4 * chunk);
         }
     }
 

@@ -51,9 +51,11 @@ class _Mixture(ctypes.Structure):
     """``struct Mixture`` of mixture.cpp."""
 
     _fields_ = (
-        *[(n, ctypes.c_int64) for n in ("users", "n", "hidden", "experts", "rank", "first", "act", "bf16", "threads")],
+        *[(n, ctypes.c_int64) for n in ("users", "n", "hidden", "experts", "rank", "first")],
+        *[(n, ctypes.c_int64) for n in ("act", "bf16", "threads", "z_stride")],
         ("scale", ctypes.c_float),
         ("base", ctypes.c_void_p * 2),
+        ("bias", ctypes.c_void_p * 2),
         ("z", ctypes.c_void_p),
         ("b", ctypes.c_void_p * 2),
         *[(n, ctypes.c_void_p) for n in ("a", "gates", "mixed", "z_last", "gated", "d_mixed", "d_gated")],
@@ -96,6 +98,7 @@ def forward(
     act: kernels.Activation,
     scale: float,
     bases: Sequence[Hidden],
+    biases: Sequence[Float[Tensor, " hidden"] | None],
     z: First,
     gates: Float[Tensor, "users n experts"],
     b: Sequence[Factor],
@@ -103,12 +106,13 @@ def forward(
 ) -> tuple[Hidden, Last, Last]:
     """``mixed = sum_j p_j h_j``, ``z_last_j = s A_j h_j`` and ``p_j z_last_j``, the latter two side by side.
 
-    ``bases`` are the base's pre-activations, ``z`` the scaled products with A of the first linears (linear by linear,
-    expert by expert), ``b`` their B, ``a`` the last linear's A. Tensors are contiguous, gates float32.
+    ``bases`` are the base's pre-activations before their ``biases``, ``z`` the products of the input with the first
+    linears' A (linear by linear, expert by expert; rows may lie apart), ``b`` their B, ``a`` the last linear's A. All
+    else is contiguous, gates are float32.
     """
     mixed, last = torch.empty_like(bases[0]), z.new_empty(*z.shape[:2], a.shape[1] * a.shape[2])
     gated = torch.empty_like(last)
-    call = _describe(act, scale, bases, z, gates, b, a)
+    call = _describe(act, scale, bases, biases, z, gates, b, a)
     call.mixed, call.z_last, call.gated = (t.data_ptr() for t in (mixed, last, gated))
     assert _library is not None
     assert _library.mixture_forward(ctypes.byref(call))
@@ -119,6 +123,7 @@ def backward(
     act: kernels.Activation,
     scale: float,
     bases: Sequence[Hidden],
+    biases: Sequence[Float[Tensor, " hidden"] | None],
     z: First,
     gates: Float[Tensor, "users n experts"],
     b: Sequence[Factor],
@@ -128,14 +133,14 @@ def backward(
     d_gated: Last,
     factors: bool,
 ) -> tuple[list[Hidden], First, Float[Tensor, "users n experts"], list[Factor], Factor | None]:
-    """Gradients of the base's pre-activations, of the *unscaled* ``z``, of gates, of ``b`` and of ``a``.
+    """Gradients of the base's pre-activations, of ``z``, of gates, of ``b`` and of ``a``.
 
     ``d_gated`` is what reaches ``p_j z_last_j``; without ``factors`` the last two are left out.
     """
-    d_bases, d_z = [torch.empty_like(t) for t in bases], torch.empty_like(z)
+    d_bases, d_z = [torch.empty_like(t) for t in bases], z.new_empty(z.shape)
     d_gates = torch.empty_like(gates)
     d_b, d_a = ([torch.empty_like(t) for t in b], torch.empty_like(a)) if factors else ([], None)
-    call = _describe(act, scale, bases, z, gates, b, a)
+    call = _describe(act, scale, bases, biases, z, gates, b, a)
     call.z_last, call.d_mixed, call.d_gated = last.data_ptr(), d_mixed.data_ptr(), d_gated.data_ptr()
     call.d_z, call.d_gates = d_z.data_ptr(), d_gates.data_ptr()
     for i, gradient in enumerate(d_bases):
@@ -152,21 +157,25 @@ def _describe(
     act: kernels.Activation,
     scale: float,
     bases: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
     z: Tensor,
     gates: Tensor,
     b: Sequence[Tensor],
     a: Tensor,
 ) -> _Mixture:
-    assert all(t.is_contiguous() for t in (*bases, z, gates, *b, a))
+    assert all(t.is_contiguous() for t in (*bases, gates, *b, a))
+    assert z.stride(2) == 1
+    assert z.stride(0) == z.shape[1] * z.stride(1)
     assert gates.dtype == torch.float32
     users, n, hidden = bases[0].shape
     call = _Mixture(
         users=users, n=n, hidden=hidden, experts=a.shape[1], rank=a.shape[2], first=len(bases), scale=scale,
         act=ACTIVATIONS[act], bf16=z.dtype == torch.bfloat16, threads=torch.get_num_threads(),
-        z=z.data_ptr(), gates=gates.data_ptr(), a=a.data_ptr(),
+        z_stride=z.stride(1),        z=z.data_ptr(), gates=gates.data_ptr(), a=a.data_ptr(),
     )  # fmt: skip
-    for i, (base, factor) in enumerate(zip(bases, b, strict=True)):
+    for i, (base, bias, factor) in enumerate(zip(bases, biases, b, strict=True)):
         call.base[i], call.b[i] = base.data_ptr(), factor.data_ptr()
+        call.bias[i] = None if bias is None else bias.data_ptr()
     return call
 
 

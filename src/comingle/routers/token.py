@@ -60,7 +60,10 @@ class Router(nn.Module):
         if self.weight is None:
             gates = uniform_gates(self.present).to(wide)
             return gates.unsqueeze(1).expand(-1, x.shape[1], -1)
-        logits = torch.bmm(x, self.weight.to(x.dtype).mT).to(wide)
+        return self.choose(torch.bmm(x, self.weight.to(x.dtype).mT).to(wide))
+
+    def choose(self, logits: Float[Tensor, "users n experts"]) -> Float[Tensor, "users n experts"]:
+        """Gates out of logits that somebody has computed."""
         gates, picks = gate(logits, self.present, self.top_k)
         self.penalty = balance_penalty(logits, picks, self.present, self.balance) if self.balances else None
         if self.watched:
