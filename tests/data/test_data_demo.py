@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -67,3 +68,15 @@ def test_a_python_without_sources_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(demo.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(DataError, match="without the text they read"):
         demo.read_library()
+
+
+def test_what_numpy_says_does_not_depend_on_what_was_imported() -> None:
+    code = "import {0}; from comingle.data.demo import read_numpy; print(hash(tuple(read_numpy())))"
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code.format(module)], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+        for module in ("numpy", "scipy.special, numpy")
+    }
+    assert len(found) == 1
