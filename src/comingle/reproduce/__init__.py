@@ -1,0 +1,5 @@
+"""Published tables and figures, run again: what to run is data below ``recipes/``, here is what reads and runs it.
+
+``published`` the YAML of a paper's experiments · ``plan`` from there to recipes · ``runner`` runs them, once each ·
+``orders`` Kendall's tau · ``tables`` our numbers beside the paper's · ``figures`` the plots.
+"""

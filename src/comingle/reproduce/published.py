@@ -1,0 +1,212 @@
+"""A paper's experiments as YAML: one ``study.yaml`` for what they share, one file for each table or figure.
+
+A recipe is put together from overlays, partial recipes of which a later one wins key by key: the study's, the data
+set's, the column's, the scale's, the row's. Numbers of the paper are kept as printed, ``46.36 (0.16)``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+
+from comingle.errors import RecipeError, did_you_mean
+from comingle.recipes import shipped_recipes
+from comingle.recipes.problems import first_problem
+from comingle.recipes.sections import Section
+
+Model = TypeVar("Model", bound=BaseModel)
+
+STUDY = "study"
+_PRINTED = re.compile(r"(\d+(?:\.\d+)?)(?: \((\d+(?:\.\d+)?)\))?")
+
+
+class Overlay(Section):
+    """A partial recipe, and settings for those methods that take them."""
+
+    recipe: dict[str, Any] = Field(default_factory=dict)
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+
+class DataSet(Section):
+    """Whose text: where it is on the hub, and where below a local folder; both as a recipe's section ``data``.
+
+    ``tokens`` are the paper's, for each split one number for each user.
+    """
+
+    label: str
+    users: list[str]
+    hub: dict[str, Any]
+    local: dict[str, Any]
+    tokens: dict[Literal["train", "valid", "test"], list[int]]
+    note: str = ""
+
+
+class Column(Overlay):
+    """A data set with the paper's base for it; in an experiment, a column of the study (``of``) with changes.
+
+    ``values`` are put in where a row says ``$NAME``.
+    """
+
+    label: str = ""
+    of: str = ""
+    data: str = ""
+    base: str = ""
+    values: dict[str, Any] = Field(default_factory=dict)
+
+
+class Row(Overlay):
+    """A method, with what the paper printed for each column; ``~`` where it printed nothing."""
+
+    method: str
+    label: str = ""
+    paper: list[str | None] | None = None
+
+    @field_validator("paper", mode="before")
+    @classmethod
+    def _printed(cls, paper: Any) -> Any:
+        if not isinstance(paper, list):
+            return paper
+        cells = [None if cell is None else str(cell) for cell in paper]
+        for cell in cells:
+            if cell is not None and not _PRINTED.fullmatch(cell):
+                raise ValueError(f"{cell!r} is no printed number; write 46.36, or 46.36 (0.16) with its deviation")
+        return cells
+
+
+class Scale(Overlay):
+    """How large everything is. ``{data}`` in ``base`` is the folder with local text.
+
+    ``text: demo`` gives everybody one of the study's demo texts. ``only`` and ``columns`` restrict, or change, columns.
+    ``jobs: cores`` runs as many at a time as there are cores, for bases so small that a run cannot use two.
+    """
+
+    about: str = ""
+    seeds: list[int] = Field(default=[0])
+    base: str | None = None
+    text: Literal["real", "demo"] = "real"
+    jobs: Literal["one", "cores"] = "one"
+    only: list[str] | None = None
+    columns: dict[str, Overlay] = Field(default_factory=dict)
+
+
+class Note(Section):
+    """What is odd about some of the paper's cells."""
+
+    text: str
+    rows: list[str]
+    columns: list[str]
+
+
+class Plot(Section):
+    """What a figure shows. ``rows`` may choose among those that were run; ``x`` is a sweep's horizontal setting."""
+
+    kind: Literal["curves", "users", "scores", "sweep"]
+    columns: int = 2
+    x: str = ""
+    series: str = ""
+
+
+class Experiment(Section):
+    """A table or a figure: columns x rows, and what the paper says."""
+
+    title: str
+    source: str
+    kind: Literal["runs", "cost"] = "runs"
+    metric: str = "mean_test_perplexity"
+    better: Literal["lower", "higher"] = "lower"
+    columns: list[str] | dict[str, Column]
+    rows: dict[str, Row]
+    scales: dict[str, Scale] = Field(default_factory=dict)
+    notes: list[Note] = Field(default_factory=list)
+    plot: Plot | None = None
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns, in the paper's order."""
+        return list(self.columns)
+
+    @model_validator(mode="after")
+    def _complete(self) -> Experiment:
+        for name, row in self.rows.items():
+            if row.paper is not None and len(row.paper) != len(self.columns):
+                raise ValueError(f"row {name!r} has {len(row.paper)} numbers for {len(self.columns)} columns")
+        for note in self.notes:
+            for name in [*note.rows, *note.columns]:
+                if name not in self.rows and name not in self.columns:
+                    raise ValueError(f"a note is on {name!r}, which is no row and no column")
+        return self
+
+
+class Study(Overlay):
+    """What the experiments of a paper share."""
+
+    title: str
+    source: str
+    demo: list[str]
+    data: dict[str, DataSet]
+    columns: dict[str, Column]
+    scales: dict[str, Scale]
+
+
+def printed(cell: str) -> tuple[float, float | None]:
+    """Mean and deviation of a printed number."""
+    found = _PRINTED.fullmatch(cell)
+    assert found, cell
+    return float(found[1]), None if found[2] is None else float(found[2])
+
+
+def list_experiments() -> dict[str, Experiment]:
+    """Every published table and figure that comes with comingle, by name as ``comigs/table1``."""
+    root = shipped_recipes()
+    folders = sorted(path.parent for path in root.glob(f"*/{STUDY}.yaml"))
+    paths = [path for folder in folders for path in sorted(folder.glob("*.yaml"), key=_natural) if _is_one(path)]
+    return {f"{path.parent.name}/{path.stem}": _read(path, Experiment) for path in paths}
+
+
+def load_experiment(name: str) -> tuple[Study, Experiment]:
+    """A published table or figure, and the study it belongs to.
+
+    Raises:
+        RecipeError: there is none of that name.
+    """
+    folder, _, stem = name.partition("/")
+    path = shipped_recipes() / folder / f"{stem}.yaml"
+    if not (path.is_file() and _is_one(path)):
+        known = list(list_experiments())
+        raise RecipeError(
+            f"reproduce: no table or figure {name!r}.{did_you_mean(name, known)} There are: {', '.join(known)}"
+        )
+    return _read(path.parent / f"{STUDY}.yaml", Study), _read(path, Experiment)
+
+
+def _is_one(path: Path) -> bool:
+    return re.fullmatch(r"(table|figure)\d+", path.stem) is not None and (path.parent / f"{STUDY}.yaml").is_file()
+
+
+def _natural(path: Path) -> tuple[str, int]:
+    letters, digits = re.sub(r"\d", "", path.stem), re.sub(r"\D", "", path.stem)
+    return ("" if letters == "table" else letters), int(digits or 0)
+
+
+def _read(path: Path, model: type[Model]) -> Model:
+    try:
+        return model.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    except ValidationError as error:
+        raise RecipeError(f"{path}: {first_problem(error, model)}") from None
+
+
+def merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Partial recipes in one: mappings key by key, of anything else the last."""
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            both = isinstance(merged.get(key), dict) and isinstance(value, Mapping)
+            merged[key] = merge(merged[key], value) if both else merge(value) if isinstance(value, Mapping) else value
+    return merged

@@ -1,0 +1,157 @@
+"""Runs the cells of a plan, each once: what is finished is kept, what was interrupted goes on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from comingle import experiment
+from comingle.engines.events import Observer
+from comingle.engines.simulation import Simulation
+from comingle.errors import DivergenceError, RunError
+from comingle.folders import check_folder, open_folder
+from comingle.materials import Materials, prepare
+from comingle.models.language import Base
+from comingle.recipes import Recipe
+from comingle.reproduce.plan import Cell
+
+RUNS = "runs"
+DIVERGED = "diverged.txt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a cell: its run folder, and whether it ran now, was there before, or left the real numbers."""
+
+    cell: Cell
+    folder: Path
+    seconds: float
+    ran: bool
+    diverged: str = ""
+
+
+@dataclass(kw_only=True)
+class Estimate:
+    """Time left for the whole table, from what the finished runs took for each unit of work, base by base."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    work: dict[str, float] = field(default_factory=dict)
+
+    def learn(self, outcome: Outcome) -> None:
+        """Take a run that was really done."""
+        if outcome.ran:
+            base = outcome.cell.recipe.base
+            self.seconds[base] = self.seconds.get(base, 0.0) + outcome.seconds
+            self.work[base] = self.work.get(base, 0.0) + outcome.cell.weight
+
+    def left(self, cells: Sequence[Cell]) -> float | None:
+        """Seconds that some cells will take; None before anything is known. A new base counts as those before it."""
+        if not self.work:
+            return None
+        mean = sum(self.seconds.values()) / sum(self.work.values())
+        pace = {base: self.seconds[base] / work for base, work in self.work.items()}
+        return sum(cell.weight * pace.get(cell.recipe.base, mean) for cell in cells)
+
+
+def unique(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells to run: of several that compute the same, the first."""
+    first: dict[str, Cell] = {}
+    for cell in cells:
+        first.setdefault(cell.folder, cell)
+    return list(first.values())
+
+
+def finished(folder: Path, recipe: Recipe) -> bool:
+    """Whether a folder holds the result of this recipe."""
+    if not ((folder / "metrics.json").exists() or (folder / DIVERGED).exists()):
+        return False
+    check_folder(folder, recipe, resume=True, force=False)  # refuses a foreign one
+    return True
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    out: Path,
+    *,
+    force: bool = False,
+    observers: Callable[[Simulation], Sequence[Observer]] = lambda sim: (),
+) -> Iterator[Outcome]:
+    """Run every cell below ``out/runs``, in order; text and base are loaded once for neighbours that share them.
+
+    A run whose training diverges is written down as such and does not stop the others.
+
+    Raises:
+        RunError: a run folder belongs to something else.
+    """
+    shelf = _Shelf()
+    for cell in unique(cells):
+        folder = out / RUNS / cell.folder
+        if not force and finished(folder, cell.recipe):
+            yield Outcome(cell=cell, folder=folder, seconds=0.0, ran=False, diverged=_diverged(folder))
+            continue
+        resume = not force and (folder / "recipe.yaml").exists()
+        materials = shelf.materials(cell)
+        started = time.perf_counter()
+        (folder / DIVERGED).unlink(missing_ok=True)
+        sim = experiment.build(cell.recipe, materials)
+        open_folder(folder, cell.recipe, resume=resume, force=force)
+        try:
+            experiment.execute(sim, cell.recipe, folder, resume=resume, observers=observers(sim))
+        except DivergenceError as error:
+            (folder / DIVERGED).write_text(f"{error}\n", encoding="utf-8")
+        yield Outcome(
+            cell=cell, folder=folder, seconds=time.perf_counter() - started, ran=True, diverged=_diverged(folder)
+        )
+
+
+def check_out(out: Path, name: str, *, resume: bool, force: bool) -> Path:
+    """The folder of one table below ``out``; refused where it has been made already, unless told what to do.
+
+    Raises:
+        RunError: it exists and neither ``resume`` nor ``force`` is given.
+    """
+    folder = out / name.partition("/")[2]
+    if folder.exists() and not (resume or force):
+        raise RunError(f"{folder}: exists; --resume goes on with it, --force runs all again, --out names another")
+    return folder
+
+
+def scores(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) -> dict[tuple[str, str], list[float]]:
+    """The metric of every run of a cell, by (row, column); runs that are missing or diverged have none."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for cell in cells:
+        outcome = outcomes.get(cell.folder)
+        if outcome is None or outcome.diverged:
+            continue
+        metrics = json.loads((outcome.folder / "metrics.json").read_text(encoding="utf-8"))
+        found.setdefault((cell.row, cell.column), []).append(metrics[metric])
+    return found
+
+
+def _diverged(folder: Path) -> str:
+    path = folder / DIVERGED
+    return path.read_text(encoding="utf-8").strip() if path.exists() else ""
+
+
+class _Shelf:
+    """The base and the text that were loaded last."""
+
+    def __init__(self) -> None:
+        self._base: tuple[str, Base] | None = None
+        self._materials: tuple[str, Materials] | None = None
+
+    def materials(self, cell: Cell) -> Materials:
+        """What a cell needs, from the shelf where it lies there already."""
+        recipe = cell.recipe
+        runtime = recipe.runtime.model_dump_json()
+        base_key = f"{recipe.base} {runtime}"
+        key = f"{base_key} {recipe.seed} {recipe.data.model_dump_json()}"
+        if self._materials is None or self._materials[0] != key:
+            base = self._base[1] if self._base is not None and self._base[0] == base_key else None
+            self._materials = None  # so that two bases never lie side by side
+            self._materials = (key, prepare(recipe, base=base))
+            self._base = (base_key, self._materials[1].base)
+        return self._materials[1]
