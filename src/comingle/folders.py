@@ -10,8 +10,8 @@ from comingle.errors import RunError
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import write_text
 
-RUN_FILES = ("recipe.yaml", "events.jsonl", "metrics.json", "checkpoints", "tensorboard")
-"""What a run folder holds."""
+RUN_FILES = ("recipe.yaml", "events.jsonl", "metrics.json", "checkpoints", "tensorboard", "report.html", "figures")
+"""What a run folder holds, with the report and the figures that may be made of it."""
 
 
 def open_folder(folder: Path, recipe: Recipe, *, resume: bool, force: bool) -> None:

@@ -12,6 +12,8 @@ from comingle.cli.compare import compare
 from comingle.cli.data import data
 from comingle.cli.demo import demo
 from comingle.cli.methods import methods
+from comingle.cli.plot import plot
+from comingle.cli.report import report
 from comingle.cli.reproduce import reproduce
 from comingle.cli.run import run
 from comingle.cli.show import show
@@ -26,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (demo, run, compare, methods, data, show, reproduce, theory):
+for verb in (demo, run, compare, methods, data, show, report, plot, reproduce, theory):
     app.command()(verb)
 
 

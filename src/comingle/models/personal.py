@@ -10,7 +10,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from comingle.adapters import watching
+from comingle.errors import DataError
 from comingle.evaluation.perplexity import Score, score_streams
+from comingle.evaluation.routing import Routing, pieces, route
 from comingle.models.adapted import AdaptedModel
 from comingle.trees import Tree
 
@@ -70,3 +73,28 @@ class PersonalModel:
             return self.model.losses(self.tensors, [self.row], windows.to(self.model.base.device))[0]
 
         return score_streams(losses, [tokens], [0], context=context, batch=16, slots=1)[0]
+
+    def route(self, text: str | Tensor, *, context: int = 128) -> Routing:
+        """Which expert each token of ``text`` (or of a stream of tokens) goes to, in every layer.
+
+        Raises:
+            DataError: the method has no routers, or the text has no tokens.
+        """
+        tokenizer, adapters = self.model.base.tokenizer, self.model.adapters
+        assert tokenizer is not None
+        if not watching.routed(adapters):
+            raise DataError(f"user {self.name!r}: no routers in this model, so tokens have no experts to choose from")
+        encoded = tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else text
+        tokens = torch.as_tensor(encoded, dtype=torch.int64)
+        if not len(tokens):
+            raise DataError(f"user {self.name!r}: a text without tokens cannot be routed")
+        names = watching.expert_names(adapters, self.row)
+
+        def forward(part: Tensor) -> Tensor:
+            adapters.bind(self.tensors, [self.row])
+            self.model.backbone(input_ids=part.view(1, -1).to(self.model.base.device), use_cache=False)
+            return watching.gates(adapters)[:, 0, :, : len(names)]
+
+        with watching.watched(adapters), torch.compiler.set_stance("force_eager"):
+            gates = route(forward, tokens, context=context)
+        return Routing(tokens=tuple(pieces(tokenizer, tokens.tolist())), experts=tuple(names), gates=gates)

@@ -1,0 +1,71 @@
+"""``comingle report``: look inside runs, on one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from comingle.errors import RunError
+
+Runs = Annotated[
+    list[Path], typer.Argument(metavar="RUN", help="Run folders, or folders of comparisons: all runs inside.")
+]
+Texts = Annotated[
+    list[str] | None,
+    typer.Option("--text", help="A text file, or a text, to route; repeat it. Default: the users' own test text."),
+]
+Users = Annotated[
+    str | None, typer.Option("--users", help="Users in the token view, separated by commas (default: the first 6).")
+]
+Length = Annotated[int, typer.Option("--tokens", min=1, help="How many first tokens of each text are routed.")]
+Replace = Annotated[bool, typer.Option("--force", help="Replace files that are already there.")]
+
+
+def report(
+    runs: Runs,
+    out: Annotated[Path | None, typer.Option("--out", help="File to write (default: RUN/report.html).")] = None,
+    text: Texts = None,
+    users: Users = None,
+    tokens: Length = 120,
+    no_tokens: Annotated[
+        bool, typer.Option("--no-tokens", help="No token view: no model is loaded, and no text is on the page.")
+    ] = False,
+    force: Replace = False,
+) -> None:
+    """Write one self-contained HTML page about runs: curves, gains, costs, expert scores, and a token view.
+
+    Unless --text or --no-tokens is given, the page holds the beginning of each user's test text, which may be private.
+    """
+    from comingle.cli.progress import console, status
+    from comingle.cli.views import route_texts
+    from comingle.records import write_text
+    from comingle.reports.page import render_page
+    from comingle.reports.runs import read_entries
+
+    path = out or runs[0] / "report.html"
+    entries = read_entries(runs)
+    check_target(path, force=force)
+    with status("loading models and routing texts"):
+        views = [] if no_tokens else route_texts(entries, text, users, tokens)
+    with status("drawing"):
+        page = render_page(entries, views)
+    write_text(path, page)
+    console.print(f"{path}  {len(page.encode()) / 1e6:.2f} MB; open it in a browser", highlight=False)
+    if any(one.owner for view in views for one in view.texts):
+        console.print("[dim]it shows the beginning of each user's test text; --no-tokens leaves text out[/dim]")
+
+
+def check_target(path: Path, *, force: bool) -> None:
+    """Whether a file may be written.
+
+    Raises:
+        RunError: it exists and ``force`` is not given, it is a folder, or its folder does not exist.
+    """
+    if path.is_dir():
+        raise RunError(f"{path}: is a folder; --out names a file")
+    if path.exists() and not force:
+        raise RunError(f"{path}: exists; --force replaces it, --out names another")
+    if not path.parent.is_dir():
+        raise RunError(f"{path.parent}: no such folder to write {path.name} to")

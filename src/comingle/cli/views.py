@@ -1,0 +1,105 @@
+"""Token views for reports and plots: open routed runs and send texts through their users' models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from comingle.cli.compare import split_names
+from comingle.errors import DataError, did_you_mean
+
+if TYPE_CHECKING:
+    from comingle.experiment import Run
+    from comingle.reports.runs import Entry
+    from comingle.reports.tokens import TokenView
+
+MAX_USERS = 6
+"""Users in a token view where none are named: texts x users is a square."""
+
+
+def route_texts(
+    entries: Sequence[Entry], given: Sequence[str] | None, users: str | None, length: int
+) -> list[TokenView]:
+    """A view for every entry with routers, made with the run of its lowest seed that has finished.
+
+    Raises:
+        DataError: a text is empty or unreadable, or there is no such user.
+        RunError: a run cannot be opened.
+    """
+    import comingle
+
+    chosen = choose_users(entries[0].first.users, users)
+    texts = [read_text(one, number) for number, one in enumerate(given or (), start=1)]
+    views = []
+    for entry in entries:
+        finished = [run for run in entry.runs if run.metrics is not None]
+        if entry.first.routed and finished:
+            opened = comingle.load(finished[0].folder)
+            label = entry.label if len(entry.runs) == 1 else f"{entry.label}, seed {finished[0].seed}"
+            views.append(view_of(opened, label, texts, chosen, length))
+    return views
+
+
+def choose_users(known: Sequence[str], wanted: str | None) -> list[str]:
+    """The users named in ``wanted``, or the first few.
+
+    Raises:
+        DataError: there is no such user.
+    """
+    if wanted is None:
+        return list(known)[:MAX_USERS]
+    names = split_names(wanted)
+    for name in names:
+        if name not in known:
+            raise DataError(f"--users: no user {name!r}; there are: {', '.join(known)}.{did_you_mean(name, known)}")
+    return names
+
+
+def read_text(given: str, number: int) -> tuple[str, str]:
+    """A text and its name: the file of that name, or else the words themselves.
+
+    Raises:
+        DataError: nothing in it, or not text.
+    """
+    try:
+        is_file = Path(given).is_file()
+    except (OSError, ValueError):  # too long for a file's name, or with a NUL in it
+        is_file = False
+    try:
+        name, text = (
+            (Path(given).name, Path(given).read_text(encoding="utf-8")) if is_file else (f"text {number}", given)
+        )
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--text {given!r}: cannot be read as UTF-8 text ({type(error).__name__})") from None
+    if not text.strip():
+        raise DataError(f"--text {given!r}: there is nothing in it")
+    return name, text
+
+
+def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Sequence[str], length: int) -> TokenView:
+    """Texts x users under one run; without texts, the users' own."""
+    from comingle.reports.tokens import Text, TokenView
+
+    sim, tokenizer = run.simulation, run.simulation.model.base.tokenizer
+    streams: list[tuple[str, str | None, Any]]
+    if texts:
+        assert tokenizer is not None
+        encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in texts]
+        streams = [(name, None, ids[:length]) for (name, _), ids in zip(texts, encoded, strict=True)]
+    else:
+        streams = [(user.name, user.name, user.test[:length].tolist()) for user in sim.users if user.name in users]
+        streams.sort(key=lambda stream: users.index(stream[0]))
+    people = [run.user(name) for name in users]
+    found = [[one.route(ids, context=sim.training.context) for one in people] for _, _, ids in streams]
+    return TokenView(
+        label=label,
+        users=tuple(users),
+        experts=tuple(routing.experts for routing in found[0]),
+        texts=tuple(
+            Text(name=name, owner=owner, tokens=row[0].tokens)
+            for (name, owner, _), row in zip(streams, found, strict=True)
+        ),
+        gates=tuple(tuple(routing.gates.numpy() for routing in row) for row in found),
+        in_distribution=run.recipe.data.held_out == "own",
+    )

@@ -1,0 +1,127 @@
+"""Colours, each for light and for dark backgrounds; pairs that colour-blind readers can tell apart.
+
+Methods take Okabe and Ito's colours, with a line style and a marker that say the same once more. Generalists are
+orange and specialists blue, as in the paper; further ones get hues of their own. Within an expert, darker is deeper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+LineStyle = Literal["-", "--", "-.", ":"]
+
+
+@dataclass(frozen=True)
+class Colour:
+    """The same role on a light and on a dark background."""
+
+    light: str
+    dark: str
+
+
+INK = Colour("#1c2128", "#e4e8ec")
+MUTED = Colour("#59636e", "#a3adb8")
+LINE = Colour("#d5dbe1", "#39424c")
+PAPER = Colour("#ffffff", "#15191e")
+
+_FIXED = {"pretrained": 7, "local": 2, "fedavg": 3}
+_METHODS = (
+    Colour("#d55e00", "#ff8f4a"),
+    Colour("#0072b2", "#5aaee8"),
+    Colour("#00805d", "#2fcb9f"),
+    Colour("#a8508a", "#e79cc9"),
+    Colour("#3a9bd3", "#9bd8f7"),
+    Colour("#b07900", "#f2bd4b"),
+    Colour("#6f4bb2", "#b798ec"),
+    Colour("#6b6f75", "#b4b9bf"),
+    Colour("#7d5a35", "#cfa272"),
+)
+_LINES: tuple[LineStyle, ...] = ("-", "--", "-.", ":")
+_MARKERS = "osD^vPX*<>hd"
+
+# (shallowest, deepest) on light, the same on dark; then what a token's background is on light and on dark.
+_EXPERTS = {
+    "generalist": (
+        (("#f9bd80", "#7a2f00"), ("#ffe3c2", "#c25a08"), Colour("#f0892b", "#9a4904")),
+        (("#e8d282", "#5c4600"), ("#f6ecc4", "#a8841a"), Colour("#d9b52c", "#806410")),
+    ),
+    "specialist": (
+        (("#a9cdec", "#08306b"), ("#d4e8fb", "#2f7fd0"), Colour("#4a94d8", "#1f69b3")),
+        (("#a5dccb", "#00523b"), ("#d2f2e8", "#1c9c78"), Colour("#35b592", "#0c6b50")),
+        (("#d6c3ec", "#431b78"), ("#ecdffb", "#8f5fd0"), Colour("#a885d6", "#7247ad")),
+        (("#c9ced4", "#24292f"), ("#eceff2", "#7d8894"), Colour("#98a2ad", "#5d6873")),
+        (("#f2bcd3", "#6e1040"), ("#fde0ec", "#c74f86"), Colour("#e07aa5", "#a83a6e")),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """How a method is drawn."""
+
+    colour: Colour
+    line: LineStyle
+    marker: str
+
+
+def styles(methods: Sequence[str]) -> list[Style]:
+    """A style for each method; pretrained, local and fedavg look the same in every report."""
+    free = [number for number in range(len(_METHODS)) if number not in _FIXED.values()]
+    found: list[Style] = []
+    others = 0
+    for method in methods:
+        number, line = _FIXED.get(method), "-"
+        if number is None or method in methods[: len(found)]:
+            number, line = free[others % len(free)], _LINES[others // len(free) % len(_LINES)]
+            others += 1
+        marker = _MARKERS[number % len(_MARKERS)]
+        if method == "pretrained":  # a level, not a curve
+            line, marker = ":", ""
+        found.append(Style(colour=_METHODS[number], line=line, marker=marker))
+    return found
+
+
+def expert_kind(name: str) -> tuple[str, int]:
+    """The role of an expert and its number from 0: ``("specialist", 1)`` for "specialist 2"."""
+    role, _, number = name.partition(" ")
+    return role, int(number) - 1 if number else 0
+
+
+def _expert(name: str) -> tuple[tuple[str, str], tuple[str, str], Colour]:
+    role, number = expert_kind(name)
+    return _EXPERTS[role][number % len(_EXPERTS[role])]
+
+
+def expert_colour(name: str) -> Colour:
+    """The background of a token whose top expert this is."""
+    return _expert(name)[2]
+
+
+def layer_colours(name: str, layers: int) -> list[Colour]:
+    """An expert's colour in each layer, darker for deeper."""
+    light, dark, _ = _expert(name)
+    steps = [layer / max(1, layers - 1) for layer in range(layers)]
+    return [Colour(_between(*light, step), _between(*dark, step)) for step in steps]
+
+
+def _between(start: str, end: str, step: float) -> str:
+    channels = zip(rgb(start), rgb(end), strict=True)
+    return "#" + "".join(f"{round(a + (b - a) * step):02x}" for a, b in channels)
+
+
+def rgb(colour: str) -> tuple[int, int, int]:
+    """``#rrggbb`` as three numbers."""
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def expert_css() -> list[tuple[str, Colour]]:
+    """The tokens' colours by the short name of their expert: g1, g2, s1 ..."""
+    return [(f"{role[0]}{n + 1}", one[2]) for role, kinds in _EXPERTS.items() for n, one in enumerate(kinds)]
+
+
+def expert_class(name: str) -> str:
+    """The short name of an expert in :func:`expert_css`."""
+    role, number = expert_kind(name)
+    return f"{role[0]}{number % len(_EXPERTS[role]) + 1}"

@@ -1,0 +1,231 @@
+"""Run folders as plain records, grouped into entries that differ in nothing but the seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from comingle.errors import RunError
+from comingle.records import read_events, read_metrics
+
+# What decides neither on the result nor on its name.
+_ASIDE = ("seed", "runtime", "checkpoints")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """One evaluation: each user's test perplexity (None if not finite), and what its routers said.
+
+    ``scores[user][layer][expert]`` is a mean gate, ``experts[user]`` names the experts; both empty without routers.
+    """
+
+    round: int
+    iterations: int
+    perplexities: dict[str, float | None]
+    mean: float | None
+    experts: dict[str, list[str]]
+    scores: dict[str, list[list[float]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What a run folder tells. ``metrics`` is None for a run that has not finished."""
+
+    folder: Path
+    method: str
+    seed: int
+    base: str
+    planned_rounds: int
+    users: tuple[str, ...]
+    recipe: dict[str, Any]
+    evaluations: tuple[Evaluation, ...]
+    rounds: tuple[dict[str, Any], ...]
+    metrics: dict[str, Any] | None
+
+    @property
+    def routed(self) -> bool:
+        """Whether its evaluations tell what routers said."""
+        return any(evaluation.scores for evaluation in self.evaluations)
+
+    @cached_property
+    def key(self) -> tuple[tuple[str, Any], ...]:
+        """Everything that tells it from another run, but for the seed."""
+        kept = {key: value for key, value in self.recipe.items() if key not in _ASIDE}
+        evaluation = {"model": (kept.pop("evaluation", None) or {}).get("model")}
+        return tuple(sorted(_flat({**kept, "evaluation": evaluation}).items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """Runs that differ only in their seed, under a name of their own."""
+
+    label: str
+    runs: tuple[RunRecord, ...]
+
+    @property
+    def first(self) -> RunRecord:
+        """The run with the lowest seed."""
+        return self.runs[0]
+
+    @property
+    def method(self) -> str:
+        """The method's name."""
+        return self.first.method
+
+    @property
+    def trained(self) -> bool:
+        """Whether there was anything to train."""
+        return self.first.planned_rounds > 0
+
+
+# -------------------------------------------------------------------- reading
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """Run folders: those given, and those inside folders of comparisons, each once.
+
+    Raises:
+        RunError: a path is neither.
+    """
+    found: dict[Path, Path] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise RunError(f"{path}: no such run folder")
+        inside = [path] if (path / "events.jsonl").is_file() else _inside(path)
+        if not inside:
+            raise RunError(f"{path}: neither a run folder (no events.jsonl in it) nor a folder of run folders")
+        for folder in inside:
+            found.setdefault(folder.resolve(), folder)
+    return list(found.values())
+
+
+def _inside(path: Path) -> list[Path]:
+    """The runs of a comparison, in the order of its table where there is one."""
+    folders = sorted(file.parent for file in path.glob("*/events.jsonl"))
+    try:
+        order = [row["method"] for row in yaml.safe_load((path / "table.json").read_text(encoding="utf-8"))["methods"]]
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return folders
+    place = {method: number for number, method in enumerate(order)}
+    return sorted(folders, key=lambda folder: place.get(folder.name.rpartition("-seed")[0], len(place)))
+
+
+def read_run(folder: Path) -> RunRecord:
+    """A run, finished or not.
+
+    Raises:
+        RunError: it has not got as far as an evaluation, or its recipe cannot be read.
+    """
+    events = list(read_events(folder))
+    start = next((event for event in events if event["event"] == "start"), None)
+    evaluations = [event for event in events if event["event"] == "evaluation"]
+    if start is None or not evaluations:
+        raise RunError(f"{folder}: no evaluation in its events.jsonl yet; come back when the run has made one")
+    recipe = _read_recipe(folder)
+    local_steps = recipe.get("training", {}).get("local_steps", 1)
+    return RunRecord(
+        folder=folder,
+        method=start["method"],
+        seed=start["seed"],
+        base=start["base"],
+        planned_rounds=start["rounds"],
+        users=tuple(start["users"]),
+        recipe=recipe,
+        evaluations=tuple(_evaluation(event, local_steps) for event in evaluations),
+        rounds=tuple(event for event in events if event["event"] == "round"),
+        metrics=read_metrics(folder) if (folder / "metrics.json").exists() else None,
+    )
+
+
+def _read_recipe(folder: Path) -> dict[str, Any]:
+    try:
+        recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RunError(f"{folder}: its recipe.yaml cannot be read ({type(error).__name__})") from None
+    if not isinstance(recipe, dict):
+        raise RunError(f"{folder}: its recipe.yaml is not a recipe")
+    return recipe
+
+
+def _evaluation(event: dict[str, Any], local_steps: int) -> Evaluation:
+    return Evaluation(
+        round=event["round"],
+        iterations=event.get("iterations", event["round"] * local_steps),  # older runs do not tell
+        perplexities={name: user["test_perplexity"] for name, user in event["users"].items()},
+        mean=event["mean_test_perplexity"],
+        experts=event.get("experts", {}),
+        scores=event.get("expert_scores", {}),
+    )
+
+
+# -------------------------------------------------------------------- grouping
+
+
+def read_entries(paths: Sequence[Path]) -> list[Entry]:
+    """All runs in and below ``paths``, seeds of the same recipe together.
+
+    Raises:
+        RunError: nothing to read, or the runs are not of the same users.
+    """
+    runs = [read_run(folder) for folder in find_runs(paths)]
+    for run in runs[1:]:
+        if set(run.users) != set(runs[0].users):
+            raise RunError(
+                f"{run.folder}: its users are {', '.join(run.users)}, those of {runs[0].folder} are "
+                f"{', '.join(runs[0].users)}; give runs of the same users"
+            )
+    groups: dict[Any, dict[int, RunRecord]] = {}
+    for run in runs:
+        groups.setdefault(repr(run.key), {}).setdefault(run.seed, run)
+    several = [tuple(seeds[seed] for seed in sorted(seeds)) for seeds in groups.values()]
+    labels = _labels([group[0] for group in several])
+    return [Entry(label=label, runs=group) for label, group in zip(labels, several, strict=True)]
+
+
+def _labels(runs: Sequence[RunRecord]) -> list[str]:
+    """The method's name; where several entries share it, with the settings in which they differ."""
+    labels = []
+    for run in runs:
+        alike = [dict(other.key) for other in runs if other.method == run.method]
+        own = dict(run.key)
+        keys = sorted({key for other in alike for key in own.keys() | other.keys() if own.get(key) != other.get(key)})
+        told = [f"{key.rpartition('.')[2]} {_short(own.get(key))}" for key in keys]
+        labels.append(f"{run.method} ({', '.join(told)})" if told else run.method)
+    return labels
+
+
+def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return flat
+
+
+def _short(value: Any) -> str:
+    text = "default" if value is None else ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= 24 else f"{text[:10]}…{text[-10:]}"
+
+
+def notices(entries: Sequence[Entry]) -> list[str]:
+    """What a reader must know before comparing these entries: other bases, other test text, unfinished runs."""
+    runs = [run for entry in entries for run in entry.runs]
+    found = []
+    bases = sorted({run.base for run in runs})
+    if len(bases) > 1:
+        found.append(f"These runs have different bases ({', '.join(bases)}): do not compare their perplexities.")
+    texts = {
+        repr([value for key, value in run.key if key.startswith("data.") and "max_train" not in key]) for run in runs
+    }
+    if len(texts) > 1:
+        found.append("These runs read their text in different ways: their perplexities may not be comparable.")
+    for run in runs:
+        if run.metrics is None:
+            last = run.evaluations[-1].round
+            found.append(f"{run.folder.name} has not finished: evaluated after round {last} of {run.planned_rounds}.")
+    return found

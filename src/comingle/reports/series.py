@@ -1,0 +1,180 @@
+"""Numbers for figures and tables: means and deviations over seeds, gains over baselines, the ledger."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from comingle.reports.runs import Entry, Evaluation, RunRecord
+
+BASELINES = ("local", "fedavg")
+"""What each user's result is held against: alone, and with everything averaged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Mean and standard deviation over seeds; ``std`` is None for a single seed."""
+
+    mean: float
+    std: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """A quantity at each evaluation, against local iterations."""
+
+    iterations: tuple[int, ...]
+    values: tuple[Spread, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertCurves:
+    """One expert's score in each layer, first layer first."""
+
+    name: str
+    layers: tuple[Curve, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """A user's test perplexity under one entry against a baseline, in per cent of the baseline; negative is better."""
+
+    user: str
+    percent: Spread
+
+    @property
+    def verdict(self) -> str:
+        """ "gained" or "harmed"; "even" where the difference is within one deviation over seeds, or nothing."""
+        if abs(self.percent.mean) <= (self.percent.std or 0.0):
+            return "even"
+        return "gained" if self.percent.mean < 0 else "harmed"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Mean and sample standard deviation of at least one value."""
+    return Spread(mean=statistics.fmean(values), std=statistics.stdev(values) if len(values) > 1 else None)
+
+
+# -------------------------------------------------------------------- over training
+
+
+def learning_curve(entry: Entry, user: str | None = None) -> Curve:
+    """Test perplexity of a user, or the mean over users; evaluations without a finite value are left out."""
+    return _curve(entry, lambda evaluation: evaluation.perplexities.get(user) if user else evaluation.mean)
+
+
+def expert_curves(entry: Entry, user: str) -> list[ExpertCurves]:
+    """How much each of a user's experts says in each layer (CoMiGS, Figures 4 and 10); empty without routers."""
+    last = entry.first.evaluations[-1]
+    names, layers = last.experts.get(user, []), len(last.scores.get(user, []))
+
+    def one(layer: int, expert: int) -> Curve:
+        return _curve(entry, lambda evaluation: _score(evaluation, user, layer, expert))
+
+    return [
+        ExpertCurves(name=name, layers=tuple(one(layer, expert) for layer in range(layers)))
+        for expert, name in enumerate(names)
+    ]
+
+
+def _score(evaluation: Evaluation, user: str, layer: int, expert: int) -> float | None:
+    layers = evaluation.scores.get(user)
+    return layers[layer][expert] if layers else None
+
+
+def _curve(entry: Entry, value: Any) -> Curve:
+    found: dict[int, list[float]] = {}
+    for run in entry.runs:
+        for evaluation in run.evaluations:
+            if (got := value(evaluation)) is not None:
+                found.setdefault(evaluation.iterations, []).append(got)
+    return Curve(iterations=tuple(sorted(found)), values=tuple(spread(found[x]) for x in sorted(found)))
+
+
+# -------------------------------------------------------------------- at the end
+
+
+def final(entry: Entry, user: str | None = None) -> Spread | None:
+    """The last test perplexity of a user, or the mean over users; None where a seed's is not finite."""
+    values = [_last(run, user) for run in entry.runs]
+    known = [value for value in values if value is not None]
+    return spread(known) if len(known) == len(values) else None
+
+
+def _last(run: RunRecord, user: str | None) -> float | None:
+    last = run.evaluations[-1]
+    return last.perplexities[user] if user else last.mean
+
+
+def gains(entry: Entry, baseline: Entry) -> list[Gain]:
+    """Each user's difference from a baseline, paired by seed, best first; users without finite numbers are left out."""
+    pairs = [(run, other) for run in entry.runs for other in baseline.runs if run.seed == other.seed]
+    found = []
+    for user in entry.first.users:
+        percents = [100 * (a / b - 1) for run, other in pairs if (a := _last(run, user)) and (b := _last(other, user))]
+        if percents and len(percents) == len(pairs):
+            found.append(Gain(user=user, percent=spread(percents)))
+    return sorted(found, key=lambda gain: gain.percent.mean)
+
+
+def baselines(entries: Iterable[Entry]) -> list[Entry]:
+    """The entries of ``local`` and ``fedavg``, as far as there are any."""
+    by_method = [[entry for entry in entries if entry.method == name] for name in BASELINES]
+    return [entry for found in by_method for entry in found]
+
+
+def compared(entries: Sequence[Entry], baseline: Entry) -> list[tuple[Entry, list[Gain]]]:
+    """What each other trained entry does to each user, against ``baseline``."""
+    others = [entry for entry in entries if entry is not baseline and entry.trained]
+    return [(entry, found) for entry in others if (found := gains(entry, baseline))]
+
+
+# -------------------------------------------------------------------- what it cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What an entry sent, held and took. Totals are over all users and rounds, means over seeds.
+
+    Bytes per user and round, and everything measured, are None where no run has finished.
+    """
+
+    label: str
+    rounds: int
+    upload_bytes: float
+    download_bytes: float
+    upload_bytes_per_user_round: float | None
+    download_bytes_per_user_round: float | None
+    trainable_parameters: int | None
+    tokens_per_second: Spread | None
+    wall_seconds: Spread | None
+    peak_memory_bytes: float | None
+    place: str
+
+
+def cost(entry: Entry) -> Cost:
+    """The ledger's line of an entry."""
+    finished = [run.metrics for run in entry.runs if run.metrics is not None]
+
+    def mean(key: str) -> Spread | None:
+        return spread([metrics[key] for metrics in finished]) if finished else None
+
+    def sent(key: str) -> float:
+        return statistics.fmean(sum(event.get(key, 0) for event in run.rounds) for run in entry.runs)
+
+    one = finished[0] if finished else None
+    return Cost(
+        label=entry.label,
+        rounds=max(run.evaluations[-1].round for run in entry.runs),
+        upload_bytes=sent("upload_bytes"),
+        download_bytes=sent("download_bytes"),
+        upload_bytes_per_user_round=one["upload_bytes_per_user_round"] if one else None,
+        download_bytes_per_user_round=one["download_bytes_per_user_round"] if one else None,
+        trainable_parameters=one["trainable_parameters"] if one else None,
+        tokens_per_second=mean("tokens_per_second") if entry.trained else None,
+        wall_seconds=mean("wall_seconds"),
+        peak_memory_bytes=max(metrics["peak_memory_bytes"] for metrics in finished) if finished else None,
+        place=f"{one['dtype']} on {one['device']}" if one else "",
+    )

@@ -1,0 +1,84 @@
+"""Run folders written by hand, whose numbers a test can know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+WriteRun = Callable[..., Path]
+
+
+@pytest.fixture
+def write_run(tmp_path: Path) -> WriteRun:
+    """Writes ``FOLDER/NAME``: ``curve`` maps a round to each user's perplexity, ``scores`` to what routers said."""
+
+    def write(
+        name: str,
+        method: str,
+        curve: dict[int, dict[str, float | None]],
+        *,
+        seed: int = 0,
+        scores: dict[int, dict[str, list[list[float]]]] | None = None,
+        experts: dict[str, list[str]] | None = None,
+        finished: bool = True,
+        recipe: dict[str, Any] | None = None,
+        upload_bytes: int = 0,
+        base: str = "random:llama",
+    ) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        users = list(curve[max(curve)])
+        rounds = max(curve)
+        events: list[dict[str, Any]] = [
+            {"event": "start", "method": method, "seed": seed, "base": base, "rounds": rounds, "users": users_of(users)}
+        ]
+        for number, found in curve.items():
+            if number:
+                events.append(
+                    {
+                        "event": "round",
+                        "round": number,
+                        "upload_bytes": upload_bytes,
+                        "download_bytes": 2 * upload_bytes,
+                    }
+                )
+            events.append(evaluation(number, found, (scores or {}).get(number), experts))
+        (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events), encoding="utf-8")
+        content = {
+            "method": {"name": method, "settings": {}},
+            "seed": seed,
+            "training": {"local_steps": 10},
+            **(recipe or {}),
+        }
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(content | (recipe or {})), encoding="utf-8")
+        if finished:
+            metrics = {
+                "upload_bytes_per_user_round": upload_bytes / len(users), "download_bytes_per_user_round": 7.0,
+                "trainable_parameters": 1234, "tokens_per_second": 10.0 + seed, "wall_seconds": 3.0 + seed,
+                "peak_memory_bytes": 2_000_000_000, "dtype": "float32", "device": "cpu",
+            }  # fmt: skip
+            (folder / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
+        return folder
+
+    return write
+
+
+def users_of(names: list[str]) -> dict[str, Any]:
+    return {name: {"train_tokens": 100, "test_tokens": 50} for name in names}
+
+
+def evaluation(number: int, found: dict[str, float | None], scores: Any, experts: Any) -> dict[str, Any]:
+    known = [value for value in found.values() if value is not None]
+    event: dict[str, Any] = {
+        "event": "evaluation",
+        "round": number,
+        "iterations": 10 * number,
+        "users": {name: {"test_perplexity": value} for name, value in found.items()},
+        "mean_test_perplexity": sum(known) / len(known) if len(known) == len(found) else None,
+    }
+    return event | ({"experts": experts, "expert_scores": scores} if scores else {})

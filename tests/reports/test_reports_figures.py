@@ -1,0 +1,150 @@
+"""What the figures show: lines, bars and colours are those of the numbers."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+
+from comingle.reports import figures
+from comingle.reports.colours import expert_class, expert_css, layer_colours, rgb, styles
+from comingle.reports.runs import read_entries
+from comingle.reports.tokens import Text, TokenView, tokens_figure, visible
+
+EXPERTS = {"ann": ["generalist", "specialist"], "b$b <&": ["generalist"]}
+SCORES = {2: {"ann": [[0.3, 0.7], [0.4, 0.6]], "b$b <&": [[1.0], [1.0]]}}
+
+
+def curve(ann: float, bob: float) -> dict[int, dict[str, float]]:
+    return {0: {"ann": 10.0, "b$b <&": 20.0}, 2: {"ann": ann, "b$b <&": bob}}
+
+
+@pytest.fixture
+def entries(write_run: Any) -> Any:
+    return read_entries(
+        [
+            write_run("p", "pretrained", {0: curve(1, 1)[0]}),
+            *(write_run(f"l{s}", "local", curve(4 + s, 8), seed=s) for s in (0, 1)),
+            write_run("f", "fedavg", curve(5, 6), upload_bytes=10),
+            write_run("c", "comigs-1g1s", curve(3, 7), scores=SCORES, experts=EXPERTS, upload_bytes=5),
+        ]
+    )
+
+
+def test_curves_have_a_panel_for_the_mean_and_for_each_user(entries: Any) -> None:
+    figure = figures.curves_figure(entries)
+    assert [axis.get_title("left") for axis in figure.axes] == ["mean over users", "ann", "b$b <&"]
+    level, local, fedavg, comigs = figure.axes[1].lines
+    assert list(level.get_ydata()) == [10, 10]
+    assert [list(line.get_ydata()) for line in (local, fedavg, comigs)] == [[10, 4.5], [10, 5], [10, 3]]
+    assert list(local.get_xdata()) == [0, 20]
+    assert len(figure.axes[1].collections) == 1  # a band where there are two seeds, and only there
+    late = figures.curves_figure(entries, start=False)
+    assert [list(line.get_xdata()) for line in late.axes[1].lines] == [[20]] * 3
+
+
+def test_scores_are_drawn_for_every_layer_darker_for_deeper(entries: Any) -> None:
+    ann, bob = figures.scores_figure(entries[-1]).axes
+    assert [list(line.get_ydata())[-1] for line in ann.lines[::2]] == [0.3, 0.4, 0.7, 0.6]
+    assert [to_hex(line.get_color()) for line in ann.lines[:4:2]] == [c.light for c in layer_colours("generalist", 2)]
+    assert bob.get_title("left") == "b$b <&"
+    for name in ("generalist", "generalist 2", "specialist", "specialist 2", "specialist 3", "specialist 4"):
+        for theme in ("light", "dark"):
+            shades = [luminance(getattr(colour, theme)) for colour in layer_colours(name, 12)]
+            assert shades == sorted(shades, reverse=True), name
+
+
+def luminance(colour: str) -> float:
+    channels = [c / 255 for c in rgb(colour)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_colours_can_be_read_on_both_backgrounds() -> None:
+    """WCAG: 3 for lines against the page, 4.5 for the letters of a token on its expert's colour at its strongest."""
+    for style in styles([f"m{i}" for i in range(7)] + ["pretrained", "local", "fedavg"]):
+        assert contrast(style.colour.light, "#ffffff") > 2.9, style
+        assert contrast(style.colour.dark, "#15191e") > 4.5, style
+    for name, colour in expert_css():
+        assert contrast(colour.light, "#1c2128") > 4.5, name
+        assert contrast(colour.dark, "#e4e8ec") > 4.5, name
+
+
+def test_methods_have_styles_of_their_own() -> None:
+    found = styles(["pretrained", "local", "fedavg", *(f"m{i}" for i in range(6))])
+    assert len({style.colour for style in found}) == 9
+    assert styles(["fedavg"])[0].colour == found[2].colour
+    assert len({(s.colour, s.line) for s in styles([f"m{i}" for i in range(14)])}) == 14
+    assert [expert_class(name) for name in ("generalist", "specialist 2", "specialist 6")] == ["g1", "s2", "s1"]
+
+
+def test_bars_are_gains_and_harm_is_hatched(entries: Any) -> None:
+    figure = figures.users_figure(entries, entries[1])
+    assert figure is not None
+    bars = {(round(bar.get_width(), 6), bool(bar.get_hatch())) for bar in figure.axes[0].patches}
+    # Against local's 4 and 8 at the seed that they share
+    assert bars == {(25.0, True), (-25.0, False), (-25.0, False), (-12.5, False)}
+    assert figures.users_figure(entries[:2], entries[1]) is None
+
+
+def test_bytes_are_those_of_all_rounds(entries: Any) -> None:
+    axis = figures.bytes_figure(entries).axes[0]
+    assert sorted(text.get_text() for text in axis.texts) == ["comigs-1g1s", "fedavg", "local"]
+    assert {text.xy[0] for text in axis.texts} == {0.0, 10 / 1e6, 5 / 1e6}
+
+
+def test_files_are_png_and_svg_and_the_same_again(entries: Any, tmp_path: Path) -> None:
+    paths = figures.save(figures.curves_figure(entries), tmp_path, "curves")
+    assert paths[0].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    text = "".join(ET.parse(paths[1]).getroot().itertext())
+    assert "b$b <&" in text
+    before = paths[1].read_bytes()
+    figures.save(figures.curves_figure(entries), tmp_path, "curves")
+    assert paths[1].read_bytes() == before
+
+
+def test_inline_svg_follows_the_theme_and_has_ids_of_its_own(entries: Any) -> None:
+    text = figures.svg(figures.curves_figure(entries), "f7", "a label", {"#59636e": "var(--muted)"})
+    root = ET.fromstring(text)
+    assert root.get("role") == "img"
+    assert root.get("aria-label") == "a label"
+    assert "#59636e" not in text
+    ids = [element.get("id") for element in root.iter() if element.get("id")]
+    assert ids
+    assert all(one.startswith("f7-") for one in ids)
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def view(tokens: tuple[str, ...] = ("a", " b", "\n", "$x$")) -> TokenView:
+    gates = np.linspace(0, 1, 2 * len(tokens)).reshape(2, len(tokens))
+    stacked = np.stack([gates, 1 - gates], -1).astype(np.float16)
+    experts = ("generalist", "specialist")
+    text = Text(name="t", owner="ann", tokens=tokens)
+    return TokenView(label="c", users=("ann",), experts=(experts,), texts=(text,), gates=((stacked,),))
+
+
+def test_drawn_tokens_have_the_colour_of_their_top_expert() -> None:
+    figure = tokens_figure(view(), 0)
+    axis = figure.axes[0]
+    assert [text.get_text() for text in axis.texts] == ["a", " b", "⏎", "$x$"]
+    assert {to_hex(bar.get_facecolor()) for bar in axis.patches} == {"#4a94d8"}  # layer 0: all under one half
+    assert {to_hex(bar.get_facecolor()) for bar in tokens_figure(view(), 1).axes[0].patches} == {"#f0892b"}
+    assert "in distribution" in axis.get_title("left")
+
+
+def test_long_texts_are_wrapped_and_odd_characters_are_signs() -> None:
+    axis = tokens_figure(view(tuple(f" word{i}" for i in range(40))), 0).axes[0]
+    assert max(bar.get_x() + bar.get_width() for bar in axis.patches) <= 56
+    assert len({bar.get_y() for bar in axis.patches}) > 3
+    assert visible("a\n\t\x00é") == "a⏎··é"

@@ -1,0 +1,88 @@
+"""Run folders as records: which are found, which belong together, what is told about them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comingle.errors import RunError
+from comingle.reports.runs import find_runs, notices, read_entries, read_run
+
+CURVE = {0: {"ann": 9.0, "bob": 7.0}, 2: {"ann": 4.0, "bob": 6.0}}
+
+
+def test_a_folder_of_runs_stands_for_all_of_them_and_none_is_taken_twice(write_run: Any, tmp_path: Path) -> None:
+    one = write_run("compare/local-seed0", "local", CURVE)
+    two = write_run("compare/fedavg-seed0", "fedavg", CURVE)
+    other = write_run("alone", "comigs-1g1s", CURVE)
+    assert find_runs([other, tmp_path / "compare", one]) == [other, two, one]
+    (tmp_path / "compare" / "table.json").write_text(
+        json.dumps({"methods": [{"method": "local"}, {"method": "fedavg"}]})
+    )
+    assert find_runs([tmp_path / "compare"]) == [one, two]
+
+
+def test_what_is_no_run_is_named(write_run: Any, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"nowhere: no such run folder"):
+        find_runs([tmp_path / "nowhere"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunError, match=r"empty: neither a run folder \(no events.jsonl in it\) nor"):
+        find_runs([tmp_path / "empty"])
+    folder = write_run("begun", "local", CURVE)
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    (folder / "events.jsonl").write_text(lines[0] + "\n")
+    with pytest.raises(RunError, match=r"begun: no evaluation in its events.jsonl yet"):
+        read_run(folder)
+    broken = write_run("broken", "local", CURVE)
+    (broken / "recipe.yaml").write_text("{")
+    with pytest.raises(RunError, match=r"broken: its recipe.yaml cannot be read"):
+        read_run(broken)
+
+
+def test_a_run_before_iterations_were_told_counts_them_itself(write_run: Any) -> None:
+    folder = write_run("old", "local", CURVE)
+    path = folder / "events.jsonl"
+    path.write_text(path.read_text().replace('"iterations"', '"ignored"'))
+    assert [e.iterations for e in read_run(folder).evaluations] == [0, 20]
+
+
+def test_seeds_belong_together_and_other_recipes_do_not(write_run: Any) -> None:
+    paths = [write_run(f"a{seed}", "local", CURVE, seed=seed, recipe={"runtime": {"threads": seed}}) for seed in (1, 0)]
+    paths.append(write_run("b", "fedavg", CURVE))
+    entries = read_entries(paths)
+    assert [(entry.label, [run.seed for run in entry.runs]) for entry in entries] == [
+        ("local", [0, 1]),
+        ("fedavg", [0]),
+    ]
+
+
+def test_entries_of_one_method_are_told_apart_by_what_differs(write_run: Any) -> None:
+    paths = [
+        write_run(f"c{i}", "comigs", CURVE, recipe={"method": {"name": "comigs", "settings": {"specialists": count}}})
+        for i, count in enumerate([1, [1, 3]])
+    ]
+    paths.append(write_run("l", "local", CURVE))
+    labels = [entry.label for entry in read_entries(paths)]
+    assert labels == ["comigs (specialists 1)", "comigs (specialists 1,3)", "local"]
+
+
+def test_runs_of_other_users_are_refused(write_run: Any) -> None:
+    one, two = write_run("one", "local", CURVE), write_run("two", "local", {0: {"cem": 3.0}})
+    with pytest.raises(
+        RunError, match=r"two: its users are cem, those of .*one are ann, bob; give runs of the same users"
+    ):
+        read_entries([one, two])
+
+
+def test_a_reader_is_told_what_cannot_be_compared(write_run: Any) -> None:
+    one = write_run("one", "local", CURVE, recipe={"data": {"held_out": "own", "max_train_tokens": 5}})
+    less = write_run("less", "fedavg", CURVE, recipe={"data": {"held_out": "own", "max_train_tokens": 4}})
+    assert notices(read_entries([one, less])) == []
+    mixed = write_run("mixed", "fedavg", CURVE, recipe={"data": {"held_out": "mixture"}}, base="gpt2", finished=False)
+    found = notices(read_entries([one, mixed]))
+    for notice, words in zip(found, ("bases (gpt2, random:llama)", "different ways", "has not finished"), strict=True):
+        assert words in notice
+    assert "evaluated after round 2 of 2" in found[2]

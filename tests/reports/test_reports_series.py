@@ -1,0 +1,87 @@
+"""Means over seeds, gains over baselines, the ledger: against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from comingle.reports.runs import read_entries
+from comingle.reports.series import Spread, baselines, compared, cost, expert_curves, final, gains, learning_curve
+
+
+def curve(ann: float | None, bob: float) -> dict[int, dict[str, float | None]]:
+    return {0: {"ann": 10.0, "bob": 20.0}, 2: {"ann": ann, "bob": bob}}
+
+
+def entry(write_run: Any, method: str, *ends: tuple[float | None, float], **options: Any) -> Any:
+    paths = [write_run(f"{method}-{seed}", method, curve(*end), seed=seed, **options) for seed, end in enumerate(ends)]
+    return read_entries(paths)[0]
+
+
+def test_a_curve_is_the_mean_over_seeds_with_the_sample_deviation(write_run: Any) -> None:
+    found = learning_curve(entry(write_run, "local", (4.0, 8.0), (6.0, 8.0)), "ann")
+    assert found.iterations == (0, 20)
+    assert [value.mean for value in found.values] == [10, 5]
+    assert [value.std for value in found.values] == pytest.approx([0, math.sqrt(2)])
+    mean = learning_curve(entry(write_run, "fedavg", (4.0, 8.0)))
+    assert mean.values == (Spread(mean=15.0), Spread(mean=6.0))
+
+
+def test_a_loss_that_is_not_finite_leaves_a_gap_and_no_final_number(write_run: Any) -> None:
+    one = entry(write_run, "local", (None, 8.0), (6.0, 8.0))
+    assert learning_curve(one, "ann").values[1] == Spread(mean=6.0)
+    assert final(one, "ann") is None
+    assert final(one, "bob") == Spread(mean=8.0, std=0.0)
+
+
+def test_gains_are_paired_by_seed_best_first(write_run: Any) -> None:
+    local = entry(write_run, "local", (4.0, 8.0), (8.0, 8.0))
+    ours = entry(write_run, "comigs", (5.0, 6.0), (10.0, 4.0))
+    found = gains(ours, local)
+    assert [(g.user, g.percent.mean, g.verdict) for g in found] == [("bob", -37.5, "gained"), ("ann", 25.0, "harmed")]
+    assert found[0].percent.std == pytest.approx(math.sqrt(2) * 12.5)
+    assert found[1].percent.std == 0.0  # in both seeds the same quarter, though the perplexities differ
+
+
+def test_a_difference_within_one_deviation_is_even(write_run: Any) -> None:
+    local = entry(write_run, "local", (10.0, 8.0), (10.0, 8.0))
+    ours = entry(write_run, "comigs", (9.0, 8.0), (10.5, 8.0))
+    assert {g.user: g.verdict for g in gains(ours, local)} == {"ann": "even", "bob": "even"}
+
+
+def test_only_shared_seeds_are_compared(write_run: Any) -> None:
+    local = entry(write_run, "local", (4.0, 8.0))
+    ours = entry(write_run, "comigs", (2.0, 8.0), (400.0, 8.0))
+    assert {g.user: g.percent for g in gains(ours, local)} == {"ann": Spread(mean=-50.0), "bob": Spread(mean=0.0)}
+    assert [e.method for e in baselines([ours, local])] == ["local"]
+    assert [e.method for e, _ in compared([ours, local], local)] == ["comigs"]
+
+
+def test_expert_scores_keep_users_layers_and_experts_apart(write_run: Any) -> None:
+    experts = {"ann": ["generalist", "specialist"], "bob": ["generalist"]}
+    told = [{2: {"ann": [[0.3 + s, 0.7 - s], [0.5, 0.5]], "bob": [[1.0], [1.0]]}} for s in (0.0, 0.2)]
+    paths = [write_run(f"r{i}", "comigs", curve(4, 8), seed=i, scores=s, experts=experts) for i, s in enumerate(told)]
+    (one,) = read_entries(paths)
+    ann = expert_curves(one, "ann")
+    assert [expert.name for expert in ann] == ["generalist", "specialist"]
+    assert [layer.values[0].mean for layer in ann[0].layers] == [pytest.approx(0.4), 0.5]
+    assert [layer.values[0].mean for layer in ann[1].layers] == [pytest.approx(0.6), 0.5]
+    assert ann[0].layers[0].iterations == (20,)  # the evaluation before training told none
+    assert [expert.name for expert in expert_curves(one, "bob")] == ["generalist"]
+    assert expert_curves(entry(write_run, "local", (4.0, 8.0)), "ann") == []
+
+
+def test_the_ledger_adds_what_was_counted(write_run: Any) -> None:
+    found = cost(entry(write_run, "fedavg", (4.0, 8.0), (4.0, 8.0), upload_bytes=500))
+    assert (found.upload_bytes, found.download_bytes, found.rounds) == (500, 1000, 2)
+    assert (found.upload_bytes_per_user_round, found.download_bytes_per_user_round) == (250, 7)
+    assert found.wall_seconds is not None
+    assert (found.wall_seconds.mean, found.wall_seconds.std) == pytest.approx((3.5, math.sqrt(0.5)))
+    assert (found.trainable_parameters, found.peak_memory_bytes, found.place) == (1234, 2e9, "float32 on cpu")
+
+
+def test_an_unfinished_run_has_bytes_but_no_measurements(write_run: Any) -> None:
+    found = cost(entry(write_run, "fedavg", (4.0, 8.0), upload_bytes=500, finished=False))
+    assert (found.upload_bytes, found.wall_seconds, found.trainable_parameters) == (500, None, None)
