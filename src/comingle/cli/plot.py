@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from comingle.cli.report import Length, Replace, Runs, Texts, Users, check_target
+from comingle.cli.report import Length, Replace, Runs, Texts, Users, check_target, require_packages
 from comingle.errors import RecipeError, RunError, did_you_mean
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def plot(
     force: Replace = False,
 ) -> None:
     """Write single figures of runs as PNG and SVG. The figure tokens shows the users' test text, or --text."""
+    require_packages("plot")
     from comingle.cli.progress import console, status
     from comingle.reports.figures import save
     from comingle.reports.runs import read_entries

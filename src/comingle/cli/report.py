@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from comingle.errors import RunError
+from comingle.errors import ComingleError, RunError
 
 Runs = Annotated[
     list[Path], typer.Argument(metavar="RUN", help="Run folders, or folders of comparisons: all runs inside.")
@@ -38,6 +38,7 @@ def report(
 
     Unless --text or --no-tokens is given, the page holds the beginning of each user's test text, which may be private.
     """
+    require_packages("report")
     from comingle.cli.progress import console, status
     from comingle.cli.views import route_texts
     from comingle.records import write_text
@@ -55,6 +56,19 @@ def report(
     console.print(f"{path}  {len(page.encode()) / 1e6:.2f} MB; open it in a browser", highlight=False)
     if any(one.owner for view in views for one in view.texts):
         console.print("[dim]it shows the beginning of each user's test text; --no-tokens leaves text out[/dim]")
+
+
+def require_packages(verb: str) -> None:
+    """Whether what draws is installed.
+
+    Raises:
+        ComingleError: it is not.
+    """
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ComingleError(f"comingle {verb} needs {error.name}: pip install 'comingle[reports]'") from None
 
 
 def check_target(path: Path, *, force: bool) -> None:

@@ -79,6 +79,8 @@ def read_text(given: str, number: int) -> tuple[str, str]:
 
 def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Sequence[str], length: int) -> TokenView:
     """Texts x users under one run; without texts, the users' own."""
+    import torch
+
     from comingle.reports.tokens import Text, TokenView
 
     sim, tokenizer = run.simulation, run.simulation.model.base.tokenizer
@@ -86,9 +88,12 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     if texts:
         assert tokenizer is not None
         encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in texts]
-        streams = [(name, None, ids[:length]) for (name, _), ids in zip(texts, encoded, strict=True)]
+        streams = [
+            (name, None, torch.tensor(ids[:length], dtype=torch.int64))
+            for (name, _), ids in zip(texts, encoded, strict=True)
+        ]
     else:
-        streams = [(user.name, user.name, user.test[:length].tolist()) for user in sim.users if user.name in users]
+        streams = [(user.name, user.name, user.test[:length]) for user in sim.users if user.name in users]
         streams.sort(key=lambda stream: users.index(stream[0]))
     people = [run.user(name) for name in users]
     found = [[one.route(ids, context=sim.training.context) for one in people] for _, _, ids in streams]

@@ -1,0 +1,191 @@
+"""The page in headless Chromium, from disk: it works with mouse and keyboard, in light and in dark, without an error.
+
+Needs Debian's packages chromium and chromium-driver, and selenium (extra ``dev``).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from comingle.reports.page import render_page
+from comingle.reports.runs import read_entries
+from comingle.reports.tokens import Text, TokenView
+
+pytestmark = pytest.mark.slow
+
+USERS = ("ann", "b<b>ob")
+TOKENS = ("Once", " upon", "\n", "", "é<i>", " time")
+RGB = {"generalist": {"light": "240, 137, 43", "dark": "154, 73, 4"}}
+
+
+def gates(seed: int) -> np.ndarray:
+    """Layer 0 says 0.9 to the generalist everywhere, layer 1 says 0.2, but for what the seed moves."""
+    found = np.empty((3, len(TOKENS), 2))
+    found[0, :, 0], found[1, :, 0] = 0.9, 0.2
+    found[2, :, 0] = np.random.default_rng(seed).random(len(TOKENS))
+    found[..., 1] = 1 - found[..., 0]
+    return found.astype(np.float16)
+
+
+@pytest.fixture
+def page(write_run: Any, tmp_path: Path) -> Path:
+    curve = {0: dict.fromkeys(USERS, 9.0), 2: dict.fromkeys(USERS, 5.0)}
+    experts = {key: ["generalist", "specialist"] for key in USERS}
+    scores = {2: {key: [[0.3, 0.7], [0.4, 0.6]] for key in USERS}}
+    entries = read_entries(
+        [
+            *(write_run(f"l{s}", "local", curve, seed=s) for s in (0, 1)),
+            *(write_run(f"c{s}", "comigs", curve, seed=s, scores=scores, experts=experts) for s in (0, 1)),
+        ]
+    )
+    texts = tuple(Text(name=name, owner=name, tokens=TOKENS) for name in USERS)
+    names = (("generalist", "specialist"),) * 2
+    views = [
+        TokenView(
+            label=label,
+            users=USERS,
+            experts=names,
+            texts=texts,
+            gates=tuple(tuple(gates(10 * i + j) for j in range(2)) for i in range(2)),
+        )
+        for label in ("comigs", "pfedmoe")
+    ]
+    path = tmp_path / "a page.html"
+    path.write_text(render_page(entries, views), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    pytest.importorskip("selenium", reason="NO BROWSER TEST: pip install selenium")
+    from selenium import webdriver
+
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not chromium or not driver:
+        pytest.skip("NO BROWSER TEST: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1300,1000"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield found
+    found.quit()
+
+
+@pytest.fixture(params=["light", "dark"])
+def opened(browser: Any, page: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Any, str]]:
+    """The page in a colour scheme; whatever was done with it, the console must have stayed empty."""
+    features = [{"name": "prefers-color-scheme", "value": request.param}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    browser.get(page.as_uri())
+    yield browser, request.param
+    assert browser.get_log("browser") == []
+
+
+def backgrounds(browser: Any) -> list[str]:
+    script = "return [...document.querySelectorAll('.text span')].map((one) => getComputedStyle(one).backgroundColor)"
+    return browser.execute_script(script)
+
+
+def slide(browser: Any, layer: int) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    slider = browser.find_element("id", "layer")
+    slider.send_keys(Keys.HOME, *[Keys.ARROW_RIGHT] * layer)
+
+
+def test_the_slider_changes_the_colours(opened: Any) -> None:
+    browser, theme = opened
+    first = backgrounds(browser)
+    assert len(first) == 4 * len(TOKENS)
+    assert all(RGB["generalist"][theme] in colour for colour in first)
+    slide(browser, 1)
+    second = backgrounds(browser)
+    assert not any(RGB["generalist"][theme] in colour for colour in second)
+    assert browser.find_element("id", "layer-now").text == "1 of 2"
+    slide(browser, 2)
+    expected = [gate[0] > gate[1] for i in range(2) for j in range(2) for gate in gates(10 * i + j)[2]]
+    assert [RGB["generalist"][theme] in colour for colour in backgrounds(browser)] == expected
+
+
+def test_pointing_at_a_token_shows_its_probabilities(opened: Any) -> None:
+    from selenium.webdriver import ActionChains
+
+    browser, _ = opened
+    tip = browser.find_element("id", "tip")
+    assert not tip.is_displayed()
+    tokens = browser.find_elements("css selector", ".text span")
+    ActionChains(browser).scroll_to_element(tokens[1]).move_to_element(tokens[1]).perform()
+    assert tip.is_displayed()
+    assert tip.text.replace("\n", " ") == '" upon" token 1, layer 0 generalist 90.0% specialist 10.0%'
+    ActionChains(browser).move_to_element(browser.find_element("css selector", "#tokens h2")).perform()
+    assert not tip.is_displayed()
+
+
+def test_the_keyboard_reaches_every_token(opened: Any) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    browser, _ = opened
+    slide(browser, 1)
+    browser.find_element("id", "layer").send_keys(Keys.TAB)
+    tip = browser.find_element("id", "tip")
+    for number, said in enumerate(['"Once"', '" upon"', r'"\n"', "part of a character", '"é<i>"', '" time"']):
+        focused = browser.switch_to.active_element
+        assert focused.get_attribute("aria-describedby") == "tip"
+        assert tip.text.startswith(f"{said} token {number}, layer 1")
+        assert "generalist\n20.0%\nspecialist\n80.0%" in tip.text
+        focused.send_keys(Keys.ARROW_RIGHT)
+    browser.switch_to.active_element.send_keys(Keys.ESCAPE)
+    assert not tip.is_displayed()
+    browser.switch_to.active_element.send_keys(Keys.TAB)  # one stop for each cell
+    assert browser.switch_to.active_element.text == "Once"
+
+
+def test_the_diagonal_is_marked_and_names_are_only_text(opened: Any) -> None:
+    browser, _ = opened
+    cells = browser.find_elements("css selector", ".cell")
+    assert [("own" in cell.get_attribute("class")) for cell in cells] == [True, False, False, True]
+    assert "in distribution" in cells[3].text
+    assert "model: b<b>ob" in cells[1].text
+    assert browser.find_elements("css selector", "b, .text i") == browser.find_elements("css selector", "#tip b")
+
+
+def test_another_run_can_be_chosen_and_curves_switched(opened: Any) -> None:
+    browser, _ = opened
+    browser.find_element("css selector", "#view option:nth-child(2)").click()
+    assert len(backgrounds(browser)) == 4 * len(TOKENS)
+    whole, late = browser.find_elements("css selector", "[data-curves]")
+    assert (whole.is_displayed(), late.is_displayed()) == (True, False)
+    browser.find_elements("css selector", "input[name=curves]")[1].click()
+    assert (whole.is_displayed(), late.is_displayed()) == (False, True)
+
+
+def luminance(colour: str) -> float:
+    channels = [int(c) / 255 for c in re.findall(r"\d+", colour)[:3]]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_ink_and_figures_follow_the_colour_scheme(opened: Any) -> None:
+    browser, theme = opened
+    script = "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
+    paper, ink = (luminance(browser.execute_script(script, "body", p)) for p in ("backgroundColor", "color"))
+    title = luminance(browser.execute_script(script, "figure svg text", "fill"))
+    assert (paper < 0.05) == (theme == "dark")
+    for colour in (ink, title):
+        assert (max(colour, paper) + 0.05) / (min(colour, paper) + 0.05) > 5
+
+
+def test_the_page_itself_never_scrolls_sideways(opened: Any) -> None:
+    browser, _ = opened
+    script = "return [document.documentElement.scrollWidth, innerWidth]"
+    width, window = browser.execute_script(script)
+    assert width <= window
