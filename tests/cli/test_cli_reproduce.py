@@ -132,3 +132,17 @@ def test_several_runs_at_a_time_find_the_same(comingle: Any, tmp_path: Path) -> 
         assert answer.code == 0, answer.err
     one, two = (json.loads((tmp_path / name / "table1" / "table.json").read_text()) for name in "12")
     assert one == two
+
+
+def test_table_3_is_counted_and_trains_nothing(comingle: Any, tmp_path: Path) -> None:
+    small = "random:gpt2?layers=2&dim=32&heads=2"
+    answer = comingle("reproduce", "comigs/table3", "--base", small, "--out", tmp_path)
+    assert answer.code == 0, answer.err
+    assert not (tmp_path / RUNS).exists()
+    text = (tmp_path / "table3" / "table.md").read_text()
+    # On two layers of width 32: routers 2 x 2 x 32 entries, 2 FLOPs each for 128 tokens; of the LoRA of two experts,
+    # rank 8 on both linears, 2 x 2 x 2 x 8 x (32 + 128), that is 0.62%.
+    assert f"| +5 MFLOPs (+1.25%) | +{2 * 128 * 128 / 1e6:.3f} MFLOPs (+{128 / 10240:.2%}) |" in text
+    assert "| -1.41 MB (-50%) | " in text
+    refused = comingle("reproduce", "comigs/table3", "--base", small, "--out", tmp_path)
+    assert (refused.code, refused.err.count("\n")) == (2, 1)

@@ -55,7 +55,13 @@ def reproduce(
     planned = plan(name, wanted)
     if dry_run:
         return _show(planned)
-    return _run(planned, out or Path("runs") / f"{name.partition('/')[0]}-{scale}", jobs, resume=resume, force=force)
+    if planned.experiment.kind == "cost":
+        return _count(planned, out or _default_out(name, scale), force=force or resume)
+    return _run(planned, out or _default_out(name, scale), jobs, resume=resume, force=force)
+
+
+def _default_out(name: str, scale: str) -> Path:
+    return Path("runs") / f"{name.partition('/')[0]}-{scale}"
 
 
 def _list() -> None:
@@ -100,10 +106,33 @@ def _run(planned: Plan, out: Path, jobs: int | None, *, resume: bool, force: boo
         failed = [f"{o.cell.column}, {o.cell.row}: {o.diverged}" for o in outcomes.values() if o.diverged]
         table = build_table(planned, scores(outcomes, planned.cells, planned.experiment.metric), diverged=failed)
         write_tables(folder, table)
+    drawn = " · figures as .png and .svg" if planned.experiment.plot else ""
+    if drawn:
+        from comingle.reproduce.figures import draw
+
+        draw(planned, outcomes, folder)
     console.print(render(table))
     for one in remarks(table):
         console.print(f"· {one}", markup=False, highlight=False)
-    console.print(f"[dim]{folder}/  table.md · table.json; the runs are in {out}/runs[/dim]")
+    console.print(f"[dim]{folder}/  table.md · table.json{drawn}; the runs are in {out}/runs[/dim]")
+
+
+def _count(planned: Plan, out: Path, *, force: bool) -> None:
+    """A table of costs: counted, nothing is trained."""
+    from comingle.cli.progress import console, status
+    from comingle.costing import plan as count
+    from comingle.reports.costs import render_plan
+    from comingle.reproduce.costs import write_costs
+    from comingle.reproduce.runner import check_out
+
+    folder = check_out(out, planned.name, resume=False, force=force)
+    recipe = planned.cells[-1].recipe
+    with status("counting"):
+        counted = count(recipe, [cell.recipe.method.name for cell in planned.cells], users=4)
+    write_costs(folder, planned, counted)
+    for part in render_plan(counted.as_dict()):
+        console.print(part, highlight=False)
+    console.print(f"[dim]{folder}/  table.md · table.json[/dim]")
 
 
 def _outcomes(cells: list[Cell], out: Path, jobs: int, *, force: bool) -> Iterator[Outcome]:

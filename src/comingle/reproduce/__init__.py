@@ -1,5 +1,6 @@
 """Published tables and figures, run again: what to run is data below ``recipes/``, here is what reads and runs it.
 
 ``published`` the YAML of a paper's experiments · ``plan`` from there to recipes · ``runner`` runs them, once each ·
-``orders`` Kendall's tau · ``tables`` our numbers beside the paper's · ``figures`` the plots.
+``parallel`` several at a time · ``orders`` Kendall's tau · ``tables`` and ``costs`` our numbers beside the paper's ·
+``figures`` the plots.
 """

@@ -103,10 +103,9 @@ class Note(Section):
 
 
 class Plot(Section):
-    """What a figure shows. ``rows`` may choose among those that were run; ``x`` is a sweep's horizontal setting."""
+    """What a figure shows; ``x`` and ``series`` are a sweep's two settings."""
 
-    kind: Literal["curves", "users", "scores", "sweep"]
-    columns: int = 2
+    kind: Literal["curves", "scores", "sweep"]
     x: str = ""
     series: str = ""
 

@@ -100,8 +100,8 @@ def write_tables(folder: Path, table: Mapping[str, Any]) -> None:
 def markdown(table: Mapping[str, Any]) -> str:
     """A table as Markdown: for each column ours and the paper's, with ranks, then what the order says."""
     head, rows = _grid(table)
-    lines = [f"# {table['title']}", "", *_about(table), "", _line(head), "|" + "---|" * len(head)]
-    lines += [_line(row) for row in rows]
+    lines = [f"# {table['title']}", "", *_about(table), "", table_line(head), "|" + "---|" * len(head)]
+    lines += [table_line(row) for row in rows]
     told = remarks(table)
     return "\n".join([*lines, "", *(f"- {one}" for one in told)]) + "\n"
 
@@ -170,5 +170,6 @@ def _letter(index: int) -> str:
     return "abcdefghijklmnopqrstuvwxyz"[index]
 
 
-def _line(cells: Sequence[str]) -> str:
+def table_line(cells: Sequence[str]) -> str:
+    """A row of a Markdown table."""
     return "| " + " | ".join(cells) + " |"
