@@ -19,7 +19,7 @@ from comingle.recipes import load_recipe
 from comingle.records import read_events
 
 COMINGLE = [sys.executable, "-c", "from comingle.cli import main; main()"]
-VERBS = ["demo", "run", "compare", "methods", "data", "show", "theory"]
+VERBS = ["demo", "run", "compare", "methods", "data", "cost", "show", "theory"]
 HEAVY = ["torch", "transformers", "datasets", "numpy", "scipy", "matplotlib", "safetensors", "yaml", "jaxtyping"]
 
 HELP = """

@@ -105,7 +105,7 @@ def test_the_commands_run_one_after_the_other() -> None:
     for words in found:
         if words[0] == "demo":  # needs the pretrained model
             words = ["demo", "--help"]
-        elif words[0] in ("run", "compare", "data"):
+        elif words[0] in ("run", "compare", "data", "cost"):
             given = {words[i + 1].partition("=")[0] for i, word in enumerate(words) if word == "--set"}
             tiny = {key: value for key, value in TINY.items() if key not in given}
             words = [*words, *(part for key, value in tiny.items() for part in ("--set", f"{key}={value}"))]

@@ -9,6 +9,7 @@ import sys
 import typer
 
 from comingle.cli.compare import compare
+from comingle.cli.cost import cost
 from comingle.cli.data import data
 from comingle.cli.demo import demo
 from comingle.cli.methods import methods
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (demo, run, compare, methods, data, show, report, plot, reproduce, theory):
+for verb in (demo, run, compare, methods, data, cost, show, report, plot, reproduce, theory):
     app.command()(verb)
 
 

@@ -1,0 +1,147 @@
+"""What each user of a federation trains, sends and computes, read off the engine's own objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from comingle.adapters.inject import ATTENTION, GENERALIST, ROUTER, SPECIALIST
+from comingle.adapters.lora import base_weight
+from comingle.costing.records import UserCost
+from comingle.engines.simulation import Simulation
+from comingle.evaluation.costs.flops import Block, Flops, Linear, backward, forward
+from comingle.methods.base import Phase
+from comingle.models.adapted import AdaptedModel
+
+ROLES = (ATTENTION, GENERALIST, SPECIALIST, ROUTER)
+
+
+def count_users(sim: Simulation, names: tuple[str, ...]) -> list[UserCost]:
+    """The costs of the users called ``names``, those who are alike together.
+
+    ``sim`` may hold fewer users than there are names where all are alike: then the last one stands for the rest.
+    """
+    rows = sim.row_of if not sim.method.pooled else sim.row_of[:1]
+    sent, entries, parameters = sim.upload_bytes(), own_entries(sim), _parameters(sim)
+    if sim.method.pooled:
+        names = (f"all {len(names)} users as one",)
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for i in range(len(names)):
+        at = min(i, len(rows) - 1)
+        found.setdefault((*entries[rows[at]].tolist(), sent[at]), []).append(i)
+    everything = sum(key[-1] * len(members) for key, members in found.items())
+    costs = []
+    for key, members in found.items():
+        row, mine = rows[min(members[0], len(rows) - 1)], key[-1]
+        received = everything - mine if sim.method.peers else mine
+        own = {role: counts[row % len(sim.trainers)] for role, counts in parameters.items()}
+        shape = Shape(sim, row, dict(zip((s.name for s in sim.model.layout.slots), entries[row].tolist(), strict=True)))
+        costs.append(_user(shape, tuple(names[i] for i in members), own, mine, received))
+    return costs
+
+
+def _user(shape: Shape, names: tuple[str, ...], parameters: dict[str, int], sent: int, received: int) -> UserCost:
+    sim, row = shape.sim, shape.row
+    training = sim.training
+    passes = Flops()
+    for phase in sim.phases:
+        steps = training.iterations // phase.every * phase.steps / training.rounds
+        passes += shape.training(phase) * (steps * sim.method.copies)
+    return UserCost(
+        names=names,
+        experts=int(sim.model.adapters.present[row % len(sim.trainers)].sum()),
+        parameters=parameters,
+        upload_bytes=sent,
+        download_bytes=received,
+        forward=shape.forward(),
+        training=passes * (1 / training.local_steps),
+        round=passes * (sim.batch_size * training.context),
+    )
+
+
+def _parameters(sim: Simulation) -> dict[str, list[int]]:
+    """Each trainer's trained parameters by role, in all copies."""
+    layout, users = sim.model.layout, len(sim.trainers)
+    trained = sim.mask.cpu() & layout.mask(sim.method.trained)
+    roles = [*ROLES, *sorted(layout.roles - set(ROLES))]
+    counts = {role: (trained & layout.mask([role])).sum(1).view(-1, users).sum(0).tolist() for role in roles}
+    return {role: found for role, found in counts.items() if role in ROLES or any(found)}
+
+
+def own_entries(sim: Simulation) -> Int[Tensor, "rows slots"]:
+    """How many entries of each slot a row really has, padding left out."""
+    mask, layout = sim.mask.cpu(), sim.model.layout
+    return torch.stack([mask[:, layout.starts[s.name] :][:, : s.size].sum(1) for s in layout.slots], 1)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The matrix products of one row of a federation; ``own`` are its entries in each slot."""
+
+    sim: Simulation
+    row: int
+    own: dict[str, int]
+
+    def forward(self) -> Flops:
+        """One token's forward pass."""
+        return forward(self._blocks(frozenset()), outside(self.sim.model))
+
+    def training(self, phase: Phase) -> Flops:
+        """One token's forward and backward pass in a phase; nothing where the row has nothing that it trains."""
+        slots = [s.name for s in self.sim.model.layout.only(phase.roles).slots]
+        blocks, head = self._blocks(frozenset(slots)), outside(self.sim.model)
+        spent = backward(blocks, head)
+        return forward(blocks, head) + spent if spent.total else spent
+
+    def _blocks(self, trained: frozenset[str]) -> list[Block]:
+        own = self.own
+
+        def linear(name: str, module: nn.Module) -> Linear:
+            a, b = f"{name}.a", f"{name}.b"
+            weight = base_weight(module)[0].numel()
+            return Linear(weight=weight, a=own[a], b=own[b], trains_a=a in trained, trains_b=b in trained)
+
+        adapters, blocks = self.sim.model.adapters, []
+        for name, mlp in adapters.experts.items():
+            layer = name.removesuffix("mlp")
+            # In every known layout the output projection is the last of the attention's linears.
+            *reads, writes = [linear(n, m.linear) for n, m in adapters.attention.items() if n.startswith(layer)]
+            router = own.get(f"{name}.router", 0)
+            blocks.append(
+                Block(
+                    reads=tuple(reads),
+                    writes=writes,
+                    scores=self._scores(),
+                    first=tuple(linear(f"{name}.{key}", inner) for key, inner in mlp.first.items()),
+                    last=linear(f"{name}.down", mlp.last),
+                    router=router,
+                    trains_router=router > 0 and f"{name}.router" in trained,
+                    whole=mlp.mix == "output",
+                    parallel=self._parallel(),
+                )
+            )
+        return blocks
+
+    def _scores(self) -> int:
+        """Multiply-adds of one token's query with the keys of a whole window (masked ones are computed too)."""
+        config = self.sim.model.network.config
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return self.sim.training.context * heads * size
+
+    def _parallel(self) -> bool:
+        config = self.sim.model.network.config
+        return bool(getattr(config, "use_parallel_residual", config.model_type == "phi"))
+
+
+def outside(model: AdaptedModel) -> int:
+    """Entries of all matrices outside the decoder layers: the head."""
+    adapted = {id(m.linear) for m in model.adapters.attention.values()}
+    for mlp in model.adapters.experts.values():
+        adapted |= {id(m) for m in (*mlp.first.values(), mlp.last)}
+    linears = [m for m in model.network.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
+    return sum(base_weight(m)[0].numel() for m in linears if id(m) not in adapted)

@@ -1,0 +1,75 @@
+"""A base without its weights: every shape, no data. What a run would cost can be counted on it in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comingle.errors import BaseModelError
+from comingle.models.base import Base, freeze
+from comingle.models.families import PREFIX, random_base
+from comingle.models.folders import check_config, one_line
+from comingle.models.hardware import resolve_attention, resolve_device, resolve_dtype
+from comingle.models.hub import hub_answers
+from comingle.models.sources import ALIASES, locate
+
+
+def load_skeleton(name: str, *, dtype: str = "auto", device: str = "auto", attention: str = "auto") -> Base:
+    """The base called ``name`` on torch's meta device, without a tokenizer; ``dtype`` and ``device`` as in a run.
+
+    Of a model on the hub only config.json is fetched.
+
+    Raises:
+        BaseModelError: as :func:`comingle.models.language.load_base`.
+    """
+    place = resolve_device(device)
+    number = resolve_dtype(dtype, place)
+    style = resolve_attention(attention, place)
+    with torch.device("meta"):
+        if name.startswith(PREFIX):
+            model = random_base(name, dtype=number, attention=style, seed=0)
+        else:
+            model = _from_config(name, number, style)
+    freeze(model, None)
+    return Base(model=model, tokenizer=None, name=name, dtype=number, device=place)
+
+
+def _from_config(name: str, dtype: torch.dtype, attention: str | None) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = _config_folder(name)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        check_config(folder, config.to_dict())
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    except BaseModelError:
+        raise
+    except Exception as error:  # a foreign file meets a foreign library here; whatever it says, the file is at fault
+        raise BaseModelError(f"base model {name!r}: its config.json cannot be used: {one_line(error)}") from error
+
+
+def _config_folder(name: str) -> Path:
+    """A folder with the configuration: from the hub without the weights where that can be had, else the whole model."""
+    alias = ALIASES.get(name)
+    if alias is not None:
+        return _hub_config(alias.repository) or locate(name).folder
+    if not name or Path(name).expanduser().exists() or name.startswith((".", "~", "/")) or name.count("/") > 1:
+        return locate(name).folder
+    return _hub_config(name) or locate(name).folder
+
+
+def _hub_config(repository: str) -> Path | None:
+    """The folder that holds config.json of a repository; None where it cannot be had, for whatever reason."""
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+
+    found = try_to_load_from_cache(repository, "config.json")
+    if isinstance(found, str):
+        return Path(found).parent
+    if constants.HF_HUB_OFFLINE or not hub_answers(constants.ENDPOINT):
+        return None
+    try:
+        return Path(hf_hub_download(repository, "config.json")).parent
+    except Exception:  # `locate` says what is wrong, in its own words
+        return None

@@ -1,0 +1,152 @@
+"""A plan (``comingle cost``) as tables for the terminal. MB are 10^6 bytes, GB 10^9."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.table import Table
+
+from comingle.reports.tables import megabytes
+
+
+def render_plan(plan: dict[str, Any]) -> Iterator[Table | str]:
+    """What is counted, then parameters and bytes, compute, memory, and the paper's figures beside them."""
+    yield _head(plan)
+    for table in (_parameters(plan), _compute(plan), _memory(plan)):
+        yield table
+        yield ""
+    yield from _paper(plan)
+
+
+def verdicts(plan: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    """One line for each method: whether it fits this machine, and what to try where it does not."""
+    free = plan["free_bytes"]
+    for method in plan["methods"]:
+        needs = f"needs {_gigabytes(method['machine']['total_bytes'])}, {_gigabytes(free)} free on {plan['device']}"
+        if method["fits"]:
+            yield f"{method['method']}: fits: {needs}", True
+        else:
+            advice = method["advice"]
+            hint = advice if advice.startswith("no ") else f"try {advice}"
+            yield f"{method['method']}: does not fit: {needs}; {hint}", False
+
+
+def _head(plan: dict[str, Any]) -> str:
+    names = ", ".join(plan["users"][:8]) + (" ..." if len(plan["users"]) > 8 else "")
+    return (
+        f"[bold]{plan['base']}[/bold], {plan['base_parameters'] / 1e6:,.1f}M parameters, {plan['dtype']} on "
+        f"{plan['device']}; {len(plan['users'])} users: {names}\n"
+        f"{plan['rounds']} rounds of {plan['local_steps']} steps with {plan['batch_size']} x {plan['context']} tokens "
+        "for each user. Nothing was loaded, nothing was trained. MB = 10^6 bytes.\n"
+    )
+
+
+def _table(title: str, caption: str = "") -> Table:
+    return Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=None)
+
+
+def _columns(table: Table, *names: str, left: int = 2) -> Table:
+    for i, name in enumerate(names):
+        table.add_column(name, justify="left" if i < left else "right", no_wrap=i < left)
+    return table
+
+
+def _rows(plan: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Each method with each of its kinds of users."""
+    for method in plan["methods"]:
+        for i, user in enumerate(method["users"]):
+            everybody = len(method["users"]) == 1 and len(user["names"]) > 1
+            shown = "each" if everybody else ", ".join(user["names"])
+            yield (method["method"] if i == 0 else ""), shown, user
+
+
+def _parameters(plan: dict[str, Any]) -> Table:
+    roles = list(dict.fromkeys(role for _, _, user in _rows(plan) for role in user["parameters"]))
+    table = _table(
+        "What one user trains, and what it sends and receives in an exchange",
+        "Tensors travel as float32; an exchange is the end of a round in which there is one.",
+    )
+    _columns(table, "method", "user", *roles, "trained", "upload", "download", "exchanges")
+    exchanges = {method["method"]: method["exchanges"] for method in plan["methods"]}
+    for name, shown, user in _rows(plan):
+        counts = [f"{user['parameters'].get(role, 0):,}" for role in roles]
+        sent = [megabytes(user[key]) for key in ("upload_bytes", "download_bytes")]
+        table.add_row(name, shown, *counts, f"{user['trainable_parameters']:,}", *sent, str(exchanges.get(name, "")))
+    return table
+
+
+def _compute(plan: dict[str, Any]) -> Table:
+    table = _table(
+        f"Compute of one user (the frozen base alone: {_mega(plan['base_forward_flops_per_token'])} a token forward)",
+        "Matrix products, 2 FLOPs for a multiply-add, padding and evaluation left out. Overhead is over the base in "
+        "the same passes.\nNaive: a whole MLP for each expert, instead of products with base weights once for all.",
+    )
+    _columns(
+        table, "method", "user", "forward / token", "overhead", "naive", "training / token", "training / round",
+        "overhead", "naive",
+    )  # fmt: skip
+    for name, shown, user in _rows(plan):
+        forward, token = user["forward_flops_per_token"], user["training_flops_per_token"]
+        spent = user["training_flops_per_round"]
+        table.add_row(
+            name, shown, _mega(forward["total"]), _share(forward["overhead"]), _share(forward["naive_overhead"]),
+            _mega(token["total"]), f"{spent['total'] / 1e12:,.3f} TFLOPs", _share(spent["overhead"]),
+            _share(spent["naive_overhead"]),
+        )  # fmt: skip
+    return table
+
+
+def _memory(plan: dict[str, Any]) -> Table:
+    keys = ("weights", "adapters", "moments", "gradients", "activations", "allocator")
+    table = _table(
+        "Memory in MB at the worst moment, beside Python and its libraries",
+        "Activations: all that a pass holds but its gradients, as runtime.compile: false holds it; compiled it is less."
+        "\nAllocator: a margin above what it was seen to keep in gaps on a CPU, no bound; for a GPU none is known.",
+    )
+    _columns(table, "method", "where", "users x sequences in a pass", *keys, "total")
+    for method in plan["methods"]:
+        here = f"{method['users_per_step']} x {method['micro_batch']}"
+        alone = f"1 x {method['micro_batch']}"
+        for name, where, size, found in (
+            (method["method"], f"here, {len(plan['users'])} users", here, method["machine"]),
+            ("", "a device of one user", alone, method["own_device"]),
+        ):
+            table.add_row(name, where, size, *(f"{found[f'{key}_bytes'] / 1e6:,.1f}" for key in (*keys, "total")))
+    return table
+
+
+def _paper(plan: dict[str, Any]) -> Iterator[Table | str]:
+    columns = plan["comigs_1g1s_minus_fedavg"]
+    table = _table("CoMiGS-1G1S against FedAvg: Table 3 of the paper (GPT2-124M), and this base with these adapters")
+    _columns(table, "for one user", "the paper", "counted its way", "what is true here", left=1)
+    for column in columns:
+        show = _flops if column["unit"] == "FLOPs" else _small
+        theirs = "" if column["theirs"] is None else _difference(column["theirs"], column["theirs_share"], show)
+        table.add_row(column["what"], column["paper"], theirs, _difference(column["true"], column["true_share"], show))
+    yield table
+    yield "\n".join(f"  {column['what']}: {column['why']}" for column in columns) + "\n"
+
+
+def _difference(value: float, share: float, show: Any) -> str:
+    return f"{'+' if value >= 0 else '-'}{show(abs(value))} ({share:+.2%})"
+
+
+def _share(value: float) -> str:
+    return f"+{value:.2%}"
+
+
+def _mega(flops: float) -> str:
+    return f"{flops / 1e6:,.1f} MFLOPs"
+
+
+def _flops(flops: float) -> str:
+    return _mega(flops) if flops < 1e11 else f"{flops / 1e12:,.2f} TFLOPs"
+
+
+def _small(count: float) -> str:
+    return f"{count / 1e6:,.3f} MB"
+
+
+def _gigabytes(count: float) -> str:
+    return f"{count / 1e9:,.2f} GB"

@@ -1,0 +1,110 @@
+"""``comingle cost``: what it says, as tables and as JSON, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comingle.costing.planning import with_method
+from comingle.evaluation.costs import memory
+from comingle.recipes import load_recipe
+
+FREE_BYTES = "comingle.costing.planning.free_bytes"
+
+
+def test_a_newcomer_sees_everything_with_units(comingle: Any, recipe_file: Path) -> None:
+    answer = comingle("cost", recipe_file, "--method", "comigs-1g1s,fedavg", "--method", "local")
+    assert (answer.code, answer.err) == (0, "")
+    assert "3 users: ann, bob, cem" in answer.out
+    assert "4 rounds of 3 steps with 2 x 16 tokens" in answer.out
+    assert "MB = 10^6 bytes" in answer.out
+    for word in ("attention", "router", "upload", "MFLOPs", "overhead", "naive", "activations", "moments"):
+        assert word in answer.out, word
+    for figure in ("+5 MFLOPs (+1.25%)", "+0.035 MB (+1.25%)", "-1.41 MB (-50%)"):
+        assert figure in answer.out, figure
+    for name in ("comigs-1g1s", "fedavg", "local"):
+        assert re.search(rf"^{name}: fits: needs [\d.]+ GB, [\d.]+ GB free on cpu$", answer.out, re.MULTILINE), name
+
+
+def test_json_has_what_a_run_then_counts(comingle: Any, recipe_file: Path) -> None:
+    """The recipe's own method is the default."""
+    found = json.loads(comingle("cost", recipe_file, "--json").out)
+    assert comingle("run", recipe_file, "--out", recipe_file.parent / "run").code == 0
+    metrics = json.loads((recipe_file.parent / "run" / "metrics.json").read_text())
+    assert [method["method"] for method in found["methods"]] == ["comigs-1g1s"]
+    (user,) = found["methods"][0]["users"]
+    assert user["names"] == list(metrics["users"])
+    assert {user["trainable_parameters"]} == {u["trainable_parameters"] for u in metrics["users"].values()}
+    events = [json.loads(line) for line in (recipe_file.parent / "run" / "events.jsonl").read_text().splitlines()]
+    rounds = [event for event in events if event["event"] == "round"]
+    assert len(rounds) == found["methods"][0]["exchanges"] == found["rounds"]
+    for event in rounds:
+        assert event["upload_bytes"] == 3 * user["upload_bytes"]
+        assert event["download_bytes"] == 3 * user["download_bytes"]
+    assert found["free_bytes"] > found["methods"][0]["machine"]["total_bytes"] > 0
+    assert found["comigs_1g1s_minus_fedavg"][-1]["true"] < 0
+
+
+def test_what_does_not_fit_comes_with_advice_that_helps(
+    comingle: Any, recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first(*sets: str) -> dict[str, Any]:
+        words = [word for one in sets for word in ("--set", one)]
+        return json.loads(comingle("cost", recipe_file, "--json", *words).out)["methods"][0]
+
+    whole = first()["machine"]
+    monkeypatch.setattr(FREE_BYTES, lambda device: whole["total_bytes"] - 1)
+    said = comingle("cost", recipe_file).out.splitlines()[-1]
+    advice = re.search(r"does not fit: needs .* free on cpu; try (\S+) (\S+)$", said)
+    assert advice, said
+    assert first(*advice.groups())["fits"]
+    monkeypatch.setattr(FREE_BYTES, lambda device: whole["weights_bytes"])
+    assert comingle("cost", recipe_file).out.splitlines()[-1].endswith("or a smaller adapters.rank")
+
+
+def test_neither_text_nor_weights_are_needed(comingle: Any, tmp_path: Path) -> None:
+    """The users' files do not exist, and the base would take 80 GB."""
+    recipe = tmp_path / "absent.yaml"
+    recipe.write_text(
+        "base: random:llama?layers=4&dim=8192&heads=64&vocab=200000\n"
+        "data: {dataset: {path: absent.csv, user: topic}}\n"
+        "training: {batch_size: 1, context: 16, rounds: 1}\n"
+        "adapters: {rank: 1}\n"
+        "runtime: {dtype: float32, device: cpu}\n"
+    )
+    found = json.loads(comingle("cost", recipe, "--users", 2, "--method", "fedavg", "--json").out)
+    assert found["users"] == ["user 1", "user 2"]
+    assert found["base_parameters"] * 4 == pytest.approx(found["methods"][0]["machine"]["weights_bytes"], rel=1e-5)
+    assert found["base_parameters"] > 5e9
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--method", "fedavgg"], "method: no method 'fedavgg'. Did you mean 'fedavg'?"),
+        (["--method", " , "], "--methods: no method given"),
+        (["--users", "0"], "--users: got 0; allowed: whole numbers from 1"),
+        (["--set", "base=random:nothing"], "unknown family 'nothing'"),
+        (["--set", "method={name: comigs-1gxs, specialists: [1, 2]}"], "2 numbers for 3 users"),
+        (["--set", "runtime.dtype=float16"], "dtype: got 'float16'"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], message: str, comingle: Any, recipe_file: Path) -> None:
+    answer = comingle("cost", recipe_file, *words)
+    assert answer.code == 2
+    assert message in answer.err
+    assert answer.err.count("\n") == 1
+
+
+def test_participation_and_compilation_are_nothing_to_a_plan(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file).with_changes({"training.participation": [["ann"]], "runtime.compile": True})
+    plain = with_method(recipe, "local")
+    assert (plain.training.participation, plain.runtime.compile) == (1.0, False)
+
+
+def test_the_allocators_share_is_only_known_for_the_cpu() -> None:
+    assert set(memory.ALLOCATOR_GAPS) == {"cpu"}
