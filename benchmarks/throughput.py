@@ -5,6 +5,8 @@
 Prints one JSON line. ``base_tokens_per_s`` sends the same tokens through the frozen base alone, forward and backward to
 the embeddings, under the same settings (dtype, attention, compilation, chunked head), no adapters;
 ``adapter_efficiency`` is the ratio of the two. Both are timed in turns, so a machine whose speed drifts moves both.
+On a machine with other work, ``--threads 1 --cpu-time`` counts the processor time that a pass took, not the time that
+it waited for a core.
 ``--one-by-one`` adds the usual way (float32, users in turn, whole experts) and the speed-up over it.
 """
 
@@ -18,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 
-from comingle.adapters import kernels
+from comingle.adapters import kernels, native
 from comingle.adapters.inject import AdapterSettings, ExpertCounts
 from comingle.adapters.layouts import decoder_layers
 from comingle.data.pack import UserData
@@ -53,9 +55,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--users-per-step", type=int, default=None)
     parser.add_argument("--micro-batch", type=int, default=None)
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile off")
+    parser.add_argument("--no-native", action="store_true", help="leave the native mixture off")
+    parser.add_argument("--cpu-time", action="store_true", help="time the processor, not the clock; with --threads 1")
     parser.add_argument("--one-by-one", action="store_true", help="time the usual way too (see one_by_one.py)")
     parser.add_argument("--no-base", action="store_true", help="skip the base alone (for memory measurements)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.cpu_time and (args.threads != 1 or torch.cuda.is_available()):
+        parser.error("--cpu-time needs --threads 1 and no GPU: waiting threads would count as work")
+    return args
 
 
 def simulation(args: argparse.Namespace, name: str) -> Simulation:
@@ -66,7 +73,14 @@ def simulation(args: argparse.Namespace, name: str) -> Simulation:
     else:
         method = make(args.method)
     counts = ExpertCounts(generalists=method.generalists, specialists=method.specialists_of(args.users))
-    model = adapt(base, AdapterSettings(), counts, routed=method.routed, compiled=not args.no_compile)
+    model = adapt(
+        base,
+        AdapterSettings(),
+        counts,
+        routed=method.routed,
+        compiled=not args.no_compile,
+        native_code=not args.no_native,
+    )
     draw = torch.Generator().manual_seed(0)
     text = [torch.randint(args.vocab, (20_000,), generator=draw, dtype=torch.int32) for _ in range(args.users)]
     users = [UserData(name=f"user{i}", train=t, valid=t, test=t) for i, t in enumerate(text)]
@@ -101,12 +115,12 @@ def base_pass(args: argparse.Namespace, name: str, sequences: int) -> Callable[[
     return step
 
 
-def timed(step: Callable[[], object]) -> float:
-    started = time.perf_counter()
+def timed(step: Callable[[], object], clock: Callable[[], float]) -> float:
+    started = clock()
     step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def main() -> None:
@@ -135,7 +149,7 @@ def main() -> None:
     times: dict[str, list[float]] = {key: [] for key in steps}
     for round_number in range(args.iters + 2):  # the first two rounds compile and warm up
         for key, step in steps.items():
-            seconds = timed(step)
+            seconds = timed(step, time.process_time if args.cpu_time else time.perf_counter)
             if round_number >= 2:
                 times[key].append(seconds)
     sizes = args.users * args.batch * args.ctx
@@ -145,6 +159,8 @@ def main() -> None:
         "dtype": str(sim.model.base.dtype).removeprefix("torch."),
         "device": str(sim.model.base.device),
         "compiled": kernels.is_fusing(),
+        "native": native.is_enabled(),
+        "clock": "processor" if args.cpu_time else "wall",
         "users_per_step": sim.portions.users,
         "micro_batch": sim.portions.sequences,
         "tokens_per_s": round(sizes / medians["train"], 1),

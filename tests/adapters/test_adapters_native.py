@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ ACTS: dict[str, Any] = {act.__name__: act for act in (kernels.gelu_tanh, kernels
 def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder with the library in it."""
     cache = tmp_path_factory.mktemp("native")
-    native.disable()
+    native._loaded = None
     if not native.enable(cache):
         pytest.skip("no C++ compiler that makes the native code")
     native.disable()
@@ -33,15 +34,15 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def library(compiled_once: Path) -> Iterator[Path]:
     """The native code switched on, and off again."""
-    native.disable()
     assert native.enable(compiled_once)
     yield compiled_once
     native.disable()
 
 
 @pytest.fixture
-def switched_off() -> Iterator[None]:
-    native.disable()
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process that has not asked for native code yet."""
+    monkeypatch.setattr(native, "_loaded", None)
     yield
     native.disable()
 
@@ -271,20 +272,20 @@ def test_a_model_takes_it_and_computes_the_same(library: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("compiler", [None, "false"])
 def test_without_a_compiler_it_stays_off(
-    compiler: str | None, tmp_path: Path, switched_off: None, monkeypatch: pytest.MonkeyPatch
+    compiler: str | None, tmp_path: Path, unloaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "_compiler", lambda: compiler)
     assert not native.enable(tmp_path / "cache")
     assert not native.supports(torch.zeros(1, 1, 4), kernels.silu, 8)
 
 
-def test_a_cache_that_cannot_be_written_to(compiled_once: Path, tmp_path: Path, switched_off: None) -> None:
+def test_a_cache_that_cannot_be_written_to(compiled_once: Path, tmp_path: Path, unloaded: None) -> None:
     (tmp_path / "cache").write_text("a file")
     assert not native.enable(tmp_path / "cache")
 
 
 def test_a_damaged_library_is_made_again(
-    compiled_once: Path, tmp_path: Path, switched_off: None, monkeypatch: pytest.MonkeyPatch
+    compiled_once: Path, tmp_path: Path, unloaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not even opened: a shortened one would kill the process."""
     (sound,) = compiled_once.glob("*.so")
@@ -299,9 +300,41 @@ def test_a_damaged_library_is_made_again(
 
     monkeypatch.setattr(native, "_compile", compile_again)
     assert native.enable(tmp_path)
-    native.disable()
+    monkeypatch.setattr(native, "_loaded", None)
     assert native.enable(tmp_path)  # now out of the cache
     assert len(made) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86-64 level")
+def test_processors_without_wide_registers_and_tiles(
+    tmp_path: Path, unloaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same source for AVX2: other instructions for exponentials, roundings and the thin products."""
+    flags = [f.replace("-march=native", "-march=x86-64-v3") for f in native.FLAGS]
+    monkeypatch.setattr(native, "FLAGS", flags)
+    if not native.enable(tmp_path):
+        pytest.skip("no C++ compiler that makes the native code")
+    for dtype in native.DTYPES:
+        for act in ACTS:
+            check(problem(act, first=2, hidden=257), dtype)
+        for rank in native.RANKS:
+            check(problem(rank=rank, experts=3), dtype)
+
+
+@pytest.mark.parametrize(("compiled", "native_code", "used"), [(False, None, 0), (False, True, 2), (False, False, 0)])
+def test_adapt_switches_it(
+    compiled: bool, native_code: bool | None, used: int, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    call = native.forward
+    monkeypatch.setattr(native, "forward", lambda *args: calls.append(1) or call(*args))
+    base = load_base("random:gpt2?layers=2&dim=32&heads=4", dtype="float32", device="cpu")
+    counts = ExpertCounts(generalists=1, specialists=(1,))
+    model = adapt(base, AdapterSettings(), counts, routed=True, compiled=compiled, native_code=native_code)
+    rows = torch.zeros(model.mask().shape)
+    model.losses(dict(model.layout.views(rows)), [0], torch.randint(0, 256, (1, 2, 7)))
+    assert len(calls) == used
 
 
 def test_compiling_leaves_one_file(compiled_once: Path) -> None:

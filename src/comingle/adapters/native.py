@@ -44,7 +44,8 @@ First = Float[Tensor, "users n first_experts_rank"]
 Last = Float[Tensor, "users n experts_rank"]
 Factor = Float[Tensor, "users experts rank hidden"]
 
-_library: ctypes.CDLL | None = None
+_library: ctypes.CDLL | None = None  # in use
+_loaded: ctypes.CDLL | None = None
 
 
 class _Mixture(ctypes.Structure):
@@ -68,8 +69,8 @@ class _Mixture(ctypes.Structure):
 
 def enable(cache: Path) -> bool:
     """Compile (or find in ``cache``) the native code and use it from now on; returns whether that worked."""
-    global _library
-    _library = _library or _load(cache)
+    global _library, _loaded
+    _library = _loaded = _loaded or _load(cache)
     return _library is not None
 
 
@@ -79,16 +80,19 @@ def disable() -> None:
     _library = None
 
 
+def is_enabled() -> bool:
+    """Whether native code is in use."""
+    return _library is not None
+
+
+def fits(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether native code is made for such a base."""
+    return device.type == "cpu" and dtype in DTYPES
+
+
 def supports(x: Tensor, act: kernels.Activation, rank: int) -> bool:
     """Whether the native code is enabled and made for such tensors."""
-    return (
-        _library is not None
-        and x.device.type == "cpu"
-        and x.dtype in DTYPES
-        and act in ACTIVATIONS
-        and rank in RANKS
-        and x.numel() > 0
-    )
+    return _library is not None and fits(x.device, x.dtype) and act in ACTIVATIONS and rank in RANKS and x.numel() > 0
 
 
 # ---------------------------------------------------------------- the two calls

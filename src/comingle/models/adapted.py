@@ -57,8 +57,19 @@ class AdaptedModel:
         return losses, self.adapters.penalties()
 
 
-def adapt(base: Base, settings: AdapterSettings, counts: ExpertCounts, *, routed: bool, compiled: bool) -> AdaptedModel:
+def adapt(
+    base: Base,
+    settings: AdapterSettings,
+    counts: ExpertCounts,
+    *,
+    routed: bool,
+    compiled: bool,
+    native_code: bool | None = None,
+) -> AdaptedModel:
     """Inject adapters into a copy of ``base`` that shares all its weights; ``base`` itself stays as it is.
+
+    ``compiled`` switches torch.compile on, ``native_code`` the compiled mixture (:mod:`comingle.adapters.native`, CPUs
+    only, built once for each machine); None: with ``compiled``. Both switches hold for the whole process.
 
     Raises:
         BaseModelError: the family or its head is not one that comingle can adapt.
@@ -67,10 +78,9 @@ def adapt(base: Base, settings: AdapterSettings, counts: ExpertCounts, *, routed
     network = share_weights(base.model)
     adapters = inject(network, settings, counts, routed=routed)
     kernels.fusing(compiled)
-    if compiled and base.device.type == "cpu" and base.dtype in native.DTYPES:
+    native.disable()
+    if (compiled if native_code is None else native_code) and native.fits(base.device, base.dtype):
         native.enable(cache_folder() / "native")
-    elif not compiled:
-        native.disable()
     if compiled:
         torch.compiler.reset()  # what was compiled for an earlier model counts against the limit of variants
         for mlp in adapters.experts.values():
