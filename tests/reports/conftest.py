@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,58 +15,68 @@ WriteRun = Callable[..., Path]
 
 
 @pytest.fixture
-def write_run(tmp_path: Path) -> WriteRun:
-    """Writes ``FOLDER/NAME``: ``curve`` maps a round to each user's perplexity, ``scores`` to what routers said."""
+def write_run(tmp_path: Path, run_writer: Callable[[Path], WriteRun]) -> WriteRun:
+    """Writes run folders below the test's own folder."""
+    return run_writer(tmp_path)
 
-    def write(
-        name: str,
-        method: str,
-        curve: dict[int, dict[str, float | None]],
-        *,
-        seed: int = 0,
-        scores: dict[int, dict[str, list[list[float]]]] | None = None,
-        experts: dict[str, list[str]] | None = None,
-        finished: bool = True,
-        recipe: dict[str, Any] | None = None,
-        upload_bytes: int = 0,
-        base: str = "random:llama",
-    ) -> Path:
-        folder = tmp_path / name
-        folder.mkdir(parents=True)
-        users = list(curve[max(curve)])
-        rounds = max(curve)
-        events: list[dict[str, Any]] = [
-            {"event": "start", "method": method, "seed": seed, "base": base, "rounds": rounds, "users": users_of(users)}
-        ]
-        for number, found in curve.items():
-            if number:
-                events.append(
-                    {
-                        "event": "round",
-                        "round": number,
-                        "upload_bytes": upload_bytes,
-                        "download_bytes": 2 * upload_bytes,
-                    }
-                )
-            events.append(evaluation(number, found, (scores or {}).get(number), experts))
-        (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events), encoding="utf-8")
-        content = {
-            "method": {"name": method, "settings": {}},
-            "seed": seed,
-            "training": {"local_steps": 10},
-            **(recipe or {}),
-        }
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(content | (recipe or {})), encoding="utf-8")
-        if finished:
-            metrics = {
-                "upload_bytes_per_user_round": upload_bytes / len(users), "download_bytes_per_user_round": 7.0,
-                "trainable_parameters": 1234, "tokens_per_second": 10.0 + seed, "wall_seconds": 3.0 + seed,
-                "peak_memory_bytes": 2_000_000_000, "dtype": "float32", "device": "cpu",
-            }  # fmt: skip
-            (folder / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
-        return folder
 
-    return write
+@pytest.fixture(scope="session")
+def run_writer() -> Callable[[Path], WriteRun]:
+    """Makes a function that writes ``FOLDER/NAME``.
+
+    ``curve`` maps a round to each user's perplexity, ``scores`` to what routers said.
+    """
+    return lambda below: partial(write_folder, below)
+
+
+def write_folder(
+    below: Path,
+    name: str,
+    method: str,
+    curve: dict[int, dict[str, float | None]],
+    *,
+    seed: int = 0,
+    scores: dict[int, dict[str, list[list[float]]]] | None = None,
+    experts: dict[str, list[str]] | None = None,
+    finished: bool = True,
+    recipe: dict[str, Any] | None = None,
+    upload_bytes: int = 0,
+    base: str = "random:llama",
+) -> Path:
+    folder = below / name
+    folder.mkdir(parents=True)
+    users = list(curve[max(curve)])
+    rounds = max(curve)
+    events: list[dict[str, Any]] = [
+        {"event": "start", "method": method, "seed": seed, "base": base, "rounds": rounds, "users": users_of(users)}
+    ]
+    for number, found in curve.items():
+        if number:
+            events.append(
+                {
+                    "event": "round",
+                    "round": number,
+                    "upload_bytes": upload_bytes,
+                    "download_bytes": 2 * upload_bytes,
+                }
+            )
+        events.append(evaluation(number, found, (scores or {}).get(number), experts))
+    (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events), encoding="utf-8")
+    content = {
+        "method": {"name": method, "settings": {}},
+        "seed": seed,
+        "training": {"local_steps": 10},
+        **(recipe or {}),
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(content | (recipe or {})), encoding="utf-8")
+    if finished:
+        metrics = {
+            "upload_bytes_per_user_round": upload_bytes / len(users), "download_bytes_per_user_round": 7.0,
+            "trainable_parameters": 1234, "tokens_per_second": 10.0 + seed, "wall_seconds": 3.0 + seed,
+            "peak_memory_bytes": 2_000_000_000, "dtype": "float32", "device": "cpu",
+        }  # fmt: skip
+        (folder / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
+    return folder
 
 
 def users_of(names: list[str]) -> dict[str, Any]:

@@ -17,11 +17,11 @@ from comingle.recipes import load_recipe
 
 @pytest.fixture(scope="module")
 def compared(write_recipe: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three methods, two seeds, and one more user than has a specialist."""
+    """Two methods, two seeds, and one more user than has a specialist."""
     folder = tmp_path_factory.mktemp("report")
     changes = {"method": {"name": "comigs-1gxs", "specialists": [1, 2, 0], "router_every": 2, "router_steps": 1}}
     recipe = load_recipe(write_recipe(folder)).with_changes({**changes, "training.rounds": 2})
-    compare_methods(recipe, ["local", "fedavg", "comigs-1gxs"], [0, 1], folder / "runs", resume=False, force=False)
+    compare_methods(recipe, ["local", "comigs-1gxs"], [0, 1], folder / "runs", resume=False, force=False)
     return folder / "runs"
 
 
@@ -80,7 +80,7 @@ def test_given_texts_take_the_place_of_the_users(comingle: Any, compared: Path, 
 def test_plots_are_png_and_svg(comingle: Any, compared: Path, tmp_path: Path) -> None:
     code, said = comingle("plot", compared, "--out", tmp_path / "all")
     assert code == 0, said
-    names = ["bytes", "curves", "curves-late", "scores-comigs-1gxs", "users-against-fedavg", "users-against-local"]
+    names = ["bytes", "curves", "curves-late", "scores-comigs-1gxs", "users-against-local"]
     written = {path.name for path in (tmp_path / "all").iterdir()}
     assert written == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
     words = ["--figure", "tokens", "--layer", 1, "--tokens", 6, "--text", "abc def", "--out", tmp_path / "tokens"]
