@@ -44,15 +44,15 @@ _MARKERS = "osD^vPX*<>hd"
 # (shallowest, deepest) on light, the same on dark; then what a token's background is on light and on dark.
 _EXPERTS = {
     "generalist": (
-        (("#f9bd80", "#7a2f00"), ("#ffe3c2", "#c25a08"), Colour("#f0892b", "#9a4904")),
-        (("#e8d282", "#5c4600"), ("#f6ecc4", "#a8841a"), Colour("#d9b52c", "#806410")),
+        (("#f9bd80", "#8a3800"), ("#ffcf96", "#c25a08"), Colour("#f0892b", "#9a4904")),
+        (("#e8d282", "#5c4600"), ("#f3e3a0", "#a8841a"), Colour("#d9b52c", "#806410")),
     ),
     "specialist": (
-        (("#a9cdec", "#08306b"), ("#d4e8fb", "#2f7fd0"), Colour("#4a94d8", "#1f69b3")),
-        (("#a5dccb", "#00523b"), ("#d2f2e8", "#1c9c78"), Colour("#35b592", "#0c6b50")),
-        (("#d6c3ec", "#431b78"), ("#ecdffb", "#8f5fd0"), Colour("#a885d6", "#7247ad")),
+        (("#a9cdec", "#0a3a82"), ("#b5d8fa", "#2f7fd0"), Colour("#4a94d8", "#1f69b3")),
+        (("#a5dccb", "#00523b"), ("#a8e6d3", "#1c9c78"), Colour("#35b592", "#0c6b50")),
+        (("#d6c3ec", "#431b78"), ("#dcc8f7", "#8f5fd0"), Colour("#a885d6", "#7247ad")),
         (("#c9ced4", "#24292f"), ("#eceff2", "#7d8894"), Colour("#98a2ad", "#5d6873")),
-        (("#f2bcd3", "#6e1040"), ("#fde0ec", "#c74f86"), Colour("#e07aa5", "#a83a6e")),
+        (("#f2bcd3", "#6e1040"), ("#fbc6da", "#c74f86"), Colour("#e07aa5", "#a83a6e")),
     ),
 }
 

@@ -286,7 +286,9 @@ def bytes_figure(entries: Sequence[Entry]) -> Figure:
             sent = cost(entry).upload_bytes / 1e6
             axes[0].errorbar(sent, found.mean, yerr=found.std, fmt=style.marker, color=style.colour.light, markersize=7)
             axes[0].annotate(entry.label, (sent, found.mean), textcoords="offset points", xytext=(8, 5), fontsize=9)
-        axes[0].margins(x=0.22, y=0.2)
+        axes[0].margins(y=0.2)
+        most = max((cost(entry).upload_bytes / 1e6 for entry in entries), default=0) or 1.0
+        axes[0].set_xlim(-0.04 * most, 1.25 * most)  # room for the labels on the right
         axes[0].set_xlabel("uploaded by all users over the run, MB")
         axes[0].set_ylabel("mean test perplexity")
 

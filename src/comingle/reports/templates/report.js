@@ -42,9 +42,11 @@
     const inner = add(grid, "div", { class: "grid" });
     inner.style.gridTemplateColumns = `repeat(${view.users.length}, minmax(16rem, 1fr))`;
     cells = view.texts.flatMap((text, t) => view.users.map((user, u) => makeCell(inner, text, user, view.gates[t][u])));
-    const names = new Map(view.users.flatMap((user) => user.experts.map((name, i) => [name, user.classes[i]])));
+    const experts = view.users.flatMap((user) => user.experts.map((name, i) => [user.classes[i], name]));
+    // "specialist" of one user and "specialist 1" of another have one colour; the longer name tells more.
+    const names = new Map(experts.sort((a, b) => a[0].localeCompare(b[0]) || a[1].length - b[1].length));
     legend.replaceChildren();
-    for (const [name, css] of [...names].sort()) add(legend, "span", { class: `swatch ${css}` }, name);
+    for (const [css, name] of names) add(legend, "span", { class: `swatch ${css}` }, name);
     paint();
   };
 
@@ -82,7 +84,7 @@
         span.style.setProperty("--sure", Math.max(0, sure).toFixed(3));
       });
       cell.share.textContent = cell.user.experts
-        .map((name, i) => `${name} ${tops[i]}`).join(" · ") + ` of ${cell.spans.length} tokens`;
+        .map((name, i) => `${name}: ${tops[i]}`).join(" · ") + ` of ${cell.spans.length} tokens`;
     }
     if (!tip.hidden && tip.shown) show(...tip.shown);
   };
