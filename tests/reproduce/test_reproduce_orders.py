@@ -70,8 +70,10 @@ def test_sentences() -> None:
     some = compare_orders(entries(1, 2, 3, 4), entries(10, 30, 20, 40))
     assert sentence("News", some) == (
         "News: tau = 0.67 (p = 0.33) over 4 rows; the order holds for the most part: 5 of 6 pairs are in the paper's "
-        "order; the other way round, beyond the deviations: b before c."
+        "order; the other way round, with one seed, so that our deviations are unknown: b before c."
     )
+    seeds = compare_orders(entries(1, 2, 3, 4), entries(10, 30, 20, 40, std=1.0))
+    assert sentence("News", seeds).endswith("the other way round, beyond the deviations: b before c.")
     none = compare_orders(entries(1, 2, 3), entries(3, 2, 1))
     assert "the order does not hold: 0 of 3 pairs" in sentence("News", none)
     noise = compare_orders(entries(1, 2, std=2.0), entries(2, 1))

@@ -30,6 +30,8 @@ class Order:
     p_value: float | None
     swapped: tuple[tuple[str, str], ...]
     unclear: tuple[tuple[str, str], ...]
+    deviations: bool
+    """Whether ours are known: they are not with one seed."""
 
 
 def ranks(means: Mapping[str, float], *, lower_is_better: bool = True) -> dict[str, int]:
@@ -63,6 +65,7 @@ def compare_orders(paper: Mapping[str, Entry], ours: Mapping[str, Entry], *, low
         p_value=p_value,
         swapped=tuple(swapped),
         unclear=tuple(unclear),
+        deviations=any(ours[name][1] is not None for name in names),
     )
 
 
@@ -93,7 +96,8 @@ def sentence(label: str, order: Order) -> str:
     if not order.swapped:
         return f"{head}{told}, and the others differ by no more than their deviations: {_list(order.unclear)}."
     verdict = "the order holds for the most part" if order.agreeing > 0.8 * order.pairs else "the order does not hold"
-    clear = f"the other way round, beyond the deviations: {_list(order.swapped)}"
+    beyond = "beyond the deviations" if order.deviations else "with one seed, so that our deviations are unknown"
+    clear = f"the other way round, {beyond}: {_list(order.swapped)}"
     rest = f"; within the deviations: {_list(order.unclear)}" if order.unclear else ""
     return f"{head}{verdict}: {told}; {clear}{rest}."
 
