@@ -149,6 +149,16 @@ def test_the_keyboard_reaches_every_token(opened: Any) -> None:
     assert browser.switch_to.active_element.text == "Once"
 
 
+def test_the_probabilities_stay_with_their_token_when_the_page_scrolls(opened: Any) -> None:
+    browser, _ = opened
+    browser.execute_script("document.querySelector('.text span').focus()")
+    tip, token = browser.find_element("id", "tip"), browser.find_element("css selector", ".text span")
+    before = tip.rect["y"] - token.rect["y"]
+    browser.execute_async_script("scrollBy(0, -40); requestAnimationFrame(() => setTimeout(arguments[0], 100))")
+    assert tip.is_displayed()
+    assert abs(tip.rect["y"] - token.rect["y"] - before) < 1
+
+
 def test_the_diagonal_is_marked_and_names_are_only_text(opened: Any) -> None:
     browser, _ = opened
     cells = browser.find_elements("css selector", ".cell")

@@ -106,10 +106,13 @@
     tip.shown = [cell, span];
     for (const old of document.querySelectorAll("[aria-describedby=tip]")) old.removeAttribute("aria-describedby");
     span.setAttribute("aria-describedby", "tip");
-    const place = span.getClientRects()[0], size = tip.getBoundingClientRect();
-    const above = place.top - size.height - 8;
-    tip.style.left = `${Math.max(8, Math.min(place.left, innerWidth - size.width - 8))}px`;
-    tip.style.top = `${above > 8 ? above : place.bottom + 8}px`;
+    place(span);
+  };
+  const place = (span) => {
+    const token = span.getClientRects()[0], size = tip.getBoundingClientRect();
+    const above = token.top - size.height - 8;
+    tip.style.left = `${Math.max(8, Math.min(token.left, innerWidth - size.width - 8))}px`;
+    tip.style.top = `${above > 8 ? above : token.bottom + 8}px`;
   };
   const hide = () => { tip.hidden = true; };
 
@@ -130,6 +133,7 @@
   document.getElementById("view-label").hidden = views.length < 2;
   chooser.addEventListener("change", () => build(Number(chooser.value)));
   slider.addEventListener("input", paint);
-  addEventListener("scroll", hide, { passive: true });
+  // Moving to a token by keyboard may scroll the page or its cell: the tip goes with the token.
+  addEventListener("scroll", () => { if (!tip.hidden) place(tip.shown[1]); }, { passive: true, capture: true });
   build(0);
 })();
