@@ -159,6 +159,17 @@ def test_the_probabilities_stay_with_their_token_when_the_page_scrolls(opened: A
     assert abs(tip.rect["y"] - token.rect["y"] - before) < 1
 
 
+def test_the_probabilities_are_never_cut_off(opened: Any) -> None:
+    browser, _ = opened
+    tip = browser.find_element("id", "tip")
+    for number in range(len(TOKENS)):
+        script = "document.querySelectorAll('.cell')[1].querySelectorAll('.text span')[arguments[0]].focus()"
+        browser.execute_script(script, number)
+        room = browser.execute_script("return document.documentElement.clientWidth")
+        assert tip.rect["x"] >= 0
+        assert tip.rect["x"] + tip.rect["width"] <= room
+
+
 def test_the_diagonal_is_marked_and_names_are_only_text(opened: Any) -> None:
     browser, _ = opened
     cells = browser.find_elements("css selector", ".cell")

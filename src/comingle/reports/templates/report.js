@@ -111,7 +111,7 @@
   const place = (span) => {
     const token = span.getClientRects()[0], size = tip.getBoundingClientRect();
     const above = token.top - size.height - 8;
-    tip.style.left = `${Math.max(8, Math.min(token.left, innerWidth - size.width - 8))}px`;
+    tip.style.left = `${Math.max(8, Math.min(token.left, document.documentElement.clientWidth - size.width - 8))}px`;
     tip.style.top = `${above > 8 ? above : token.bottom + 8}px`;
   };
   const hide = () => { tip.hidden = true; };
