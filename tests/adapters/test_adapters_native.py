@@ -172,7 +172,9 @@ def test_every_rank_and_number_of_experts(count: int, rank: int, dtype: torch.dt
 
 @DTYPE
 @pytest.mark.parametrize("users", [1, 3])
-@pytest.mark.parametrize(("n", "hidden"), [(1, 1), (1, 256), (31, 15), (32, 64), (33, 257), (65, 800)])
+@pytest.mark.parametrize(
+    ("n", "hidden"), [(1, 1), (1, 256), (31, 15), (32, 64), (33, 257), (65, 800), (1030, 40), (33, 2050)]
+)
 def test_sizes_that_fill_no_tile(n: int, hidden: int, users: int, dtype: torch.dtype, library: Path) -> None:
     check(problem(users=users, n=n, hidden=hidden), dtype)
 
@@ -212,7 +214,7 @@ def test_large_and_broken_values(dtype: torch.dtype, library: Path) -> None:
 @DTYPE
 def test_a_user_is_alone_with_its_results(dtype: torch.dtype, library: Path) -> None:
     """Bit for bit, whoever else is in the cohort and however many threads there are."""
-    given = problem(users=3, n=70, hidden=520).to(dtype)
+    given = problem(users=3, n=530, hidden=2100).to(dtype)
     gates, z = given.gates.contiguous(), given.dy[..., :16].contiguous()
     bases = [torch.nn.functional.linear(given.x, given.weights[0])]
 

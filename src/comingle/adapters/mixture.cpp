@@ -9,9 +9,8 @@
 //                d_z_j = s d_pre_j B_j^T       d_B_j = s z_j^T d_pre_j         d_A_j = d_z_last_j^T h_j
 //                d_p_j = d_mixed . h_j + d_gated_j . z_last_j
 //
-// A task is one user's chunk of columns. It goes through all the user's tokens in order, tile by tile, so sums over tokens
-// need no second pass, and sums over columns are added up in the order of the chunks: results depend neither on the
-// number of threads nor on the other users of the cohort.
+// A task is a range of one user's tokens and a chunk of columns, both cut the same way whatever the number of threads and
+// the other users. Sums over columns are added up in the order of the chunks, sums over tokens in that of the ranges.
 #include <cstdlib>
 #include <memory>
 #include <type_traits>
@@ -46,7 +45,7 @@ struct Run {
     const Mixture& m;
     const int64_t first = m.first, experts = m.experts, pairs = first * experts;
     const int64_t chunk_columns = columns_of_a_chunk(m.hidden), chunks = (m.hidden + chunk_columns - 1) / chunk_columns;
-    const int64_t tokens = m.users * m.n;
+    const int64_t tokens = m.users * m.n, ranges = (m.n + RANGE - 1) / RANGE, tasks = m.users * ranges * chunks;
     typename Kernels<P<0>>::Forward forward_tile;
     typename Kernels<P<0>>::Backward backward_tile;
 
@@ -96,7 +95,8 @@ struct Run {
     void forward() const {
         Parts z_last(*this, experts * R);
 #pragma omp parallel for num_threads(m.threads) schedule(dynamic, 1)
-        for (int64_t task = 0; task < m.users * chunks; ++task) forward_task(task / chunks, task % chunks, z_last);
+        for (int64_t task = 0; task < tasks; ++task)
+            forward_task(task / chunks / ranges, task / chunks % ranges, task % chunks, z_last);
 #pragma omp parallel for num_threads(m.threads)
         for (int64_t token = 0; token < tokens; ++token)
             for (int64_t i = 0; i < experts * R; ++i) {
@@ -106,7 +106,7 @@ struct Run {
             }
     }
 
-    void forward_task(int64_t user, int64_t chunk, const Parts& z_last) const {
+    void forward_task(int64_t user, int64_t range, int64_t chunk, const Parts& z_last) const {
         [[maybe_unused]] typename Ops::Session session;
         const int64_t column = chunk * chunk_columns, size = R * chunk_columns, width = std::min(chunk_columns, m.hidden - column);
         Buffer<Item> b(pairs * size), a(experts * size), z(pairs * TOKENS * R);
@@ -118,9 +118,9 @@ struct Run {
             for (int64_t i = 0; i < first; ++i)
                 Ops::pack_outer(element(m.b[i], user, j, column), chunk_columns, b + (i * experts + j) * size);
         }
-        for (int64_t t = 0; t < m.n; t += TOKENS) {
+        for (int64_t t = range * RANGE, end = std::min(m.n, t + RANGE); t < end; t += TOKENS) {
             const int64_t token = user * m.n + t;
-            const int rows = int(std::min<int64_t>(TOKENS, m.n - t));
+            const int rows = int(std::min<int64_t>(TOKENS, end - t));
             for (int64_t k = 0; k < pairs; ++k) {
                 left(m.z, m.z_stride, token, k * R, rows, m.scale, nullptr, floats + 0);
                 Ops::pack_left(floats + 0, z + k * TOKENS * R);
@@ -155,9 +155,11 @@ struct Run {
 
     void backward() const {
         Parts d_z(*this, pairs * R), d_gates(*this, experts);
+        Buffer<float> d_factors(m.d_a ? ranges * m.users * (pairs + experts) * R * m.hidden : 0);
 #pragma omp parallel for num_threads(m.threads) schedule(dynamic, 1)
-        for (int64_t task = 0; task < m.users * chunks; ++task)
-            backward_task(task / chunks, task % chunks, d_z, d_gates);
+        for (int64_t task = 0; task < tasks; ++task)
+            backward_task(task / chunks / ranges, task / chunks % ranges, task % chunks, d_z, d_gates, d_factors);
+        if (m.d_a) add_ranges(d_factors);
 #pragma omp parallel for num_threads(m.threads)
         for (int64_t token = 0; token < tokens; ++token) {
             for (int64_t i = 0; i < pairs * R; ++i)
@@ -171,7 +173,8 @@ struct Run {
         }
     }
 
-    void backward_task(int64_t user, int64_t chunk, const Parts& d_z, const Parts& d_gates) const {
+    void backward_task(int64_t user, int64_t range, int64_t chunk, const Parts& d_z, const Parts& d_gates,
+                       const Buffer<float>& d_factors) const {
         [[maybe_unused]] typename Ops::Session session;
         const int64_t column = chunk * chunk_columns, size = R * chunk_columns, width = std::min(chunk_columns, m.hidden - column);
         const int64_t thin = TOKENS * R;
@@ -194,9 +197,9 @@ struct Run {
                 Ops::pack_inner(factor, chunk_columns, turned + (i * experts + j) * size);
             }
         }
-        for (int64_t t = 0; t < m.n; t += TOKENS) {
+        for (int64_t t = range * RANGE, end = std::min(m.n, t + RANGE); t < end; t += TOKENS) {
             const int64_t token = user * m.n + t;
-            const int rows = int(std::min<int64_t>(TOKENS, m.n - t));
+            const int rows = int(std::min<int64_t>(TOKENS, end - t));
             for (int64_t k = 0; k < pairs; ++k) {
                 left(m.z, m.z_stride, token, k * R, rows, m.scale, nullptr, floats + 0);
                 Ops::pack_left(floats + 0, z + k * thin);
@@ -247,17 +250,29 @@ struct Run {
             }
         }
         if (!factors) return;
-        for (int64_t j = 0; j < experts; ++j) {
-            write_factor(d_a + j * size, m.d_a, user, j, column, width);
-            for (int64_t i = 0; i < first; ++i)
-                write_factor(d_b + (i * experts + j) * size, m.d_b[i], user, j, column, width);
-        }
+        for (int64_t k = 0; k < pairs + experts; ++k)
+            for (int64_t r = 0; r < R; ++r)
+                std::copy_n((k < pairs ? d_b + k * size : d_a + (k - pairs) * size) + r * chunk_columns, width,
+                            factor_row(d_factors, range, user, k, r) + column);
     }
 
-    void write_factor(const float* from, void* to, int64_t user, int64_t j, int64_t column, int64_t width) const {
-        for (int r = 0; r < R; ++r)
-            for (int64_t c = 0; c < width; ++c)
-                put((S*)to + ((user * experts + j) * R + r) * m.hidden + column + c, from[r * chunk_columns + c]);
+    // Rank r of the k-th factor's gradient from one range; first all B, then A.
+    float* factor_row(const Buffer<float>& from, int64_t range, int64_t user, int64_t k, int64_t r) const {
+        return from + (((range * m.users + user) * (pairs + experts) + k) * R + r) * m.hidden;
+    }
+
+    void add_ranges(const Buffer<float>& d_factors) const {
+#pragma omp parallel for num_threads(m.threads)
+        for (int64_t row = 0; row < m.users * (pairs + experts) * R; ++row) {
+            const int64_t r = row % R, k = row / R % (pairs + experts), user = row / R / (pairs + experts);
+            float* total = factor_row(d_factors, 0, user, k, r);
+            for (int64_t range = 1; range < ranges; ++range) {
+                const float* part = factor_row(d_factors, range, user, k, r);
+                for (int64_t c = 0; c < m.hidden; ++c) total[c] += part[c];
+            }
+            S* to = (S*)(k < pairs ? m.d_b[k / experts] : m.d_a) + ((user * experts + k % experts) * R + r) * m.hidden;
+            for (int64_t c = 0; c < m.hidden; ++c) put(to + c, total[c]);
+        }
     }
 };
 

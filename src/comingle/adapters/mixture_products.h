@@ -15,10 +15,12 @@
 constexpr int TOKENS = 32;   // of a tile: what one AMX instruction sums over
 constexpr int COLUMNS = 64;  // of a block
 
-// Columns of a task: about eight tasks for each user, with rows long enough to be read fast and factors that stay, with
-// their gradients, in the second-level cache.
+// A task is RANGE tokens of a user and, of wide models, a part of the columns: long rows are read fast, and the factors
+// stay, with their gradients, in the second-level cache.
+constexpr int RANGE = 512;
 inline int64_t columns_of_a_chunk(int64_t hidden) {
-    return std::clamp<int64_t>((hidden / 8 + COLUMNS - 1) / COLUMNS * COLUMNS, 256, 1024);
+    const int64_t chunks = (hidden + 2047) / 2048;
+    return ((hidden + chunks - 1) / chunks + COLUMNS - 1) / COLUMNS * COLUMNS;
 }
 
 template <int R>

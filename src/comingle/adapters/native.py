@@ -25,7 +25,7 @@ from torch import Tensor
 
 from comingle.adapters import kernels
 
-SOURCES = [Path(__file__).parent / name for name in ("mixture.cpp", "mixture_products.h", "mixture_vector.h")]
+SOURCES = sorted(Path(__file__).parent.glob("mixture*"), key=lambda path: path.suffix)  # the .cpp first
 # Nothing that changes values: the sources round on purpose, and a NaN has to arrive.
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
 COMPILE_SECONDS = 300.0
