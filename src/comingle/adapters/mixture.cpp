@@ -11,10 +11,6 @@
 //
 // A task is a range of one user's tokens and a chunk of columns, both cut the same way whatever the number of threads and
 // the other users. Sums over columns are added up in the order of the chunks, sums over tokens in that of the ranges.
-#include <cstdlib>
-#include <memory>
-#include <type_traits>
-
 #include "mixture_tile.h"
 
 extern "C" struct Mixture {
@@ -30,13 +26,6 @@ extern "C" struct Mixture {
 };
 
 namespace {
-
-template <class T>
-struct Buffer {
-    std::unique_ptr<T, decltype(&std::free)> memory;
-    explicit Buffer(int64_t size) : memory((T*)std::aligned_alloc(64, (size * sizeof(T) + 63) / 64 * 64), std::free) {}
-    T* operator+(int64_t i) const { return memory.get() + i; }
-};
 
 template <template <int> class P, int R, class S>
 struct Run {
