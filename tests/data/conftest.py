@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import lzma
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-
-REPOSITORY = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """The folder of real data; a test that asks for it is skipped where there is none."""
-    folder = Path(os.environ.get("COMINGLE_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
-    if not (folder / "README.md").is_file():
-        pytest.skip(f"REAL DATA ABSENT: {folder} does not exist; set COMINGLE_TEST_DATA to the folder that holds it")
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,14 +11,11 @@ from comingle.models.byte_tokenizer import byte_tokenizer
 from comingle.models.hub import hub_answers
 from comingle.models.language import load_base
 
-REPOSITORY = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="session")
-def stories() -> Path:
+def stories(shared_data: Path) -> Path:
     """stories260K, a Llama of 260,032 parameters that tells children's stories; skipped where there is none."""
-    data = Path(os.environ.get("COMINGLE_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
-    folder = data / "models" / "stories260K"
+    folder = shared_data / "models" / "stories260K"
     if not (folder / "config.json").is_file():
         pytest.skip(f"REAL DATA ABSENT: {folder} does not exist; set COMINGLE_TEST_DATA to the folder of real data")
     return folder

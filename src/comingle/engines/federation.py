@@ -46,7 +46,6 @@ class Federation:
         self.portions = portions(training, model.base.device, self.batch_size)
         # Where nobody has more than one expert there is no router, and nothing to do in its phase.
         self.phases = [phase for phase in method.phases if model.layout.only(phase.roles).slots]
-        self.mask = model.mask().repeat(method.copies, 1)
         self.state = state or self._initial()
         self.resized()
 
@@ -64,7 +63,7 @@ class Federation:
         layout, method = self.model.layout, self.method
         state = initial_state(
             layout,
-            self.mask,
+            self.model.mask().repeat(method.copies, 1),
             names=[t.name for t in self.trainers] * method.copies,
             local=layout.mask(method.trained) & ~layout.mask(method.shared),
             ranks=self.model.adapters.ranks.repeat(method.copies),
