@@ -38,7 +38,7 @@ def mixture_of(sim: Simulation) -> Float[Tensor, "users clusters"] | None:
     if sim.mixture is None:
         return None
     theta = sim.model.layout.views(sim.state.rows)[CLIENT_ROUTER][sim.row_of]
-    return (theta.double() / sim.mixture.temperature).softmax(-1).cpu()
+    return sim.mixture.shares(theta.double()).cpu()
 
 
 def sizes(sim: Simulation) -> Float[Tensor, " users"]:

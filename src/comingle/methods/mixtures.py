@@ -26,7 +26,7 @@ def client_mixture(
     """A method whose users mix components; where they share them, they report the mixture."""
 
     def report(tensors: Tree) -> Tree:
-        return {"mixture": (tensors[CLIENT_ROUTER] / mixture.temperature).softmax(-1)}
+        return {"mixture": mixture.shares(tensors[CLIENT_ROUTER])}
 
     reports = report if ADAPTOR in shared else None
     return Method(name=name, mixture=mixture, phases=phases, shared=shared, server=server, report=reports, **options)

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from comingle.adapters.clustered import FloralModel, centre, initialisers, precondition, roles
+from comingle.adapters.inject import ROUTER
+from comingle.adapters.lora import init_zero
 from comingle.data.seeds import derive
 from comingle.evaluation.samples import sample_losses
 from comingle.routers.mixtures import ClientMixture
 from comingle.trees import ADAPTOR, BASE, CLIENT_ROUTER, STATISTICS, Init, Layout, Slot, Tree
 
-ROUTER = "router"
 _ORDER = (BASE, ADAPTOR, ROUTER, STATISTICS)
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -104,14 +105,14 @@ class StackedModel:
         theta = tensors[CLIENT_ROUTER]
         if train and self.mixture.noise:
             theta = theta + self.mixture.noise * torch.randn_like(theta)
-        return (theta / self.mixture.temperature).softmax(-1)
+        return self.mixture.shares(theta)
 
     def _outputs(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users batch ..."]:
         mixture = self.mixture
         if mixture is not None and mixture.of == "models":
             return torch.einsum("uc,uc...->u...", self.shares(tensors, train), self._components(tensors, inputs, train))
         if mixture is None:
-            return self._run(train, lambda own, x: self._call(own, x), tensors, inputs)
+            return self._run(train, self._call, tensors, inputs)
         shares = self.shares(tensors, train)
         return self._run(train, lambda own, x, pi: self._call(own, x, mixture=pi), tensors, inputs, shares)
 
@@ -185,7 +186,7 @@ def stack(
 
 
 def _router(clusters: int) -> Slot:
-    return Slot(name=CLIENT_ROUTER, shape=(clusters,), roles=(ROUTER,), init=lambda shape, _: torch.zeros(shape))
+    return Slot(name=CLIENT_ROUTER, shape=(clusters,), roles=(ROUTER,), init=init_zero)
 
 
 def _tensors(net: nn.Module) -> dict[str, tuple[Tensor, str]]:

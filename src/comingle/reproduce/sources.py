@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from comingle.data.images import has_images
+from comingle.data.tasks import FOLDER_VARIABLE
 from comingle.errors import RecipeError
 from comingle.reproduce.published import DataSet, Scale, Study
 
-FOLDER_VARIABLE = "COMINGLE_DATA"
 IMAGES = "images"
 SPLITS = ("train", "valid", "test")
 

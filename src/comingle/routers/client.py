@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from comingle.errors import RecipeError
+from comingle.routers.mixtures import softmax_mixture
 
 
 class ClientRouter(nn.Module):
@@ -43,7 +44,7 @@ class ClientRouter(nn.Module):
         theta = self.theta
         if self.training and self.noise > 0:
             theta = theta + self.noise * torch.randn_like(theta)
-        return (theta / self.temperature).softmax(-1)
+        return softmax_mixture(theta, self.temperature)
 
     def forward(self) -> Float[Tensor, " clusters"]:
         """:meth:`mixture`."""

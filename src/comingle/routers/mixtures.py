@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxtyping import Float
+from torch import Tensor
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClientMixture:
@@ -25,3 +28,12 @@ class ClientMixture:
     noise: float = 0.0
     precondition: bool = False
     centre: bool = False
+
+    def shares(self, theta: Float[Tensor, "*users clusters"]) -> Float[Tensor, "*users clusters"]:
+        """The vector pi that router logits stand for, without noise."""
+        return softmax_mixture(theta, self.temperature)
+
+
+def softmax_mixture(theta: Float[Tensor, "*users clusters"], temperature: float) -> Float[Tensor, "*users clusters"]:
+    """``pi_c = exp(theta_c / temperature) / sum_c' exp(theta_c' / temperature)`` (FLoRAL section 5, Algorithm 1)."""
+    return (theta / temperature).softmax(-1)

@@ -133,8 +133,3 @@ def uniform(fan_in: int) -> Init:
         return torch.rand(shape, generator=generator) * (2 * bound) - bound
 
     return draw
-
-
-def zeros(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Zeros; draws nothing."""
-    return torch.zeros(shape)

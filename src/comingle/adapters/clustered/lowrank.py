@@ -12,7 +12,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from comingle.adapters.clustered.geometry import Geometry
-from comingle.adapters.clustered.layer import AdaptedLayer, Mixture, Pair, Pairs, mix, uniform, zeros
+from comingle.adapters.clustered.layer import AdaptedLayer, Mixture, Pair, Pairs, mix, uniform
+from comingle.adapters.lora import init_zero
 from comingle.trees import Init
 
 
@@ -65,8 +66,8 @@ class LowRankLayer(AdaptedLayer):
         """``a`` uniform, ``b`` and ``bias`` zero."""
         factors: dict[str, Init] = {}
         if self.geometry is not None:
-            factors = {"a": uniform(self.geometry.columns), "b": zeros}
-        return factors if self.bias is None else {**factors, "bias": zeros}
+            factors = {"a": uniform(self.geometry.columns), "b": init_zero}
+        return factors if self.bias is None else {**factors, "bias": init_zero}
 
     def pairs(self, prefix: str) -> Pairs:
         """At most one pair and one offset."""

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from comingle.adapters.clustered.layer import AdaptedLayer, Mixture, Pairs
+from comingle.adapters.lora import init_zero
 from comingle.errors import RecipeError
 from comingle.routers.client import ClientRouter
-from comingle.trees import Init
+from comingle.routers.mixtures import softmax_mixture
+from comingle.trees import CLIENT_ROUTER, Init
 
 Role = Literal["base", "adaptor", "router", "statistics"]
 
@@ -97,7 +99,7 @@ class FloralModel(nn.Module):
             RecipeError: a mixture that is not of shape (clusters,).
         """
         if mixture is None:
-            mixture = (self.router.theta / self.router.temperature).softmax(-1)
+            mixture = softmax_mixture(self.router.theta, self.router.temperature)
         elif tuple(mixture.shape) != (self.num_clusters,):
             raise RecipeError(f"mixture: got shape {tuple(mixture.shape)}, needs ({self.num_clusters},)")
         model = copy.deepcopy(self.model)
@@ -146,11 +148,7 @@ def initialisers(model: FloralModel) -> dict[str, Init]:
         for prefix, layer in model.layers().items()
         for name, draw in layer.initialisers().items()
     }
-    return {**found, "router.theta": _zeros}
-
-
-def _zeros(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.zeros(shape)
+    return {**found, CLIENT_ROUTER: init_zero}
 
 
 @dataclass(frozen=True, kw_only=True)

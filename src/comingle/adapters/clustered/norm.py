@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from comingle.adapters.clustered.layer import AdaptedLayer, Mixture, Pairs, mix, tensor, zeros
+from comingle.adapters.clustered.layer import AdaptedLayer, Mixture, Pairs, mix, tensor
+from comingle.adapters.lora import init_zero
 from comingle.errors import RecipeError
 from comingle.trees import Init
 
@@ -61,7 +62,7 @@ class AdaptedNorm(AdaptedLayer):
 
     def initialisers(self) -> dict[str, Init]:
         """All zero."""
-        return {"weight": zeros} if self.bias is None else {"weight": zeros, "bias": zeros}
+        return {"weight": init_zero} if self.bias is None else {"weight": init_zero, "bias": init_zero}
 
     def pairs(self, prefix: str) -> Pairs:
         """Gamma and beta, both added as they are."""
