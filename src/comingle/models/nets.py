@@ -1,19 +1,22 @@
-"""The small nets that FLoRAL trains from scratch: plain modules of one user; the engine stacks them over users.
+"""Small nets that are trained from scratch: plain modules of one user; the engine stacks them over users.
 
 Each works under ``torch.func.functional_call`` with ``vmap`` over stacked parameters (and buffers, where it has batch
-norm; with dropout, ``vmap(randomness="different")``). Sizes follow FLoRAL, section 5 and its public code.
+norm; with dropout, ``vmap(randomness="different")``). FLoRAL's nets are here, with the sizes of its section 5 and public
+code; FedMerge's residual nets are in :mod:`comingle.models.resnets`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from comingle.data.seeds import derive
 from comingle.errors import RecipeError, did_you_mean
+from comingle.models.resnets import STAGES, make_resnet
 
 Shape = Sequence[int]
 Build = Callable[[Shape, int], nn.Module]
@@ -120,6 +123,11 @@ def _vgg8_norm(input_shape: Shape, outputs: int) -> nn.Module:
     return _vgg8(input_shape, outputs, norm=True)
 
 
+def _resnet(layers: int, input_shape: Shape, outputs: int) -> nn.Module:
+    channels, _, _ = _need(input_shape, f"resnet{layers}", 3, smallest=8)
+    return make_resnet(layers, channels=channels, outputs=outputs)
+
+
 def _need(shape: Shape, net: str, axes: int, *, smallest: int = 1) -> Shape:
     """The shape, checked: so many axes, images at least that high and wide."""
     if len(shape) != axes or min(shape) < 1 or (axes == 3 and min(shape[1:]) < smallest):
@@ -136,5 +144,6 @@ NETS: Mapping[str, Build] = {
     "cifar10": _cifar10,
     "vgg8": _vgg8,
     "vgg8-norm": _vgg8_norm,
+    **{f"resnet{layers}": partial(_resnet, layers) for layers in STAGES},
 }
 """Builders by name, of an input shape and a number of outputs."""
