@@ -32,7 +32,9 @@ from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.language import Base
+from comingle.models.mixed import MixedLanguageModel
 from comingle.models.personal import PersonalModel
+from comingle.models.personal_net import PersonalNet, personal_net
 from comingle.nets import build_nets, mix_base
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import read_metrics, write_json
@@ -56,21 +58,21 @@ class Run:
         """Names of the users."""
         return [user.name for user in self.simulation.users]
 
-    def user(self, name: str) -> PersonalModel:
-        """The personal model of a user, over a frozen language model.
+    def user(self, name: str) -> PersonalModel | PersonalNet:
+        """The personal model of a user: one that speaks, or for a task's nets one that predicts.
 
         Raises:
-            DataError: no such user, or the models are not language models.
+            DataError: no such user.
         """
-        if not isinstance(self.simulation.model, AdaptedModel):
-            raise DataError(f"{self.simulation.model.name}: no language model; its tensors are in run.simulation.state")
         if name not in self.users:
             raise DataError(f"no user {name!r}; there are: {', '.join(self.users)}")
         sim = self.simulation
         row = sim.row_of[self.users.index(name)]
         dtype = sim.model.dtype
         tensors = {k: t.to(dtype) for k, t in personal_tensors(sim.model.layout, sim.state, row).items()}
-        return PersonalModel(name=name, model=sim.adapted, tensors=tensors, row=sim.owners([row])[0])
+        if isinstance(sim.model, (AdaptedModel, MixedLanguageModel)):
+            return PersonalModel(name=name, model=sim.model, tensors=tensors, row=sim.owners([row])[0])
+        return personal_net(name, sim.model, tensors)
 
 
 # -------------------------------------------------------------------- public verbs
@@ -108,7 +110,7 @@ def run(
 
 
 def load(folder: str | Path) -> Run:
-    """Open a finished run, to talk to its users' models.
+    """Open a finished run, to talk to its users' models or predict with them.
 
     Raises:
         RunError: not a finished run of comingle.

@@ -55,11 +55,12 @@ def demo(
 def _speak(run: Run) -> None:
     """One generated sample per user."""
     from comingle.cli.progress import console
+    from comingle.cli.views import speaker
 
     console.print(f"\n[bold]Each user's own model speaks[/bold] ({run.metrics['method']}, greedy)", highlight=False)
     for name in run.users:
         prompt = PROMPTS.get(name, "The")
-        said = run.user(name).generate(prompt, max_new_tokens=40)
+        said = speaker(run, name).generate(prompt, max_new_tokens=40)
         console.print(f"  [cyan]{name}[/cyan]: [bold]{prompt}[/bold]", end="", highlight=False)
         # Source code keeps its lines, prose is put on one.
         shown = said.rstrip() if name == "library" else re.sub(r"\s+", " ", said).rstrip()

@@ -56,7 +56,9 @@ def plot(
             for pair in _draw(kind, entries, lambda: _tokens(entries, text, users, tokens, layer))
         ]
     if not drawn:
-        raise RunError(f"{runs[0]}: nothing to draw for {', '.join(kinds)}: no routers, or nothing to compare with")
+        raise RunError(
+            f"{runs[0]}: nothing to draw for {', '.join(kinds)}: no token routers, or nothing to compare with"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for name, _ in drawn:
         for ending in (".png", ".svg"):

@@ -11,6 +11,7 @@ from comingle.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
     from comingle.experiment import Run
+    from comingle.models.personal import PersonalModel
     from comingle.reports.runs import Entry
     from comingle.reports.tokens import TokenView
 
@@ -96,7 +97,7 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     else:
         streams = [(u.name, u.name, u.test[:length]) for u in sim.users if isinstance(u, UserData) and u.name in users]
         streams.sort(key=lambda stream: users.index(stream[0]))
-    people = [run.user(name) for name in users]
+    people = [speaker(run, name) for name in users]
     found = [[one.route(ids, context=sim.training.context) for one in people] for _, _, ids in streams]
     return TokenView(
         label=label,
@@ -109,3 +110,19 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
         gates=tuple(tuple(routing.gates.numpy() for routing in row) for row in found),
         in_distribution=run.recipe.data.held_out == "own",
     )
+
+
+def speaker(run: Run, name: str) -> PersonalModel:
+    """The personal language model of a user.
+
+    Raises:
+        DataError: no such user, or the users' models are nets.
+    """
+    from comingle.models.personal import PersonalModel
+
+    found = run.user(name)
+    if not isinstance(found, PersonalModel):
+        raise DataError(
+            f"user {name!r}: {run.simulation.model.name} predicts and does not speak; give a language model"
+        )
+    return found

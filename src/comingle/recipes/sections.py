@@ -203,5 +203,7 @@ class Recipe(Section):
         return parse_recipe(content, where="--set")
 
     def as_yaml(self) -> str:
-        """The whole recipe, defaults included."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        """The whole recipe, defaults included; a base that was not named stays so where a task has a net of its own."""
+        own = self.data.task is not None and "base" not in self.model_fields_set
+        content = self.model_dump(mode="json", exclude={"base"} if own else None)
+        return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)

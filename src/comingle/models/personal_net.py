@@ -1,0 +1,82 @@
+"""One user's net: a plain module that predicts, apart from the federation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from comingle.adapters.clustered import FloralModel
+from comingle.data.samples import SampleBank, Samples
+from comingle.evaluation.samples import SampleScore, score_samples
+from comingle.models.owning import own_copy
+from comingle.models.stacked import StackedModel
+from comingle.trees import CLIENT_ROUTER, Tree
+
+SCORED_AT_ONCE = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class PersonalNet:
+    """Predicts as one user's model.
+
+    ``model`` belongs to nobody else: in evaluation mode, its parameters can be trained on, and its state dict is one of
+    the plain net, with adaptors merged into its tensors (for an ensemble, of a :class:`MixtureOfModels`).
+    """
+
+    name: str
+    model: nn.Module
+
+    @torch.no_grad()
+    def predict(self, inputs: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:
+        """Outputs for inputs of any floating dtype, on any device."""
+        return self.model(inputs.to(next(self.model.parameters())))
+
+    def evaluate(self, samples: Samples) -> SampleScore:
+        """Mean loss, and accuracy where targets are classes; NaN without samples."""
+        like = next(self.model.parameters())
+        targets = samples.targets.to(like if samples.targets.is_floating_point() else like.device)
+        counts = torch.tensor([len(samples)])
+        bank = SampleBank(inputs=samples.inputs.to(like), targets=targets, starts=counts - counts, counts=counts)
+
+        def forward(rows: Sequence[int], inputs: Tensor) -> Tensor:
+            return self.predict(inputs[0]).unsqueeze(0)
+
+        return score_samples(forward, bank, [0], batch=SCORED_AT_ONCE, slots=1)[0]
+
+
+class MixtureOfModels(nn.Module):
+    """``sum_c shares_c models_c(x)``: an ensemble as one user mixes it, before any softmax over classes."""
+
+    shares: Float[Tensor, " clusters"]
+
+    def __init__(self, models: Sequence[nn.Module], shares: Float[Tensor, " clusters"]):
+        super().__init__()
+        self.models = nn.ModuleList(models)
+        self.register_buffer("shares", shares.clone())
+
+    def forward(self, inputs: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:
+        """The mixed outputs."""
+        outputs = torch.stack([model(inputs) for model in self.models])
+        return torch.tensordot(self.shares, outputs, dims=1)
+
+
+def personal_net(name: str, model: StackedModel, tensors: Tree) -> PersonalNet:
+    """The net of a user called ``name``, out of its tensors ``(1, ...)``."""
+    net = _own_net(model, tensors)
+    return PersonalNet(name=name, model=net.requires_grad_(True).eval())
+
+
+def _own_net(model: StackedModel, tensors: Tree) -> nn.Module:
+    """A user's mixture in the weights where components are adaptors, whatever its place was in training."""
+    if model.mixture is None:
+        return own_copy(model.net, tensors)
+    shares = model.shares(tensors)[0]
+    if isinstance(model.net, FloralModel):
+        return own_copy(model.net, tensors).merge(shares)
+    parts = {name: t for name, t in tensors.items() if name != CLIENT_ROUTER}
+    models = [own_copy(model.net, {n: t[:, c] for n, t in parts.items()}) for c in range(len(shares))]
+    return MixtureOfModels(models, shares)
