@@ -1,8 +1,8 @@
 """Small nets that are trained from scratch: plain modules of one user; the engine stacks them over users.
 
 Each works under ``torch.func.functional_call`` with ``vmap`` over stacked parameters (and buffers, where it has batch
-norm; with dropout, ``vmap(randomness="different")``). FLoRAL's nets are here, with the sizes of its section 5 and public
-code; FedMerge's residual nets are in :mod:`comingle.models.resnets`.
+norm; with dropout, ``vmap(randomness="different")``). FLoRAL's nets are here, with the sizes of its section 5 and its
+public code; FedMerge's residual nets are in :mod:`comingle.models.resnets`.
 """
 
 from __future__ import annotations

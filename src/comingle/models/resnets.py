@@ -2,8 +2,8 @@
 
 Source: He et al. 2016, in the form of FedMerge (section 4.1, Table 1) and its public code: a 3 x 3 stem without pooling
 (32 x 32 images reach the head as 4 x 4), four stages of which the last three halve the image, 1 x 1 convolutions as
-shortcuts where the shape changes, batch norm behind every convolution, which has no bias. Up to 34 layers a block is two
-3 x 3 convolutions, from 50 on it is 1 x 1, 3 x 3 and 1 x 1 to four times the channels.
+shortcuts where the shape changes, batch norm behind every convolution, which has no bias. Up to 34 layers a block is
+two 3 x 3 convolutions, from 50 on it is 1 x 1, 3 x 3 and 1 x 1 to four times the channels.
 
     net         blocks          parameters, 100 labels   without the head   of ResNet-9's   Table 1
     resnet9     1, 1, 1, 1       83,852                   77,352             1               1
@@ -17,8 +17,9 @@ Table 1 counts without the head and cuts behind the second decimal: then all six
 ratios are 1, 2.17, 4.07, 4.76, 8.36 and 11.34; with the usual 64 channels and that head they are 1, 2.27, 4.31, 4.79,
 8.63 and 11.79, which is another table.
 
-Differs from the public code: the last map is averaged over all places. There it is averaged over squares of 4 x 4, which
-is the same for 32 x 32 images; for 64 x 64 ones its head sees four places by themselves and is four times as wide.
+Differs from the public code: the last map is averaged over all places. There it is averaged over squares of 4 x 4,
+which is the same for 32 x 32 images; for 64 x 64 ones its head sees four places by themselves, so it is four times as
+wide.
 Initial values are PyTorch's, as there.
 """
 
