@@ -14,6 +14,7 @@ invariants are ``assert``s, never one of these.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 
 
@@ -45,3 +46,8 @@ def did_you_mean(got: str, known: Iterable[str]) -> str:
     """A hint for a misspelt name: `` Did you mean 'x'?``, or nothing when no name is near."""
     near = difflib.get_close_matches(got, list(known), n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def is_number(value: object) -> bool:
+    """Whether a setting is a finite real number, which a truth value is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

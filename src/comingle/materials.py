@@ -15,8 +15,9 @@ from comingle.engines.runtime import keep_buffers
 from comingle.errors import DataError, RecipeError, did_you_mean
 from comingle.methods import make
 from comingle.models.language import Base, load_base
-from comingle.nets import prepare_task
+from comingle.nets import PREFIX, prepare_task
 from comingle.recipes import DataSection, Recipe, SplitSection, UserSource
+from comingle.recipes.unused import check_used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +38,19 @@ def prepare(recipe: Recipe, *, base: Base | None = None) -> Materials:
     """Load the base (unless it is given), read, split and tokenise everybody's text.
 
     Raises:
-        RecipeError: there is no such method, said before anything is loaded.
+        RecipeError: there is no such method, or a setting that would not be read, said before anything is loaded.
         BaseModelError: the base cannot be used.
         DataError: some user's text cannot.
     """
     make(recipe.method.name, **recipe.method.settings)
+    check_used(recipe)
     keep_buffers()
     if recipe.runtime.threads:
         torch.set_num_threads(recipe.runtime.threads)
     if recipe.data.task is not None:
         return Materials(base=None, texts=(), users=(), task=prepare_task(recipe.data.task, recipe.seed))
+    if recipe.base.startswith(PREFIX):
+        raise RecipeError(f"base: got {recipe.base!r} for text; allowed: a language model, or data.task for a net")
     texts = read_users(recipe.data, recipe.seed)
     runtime = recipe.runtime
     base = base or load_base(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from comingle.adapters.clustered import floral
 from comingle.adapters.lora import lora_scale
-from comingle.data.samples import pool_samples
+from comingle.data.samples import check, pool_samples
 from comingle.data.tasks import Task, make_task
 from comingle.engines.samples import SampleFeed
 from comingle.engines.simulation import Simulation
 from comingle.engines.training import Training
-from comingle.errors import RecipeError
+from comingle.errors import DataError, RecipeError
+from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import Base
 from comingle.models.hardware import resolve_device, resolve_dtype
@@ -20,6 +23,7 @@ from comingle.models.mixed import MixedLanguageModel, mix_language_model
 from comingle.models.nets import make_net
 from comingle.models.stacked import StackedModel, stack
 from comingle.recipes import Recipe, TaskSection
+from comingle.recipes.unused import changed
 from comingle.trees import STATISTICS
 
 PREFIX = "net:"
@@ -35,17 +39,23 @@ def build_nets(recipe: Recipe, task: Task, method: Method, training: Training) -
     """Everybody's copy of the task's net, with adaptors where the method mixes them.
 
     Raises:
-        RecipeError: a base that is no net, or a method for language models.
+        RecipeError: a base that is no net, a method for language models, fewer components than true clusters for
+            optimal routing, or batches that batch norm cannot take.
+        DataError: users whose samples cannot share the task.
     """
     users = list(task.users)
+    _check_users(task)
+    _check_clusters(task, method)
+    if method.pooled:  # the one trainer is always there
+        training = replace(training, participation=1.0)
     device = resolve_device(recipe.runtime.device)
     dtype = torch.float32 if recipe.runtime.dtype == "auto" else resolve_dtype(recipe.runtime.dtype, device)
     trainers = [pool_samples(users)] if method.pooled else users
     model = _model(recipe, task, method, len(trainers), device, dtype)
     _check_method(method, model)
     size = training.batch_size * (len(users) if method.pooled else 1)
+    least = _least_batch(model, training, size)
     augment = task.augmented if task.augment and not method.pooled else None
-    least = 2 if STATISTICS in model.layout.roles else 1
     feed = SampleFeed(trainers, training, size, device=device, dtype=dtype, augment=augment, least=least)
     return Simulation(model, method, training, trainers=trainers, users=users, feed=feed)
 
@@ -103,8 +113,52 @@ def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLan
     return mix_language_model(base, mixture, users=users, rank=section.rank, alpha=alpha)
 
 
+def unread_adaptors(recipe: Recipe) -> list[str]:
+    """The settings in ``floral`` that the recipe's method, which has no adaptors in nets, will not read."""
+    mixture = make(recipe.method.name, **recipe.method.settings).mixture
+    if recipe.data.task is None or (mixture is not None and mixture.of == "adaptors"):
+        return []
+    return [key for key, _ in changed(recipe, "floral")]
+
+
 def _check_method(method: Method, model: StackedModel) -> None:
-    if method.phases and not model.layout.only(method.trained).slots:
+    layout = model.layout
+    if method.phases and not layout.only(method.trained).slots:
         raise RecipeError(f"method {method.name}: trains nothing of {model.name}; it is for language models")
+    if method.shared and not layout.only(method.shared).slots:
+        raise RecipeError(f"method {method.name}: shares nothing of {model.name}; it is for language models")
     if method.validates or method.resize or method.finish or method.copies > 1:
         raise RecipeError(f"method {method.name}: needs a language model; data.task has nets that are trained whole")
+
+
+def _check_users(task: Task) -> None:
+    """Tasks may come from elsewhere than a recipe."""
+    check(task.users, classes=task.classes if task.loss == "cross_entropy" else None)
+    first = task.users[0]
+    if (got := tuple(first.train.inputs.shape[1:])) != tuple(task.input_shape):
+        raise DataError(f"user {first.name!r}: inputs have shape {got}; allowed: the task's, {tuple(task.input_shape)}")
+
+
+def _check_clusters(task: Task, method: Method) -> None:
+    """More components than true clusters are left without users, fewer would make two clusters one."""
+    true = max((user.cluster for user in task.users if user.cluster is not None), default=-1) + 1
+    if method.mixture is not None and method.mixture.optimal and (got := method.mixture.clusters) < true:
+        raise RecipeError(f"method {method.name}: clusters is {got}; allowed: from {true}, the task's true clusters")
+
+
+def _least_batch(model: StackedModel, training: Training, size: int) -> int:
+    """How many samples a batch has at least: batch norm needs two, and sees a batch as a whole."""
+    if STATISTICS not in model.layout.roles:
+        return 1
+    if size < LEAST_FOR_NORM:
+        raise RecipeError(f"training.batch_size: got {size}; {model.name} has batch norm, which needs {LEAST_FOR_NORM}")
+    if training.micro_batch is not None and training.micro_batch < size:
+        raise RecipeError(
+            f"runtime.micro_batch: got {training.micro_batch}; {model.name} has batch norm, which needs whole "
+            f"batches; allowed: from {size}, or none"
+        )
+    return LEAST_FOR_NORM
+
+
+LEAST_FOR_NORM = 2
+"""Batch norm has no variance of one sample."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from comingle.errors import RecipeError, did_you_mean
+from comingle.errors import RecipeError, did_you_mean, is_number
 from comingle.methods.base import Method
 from comingle.methods.centralized import centralized
 from comingle.methods.comigs import comigs, comigs_1g1s, comigs_1gxs, comigs_2g, comigs_2s, comigs_tr
@@ -105,10 +105,10 @@ def _allowed(key: str, default: Any) -> tuple[str, Callable[[Any], bool]]:
     if isinstance(default, bool):
         return "true, false", lambda v: isinstance(v, bool)
     if key == "temperature":
-        return "numbers above 0", lambda v: isinstance(v, int | float) and not isinstance(v, bool) and v > 0
+        return "numbers above 0", lambda v: is_number(v) and v > 0
     if isinstance(default, float):
         top = 1.0 if key in ("gamma", "outer_momentum") else math.inf
         words = "numbers from 0" + (", below 1" if top == 1.0 else "")
-        return words, lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 <= v < top
+        return words, lambda v: is_number(v) and 0 <= v < top
     least = 0 if key in ("generalists", "specialists", "warmup_steps") else 1
     return f"whole numbers from {least}", lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= least

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from comingle.errors import RecipeError
+from comingle.errors import RecipeError, is_number
 from comingle.routers.mixtures import softmax_mixture
 
 
@@ -29,12 +29,12 @@ class ClientRouter(nn.Module):
         self, num_clusters: int, *, temperature: float = 1.0, noise: float = 0.0, dtype: torch.dtype = torch.float32
     ):
         super().__init__()
-        if not isinstance(num_clusters, int) or num_clusters < 1:
+        if isinstance(num_clusters, bool) or not isinstance(num_clusters, int) or num_clusters < 1:
             raise RecipeError(f"num_clusters: got {num_clusters!r}, needs a whole number of at least 1")
-        if not temperature > 0:
-            raise RecipeError(f"router temperature: got {temperature}, needs a number above 0")
-        if not noise >= 0:
-            raise RecipeError(f"router noise: got {noise}, needs a standard deviation of at least 0")
+        if not (is_number(temperature) and temperature > 0):
+            raise RecipeError(f"router temperature: got {temperature!r}, needs a finite number above 0")
+        if not (is_number(noise) and noise >= 0):
+            raise RecipeError(f"router noise: got {noise!r}, needs a finite standard deviation of at least 0")
         self.theta = nn.Parameter(torch.zeros(num_clusters, dtype=dtype))
         self.temperature = temperature
         self.noise = noise

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection
 
 from comingle.adapters.clustered.geometry import Geometry
-from comingle.errors import RecipeError
+from comingle.errors import RecipeError, is_number
 
 logger = logging.getLogger("comingle")
 
@@ -27,8 +27,8 @@ def check_size(rank: int | None, budget: float | None) -> None:
         raise RecipeError(f"floral: got rank={rank} and budget={budget}, needs exactly one of the two")
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
         raise RecipeError(f"floral rank: got {rank!r}, needs a whole number of at least 1")
-    if budget is not None and not 0 < budget <= 1:
-        raise RecipeError(f"floral budget: got {budget}, needs a share of the base above 0 and at most 1")
+    if budget is not None and not (is_number(budget) and 0 < budget <= 1):
+        raise RecipeError(f"floral budget: got {budget!r}, needs a share of the base above 0 and at most 1")
 
 
 def affordable_rank(geometry: Geometry, budget: float) -> int:
@@ -47,6 +47,15 @@ def log_excess(budget: float, over: Collection[str], layers: int, *, clusters: i
             "floral: rank 1 is more than budget %g allows in %d of %d low-rank layers (%s); "
             "%d clusters add %+.0f%% parameters where the budget allows %+.0f%%",
             budget, len(over), layers, shorten(over), clusters, 100 * growth, 100 * budget * clusters,
+        )  # fmt: skip
+
+
+def log_cut(rank: int, cut: Collection[str], layers: int) -> None:
+    """One line where ``rank`` is more than the weights of the layers named in ``cut`` can have; nothing otherwise."""
+    if cut:
+        logger.warning(
+            "floral: rank %d is more than a weight can have in %d of %d low-rank layers (%s); they get all that it can",
+            rank, len(cut), layers, shorten(cut),
         )  # fmt: skip
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy as copying
 import logging
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from comingle.adapters.clustered.budget import affordable_rank, check_size, log_excess, shorten
+from comingle.adapters.clustered.budget import affordable_rank, check_size, log_cut, log_excess, shorten
 from comingle.adapters.clustered.conv import AdaptedConv
 from comingle.adapters.clustered.finding import ADAPTABLE, CONVS, find_layers, is_linear, unadapted_leaves
 from comingle.adapters.clustered.geometry import CONV_FORMS, ConvForm, Geometry, conv_geometry
@@ -18,7 +17,7 @@ from comingle.adapters.clustered.layer import AdaptedLayer, Mixture
 from comingle.adapters.clustered.linear import AdaptedLinear, linear_geometry
 from comingle.adapters.clustered.model import FloralModel, replace_module, sizes
 from comingle.adapters.clustered.norm import BATCH_NORMS, AdaptedBatchNorm, AdaptedNorm
-from comingle.errors import RecipeError, did_you_mean
+from comingle.errors import RecipeError, did_you_mean, is_number
 from comingle.routers.client import ClientRouter
 
 logger = logging.getLogger("comingle")
@@ -76,6 +75,11 @@ class _Plan:
         forms = {name: self.form(module) for name, module in layers.items()}
         return [name for name, form in forms.items() if form and affordable_rank(form, self.budget) < 1]
 
+    def cut(self, layers: dict[str, nn.Module]) -> list[str]:
+        """The layers whose weight cannot have the rank that was asked for."""
+        forms = {name: (self.form(module), self.sized(module)) for name, module in layers.items()}
+        return [name for name, (one, own) in forms.items() if one and own and own.width < (self.rank or 0) * one.width]
+
     def adapt(self, base: nn.Module) -> AdaptedLayer:
         """The layer with its adaptors."""
         common = {"num_clusters": self.num_clusters, "alpha": self.alpha, "mixture": self.mixture}
@@ -125,10 +129,14 @@ def floral(
         generator: stream of the initial values (torch's global one if None).
 
     Raises:
-        RecipeError: a setting out of range, nothing to adapt, or layers that share parameters or are registered twice.
+        RecipeError: a setting out of range, nothing to adapt, layers that share parameters or are registered twice, or
+            a model that cannot be copied.
     """
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"floral model: got {type(model).__name__}, needs a torch.nn.Module")
     check_size(rank, budget)
     check_settings(alpha, conv)
+    check_flags(lora=lora, bias=bias, norm=norm, batch_nora=batch_nora, copy=copy)
     mixture, router = Mixture(), ClientRouter(num_clusters, temperature=temperature, noise=noise)
     plan = _Plan(
         num_clusters=num_clusters, rank=rank, budget=budget, alpha=alpha, conv=conv, lora=lora, bias=bias, norm=norm,
@@ -147,12 +155,19 @@ def _wrap(
             f"floral: nothing to adapt in {type(model).__name__} under these settings; it has "
             f"{shorten(left) or 'no parameters'}; adapted are {ADAPTABLE}"
         )
-    model = copying.deepcopy(model) if copy else model
+    model = _copied(model) if copy else model
     wrapped = FloralModel(_replace(model, found, plan), router=router, mixture=plan.mixture, unadapted=left)
     _start(wrapped, generator)
-    if plan.budget is not None:
-        _report(wrapped, plan)
+    _report(wrapped, plan)
     return wrapped
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copying.deepcopy(model)
+    except (RuntimeError, TypeError) as error:  # tensors with a graph, as torch.nn.utils.weight_norm leaves; locks
+        name, reason = type(model).__name__, str(error).splitlines()[0]
+        raise RecipeError(f"floral model: {name} cannot be copied ({reason}); give copy=False") from None
 
 
 def check_settings(alpha: float, conv: str) -> None:
@@ -161,12 +176,23 @@ def check_settings(alpha: float, conv: str) -> None:
     Raises:
         RecipeError: an infinite or undefined scale, or an unknown form.
     """
-    if not math.isfinite(alpha):
-        raise RecipeError(f"floral alpha: got {alpha}, needs a finite number")
+    if not is_number(alpha):
+        raise RecipeError(f"floral alpha: got {alpha!r}, needs a finite number")
     if conv not in CONV_FORMS:
         raise RecipeError(
-            f"floral conv: got {conv!r}, needs one of {', '.join(CONV_FORMS)}.{did_you_mean(conv, CONV_FORMS)}"
+            f"floral conv: got {conv!r}, needs one of {', '.join(CONV_FORMS)}.{did_you_mean(str(conv), CONV_FORMS)}"
         )
+
+
+def check_flags(**flags: bool) -> None:
+    """Whether settings that are on or off are given as such.
+
+    Raises:
+        RecipeError: something else, as the text "no", which would count as on.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise RecipeError(f"floral {name}: got {value!r}, needs True or False")
 
 
 def _replace(model: nn.Module, found: dict[str, nn.Module], plan: _Plan) -> nn.Module:
@@ -191,11 +217,14 @@ def _start(model: FloralModel, generator: torch.Generator | None) -> None:
 
 
 def _report(model: FloralModel, plan: _Plan) -> None:
-    assert plan.budget is not None
-    bases = {name: layer.base for name, layer in model.layers().items()}
+    bases = {name.removeprefix("model."): layer.base for name, layer in model.layers().items()}
     low_rank = sum(plan.form(base) is not None for base in bases.values())
+    if plan.rank is not None:
+        log_cut(plan.rank, plan.cut(bases), low_rank)
+        return
+    assert plan.budget is not None
     counts = sizes(model)
     log_excess(
-        plan.budget, [name.removeprefix("model.") for name in plan.over_budget(bases)], low_rank,
+        plan.budget, plan.over_budget(bases), low_rank,
         clusters=plan.num_clusters, growth=counts.adaptors / counts.base,
     )  # fmt: skip
