@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from comingle.data.images import Images, has_images, read_idx, read_idx_pair, read_images, read_npz
+from comingle.data.idx import read_idx
+from comingle.data.images import Images, has_images, read_domains, read_idx_pair, read_images, read_npz
 from comingle.errors import DataError
 
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}

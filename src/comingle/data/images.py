@@ -5,47 +5,72 @@ Files of a folder are found by name, for a data set NAME and each split:
     IDX   NAME-train-images-ubyte and NAME-train-labels-ubyte, or the original train-images-idx3-ubyte,
           t10k-labels-idx1-ubyte and so on, plain or compressed by .gz or .xz
     npz   NAME-train.npz and NAME-test.npz, or NAME.npz with x_train, y_train, x_test and y_test
+
+A data set in domains has no splits: NAME.npz, or NAME with the length of its images' sides, as pacs32.npz.
 """
 
 from __future__ import annotations
 
-import gzip
 import io
-import lzma
-import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
 import torch
-from jaxtyping import Int64, UInt8
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from comingle.data.hub import HUB_PREFIX
+from comingle.data.idx import OPENERS, read_idx
 from comingle.data.rows import list_names
 from comingle.data.sources import iterate_values
 from comingle.errors import DataError
 
-_OPENERS: Mapping[str, Callable[[Path], Any]] = {"": lambda path: path.open("rb"), ".gz": gzip.open, ".xz": lzma.open}
-_IDX_BYTES = 0x08
 _SPLITS = {"train": "train", "test": "t10k"}
 # What people call the arrays and columns; the first that is there is read. CIFAR-100 has fine and coarse labels.
 _IMAGE_KEYS = ("images", "image", "img", "x", "data")
 _LABEL_KEYS = ("labels", "label", "fine_label", "y")
+_DOMAIN_KEYS = ("domain",)
+_DOMAIN_SIDES = ("", "32", "64", "128", "224", "227")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
-    """Grey images ``(n, h, w)`` or coloured ones ``(n, c, h, w)`` with their class numbers."""
+    """Grey images ``(n, h, w)`` or coloured ones ``(n, c, h, w)`` with their class numbers.
+
+    ``domains`` numbers the names in ``domain_names``, where the data set has domains.
+    """
 
     pixels: UInt8[Tensor, "n h w"] | UInt8[Tensor, "n c h w"]
     labels: Int64[Tensor, " n"]
+    domains: Int64[Tensor, " n"] | None = None
+    domain_names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.pixels)
+
+    def reals(self, places: Int64[Tensor, " m"]) -> Float[Tensor, "m c h w"]:
+        """The images at these places with values from 0 to 1; grey ones have one channel."""
+        pixels = self.pixels[places].float() / 255
+        return pixels if pixels.dim() == 4 else pixels[:, None]
+
+
+def check_images(images: Images, *, classes: int, coloured: bool, where: str) -> None:
+    """Whether images have the task's channels and labels.
+
+    Raises:
+        DataError: they have others.
+    """
+    shape = tuple(images.pixels.shape)
+    if coloured != (len(shape) == 4) or (coloured and shape[1] != 3):
+        allowed = "3 channels, as (n, 3, height, width)" if coloured else "grey ones, as (n, height, width)"
+        raise DataError(f"{where} have shape {shape}; allowed: {allowed}")
+    low, high = (int(images.labels.min()), int(images.labels.max())) if len(images) else (0, 0)
+    if low < 0 or high >= classes:
+        raise DataError(f"{where} have labels from {low} to {high}; allowed: 0 to {classes - 1}")
 
 
 def read_images(name: str, source: str | Path) -> dict[str, Images]:
@@ -62,9 +87,39 @@ def read_images(name: str, source: str | Path) -> dict[str, Images]:
     return {split: _read_split(folder, name, split) for split in _SPLITS}
 
 
+def read_domains(name: str, source: str | Path, *, largest: int) -> Images:
+    """All images of a data set NAME in domains, from a folder or ``hub:OWNER/NAME`` (there, the split "train").
+
+    Images of the hub with longer sides than ``largest`` are scaled to squares of that size (Lanczos); those of a file
+    are taken as they are.
+
+    Raises:
+        DataError: as :func:`read_images`; or images without domains.
+    """
+    if str(source).startswith(HUB_PREFIX):
+        return read_hub(str(source), "train", largest=largest, domains=True)
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; it should hold the images of {name}")
+    path = _find_domains(folder, name)
+    if path is None:
+        looked = ", ".join(f"{name}{side}.npz" for side in _DOMAIN_SIDES)
+        raise DataError(f"{folder}: no images of {name}; looked for {looked}")
+    images = read_npz(path)
+    if images.domains is None:
+        raise DataError(f"{path}: no domain in it; allowed: domain (numbers or names), and domains (names of numbers)")
+    return images
+
+
+def _find_domains(folder: Path, name: str) -> Path | None:
+    return next((path for side in _DOMAIN_SIDES if (path := folder / f"{name}{side}.npz").is_file()), None)
+
+
 def has_images(name: str, folder: Path) -> bool:
-    """Whether the folder holds files of this data set under one of the names that :func:`read_images` looks for."""
-    return all(_find_idx(folder, name, split, "images") or _find_npz(folder, name, split) for split in _SPLITS)
+    """Whether the folder holds files of this data set under one of the names that the readers look for."""
+    return bool(_find_domains(folder, name)) or all(
+        _find_idx(folder, name, split, "images") or _find_npz(folder, name, split) for split in _SPLITS
+    )
 
 
 def _read_split(folder: Path, name: str, split: str) -> Images:
@@ -81,7 +136,7 @@ def _read_split(folder: Path, name: str, split: str) -> Images:
 
 
 def _find_idx(folder: Path, name: str, split: str, kind: str) -> Path | None:
-    candidates = (folder / f"{stem}{suffix}" for stem in _idx_stems(name, split, kind) for suffix in _OPENERS)
+    candidates = (folder / f"{stem}{suffix}" for stem in _idx_stems(name, split, kind) for suffix in OPENERS)
     return next((path for path in candidates if path.is_file()), None)
 
 
@@ -97,40 +152,6 @@ def _idx_stems(name: str, split: str, kind: str) -> list[str]:
 def _find_npz(folder: Path, name: str, split: str) -> Path | None:
     candidates = (folder / f"{name}-{split}.npz", folder / f"{name}.npz")
     return next((path for path in candidates if path.is_file()), None)
-
-
-def read_idx(path: Path) -> UInt8[Tensor, "*shape"]:
-    """An IDX file of unsigned bytes: two zero bytes, the type, the number of axes, their lengths, the values.
-
-    Raises:
-        DataError: no such file, not an IDX file of bytes, or fewer or more values than its lengths say.
-    """
-    content = _read_bytes(path)
-    if len(content) < 4 or content[:2] != b"\0\0":
-        raise DataError(f"{path}: not an IDX file; it should begin with two zero bytes")
-    kind, axes = content[2], content[3]
-    if kind != _IDX_BYTES:
-        raise DataError(f"{path}: IDX values of type 0x{kind:02x}; allowed: 0x{_IDX_BYTES:02x}, unsigned bytes")
-    header = 4 + 4 * axes
-    if len(content) < header:
-        raise DataError(f"{path}: truncated within its header of {header} bytes, got {len(content)}")
-    shape = struct.unpack(f">{axes}I", content[4:header])
-    values = np.frombuffer(content, np.uint8, offset=header)
-    if len(values) != np.prod(shape, dtype=np.int64):
-        wanted = " x ".join(map(str, shape))
-        raise DataError(f"{path}: {len(values)} values, but its header says {wanted}; truncated or damaged")
-    return torch.from_numpy(values.reshape(shape).copy())
-
-
-def _read_bytes(path: Path) -> bytes:
-    opener = _OPENERS.get(path.suffix.lower(), _OPENERS[""])
-    try:
-        with opener(path) as file:
-            return file.read()
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file") from error
-    except (OSError, EOFError, lzma.LZMAError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
 
 
 def read_idx_pair(images: Path, labels: Path) -> Images:
@@ -165,8 +186,27 @@ def read_npz(path: Path, *, split: str | None = None) -> Images:
         raise DataError(f"{path}: not a readable npz file: {error}") from error
     labels = arrays[_choose(arrays, _LABEL_KEYS, split, path, "labels")]
     if {"jpeg", "offset"} <= set(arrays):
-        return _pair(_decode(arrays["jpeg"], arrays["offset"], path), labels, str(path))
-    return _pair(arrays[_choose(arrays, _IMAGE_KEYS, split, path, "images")], labels, str(path))
+        images = _pair(_decode(arrays["jpeg"], arrays["offset"], path), labels, str(path))
+    else:
+        images = _pair(arrays[_choose(arrays, _IMAGE_KEYS, split, path, "images")], labels, str(path))
+    if "domain" not in arrays:
+        return images
+    names = arrays.get("domains")
+    return _with_domains(images, arrays["domain"], None if names is None else list(map(str, names)), str(path))
+
+
+def _with_domains(images: Images, domains: np.ndarray, names: Sequence[str] | None, where: str) -> Images:
+    """``domains`` are numbers of ``names``, or names, which are then numbered in the order of the alphabet."""
+    if domains.shape != (len(images),):
+        raise DataError(f"{where}: {len(images)} images but domains of shape {domains.shape}; needs one for each")
+    if domains.dtype.kind not in "iu":
+        unique, domains = np.unique(domains.astype(str), return_inverse=True)
+        names = unique.tolist()
+    low, high = (int(domains.min()), int(domains.max())) if len(domains) else (0, 0)
+    names = [f"domain-{number}" for number in range(high + 1)] if names is None else names
+    if low < 0 or high >= len(names):
+        raise DataError(f"{where}: domains go from {low} to {high}; allowed: 0 to {len(names) - 1}, those with names")
+    return replace(images, domains=torch.as_tensor(domains.astype(np.int64)), domain_names=tuple(names))
 
 
 def _choose(arrays: Mapping[str, Any], keys: Sequence[str], split: str | None, path: Path, what: str) -> str:
@@ -205,18 +245,28 @@ def _open_image(content: bytes) -> np.ndarray:
         return np.asarray(image)
 
 
-def read_hub(source: str, split: str) -> Images:
+def read_hub(source: str, split: str, *, largest: int | None = None, domains: bool = False) -> Images:
     """One split of a data set ``hub:NAME?config=C``, or of a folder laid out like one.
+
+    Images with longer sides than ``largest`` are scaled to squares of that size; with ``domains`` theirs are read too.
 
     Raises:
         DataError: an unknown data set, split or column, or images of different sizes.
     """
-    images: list[np.ndarray] = []
-    labels: list[int] = []
-    for image, label in iterate_values(source, (_IMAGE_KEYS, _LABEL_KEYS), split=split):
-        images.append(np.asarray(image))
+    images, labels, owners, where = [], [], [], f"{source} {split}"
+    columns = (_IMAGE_KEYS, _LABEL_KEYS, *((_DOMAIN_KEYS,) if domains else ()))
+    for image, label, *domain in iterate_values(source, columns, split=split):
+        images.append(np.asarray(image if largest is None else _scale(image, largest)))
         labels.append(label)
-    return _pair(_stack(images, f"{source} {split}"), np.asarray(labels), f"{source} {split}")
+        owners += domain
+    found = _pair(_stack(images, where), np.asarray(labels), where)
+    return _with_domains(found, np.asarray(owners), None, where) if domains else found
+
+
+def _scale(image: Any, largest: int) -> Any:
+    from PIL import Image
+
+    return image.resize((largest, largest), Image.Resampling.LANCZOS) if max(image.size) > largest else image
 
 
 def _stack(images: Sequence[np.ndarray], where: str) -> np.ndarray:

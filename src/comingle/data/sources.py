@@ -153,6 +153,11 @@ def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str)
         raise DataError(f"{source}: no split {split!r}; found: {found}")
 
 
+def make_rows(columns: Mapping[str, Sequence[Any]]) -> Rows:
+    """A data set of these columns, for packages that want one."""
+    return _import_datasets().Dataset.from_dict(dict(columns))
+
+
 def _choose(groups: dict[str, Any], users: Sequence[str], where: str) -> dict[str, Any]:
     for wanted in users:
         if wanted not in groups:

@@ -1,22 +1,10 @@
-"""FLoRAL's tasks: who the users are, which samples each holds, and which net they train.
+"""Tasks that are not language: who the users are, which samples each holds, and which net they train.
 
-Source: FLoRAL, section 5 and appendix G; users, clusters and numbers of samples are those of its public code.
-
-    task                 users / clusters   train samples a user   net
-    linear               10 / 2             7                      linear
-    mlp, mlp-norm        20 / 4             97                     mlp, mlp-norm
-    mnist                300 / 4            200                    mnist
-    cifar10              20 / 4             2,500                  cifar10
-    cifar100             100 / 10           500                    vgg8
-
-User k is in cluster k mod C. Images are dealt out at random; those of cluster c are turned by 360 / C * c degrees
-(shift "rotate"), or their labels become y + c modulo the number of classes ("labels"); test images are shifted as train
-images are. In cifar100, cluster c holds the labels that are c modulo C, and they stay numbers out of 100: a net that
-can fit 10 labels but not 100, which must find out whose labels it will be asked for, is what the task is about. Mapped
-to 10, the labels of different clusters would contradict each other, which is the label shift of the other tasks.
+FLoRAL's regressions are in :mod:`comingle.data.synthetic` and its images in :mod:`comingle.data.shifted`, FedMerge's
+images in :mod:`comingle.data.skewed`; :mod:`comingle.data.settings` has the numbers of all of them.
 
 Which samples a user holds follows from the task and the seed alone, never from the method, and a smaller ``fraction``
-takes the first of the same samples. Train images are dealt to all users: with fewer images a user holds fewer.
+takes the first of the same samples. Validation samples come out of those.
 """
 
 from __future__ import annotations
@@ -25,53 +13,26 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from comingle.data import transforms
-from comingle.data.images import Images, has_images, read_images
-from comingle.data.samples import Samples, UserSamples, check
-from comingle.data.seeds import generator
+from comingle.data.images import Images, check_images, has_images, read_domains, read_images
+from comingle.data.samples import UserSamples, check
+from comingle.data.settings import CIFAR10_COLOURS, REDUCED_MINIMUM, TASKS, Setting, Shift
+from comingle.data.shifted import make_shifted
+from comingle.data.skewed import make_skewed, pool_images
+from comingle.data.splits import check_labels, hold_out_valid
 from comingle.data.synthetic import DIMENSION, OUTPUTS, Kind, make_synthetic
-from comingle.errors import DataError, RecipeError, did_you_mean
+from comingle.errors import RecipeError, did_you_mean
 
-Shift = Literal["rotate", "labels"]
 FOLDER_VARIABLE = "COMINGLE_DATA"
-REDUCED_MINIMUM = 10
-"""Train samples that a fraction leaves each user (FLoRAL, section 5), if the user had as many."""
 
-# What everybody uses for CIFAR; MNIST stays in [0, 1].
-_CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Setting:
-    """What a task is unless told otherwise; ``hub`` is empty for synthetic ones, which have train and test sizes."""
-
-    users: int
-    clusters: int
-    net: str
-    train: int = 0
-    test: int = 0
-    hub: str = ""
-    classes: int = 0
-    shift: Shift | None = None
-    coloured: bool = False
-
-
-TASKS: dict[str, _Setting] = {
-    "linear": _Setting(users=10, clusters=2, net="linear", train=7, test=1),
-    "mlp": _Setting(users=20, clusters=4, net="mlp", train=97, test=23),
-    "mlp-norm": _Setting(users=20, clusters=4, net="mlp-norm", train=97, test=23),
-    "mnist": _Setting(users=300, clusters=4, net="mnist", hub="hub:ylecun/mnist", classes=10, shift="rotate"),
-    "cifar10": _Setting(
-        users=20, clusters=4, net="cifar10", hub="hub:uoft-cs/cifar10", classes=10, shift="rotate", coloured=True
-    ),
-    "cifar100": _Setting(users=100, clusters=10, net="vgg8", hub="hub:uoft-cs/cifar100", classes=100, coloured=True),
-}
+DOMAIN_SIDE = 64
+"""To this FedMerge's public code scales the images of PACS, which are 227 x 227 on the hub."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +65,7 @@ class Task:
         odd = [quarter % 2 == 1 for quarter in quarters for _ in range(inputs.shape[1])]
         if all(quarter == int(quarter) for quarter in quarters):
             images = transforms.flip_some(images, generator, vertically=odd)
-        black = [-mean / std for mean, std in zip(_CIFAR_MEAN, _CIFAR_STD, strict=True)]
+        black = [-mean / std for mean, std in zip(*CIFAR10_COLOURS, strict=True)]
         return transforms.crop_randomly(images, generator, fill=black).view(inputs.shape)
 
     def _quarters(self, cluster: int) -> float:
@@ -122,6 +83,9 @@ def make_task(
     shift: str | None = None,
     path: str | Path | None = None,
     test_samples: int | None = None,
+    valid: float | None = None,
+    alpha: float | None = None,
+    labels_per_cluster: int | None = None,
 ) -> Task:
     """A task by name, with its users' samples.
 
@@ -135,37 +99,77 @@ def make_task(
         path: folder of the images (:mod:`comingle.data.images` says under which names) or ``hub:NAME``; without it
             ``$COMINGLE_DATA/images`` where that holds them, else the hub.
         test_samples: test samples a user: fresh ones of a synthetic task, at most so many images.
+        valid: how much of the train samples that a user keeps become validation samples; without it a tenth in
+            FedMerge's tasks and none in FLoRAL's.
+        alpha: of the Dirichlet shares by which labels are parted, in tasks "-personal" and "-cluster".
+        labels_per_cluster: in tasks "-cluster"; without it every label is in one cluster.
 
     Raises:
         RecipeError: an unknown task or shift, or a number out of range.
-        DataError: images that cannot be read.
+        DataError: images that cannot be read, or that leave somebody without samples of some kind.
     """
     if name not in TASKS:
         raise RecipeError(f"no task {name!r}.{did_you_mean(name, TASKS)} Allowed: {', '.join(TASKS)}")
     setting = TASKS[name]
+    _check_partition(name, setting, clusters=clusters, alpha=alpha, labels_per_cluster=labels_per_cluster)
     users = setting.users if users is None else users
     clusters = setting.clusters if clusters is None else clusters
-    _check_numbers(name, users=users, clusters=clusters, fraction=fraction, test_samples=test_samples)
+    valid = setting.valid if valid is None else valid
+    _check_numbers(name, users=users, clusters=clusters, fraction=fraction, test_samples=test_samples, valid=valid)
     wanted = _choose_shift(name, shift)
+    common = {"seed": seed, "users": users, "clusters": clusters, "test_samples": test_samples}
     if not setting.hub:
-        task = _synthetic(cast(Kind, name), seed, users, clusters, test_samples)
+        task = _synthetic(cast(Kind, name), **common)
+    elif setting.partition is None:
+        task = _shifted(name, path, shift=wanted, **common)
     else:
-        task = _from_images(name, seed, users, clusters, wanted, path, test_samples)
-    people = tuple(_reduce(user, fraction) for user in task.users)
+        alpha = setting.alpha if alpha is None else alpha
+        skew = {"alpha": alpha, "labels_per_cluster": labels_per_cluster, "fraction": fraction}
+        task = _skewed(name, path, **skew, **common)
+    reduced = task.users if setting.partition else tuple(_reduce(user, fraction) for user in task.users)
+    people = tuple(hold_out_valid(user, valid) for user in reduced)
     check(people, classes=task.classes if task.loss == "cross_entropy" else None)
+    if setting.partition:
+        check_labels(people)
     return replace(task, users=people)
 
 
-def _check_numbers(name: str, *, users: int, clusters: int, fraction: float, test_samples: int | None) -> None:
+def _check_partition(
+    name: str, setting: Setting, *, clusters: int | None, alpha: float | None, labels_per_cluster: int | None
+) -> None:
+    """Whether what is given means something for this task."""
+    where = f"task {name!r}"
+    if clusters is not None and setting.partition in ("personal", "domain"):
+        why = "users are in no clusters" if setting.partition == "personal" else "clusters are its domains"
+        raise RecipeError(f"{where}: clusters={clusters}; its {why}; allowed: none")
+    if alpha is not None and setting.partition not in ("personal", "cluster"):
+        raise RecipeError(f"{where}: alpha={alpha}; labels are not parted by shares here; {_having('alpha')}")
+    if alpha is not None and not 0 < alpha < float("inf"):
+        raise RecipeError(f"{where}: alpha={alpha}; allowed: above 0")
+    if labels_per_cluster is not None and setting.partition != "cluster":
+        got = f"labels_per_cluster={labels_per_cluster}"
+        raise RecipeError(f"{where}: {got}; there are no clusters of labels here; {_having('labels_per_cluster')}")
+
+
+def _having(key: str) -> str:
+    kinds = {"alpha": ("personal", "cluster"), "labels_per_cluster": ("cluster",)}[key]
+    return "allowed for: " + ", ".join(name for name, setting in TASKS.items() if setting.partition in kinds)
+
+
+def _check_numbers(
+    name: str, *, users: int, clusters: int, fraction: float, test_samples: int | None, valid: float
+) -> None:
     if users < 1:
         raise RecipeError(f"task {name!r}: users={users}; allowed: from 1")
-    if not 1 <= clusters <= users:
+    if not 1 <= clusters <= users and TASKS[name].partition != "domain":
         empty = f", as cluster {users} would have no user" if clusters > users else ""
         raise RecipeError(f"task {name!r}: clusters={clusters}; allowed: 1 to {users}, the number of users{empty}")
     if not 0 < fraction <= 1:
         raise RecipeError(f"task {name!r}: fraction={fraction}; allowed: above 0, up to 1")
     if test_samples is not None and test_samples < 1:
         raise RecipeError(f"task {name!r}: test_samples={test_samples}; allowed: from 1")
+    if not 0 <= valid < 1:
+        raise RecipeError(f"task {name!r}: valid={valid}; allowed: from 0, below 1")
 
 
 def _choose_shift(name: str, shift: str | None) -> Shift | None:
@@ -173,7 +177,7 @@ def _choose_shift(name: str, shift: str | None) -> Shift | None:
     if shift is None:
         return own
     if own is None:
-        raise RecipeError(f"task {name!r}: shift={shift!r}; this task has no shift, its clusters differ by themselves")
+        raise RecipeError(f"task {name!r}: shift={shift!r}; this task has no shift, its users differ by themselves")
     if shift not in allowed:
         raise RecipeError(
             f"task {name!r}: shift={shift!r}.{did_you_mean(shift, allowed)} Allowed: {', '.join(allowed)}"
@@ -186,7 +190,7 @@ def _reduce(user: UserSamples, fraction: float) -> UserSamples:
     return replace(user, train=user.train.first(max(REDUCED_MINIMUM, round(fraction * len(user.train)))))
 
 
-def _synthetic(kind: Kind, seed: int, users: int, clusters: int, test_samples: int | None) -> Task:
+def _synthetic(kind: Kind, *, seed: int, users: int, clusters: int, test_samples: int | None) -> Task:
     setting = TASKS[kind]
     people = make_synthetic(
         kind,
@@ -208,82 +212,48 @@ def _synthetic(kind: Kind, seed: int, users: int, clusters: int, test_samples: i
     )
 
 
-def _from_images(
-    name: str,
-    seed: int,
-    users: int,
-    clusters: int,
-    shift: Shift | None,
-    path: str | Path | None,
-    test_samples: int | None,
-) -> Task:
+def _shifted(name: str, path: str | Path | None, *, clusters: int, shift: Shift | None, **options: Any) -> Task:
     setting = TASKS[name]
-    found = read_images(name, path if path is not None else _find_source(name))
-    dealt: dict[str, list[Samples]] = {}
-    for split, images in found.items():
-        _check_images(images, setting, f"task {name!r}: {split} images")
-        parts = _deal(images.labels, users, clusters if shift is None else None, generator("task", name, seed, split))
-        parts = parts if split == "train" else [part[:test_samples] for part in parts]
-        dealt[split] = [_shifted(images, part, k % clusters, clusters, shift, setting) for k, part in enumerate(parts)]
-    people = tuple(
-        UserSamples(name=f"user-{k}", train=train, valid=train.first(0), test=test, cluster=k % clusters)
-        for k, (train, test) in enumerate(zip(dealt["train"], dealt["test"], strict=True))
-    )
+    found = _read_splits(name, setting, path)
+    people = make_shifted(name, setting, found, clusters=clusters, shift=shift, **options)
+    return _of_images(setting, people, clusters, shift)
+
+
+def _skewed(name: str, path: str | Path | None, **options: Any) -> Task:
+    setting = TASKS[name]
+    if setting.partition == "domain":
+        images = read_domains(setting.images, path or _find_source(setting.images, setting), largest=DOMAIN_SIDE)
+        check_images(images, classes=setting.classes, coloured=setting.coloured, where=f"task {name!r}: images")
+        options["clusters"] = len(images.domain_names)
+    else:
+        images = pool_images(list(_read_splits(name, setting, path).values()))
+    return _of_images(setting, make_skewed(name, setting, images, **options), options["clusters"], None)
+
+
+def _of_images(setting: Setting, people: tuple[UserSamples, ...], clusters: int, shift: Shift | None) -> Task:
     return Task(
         users=people,
         loss="cross_entropy",
         classes=setting.classes,
         clusters=clusters,
-        augment=setting.coloured,
+        augment=setting.augment,
         input_shape=tuple(people[0].train.inputs.shape[1:]),
         net=setting.net,
         shift=shift,
     )
 
 
-def _find_source(name: str) -> str | Path:
+def _read_splits(name: str, setting: Setting, path: str | Path | None) -> dict[str, Images]:
+    files = setting.images or name
+    found = read_images(files, path if path is not None else _find_source(files, setting))
+    for split, images in found.items():
+        where = f"task {name!r}: {split} images"
+        check_images(images, classes=setting.classes, coloured=setting.coloured, where=where)
+    return found
+
+
+def _find_source(files: str, setting: Setting) -> str | Path:
     """``$COMINGLE_DATA/images``, where that holds the task's images, else the hub."""
     named = os.environ.get(FOLDER_VARIABLE, "")
     folder = Path(named).expanduser() / "images"
-    return folder if named and has_images(name, folder) else TASKS[name].hub
-
-
-def _check_images(images: Images, setting: _Setting, where: str) -> None:
-    shape = tuple(images.pixels.shape)
-    if setting.coloured != (len(shape) == 4) or (setting.coloured and shape[1] != len(_CIFAR_MEAN)):
-        allowed = "3 channels, as (n, 3, height, width)" if setting.coloured else "grey ones, as (n, height, width)"
-        raise DataError(f"{where} have shape {shape}; allowed: {allowed}")
-    low, high = (int(images.labels.min()), int(images.labels.max())) if len(images) else (0, 0)
-    if low < 0 or high >= setting.classes:
-        raise DataError(f"{where} have labels from {low} to {high}; allowed: 0 to {setting.classes - 1}")
-
-
-def _deal(
-    labels: Int64[Tensor, " n"], users: int, clusters: int | None, generator: torch.Generator
-) -> list[Int64[Tensor, " _"]]:
-    """Whose images are whose, as equal in number as possible; with ``clusters``, label y goes to cluster y mod C."""
-    order = torch.randperm(len(labels), generator=generator)
-    if clusters is None:
-        return list(order.tensor_split(users))
-    parts = [order[:0]] * users
-    for cluster in range(clusters):
-        own = order[labels[order] % clusters == cluster]
-        members = range(cluster, users, clusters)
-        for user, part in zip(members, own.tensor_split(len(members)), strict=True):
-            parts[user] = part
-    return parts
-
-
-def _shifted(
-    images: Images, part: Int64[Tensor, " m"], cluster: int, clusters: int, shift: Shift | None, setting: _Setting
-) -> Samples:
-    """The images of one user as real numbers, shifted as the user's cluster is."""
-    pixels, labels = images.pixels[part].float() / 255, images.labels[part]
-    pixels = pixels if setting.coloured else pixels[:, None]
-    if shift == "rotate":
-        pixels = transforms.rotate(pixels, 360 * cluster / clusters)  # before normalising: corners become black
-    elif shift == "labels":
-        labels = (labels + cluster) % setting.classes
-    return Samples(
-        inputs=transforms.normalise(pixels, _CIFAR_MEAN, _CIFAR_STD) if setting.coloured else pixels, targets=labels
-    )
+    return folder if named and has_images(files, folder) else setting.hub

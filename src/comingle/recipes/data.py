@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from comingle.recipes.fields import Count, Fraction, Section, Source, TokenLimit
+from comingle.recipes.fields import Count, Fraction, Positive, Section, Source, TokenLimit
 
 
 class UserSource(Section):
@@ -65,6 +65,9 @@ class TaskSection(Section):
     shift: str | None = None
     path: str | None = None
     test_samples: Count | None = None
+    valid: Fraction | None = None
+    alpha: Positive | None = None
+    labels_per_cluster: Count | None = None
 
 
 class DataSection(Section):

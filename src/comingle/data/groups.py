@@ -1,0 +1,174 @@
+"""Which images go to which user: dealt evenly or by Dirichlet shares, within clusters of labels or within domains.
+
+Every setting of FedMerge (section 4.1) is groups of images, each dealt out to a number of consecutive users:
+
+    personal   all images are one group; each label's are parted by shares drawn from Dir(alpha) (Hsu et al. 2019)
+    cluster    a group is the images of some labels; 50 users in 5 clusters are 6, 5, 8, 13 and 18
+    domain     a group is the images of one domain
+
+Dirichlet shares come from the partitioner of ``flwr-datasets``, which is needed for them alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from comingle.data.seeds import derive, generator
+from comingle.data.sources import make_rows
+from comingle.errors import DataError, RecipeError
+
+Key = tuple[str | int, ...]
+
+_PUBLISHED_SIZES = (6, 5, 8, 13, 18)
+"""Users of FedMerge's clusters, out of 50."""
+_ATTEMPTS = 20
+_FEWEST = 3
+"""A sample each for training, validation and testing."""
+_FAR_BELOW_AVERAGE = 20
+
+
+def cluster_sizes(users: int, clusters: int) -> list[int]:
+    """How many users each cluster has: in the proportions of FedMerge where there are five, else as equal as can be.
+
+    By largest remainder, and at least one each.
+    """
+    published = clusters == len(_PUBLISHED_SIZES)
+    parts = _PUBLISHED_SIZES if published else (1,) * clusters
+    spare = users - clusters
+    # One user each is set apart, and the others make the proportions right.
+    quota = [max(0.0, users * part / sum(parts) - 1) for part in parts]
+    scaled = [spare * q / (sum(quota) or 1) for q in quota]
+    sizes = [int(q) for q in scaled]
+    by_remainder = sorted(range(clusters), key=lambda c: sizes[c] - scaled[c])
+    for cluster in by_remainder[: spare - sum(sizes)]:
+        sizes[cluster] += 1
+    return [1 + size for size in sizes]
+
+
+def choose_labels(classes: int, clusters: int, per_cluster: int | None, key: Key) -> list[list[int]]:
+    """The labels of each cluster: drawn so that every label is used, and none more than once oftener than another.
+
+    Without ``per_cluster`` every label is in one cluster; with it, clusters overlap where labels are too few.
+
+    Raises:
+        RecipeError: more clusters than labels, or a number of labels that leaves some out or is more than there are.
+    """
+    where = f"task {key[0]!r}"
+    if clusters > classes:
+        raise RecipeError(f"{where}: clusters={clusters}; allowed: 1 to {classes}, the number of labels")
+    if per_cluster is not None and not -(-classes // clusters) <= per_cluster <= classes:
+        allowed = f"{-(-classes // clusters)}, so that every label is used, to {classes}, all labels"
+        raise RecipeError(f"{where}: labels_per_cluster={per_cluster}; allowed: {allowed}")
+    order = torch.randperm(classes, generator=generator(*key, "labels"))
+    if per_cluster is None:
+        return [sorted(part.tolist()) for part in order.tensor_split(clusters)]
+    uses = torch.zeros(classes, dtype=torch.int64)
+    found = []
+    for cluster in range(clusters):
+        shuffled = torch.randperm(classes, generator=generator(*key, "labels", cluster))
+        own = shuffled[uses[shuffled].argsort(stable=True)[:per_cluster]]  # the least used, in random order
+        uses[own] += 1
+        found.append(sorted(own.tolist()))
+    return found
+
+
+def group_by_labels(
+    labels: Int64[Tensor, " n"], chosen: Sequence[Sequence[int]], sizes: Sequence[int], key: Key
+) -> list[Int64[Tensor, " _"]]:
+    """The images of each cluster; those of a label of several clusters are parted by the clusters' numbers of users."""
+    groups: list[list[Tensor]] = [[] for _ in chosen]
+    for label in range(max(max(own) for own in chosen) + 1):
+        holders = [cluster for cluster, own in enumerate(chosen) if label in own]
+        images = _shuffled((labels == label).nonzero().flatten(), *key, "label", label)
+        weights = torch.tensor([float(sizes[cluster]) for cluster in holders], dtype=torch.float64)
+        borders = (weights.cumsum(0) / weights.sum() * len(images)).round().long()
+        for cluster, part in zip(holders, images.tensor_split(borders[:-1]), strict=True):
+            groups[cluster].append(part)
+    return [torch.cat(parts) for parts in groups]
+
+
+def deal(
+    groups: Sequence[Int64[Tensor, " _"]],
+    sizes: Sequence[int],
+    labels: Int64[Tensor, " n"],
+    *,
+    alpha: float | None,
+    key: Key,
+) -> list[Int64[Tensor, " _"]]:
+    """The images of each user, in random order: group g is dealt to ``sizes[g]`` users, evenly without ``alpha``.
+
+    Raises:
+        DataError: some user gets nothing, or Dirichlet shares cannot be drawn.
+    """
+    parts: list[Tensor] = []
+    for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
+        own = _shuffled(group, *key, "group", number)
+        if len(own) < size:
+            got = f"{len(own)} images for {size} users"
+            raise DataError(f"task {key[0]!r}: {got}, so some would have none; allowed: fewer users, or more images")
+        if alpha is None or size == 1:
+            parts += own.tensor_split(size)
+        else:
+            parts += [own[part] for part in draw_dirichlet(labels[own], size, alpha=alpha, key=(*key, number))]
+    return parts
+
+
+def _shuffled(places: Int64[Tensor, " n"], *key: str | int) -> Int64[Tensor, " n"]:
+    return places[torch.randperm(len(places), generator=generator(*key))]
+
+
+def draw_dirichlet(labels: Int64[Tensor, " n"], users: int, *, alpha: float, key: Key) -> list[Int64[Tensor, " _"]]:
+    """Each label's samples parted among the users by shares drawn from Dir(alpha), in random order for each user.
+
+    As in FedMerge's public code, users who have their average number of samples get no more, and the whole draw is
+    repeated until everybody has at least as many samples as there are labels. Where that is more than a twentieth of
+    the average, which hardly any draw gives, a twentieth is enough, and three samples always are needed.
+
+    Raises:
+        DataError: no ``flwr-datasets``, or no such draw out of some two hundred.
+    """
+    partitioners, rows = _import_partitioners(), {"label": labels.tolist(), "row": list(range(len(labels)))}
+    least = max(_FEWEST, min(len(labels.unique()), len(labels) // (_FAR_BELOW_AVERAGE * users)))
+    for attempt in range(_ATTEMPTS):
+        partitioner = partitioners.DirichletPartitioner(
+            num_partitions=users,
+            partition_by="label",
+            alpha=float(alpha),
+            min_partition_size=least,
+            self_balancing=True,
+            seed=derive(*key, "dirichlet", attempt),
+        )
+        partitioner.dataset = make_rows(rows)
+        parts = _load_all(partitioner, users)
+        # Shares of a tiny alpha may all be 0, and what the partitioner makes of that is no partition.
+        if torch.equal(torch.cat(parts).sort().values, torch.arange(len(labels))):
+            return parts
+    got = f"no draw of alpha={alpha} gives each of {users} users {least} of {len(labels)} images"
+    raise DataError(f"task {key[0]!r}: {got}; allowed: fewer users, a larger alpha or more images")
+
+
+def _load_all(partitioner: Any, users: int) -> list[Int64[Tensor, " _"]]:
+    """Everybody's rows, and nobody's where the partitioner gave up: it does after eleven draws."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns of every draw that it repeats
+            found = [partitioner.load_partition(user)["row"][:] for user in range(users)]
+    except ValueError:
+        return [torch.arange(0)]
+    return [torch.tensor(rows, dtype=torch.int64) for rows in found]
+
+
+def _import_partitioners() -> Any:
+    try:
+        return import_module("flwr_datasets.partitioner")
+    except ImportError as error:
+        raise DataError(
+            "parting labels by Dirichlet shares (alpha) needs the package flwr-datasets: pip install flwr-datasets"
+        ) from error

@@ -1,0 +1,87 @@
+"""Holding out part of a user's samples so that every label of theirs stays in training.
+
+A label that is only in a user's test or validation samples would ask for what the user cannot have learnt. So samples
+are held out label by label, about the same share of each, and never the last one of a label: rare labels stay in
+training, as if they had been refilled from what was to be held out. (FedMerge's public code holds out at random.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from comingle.data.samples import Samples, UserSamples
+from comingle.errors import DataError
+
+_LISTED = 5
+
+
+def hold_out(labels: Int64[Tensor, " n"], share: float) -> tuple[Int64[Tensor, " kept"], Int64[Tensor, " held_out"]]:
+    """Places of the samples that are kept and of those held out, each in the given order.
+
+    Of a label with ``n_y`` samples the first ``floor(share n_y)`` are held out, and one more of those labels that lose
+    most by rounding, until ``round(share n)`` are held out, at least one; but never the last of a label.
+    """
+    if share <= 0 or not len(labels):
+        return torch.arange(len(labels)), torch.arange(0)
+    counts = labels.bincount()
+    quota = share * counts.double()
+    taken = quota.floor().long().minimum((counts - 1).clamp(min=0))
+    missing = max(1, round(share * len(labels))) - int(taken.sum())
+    lost = torch.where(taken < counts - 1, quota - taken, -1.0)
+    first = lost.sort(descending=True, stable=True).indices[: max(0, missing)]
+    taken[first[lost[first] >= 0]] += 1
+    held = _rank_in_label(labels, counts) < taken[labels]
+    return (~held).nonzero().flatten(), held.nonzero().flatten()
+
+
+def _rank_in_label(labels: Int64[Tensor, " n"], counts: Int64[Tensor, " classes"]) -> Int64[Tensor, " n"]:
+    """How many samples of the same label come before each."""
+    order = labels.argsort(stable=True)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(labels)) - (counts.cumsum(0) - counts)[labels[order]]
+    return rank
+
+
+def hold_out_valid(user: UserSamples, share: float) -> UserSamples:
+    """The user with ``share`` of the train samples as validation samples; a regression has no labels to keep.
+
+    Raises:
+        DataError: a share above 0 of samples of which none can be spared.
+    """
+    if share <= 0:
+        return user
+    targets = user.train.targets
+    labels = torch.zeros(len(targets), dtype=torch.int64) if targets.is_floating_point() else targets.long()
+    kept, held = hold_out(labels, share)
+    if not len(held):
+        got = f"{len(targets)} train samples of {len(labels.unique())} labels"
+        raise DataError(
+            f"user {user.name!r}: valid={share} of {got}: none can be spared; allowed: valid: 0, or more samples"
+        )
+    return replace(user, train=take(user.train, kept), valid=take(user.train, held))
+
+
+def take(samples: Samples, places: Int64[Tensor, " m"]) -> Samples:
+    """The samples at these places."""
+    return Samples(inputs=samples.inputs[places], targets=samples.targets[places])
+
+
+def check_labels(users: Sequence[UserSamples]) -> None:
+    """Whether users have seen, in training, every label that they are validated and tested on.
+
+    Raises:
+        DataError: some user has not.
+    """
+    for user in users:
+        for split, samples in (("valid", user.valid), ("test", user.test)):
+            unseen = samples.targets[~torch.isin(samples.targets, user.train.targets)].unique().tolist()
+            if unseen:
+                labels = ", ".join(map(str, unseen[:_LISTED])) + (" ..." if len(unseen) > _LISTED else "")
+                raise DataError(
+                    f"user {user.name!r}: {split} holds labels that train does not: {labels}; allowed: those of train"
+                )
