@@ -24,7 +24,8 @@ def write_run(tmp_path: Path, run_writer: Callable[[Path], WriteRun]) -> WriteRu
 def run_writer() -> Callable[[Path], WriteRun]:
     """Makes a function that writes ``FOLDER/NAME``.
 
-    ``curve`` maps a round to each user's perplexity, ``scores`` to what routers said.
+    ``curve`` maps a round to each user's perplexity, or another ``measure``; ``scores`` to what routers said, and
+    ``mixtures`` to each user's weights. With accuracies come losses, twice the share of errors.
     """
     return lambda below: partial(write_folder, below)
 
@@ -42,13 +43,24 @@ def write_folder(
     recipe: dict[str, Any] | None = None,
     upload_bytes: int = 0,
     base: str = "random:llama",
+    measure: str = "perplexity",
+    mixtures: dict[int, dict[str, list[float]]] | None = None,
+    clusters: dict[str, int] | None = None,
 ) -> Path:
     folder = below / name
     folder.mkdir(parents=True)
     users = list(curve[max(curve)])
     rounds = max(curve)
+    unit = "tokens" if measure == "perplexity" else "samples"
     events: list[dict[str, Any]] = [
-        {"event": "start", "method": method, "seed": seed, "base": base, "rounds": rounds, "users": users_of(users)}
+        {
+            "event": "start",
+            "method": method,
+            "seed": seed,
+            "base": base,
+            "rounds": rounds,
+            "users": users_of(users, unit),
+        }
     ]
     for number, found in curve.items():
         if number:
@@ -60,7 +72,11 @@ def write_folder(
                     "download_bytes": 2 * upload_bytes,
                 }
             )
-        events.append(evaluation(number, found, (scores or {}).get(number), experts))
+        told = evaluation(number, found, (scores or {}).get(number), experts, measure)
+        if number in (mixtures or {}):
+            told |= {"mixtures": (mixtures or {})[number], "router_entropy_nats": 0.5}
+            told |= {"clusters": clusters, "aggregation_mismatch": 0.25} if clusters else {}
+        events.append(told)
     (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events), encoding="utf-8")
     content = {
         "method": {"name": method, "settings": {}},
@@ -72,24 +88,29 @@ def write_folder(
     if finished:
         metrics = {
             "upload_bytes_per_user_round": upload_bytes / len(users), "download_bytes_per_user_round": 7.0,
-            "trainable_parameters": 1234, "tokens_per_second": 10.0 + seed, "wall_seconds": 3.0 + seed,
+            "trainable_parameters": 1234, f"{unit}_per_second": 10.0 + seed, "wall_seconds": 3.0 + seed,
             "peak_memory_bytes": 2_000_000_000, "dtype": "float32", "device": "cpu",
         }  # fmt: skip
         (folder / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
     return folder
 
 
-def users_of(names: list[str]) -> dict[str, Any]:
-    return {name: {"train_tokens": 100, "test_tokens": 50} for name in names}
+def users_of(names: list[str], unit: str) -> dict[str, Any]:
+    return {name: {f"train_{unit}": 100, f"test_{unit}": 50} for name in names}
 
 
-def evaluation(number: int, found: dict[str, float | None], scores: Any, experts: Any) -> dict[str, Any]:
+def evaluation(number: int, found: dict[str, float | None], scores: Any, experts: Any, measure: str) -> dict[str, Any]:
     known = [value for value in found.values() if value is not None]
     event: dict[str, Any] = {
         "event": "evaluation",
         "round": number,
         "iterations": 10 * number,
-        "users": {name: {"test_perplexity": value} for name, value in found.items()},
-        "mean_test_perplexity": sum(known) / len(known) if len(known) == len(found) else None,
+        "users": {name: measures(value, measure) for name, value in found.items()},
+        f"mean_test_{measure}": sum(known) / len(known) if len(known) == len(found) else None,
     }
     return event | ({"experts": experts, "expert_scores": scores} if scores else {})
+
+
+def measures(value: float | None, measure: str) -> dict[str, float | None]:
+    found = {f"test_{measure}": value}
+    return found if measure != "accuracy" or value is None else {**found, "test_loss": 2 * (1 - value)}

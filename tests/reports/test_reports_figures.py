@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from comingle.reports import figures
+from comingle.reports.canvas import svg
 from comingle.reports.colours import expert_class, expert_css, layer_colours, rgb, styles
 from comingle.reports.runs import read_entries
 from comingle.reports.tokens import Text, TokenView, tokens_figure, visible
@@ -99,7 +101,88 @@ def test_bars_are_gains_and_harm_is_hatched(entries: Any) -> None:
 def test_bytes_are_those_of_all_rounds(entries: Any) -> None:
     axis = figures.bytes_figure(entries).axes[0]
     assert sorted(text.get_text() for text in axis.texts) == ["comigs-1g1s", "fedavg", "local"]
-    assert {text.xy[0] for text in axis.texts} == {0.0, 10 / 1e6, 5 / 1e6}
+    assert {text.xy[0] for text in axis.texts} == {0.0, 10.0, 5.0}
+    assert axis.get_xlabel() == "uploaded by all users over the run, B"
+
+
+def test_many_bytes_are_megabytes(write_run: Any) -> None:
+    entries = read_entries([write_run("f", "fedavg", curve(5, 6), upload_bytes=2_000_000)])
+    axis = figures.bytes_figure(entries).axes[0]
+    assert [text.xy[0] for text in axis.texts] == [2.0]
+    assert axis.get_xlabel().endswith("MB")
+
+
+def test_labels_of_close_points_do_not_cover_each_other(write_run: Any) -> None:
+    methods = ("fedavg", "floral", "comigs")
+    paths = [write_run(m, m, curve(5 + i / 1000, 6), upload_bytes=9000 + 3 * i) for i, m in enumerate(methods)]
+    paths.append(write_run("local", "local", curve(9, 9)))
+    figure = figures.bytes_figure(read_entries(paths))
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert len(boxes) == 4
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+
+
+# ---------------------------------------------------------------- accuracy and loss
+
+
+def measured_entries(write_run: Any, measure: str, **ends: list[tuple[float, float]]) -> Any:
+    """Entries of methods with an end for each seed; all start at 0.1 and 0.2, or 4 and 8."""
+    start = (0.1, 0.2) if measure == "accuracy" else (4.0, 8.0)
+    return read_entries(
+        [
+            write_run(f"{m}{s}", m, {r: dict(zip(("ann", "bob"), v, strict=True)) for r, v in ((0, start), (2, end))},
+                      seed=s, measure=measure)
+            for m, seeds in ends.items()
+            for s, end in enumerate(seeds)
+        ]
+    )  # fmt: skip
+
+
+def test_accuracies_are_drawn_in_per_cent_and_never_logarithmic(write_run: Any) -> None:
+    entries = measured_entries(write_run, "accuracy", local=[(0.9, 0.8)], floral=[(0.95, 0.7)])
+    axis = figures.curves_figure(entries).axes[0]
+    assert (axis.get_yscale(), axis.get_ylabel()) == ("linear", "test accuracy, %")
+    assert [label.get_text() for label in axis.get_yticklabels()] == [f"{100 * y:g}" for y in axis.get_yticks()]
+    losses = figures.curves_figure(entries, measure="loss").axes[0]
+    assert losses.get_ylabel() == "test loss"
+    assert list(losses.lines[0].get_ydata()) == pytest.approx([1.7, 0.3])
+    assert figures.bytes_figure(entries).axes[0].get_ylabel() == "mean test accuracy, %"
+
+
+def test_accuracy_bars_to_the_right_are_gains(write_run: Any) -> None:
+    entries = measured_entries(write_run, "accuracy", local=[(0.9, 0.8)], floral=[(0.95, 0.7)])
+    figure = figures.users_figure(entries, entries[0])
+    assert figure is not None
+    axis = figure.axes[0]
+    assert [(round(bar.get_width(), 6), bool(bar.get_hatch())) for bar in axis.patches] == [(5, False), (-10, True)]
+    assert axis.get_xlabel() == (
+        "change of test accuracy against local, percentage points (left: harmed, right: gained)"
+    )
+
+
+def test_loss_bars_are_multiples_on_a_logarithmic_axis(write_run: Any) -> None:
+    entries = measured_entries(write_run, "loss", local=[(1.0, 2.0)] * 2, floral=[(1e-3, 4.0), (1e-5, 16.0)])
+    figure = figures.users_figure(entries, entries[0])
+    assert figure is not None
+    axis = figure.axes[0]
+    assert axis.get_xscale() == "log"
+    ends = [(bar.get_x() + bar.get_width(), bool(bar.get_hatch())) for bar in axis.patches]
+    assert [end for end, _ in ends] == pytest.approx([1e-4, 4.0])
+    assert [hatched for _, hatched in ends] == [False, True]
+    ((low, _), (high, _)) = axis.collections[0].get_segments()[0]
+    assert (low, high) == pytest.approx((1e-4 / 10**2**0.5, 1e-4 * 10**2**0.5))
+    assert axis.get_xlabel() == "test loss as a multiple of that of local (left: gained, right: harmed)"
+
+
+def test_losses_over_powers_of_ten_keep_their_lines_in_sight(write_run: Any) -> None:
+    entries = measured_entries(write_run, "loss", local=[(1.0, 2.0)], floral=[(0.0002, 4.0), (0.0018, 4.0)])
+    for start in (True, False):
+        axis = figures.curves_figure(entries, start=start).axes[1]
+        assert axis.get_yscale() == "log"
+        low, high = axis.get_ylim()
+        # The mean of floral is 0.001; one deviation, 0.0011, is below zero and has no place on the axis.
+        assert (low, high) == pytest.approx((0.001 / 1.6, (4.0 if start else 1.0) * 1.6))
 
 
 def test_files_are_png_and_svg_and_the_same_again(entries: Any, tmp_path: Path) -> None:
@@ -113,7 +196,7 @@ def test_files_are_png_and_svg_and_the_same_again(entries: Any, tmp_path: Path) 
 
 
 def test_inline_svg_follows_the_theme_and_has_ids_of_its_own(entries: Any) -> None:
-    text = figures.svg(figures.curves_figure(entries), "f7", "a label", {"#59636e": "var(--muted)"})
+    text = svg(figures.curves_figure(entries), "f7", "a label", {"#59636e": "var(--muted)"})
     root = ET.fromstring(text)
     assert root.get("role") == "img"
     assert root.get("aria-label") == "a label"

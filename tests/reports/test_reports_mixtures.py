@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from comingle.cli import app
 from comingle.experiment import run
-from comingle.recipes import parse_recipe
+from comingle.recipes import load_recipe, parse_recipe
 from comingle.reports.mixtures import Mixtures, adjusted_rand_index, match_clusters, mixtures_figure, read_mixtures
 
 SGD = {"name": "sgd", "learning_rate": 0.1, "schedule": "constant", "weight_decay": 0}
@@ -104,6 +104,34 @@ def test_plot_draws_it(trained: Path, tmp_path: Path) -> None:
     assert all(f">{word}<" in text for word in ("cluster 0", "cluster 1", "round 16", "adaptor set"))
 
 
+def test_the_page_shows_it(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    answer = CliRunner().invoke(app, ["report", str(trained), "--out", str(out)])
+    assert answer.exit_code == 0, answer.output
+    page, last = out.read_text(encoding="utf-8"), evaluations(trained)[-1]
+    found = read_mixtures(trained)
+    assert found is not None
+    assert found.recovery is not None
+    assert f"<td>{found.recovery[-1]:.2f}</td>" in page
+    entropies = [event["router_entropy_nats"] for event in evaluations(trained)]
+    assert f"<td>{entropies[0]:.2f} to {entropies[-1]:.2f}</td>" in page
+    assert f"to {last['aggregation_mismatch']:.2f}</td>" in page
+    assert f">ARI {found.recovery[-1]:.2f}<" in page
+    assert not [word for word in ("perplexity", "Token view", "Expert scores", "tokens/s") if word in page]
+
+
+def test_mixtures_on_a_language_model_have_no_true_clusters(write_recipe: Any, tmp_path: Path) -> None:
+    recipe = load_recipe(write_recipe(tmp_path)).with_changes({"method": {"name": "floral", "clusters": 2}})
+    run(recipe, out=tmp_path / "run")
+    out = tmp_path / "page.html"
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--out", str(out)]).exit_code == 0
+    page = out.read_text(encoding="utf-8")
+    assert "Test perplexity at the last evaluation (lower is better)" in page
+    assert "Who mixes what" in page
+    assert "tokens/s" in page
+    assert not [word for word in ("ARI", "true cluster", "Token view", "Expert scores", "samples") if word in page]
+
+
 # ---------------------------------------------------------------- by hand
 
 
@@ -135,6 +163,23 @@ def test_without_true_clusters_nothing_is_said_of_recovery(tmp_path: Path) -> No
     (panel,) = [axis for axis in mixtures_figure(found).axes if axis.get_xlabel() == "adaptor set"]
     assert panel.get_title(loc="left") == "round 1"
     assert [label.get_text() for label in panel.get_yticklabels()] == ["ann", "bob", "cem"]
+
+
+def test_ensembles_mix_models(tmp_path: Path) -> None:
+    folder = hand_made(tmp_path / "run", clusters=None, last=[[0.1, 0.9], [0.6, 0.4], [0.0, 1.0]])
+    path = folder / "events.jsonl"
+    path.write_text(path.read_text().replace('"floral"', '"ensemble"'))
+    found = read_mixtures(folder)
+    assert found is not None
+    assert mixtures_figure(found).axes[0].get_xlabel() == "model"
+
+
+def test_weights_are_solid_or_let_the_page_through(tmp_path: Path) -> None:
+    found = read_mixtures(hand_made(tmp_path / "run", clusters=None, last=[[1, 0], [1, 0], [0.25, 0.75]]))
+    assert found is not None
+    image = mixtures_figure(found).axes[0].images[0]
+    alpha = image.cmap(image.norm(found.values[0]))[..., 3]
+    assert np.allclose(alpha, found.values[0], atol=1 / 128)
 
 
 def test_given_routers_have_learned_nothing(tmp_path: Path) -> None:

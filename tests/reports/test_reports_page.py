@@ -114,8 +114,126 @@ def test_without_a_baseline_the_page_says_what_to_run(entries: Any) -> None:
 
 
 def test_the_best_of_each_column_is_marked(page: str) -> None:
+    assert best_cells(page) == [["8.00 (0.00)", "6.00 (0.00)"], ["3.00 (0.00)", "6.00 (0.00)"]]
+
+
+def prose(page: str) -> str:
+    """What a reader reads, without the drawn figures, in one line."""
+    body = re.sub(r"<svg.*?</svg>", " ", page[page.index("<body>") :], flags=re.DOTALL)
+    body = re.sub(r"<script.*?</script>", " ", body, flags=re.DOTALL)
+    return re.sub(r"\s+", " ", re.sub("<[^>]+>", " ", body))
+
+
+def best_cells(page: str) -> list[list[str]]:
+    """The bold cells of each row of the table of results."""
     rows = re.findall(r"<tr>.*?</tr>", page.split("</tbody>")[0])
-    assert [re.findall(r'class="best">([^<]*)', row) for row in rows[1:]] == [["8.00 (0.00)", "6.00 (0.00)"], ["3.00 (0.00)", "6.00 (0.00)"]]  # fmt: skip  # noqa: E501
+    return [re.findall(r'class="best">([^<]*)', row) for row in rows[1:]]
+
+
+# ---------------------------------------------------------------- nets and client-level mixtures
+
+
+def net_entries(write_run: Any, measure: str, ends: dict[str, list[float]], **options: Any) -> Any:
+    """One run of each method: a start where all are alike, and an end for each user."""
+    start = 0.125 if measure == "accuracy" else 4.0
+    recipe = {"data": {"task": {"name": "mnist", "shift": "labels"}}}
+    names = [f"user-{number}" for number in range(len(next(iter(ends.values()))))]
+    return read_entries(
+        [
+            write_run(method, method, {0: dict.fromkeys(names, start), 2: dict(zip(names, found, strict=True))},
+                      measure=measure, recipe=recipe, base="net:mnist", **(options if method == "floral" else {}))
+            for method, found in ends.items()
+        ]
+    )  # fmt: skip
+
+
+MIXED = {
+    "mixtures": {r: {"user-0": [1 - p, p], "user-1": [p, 1 - p]} for r, p in ((0, 0.5), (2, 0.875))},
+    "clusters": {"user-0": 0, "user-1": 1},
+}
+
+
+def test_a_page_of_accuracies_speaks_of_accuracies(write_run: Any) -> None:
+    entries = net_entries(write_run, "accuracy", {"local": [0.75, 0.5], "floral": [0.8, 0.25]}, **MIXED)
+    page = render_page(entries)
+    text = prose(page)
+    assert "Task mnist (shift labels) · net mnist · 2 users" in text
+    assert "Test accuracy at the last evaluation (per cent, higher is better)" in text
+    assert best_cells(page) == [["50.0%", "62.5%"], ["80.0%"]]
+    assert "floral user-0 (+5.0\u00a0points) user-1 (-25.0\u00a0points)".replace("\u00a0", " ") in text
+    assert "in percentage points: more is better" in text
+    assert "samples/s" in text
+    for word in ("perplexity", "tokens", "token", "Expert scores", "expert", "private"):
+        assert word not in text, word
+    assert "perplexity" not in page.partition("</style>")[2].partition("<footer>")[0]  # nor in a figure or its label
+
+
+def test_of_accuracies_the_losses_can_be_seen_too(write_run: Any) -> None:
+    page = render_page(net_entries(write_run, "accuracy", {"floral": [0.8, 0.25]}))
+    radios = re.findall(r'name="curves" value="(\d)"( checked)?> ([^<]*)</label>', page)
+    late = "without the start, so that late differences show"
+    assert [(value, bool(on), label) for value, on, label in radios] == [
+        ("0", True, "accuracy from the start"),
+        ("1", False, f"accuracy {late}"),
+        ("2", False, "loss from the start"),
+        ("3", False, f"loss {late}"),
+    ]
+    figures = re.findall(r'<figure data-curves="(\d)"( hidden)?>(.*?)</figure>', page, re.DOTALL)
+    assert [(value, bool(hidden)) for value, hidden, _ in figures] == [
+        ("0", False), ("1", True), ("2", True), ("3", True)
+    ]  # fmt: skip
+    axes = [set(re.findall(r">(test (?:accuracy, %|loss))</text>", drawn)) for _, _, drawn in figures]
+    assert axes == [{"test accuracy, %"}] * 2 + [{"test loss"}] * 2
+
+
+def test_a_page_of_losses_says_multiples(write_run: Any) -> None:
+    page = render_page(net_entries(write_run, "loss", {"fedavg": [2.0, 2.0], "floral": [0.002, 4.0]}))
+    text = prose(page)
+    assert "Test loss at the last evaluation (lower is better)" in text
+    assert best_cells(page) == [["2", "2"], ["0.002"]]
+    assert "floral user-0 (×0.001) user-1 (×2)" in text
+    assert "×0.5 is half the loss." in text
+    assert "geometric" not in text  # there is one seed
+
+
+def test_mixtures_are_shown_with_the_index(write_run: Any) -> None:
+    ends = {"local": [0.75, 0.5], "floral": [0.8, 0.25]}
+    page = render_page(net_entries(write_run, "accuracy", ends, **MIXED))
+    text = prose(page)
+    assert "seed ARI at the end entropy, nats mismatch 0 1.00 0.50 to 0.50 0.25 to 0.25" in text
+    assert "user true cluster adaptor set 1 adaptor set 0 user-0 0 0.88 0.12 user-1 1 0.12 0.88" in text
+    (heat,) = re.findall(r'<svg role="img" aria-label="weight of each adaptor set.*?</svg>', page, re.DOTALL)
+    assert all(f">{word}<" in heat for word in ("cluster 0", "cluster 1", "round 0", "round 2", "ARI 1.00"))
+    loads = parse(page).loads
+    assert len(loads) == 3  # two heat maps and the colours beside them
+    assert all(link.startswith("data:image/png;base64,") for link in loads)
+
+
+def test_without_true_clusters_there_is_no_index(write_run: Any) -> None:
+    text = prose(render_page(net_entries(write_run, "loss", {"floral": [2.0, 1.0]}, mixtures=MIXED["mixtures"])))
+    assert "Who mixes what" in text
+    assert not [word for word in ("ARI", "true cluster", "mismatch", "diagonal") if word in text]
+    assert "seed entropy, nats 0 0.50 to 0.50" in text
+
+
+def test_given_mixtures_are_no_finding(write_run: Any) -> None:
+    given = {r: {"user-0": [1, 0], "user-1": [0, 1]} for r in (0, 2)}
+    page = render_page(net_entries(write_run, "loss", {"floral": [2.0, 1.0]}, mixtures=given))
+    assert "Who mixes what" not in page
+    assert 'href="#mixtures"' not in page
+
+
+def test_of_many_users_the_worst_and_the_best_stand_in_the_table(write_run: Any) -> None:
+    ends = {"local": [0.5] * 20, "floral": [0.25, *[0.5] * 4, *[0.625] * 14, 1.0]}
+    page = render_page(net_entries(write_run, "accuracy", ends))
+    text = prose(page)
+    assert "method worst user best user mean local 50.0% · user-0 50.0% · user-0 50.0%" in text
+    assert "floral 25.0% · user-0 100.0% · user-19 60.0%" in text
+    assert best_cells(page) == [["50.0% · user-0"], ["100.0% · user-19", "60.0%"]]
+    assert "All 20 users as a table user local floral user-0 50.0% 25.0%" in text
+    gained = "15 users: user-19 (+50.0 points), user-5 (+12.5 points)"
+    assert f"method gained even harmed floral {gained}" in text
+    assert "and 3 more user-1 (+0.0 points)" in text  # those for whom nothing changes are told with one seed too
 
 
 def test_private_text_is_announced_and_given_text_is_not(entries: Any, page: str) -> None:

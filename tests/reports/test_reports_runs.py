@@ -77,6 +77,39 @@ def test_runs_of_other_users_are_refused(write_run: Any) -> None:
         read_entries([one, two])
 
 
+def test_runs_that_are_measured_otherwise_are_refused(write_run: Any) -> None:
+    one = write_run("one", "local", {0: {"ann": 0.5}}, measure="accuracy")
+    two = write_run("two", "local", {0: {"ann": 0.5}}, measure="loss")
+    with pytest.raises(
+        RunError,
+        match=r"two: its models are compared by loss, those of .*one by accuracy; give runs that are measured alike",
+    ):
+        read_entries([one, two])
+
+
+def test_a_task_and_what_it_is_counted_in_are_told(write_run: Any) -> None:
+    task = {"name": "mnist", "shift": "labels", "fraction": 1.0, "users": None}
+    net = read_run(write_run("net", "floral", {0: {"ann": 0.5}}, measure="accuracy", recipe={"data": {"task": task}}))
+    assert (net.task, net.unit, net.measure) == ("mnist (shift labels)", "samples", "accuracy")
+    plain = {"data": {"task": {"name": "linear"}}}
+    assert read_run(write_run("linear", "floral", {0: {"ann": 0.5}}, measure="loss", recipe=plain)).task == "linear"
+    text = read_run(write_run("text", "floral", CURVE, recipe={"data": {"task": None, "users": {"ann": "a.txt"}}}))
+    assert (text.task, text.unit, text.measure) == ("", "tokens", "perplexity")
+
+
+def test_less_of_the_same_task_can_be_compared_and_another_cannot(write_run: Any) -> None:
+    def of(name: str, **task: Any) -> Path:
+        curve = {0: {"ann": 0.5}}
+        return write_run(
+            name, "floral", curve, measure="accuracy", recipe={"data": {"task": {"name": "mnist", **task}}}
+        )
+
+    full, reduced = of("full", fraction=1.0), of("reduced", fraction=0.05)
+    assert notices(read_entries([full, reduced])) == []
+    (notice,) = notices(read_entries([full, of("turned", fraction=1.0, shift="rotate")]))
+    assert notice == "These runs have different tasks: their numbers may not be comparable."
+
+
 def test_a_reader_is_told_what_cannot_be_compared(write_run: Any) -> None:
     one = write_run("one", "local", CURVE, recipe={"data": {"held_out": "own", "max_train_tokens": 5}})
     less = write_run("less", "fedavg", CURVE, recipe={"data": {"held_out": "own", "max_train_tokens": 4}})

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 
 from comingle.reports.runs import Entry, Evaluation, RunRecord, read_entries
-from comingle.reports.series import Spread, baselines, compared, cost, expert_curves, final, gains, learning_curve
+from comingle.reports.series import (
+    Spread,
+    baselines,
+    compared,
+    cost,
+    expert_curves,
+    final,
+    gains,
+    learning_curve,
+    measured,
+)
 
 
 def curve(ann: float | None, bob: float) -> dict[int, dict[str, float | None]]:
@@ -41,9 +51,10 @@ def test_gains_are_paired_by_seed_best_first(write_run: Any) -> None:
     local = entry(write_run, "local", (4.0, 8.0), (8.0, 8.0))
     ours = entry(write_run, "comigs", (5.0, 6.0), (10.0, 4.0))
     found = gains(ours, local)
-    assert [(g.user, g.percent.mean, g.verdict) for g in found] == [("bob", -37.5, "gained"), ("ann", 25.0, "harmed")]
-    assert found[0].percent.std == pytest.approx(math.sqrt(2) * 12.5)
-    assert found[1].percent.std == 0.0  # in both seeds the same quarter, though the perplexities differ
+    assert [(g.user, g.change.mean, g.verdict) for g in found] == [("bob", -37.5, "gained"), ("ann", 25.0, "harmed")]
+    assert found[0].change.std == pytest.approx(math.sqrt(2) * 12.5)
+    assert [g.text for g in found] == ["-37.5%", "+25.0%"]
+    assert found[1].change.std == 0.0  # in both seeds the same quarter, though the perplexities differ
 
 
 def scored(method: str, **users: dict[str, float | None]) -> Entry:
@@ -56,15 +67,33 @@ def scored(method: str, **users: dict[str, float | None]) -> Entry:
     return Entry(label=method, runs=(record,))
 
 
-def test_of_accuracies_the_errors_are_compared() -> None:
+def test_accuracies_differ_by_points_and_more_is_better() -> None:
     ours = scored("floral", ann={"accuracy": 0.9, "loss": 0.2}, bob={"accuracy": 0.4, "loss": 2.0})
     theirs = scored("fedavg", ann={"accuracy": 0.8, "loss": 0.7}, bob={"accuracy": 0.5, "loss": 1.0})
     assert [(g.user, g.verdict) for g in gains(ours, theirs)] == [("ann", "gained"), ("bob", "harmed")]
-    assert [g.percent.mean for g in gains(ours, theirs)] == pytest.approx([-50, 20])
+    assert [g.text for g in gains(ours, theirs)] == ["+10.0\u00a0points", "-10.0\u00a0points"]
+    assert [(g.user, g.verdict) for g in gains(theirs, ours)] == [("bob", "gained"), ("ann", "harmed")]
     assert final(ours) == Spread(mean=(0.9 + 0.4) / 2)
     assert learning_curve(ours, "ann").values == (Spread(mean=0.9),)
     assert learning_curve(ours, measure="loss").values == (Spread(mean=1.1),)
     assert learning_curve(ours, "ann", "perplexity").values == ()
+
+
+def test_losses_differ_by_a_factor(write_run: Any) -> None:
+    local = entry(write_run, "local", (2.0, 0.5), (2.0, 0.5), measure="loss")
+    ours = entry(write_run, "floral", (2e-1, 1.0), (2e-3, 4.0), measure="loss")
+    found = gains(ours, local)
+    assert [(g.user, g.text, g.verdict) for g in found] == [("ann", "×0.01", "gained"), ("bob", "×4", "harmed")]
+    assert found[0].change.std == pytest.approx(math.sqrt(2))  # a tenth and a thousandth: one power of ten to each side
+    nothing = entry(write_run, "fedavg", (0.0, 1.0), (1.0, 1.0), measure="loss")
+    assert [g.user for g in gains(nothing, local)] == ["bob"]
+
+
+def test_what_else_was_measured_is_known(write_run: Any) -> None:
+    nets = entry(write_run, "floral", (0.5, 0.75), measure="accuracy")
+    assert measured([nets]) == ["accuracy", "loss"]
+    assert learning_curve(nets, "ann", "loss").values[-1] == Spread(mean=1.0)
+    assert measured([entry(write_run, "local", (4.0, 8.0))]) == ["perplexity"]
 
 
 def test_a_difference_within_one_deviation_is_even(write_run: Any) -> None:
@@ -76,7 +105,7 @@ def test_a_difference_within_one_deviation_is_even(write_run: Any) -> None:
 def test_only_shared_seeds_are_compared(write_run: Any) -> None:
     local = entry(write_run, "local", (4.0, 8.0))
     ours = entry(write_run, "comigs", (2.0, 8.0), (400.0, 8.0))
-    assert {g.user: g.percent for g in gains(ours, local)} == {"ann": Spread(mean=-50.0), "bob": Spread(mean=0.0)}
+    assert {g.user: g.change for g in gains(ours, local)} == {"ann": Spread(mean=-50.0), "bob": Spread(mean=0.0)}
     assert [e.method for e in baselines([ours, local])] == ["local"]
     assert [e.method for e, _ in compared([ours, local], local)] == ["comigs"]
 
@@ -102,6 +131,12 @@ def test_the_ledger_adds_what_was_counted(write_run: Any) -> None:
     assert found.wall_seconds is not None
     assert (found.wall_seconds.mean, found.wall_seconds.std) == pytest.approx((3.5, math.sqrt(0.5)))
     assert (found.trainable_parameters, found.peak_memory_bytes, found.place) == (1234, 2e9, "float32 on cpu")
+
+
+def test_speed_is_in_what_data_is_counted_in(write_run: Any) -> None:
+    found = cost(entry(write_run, "floral", (0.5, 0.75), (0.5, 0.75), measure="accuracy"))
+    assert found.per_second is not None
+    assert found.per_second.mean == 10.5
 
 
 def test_an_unfinished_run_has_bytes_but_no_measurements(write_run: Any) -> None:

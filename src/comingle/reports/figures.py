@@ -1,89 +1,28 @@
-"""The figures of runs, drawn with matplotlib on its file-writing canvases: no window, no global state."""
+"""The figures of runs: learning curves, expert scores, who gained and who was harmed, bytes."""
 
 from __future__ import annotations
 
-import io
 import math
-import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from comingle.reports.colours import INK, LINE, MUTED, PAPER, Style, layer_colours, styles
+from comingle.records import MEASURES
+from comingle.reports.canvas import draw, label_points, save
+from comingle.reports.colours import INK, PAPER, Style, layer_colours, styles
+from comingle.reports.measures import axis_label, byte_unit, change_label, is_worse, tick
 from comingle.reports.runs import Entry
 from comingle.reports.series import Curve, Gain, compared, cost, expert_curves, final, learning_curve
 
-SETTINGS: dict[Any, Any] = {
-    "svg.hashsalt": "comingle",  # the same figure gives the same file
-    "text.parse_math": False,  # a dollar sign in a name or in a text is a dollar sign
-    "svg.fonttype": "none",  # text stays text: searchable, and in the page's font
-    "font.size": 9,
-    "axes.titlesize": 9.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.edgecolor": LINE.light,
-    "axes.labelcolor": MUTED.light,
-    "axes.titlecolor": INK.light,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": LINE.light,
-    "grid.linewidth": 0.6,
-    "text.color": INK.light,
-    "xtick.color": MUTED.light,
-    "ytick.color": MUTED.light,
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 4,
-}
+__all__ = ["bytes_figure", "curves_figure", "draw", "save", "scores_figure", "users_figure"]
+
 MAX_PANELS, MAX_BARS = 24, 60
 """How many users a figure shows; the tables have all of them."""
-
-
-def draw(rows: int, columns: int, size: tuple[float, float], paint: Callable[[Figure, list[Axes]], None]) -> Figure:
-    """A figure of ``rows`` x ``columns`` axes of ``size`` inches each, filled by ``paint``."""
-    with mpl.rc_context(SETTINGS):
-        figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-        paint(figure, axes)
-    return figure
-
-
-def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write ``name.png`` and ``name.svg``, on white."""
-    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
-    with mpl.rc_context(SETTINGS):
-        figure.savefig(paths[0], dpi=160, facecolor=PAPER.light)
-        figure.savefig(paths[1], facecolor=PAPER.light, metadata={"Date": None})
-    return paths
-
-
-def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> str:
-    """A figure as inline SVG: ids begin with ``prefix``, colours named in ``variables`` follow the page's theme."""
-    with mpl.rc_context(SETTINGS):
-        file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    text = file.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}-", text)
-    text = re.sub("#[0-9a-f]{6}", lambda found: variables.get(found[0], found[0]), text)
-    width, height = (float(re.search(rf'{side}="([\d.]+)pt"', text)[1]) for side in ("width", "height"))  # type: ignore[index]
-    opening = (
-        f'<svg role="img" aria-label="{label}" viewBox="0 0 {width} {height}" style="max-width:{width * 1.45:.0f}px"'
-    )
-    return re.sub(r"<svg [^>]*>", f'{opening} xmlns:xlink="http://www.w3.org/1999/xlink">', text, count=1)
-
 
 # -------------------------------------------------------------------- learning curves (Figures 5 to 7, 9, 11 to 13)
 
@@ -105,27 +44,41 @@ def curves_figure(entries: Sequence[Entry], *, start: bool = True, measure: str 
             _curves_panel(axis, entries, user, start, measure)
         for axis in axes[len(panels) :]:
             axis.set_axis_off()
-        _outer_labels(axes, len(panels), columns, "local iterations", f"test {measure}")
+        _outer_labels(axes, len(panels), columns, "local iterations", axis_label(measure))
         _legend(figure, [entry.label for entry in entries], styles([entry.method for entry in entries]))
 
     return draw(-(-len(panels) // columns), columns, (2.9, 2.45), paint)
 
 
 def _curves_panel(axis: Axes, entries: Sequence[Entry], user: str | None, start: bool, measure: str) -> None:
-    shown = []
+    shown, levels = [], []
     for entry, style in zip(entries, styles([entry.method for entry in entries]), strict=True):
         curve = learning_curve(entry, user, measure)
         if not entry.trained:
             if curve.values and start:
                 axis.axhline(curve.values[0].mean, color=style.colour.light, linestyle=style.line)
+                levels.append(curve.values[0].mean)
             continue
         curve = curve if start else _without_start(curve)
         _line(axis, curve, style)
         shown += [value.mean for value in curve.values]
-    if shown and start and max(shown) > 4 * min(shown):
-        axis.set_yscale("log")
-        axis.yaxis.set_major_formatter(FuncFormatter(_plain))
-        axis.yaxis.set_minor_formatter(FuncFormatter(_sparse))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
+    if shown and min(shown) > 0 and MEASURES[measure] == "lower" and _wide(shown, measure, start):
+        _logarithmic(axis, [*shown, *levels], measure)
+
+
+def _wide(values: Sequence[float], measure: str, start: bool) -> bool:
+    """Whether small differences need a logarithmic axis: those of losses do even without the start."""
+    return (start or measure == "loss") and max(values) > 4 * min(values)
+
+
+def _logarithmic(axis: Axes, values: Sequence[float], measure: str) -> None:
+    """The limits are those of the lines: a band of one deviation that includes zero has no lower end."""
+    axis.set_yscale("log")
+    axis.set_ylim(min(values) / 1.6, max(values) * 1.6)
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
+    crowded = max(values) > 1000 * min(values)
+    axis.yaxis.set_minor_formatter(NullFormatter() if crowded else FuncFormatter(lambda v, _: _sparse(v, measure)))
 
 
 def _without_start(curve: Curve) -> Curve:
@@ -144,14 +97,10 @@ def _line(axis: Axes, curve: Curve, style: Style) -> None:
         axis.fill_between(curve.iterations, low, high, color=colour, alpha=0.18, linewidth=0)
 
 
-def _plain(value: float, _: Any) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:g}"
-
-
-def _sparse(value: float, _: Any) -> str:
+def _sparse(value: float, measure: str) -> str:
     """Between powers of ten only 2 and 5 are written."""
     leading = round(value / 10 ** math.floor(math.log10(value)))
-    return _plain(value, None) if leading in (2, 5) else ""
+    return tick(value, measure) if leading in (2, 5) else ""
 
 
 def _outer_labels(axes: Sequence[Axes], used: int, columns: int, below: str, left: str) -> None:
@@ -226,7 +175,7 @@ def _layer_legend(figure: Figure, names: Sequence[str], layers: int) -> None:
 
 
 def users_figure(entries: Sequence[Entry], baseline: Entry) -> Figure | None:
-    """Per user and entry a bar: the change of the test result against ``baseline``, in per cent; left is better.
+    """Per user and entry a bar: the change of the test result against ``baseline``, as the measure is compared.
 
     None where nothing can be compared. The users whose results differ most come first where there are too many.
     """
@@ -239,36 +188,69 @@ def users_figure(entries: Sequence[Entry], baseline: Entry) -> Figure | None:
     for entry, found in rows:
         for gain in found:
             by_user[gain.user].append((entry.label, gain))
-    users = sorted(by_user, key=lambda u: -max((abs(g.percent.mean) for _, g in by_user[u]), default=0))
-    room = max(1, MAX_BARS // len(rows))
-    kept = [user for user in by_user if user in set(users[:room])]
+    users = sorted(by_user, key=lambda u: -max((abs(g.change.mean) for _, g in by_user[u]), default=0))
+    kept = [user for user in by_user if user in set(users[: bars_room(rows)])]
+    measure = baseline.first.measure
 
     def paint(figure: Figure, axes: list[Axes]) -> None:
         axis, height = axes[0], 0.8 / len(rows)
         for number, (entry, found) in enumerate(rows):
             _bars(axis, kept, {g.user: g for g in found}, looks[entry.label], (number + 0.5) * height - 0.4, height)
-        axis.axvline(0, color=INK.light, linewidth=1)
+        axis.axvline(_from(measure), color=INK.light, linewidth=1)
+        if measure == "loss":
+            _multiples(axis)
         axis.set_yticks(range(len(kept)), kept)
         axis.invert_yaxis()
         axis.grid(visible=False, axis="y")
-        measure = {"accuracy": "error"}.get(baseline.first.measure, baseline.first.measure)
-        axis.set_xlabel(f"change of test {measure} against {baseline.label}, % (left: gained, right: harmed)")
+        axis.set_xlabel(change_label(measure, baseline.label))
         handles = [_swatch(looks[entry.label]) for entry, _ in rows]
         figure.legend(handles, [entry.label for entry, _ in rows], loc="outside upper left", ncols=min(5, len(rows)))
 
     return draw(1, 1, (8.2, 1.1 + 0.17 * len(kept) * (len(rows) + 0.8)), paint)
 
 
+def bars_room(rows: Sequence[Any]) -> int:
+    """How many users have a bar, where there are so many entries."""
+    return max(1, MAX_BARS // len(rows))
+
+
 def _bars(axis: Axes, users: Sequence[str], found: dict[str, Gain], style: Style, offset: float, height: float) -> None:
     have = [(i, found[user]) for i, user in enumerate(users) if user in found]
-    places, means = [i + offset for i, _ in have], [g.percent.mean for _, g in have]
+    places = [i + offset for i, _ in have]
+    ends = [_end(g, g.change.mean) for _, g in have]
     # Harm is hatched, so that it can be seen without colour and without looking for the zero.
-    bars = axis.barh(places, means, height * 0.92, color=style.colour.light, edgecolor=PAPER.light, linewidth=0)
-    for bar, mean in zip(bars, means, strict=True):
-        bar.set_hatch("////" if mean > 0 else "")
-    spreads = [g.percent.std or 0.0 for _, g in have]
-    if any(spreads):
-        axis.errorbar(means, places, xerr=spreads, fmt="none", ecolor=INK.light, elinewidth=0.9, capsize=2)
+    for place, end, (_, gain) in zip(places, ends, have, strict=True):
+        start = _from(gain.measure)
+        (bar,) = axis.barh(
+            place, end - start, height * 0.92, left=start, color=style.colour.light, edgecolor=PAPER.light, linewidth=0
+        )
+        bar.set_hatch("////" if is_worse(gain.change.mean, gain.measure) else "")
+    if any(g.change.std for _, g in have):
+        spreads = [[_end(g, g.change.mean + sign * (g.change.std or 0.0)) for _, g in have] for sign in (-1, 1)]
+        below, above = ([abs(end - to) for end, to in zip(ends, side, strict=True)] for side in spreads)
+        axis.errorbar(ends, places, xerr=[below, above], fmt="none", ecolor=INK.light, elinewidth=0.9, capsize=2)
+
+
+def _from(measure: str) -> float:
+    """Where no change is: losses are shown as multiples."""
+    return 1.0 if measure == "loss" else 0.0
+
+
+def _end(gain: Gain, change: float) -> float:
+    return 10**change if gain.measure == "loss" else change
+
+
+def _multiples(axis: Axes) -> None:
+    axis.set_xscale("log")
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"×{value:,.12g}"))
+    low, high = axis.get_xlim()
+    crowded = high > 30 * low
+    axis.xaxis.set_minor_formatter(NullFormatter() if crowded else FuncFormatter(_multiple))
+
+
+def _multiple(value: float, _: Any) -> str:
+    found = _sparse(value, "loss")
+    return f"×{found}" if found else ""
 
 
 def _swatch(style: Style) -> Patch:
@@ -279,20 +261,28 @@ def _swatch(style: Style) -> Patch:
 
 
 def bytes_figure(entries: Sequence[Entry]) -> Figure:
-    """Mean test result at the end against everything that all users uploaded: left is good."""
+    """Mean test result at the end against everything that all users uploaded: left is cheap."""
+    measure = entries[0].first.measure
+    most = max((cost(entry).upload_bytes for entry in entries), default=0)
+    unit, name = byte_unit(most)
 
     def paint(figure: Figure, axes: list[Axes]) -> None:
+        axis, points = axes[0], []
         for entry, style in zip(entries, styles([entry.method for entry in entries]), strict=True):
             found = final(entry)
             if found is None or not entry.trained:
                 continue
-            sent = cost(entry).upload_bytes / 1e6
-            axes[0].errorbar(sent, found.mean, yerr=found.std, fmt=style.marker, color=style.colour.light, markersize=7)
-            axes[0].annotate(entry.label, (sent, found.mean), textcoords="offset points", xytext=(8, 5), fontsize=9)
-        axes[0].margins(y=0.2)
-        most = max((cost(entry).upload_bytes / 1e6 for entry in entries), default=0) or 1.0
-        axes[0].set_xlim(-0.04 * most, 1.25 * most)  # room for the labels on the right
-        axes[0].set_xlabel("uploaded by all users over the run, MB")
-        axes[0].set_ylabel(f"mean test {entries[0].first.measure}")
+            sent = cost(entry).upload_bytes / unit
+            axis.errorbar(sent, found.mean, yerr=found.std, fmt=style.marker, color=style.colour.light, markersize=7)
+            points.append((sent, found.mean, entry.label))
+        axis.margins(y=0.2)
+        axis.set_xlim(-0.04 * (most / unit or 1.0), 1.25 * (most / unit or 1.0))  # room for labels on the right
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
+        ends = [end for _, end, _ in points]
+        if measure == "loss" and ends and min(ends) > 0 and max(ends) > 10 * min(ends):
+            _logarithmic(axis, ends, measure)
+        axis.set_xlabel(f"uploaded by all users over the run, {name}")
+        axis.set_ylabel(f"mean {axis_label(measure)}")
+        label_points(figure, axis, points)
 
     return draw(1, 1, (6.4, 3.0), paint)

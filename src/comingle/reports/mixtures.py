@@ -16,14 +16,18 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from scipy.optimize import linear_sum_assignment
 
 from comingle.records import read_events
-from comingle.reports.figures import draw
+from comingle.reports.canvas import draw
+from comingle.reports.colours import INK
 
 MAX_PANELS = 6
 _MOST_NAMES = 40
+_SOLID = "#2b7bc4"  # about equally far from white paper and from dark
+_SHADES = LinearSegmentedColormap.from_list("weights", [f"{_SOLID}00", f"{_SOLID}ff"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +36,8 @@ class Mixtures:
 
     ``values`` is (evaluation, user, adaptor set), each row a point of the simplex. Users are sorted by their true
     cluster, where that is known, and adaptor sets so that set c is the one that cluster c uses, after the last round;
-    ``order`` says which of the run's sets each of them is.
+    ``order`` says which of the run's sets each of them is. ``entropy`` of the routers, mean over users, is in nats;
+    ``mismatch`` is the mean distance of the learned aggregation weights from the true ones (FLoRAL, section 4).
     """
 
     method: str
@@ -42,6 +47,13 @@ class Mixtures:
     clusters: tuple[int, ...] | None
     order: tuple[int, ...]
     values: np.ndarray
+    entropy: tuple[float, ...] | None = None
+    mismatch: tuple[float, ...] | None = None
+
+    @property
+    def component(self) -> str:
+        """What is mixed: ensembles have whole models."""
+        return "model" if self.method.startswith("ensemble") else "adaptor set"
 
     @property
     def learned(self) -> bool:
@@ -77,7 +89,14 @@ def read_mixtures(folder: Path) -> Mixtures | None:
         clusters=clusters,
         order=order,
         values=values[:, :, list(order)],
+        entropy=_told(found, "router_entropy_nats"),
+        mismatch=_told(found, "aggregation_mismatch"),
     )
+
+
+def _told(events: Sequence[dict[str, Any]], key: str) -> tuple[float, ...] | None:
+    """What every evaluation says under a key."""
+    return tuple(event[key] for event in events) if all(key in event for event in events) else None
 
 
 def match_clusters(mixture: np.ndarray, clusters: Sequence[int] | None) -> tuple[int, ...]:
@@ -122,19 +141,24 @@ def _heaviest(mixture: np.ndarray) -> list[int]:
 
 
 def mixtures_figure(found: Mixtures) -> Figure:
-    """Users (down) x adaptor sets (across) at up to ``MAX_PANELS`` evaluations, dark for a weight of 1."""
+    """Users (down) x adaptor sets (across) at up to ``MAX_PANELS`` evaluations.
+
+    A weight of 1 is solid and one of 0 lets the background through, so that the picture suits light and dark pages.
+    """
     panels = _spread_out(len(found.rounds))
 
     def paint(figure: Figure, axes: list[Axes]) -> None:
         for axis, at in zip(axes, panels, strict=True):
-            axis.imshow(found.values[at], vmin=0, vmax=1, cmap="Blues", aspect="auto", interpolation="none")
+            axis.imshow(found.values[at], vmin=0, vmax=1, cmap=_SHADES, aspect="auto", interpolation="none")
             axis.set_title(_title(found, at))
             axis.set_xticks(range(len(found.order)), [str(name) for name in found.order])
-            axis.set_xlabel("adaptor set")
+            axis.set_xlabel(found.component)
             axis.grid(visible=False)
             _mark_clusters(axis, found, labels=at == panels[0])
         figure.suptitle(f"{found.method}, seed {found.seed}: each user's mixture", x=0.01, ha="left")
-        figure.colorbar(axes[-1].images[0], ax=axes, label="weight", shrink=0.8)
+        bar = figure.colorbar(axes[-1].images[0], ax=axes, label="weight", shrink=0.8)
+        assert bar.solids is not None
+        bar.solids.set_rasterized(True)  # as hundreds of translucent strips it would show their seams
 
     return draw(1, len(panels), (1.0 + 0.18 * len(found.order), 3.4), paint)
 
@@ -156,7 +180,7 @@ def _mark_clusters(axis: Axes, found: Mixtures, *, labels: bool) -> None:
     starts = [i for i, name in enumerate(names) if i == 0 or names[i - 1] != name]
     if found.clusters is not None:
         for start in starts[1:]:
-            axis.axhline(start - 0.5, color="black", linewidth=0.8)
+            axis.axhline(start - 0.5, color=INK.light, linewidth=0.8)
     if not labels or len(starts) > _MOST_NAMES:
         axis.set_yticks([])
         return

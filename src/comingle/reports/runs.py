@@ -55,6 +55,17 @@ class RunRecord:
     evaluations: tuple[Evaluation, ...]
     rounds: tuple[dict[str, Any], ...]
     metrics: dict[str, Any] | None
+    unit: str = "tokens"
+    """What the users' data is counted in: tokens or samples."""
+
+    @property
+    def task(self) -> str:
+        """What the users do, in words, where that is not language."""
+        found: dict[str, Any] | None = (self.recipe.get("data") or {}).get("task")
+        if not found:
+            return ""
+        told = [f"{key} {found[key]}" for key in ("shift", "fraction") if found.get(key) not in (None, 1.0)]
+        return f"{found['name']} ({', '.join(told)})" if told else found["name"]
 
     @property
     def measure(self) -> str:
@@ -153,7 +164,14 @@ def read_run(folder: Path) -> RunRecord:
         evaluations=tuple(_evaluation(event, local_steps) for event in evaluations),
         rounds=tuple(event for event in events if event["event"] == "round"),
         metrics=read_metrics(folder) if (folder / "metrics.json").exists() else None,
+        unit=_unit(start["users"]),
     )
+
+
+def _unit(users: dict[str, dict[str, Any]]) -> str:
+    """What the start of a run counts its users' data in."""
+    counted = next(iter(users.values()), {})
+    return "samples" if "train_samples" in counted else "tokens"
 
 
 def _read_recipe(folder: Path) -> dict[str, Any]:
@@ -188,10 +206,15 @@ def read_entries(paths: Sequence[Path]) -> list[Entry]:
     """All runs in and below ``paths``, seeds of the same recipe together.
 
     Raises:
-        RunError: nothing to read, or the runs are not of the same users.
+        RunError: nothing to read, or the runs are not of the same users or not measured alike.
     """
     runs = [read_run(folder) for folder in find_runs(paths)]
     for run in runs[1:]:
+        if run.measure != runs[0].measure:
+            raise RunError(
+                f"{run.folder}: its models are compared by {run.measure}, those of {runs[0].folder} by "
+                f"{runs[0].measure}; give runs that are measured alike"
+            )
         if set(run.users) != set(runs[0].users):
             raise RunError(
                 f"{run.folder}: its users are {', '.join(run.users)}, those of {runs[0].folder} are "
@@ -230,6 +253,11 @@ def _short(value: Any) -> str:
     return text if len(text) <= 24 else f"{text[:10]}…{text[-10:]}"
 
 
+def _tested(key: str) -> bool:
+    """Whether a key decides on what is tested; how much is trained on does not."""
+    return key.startswith("data.") and "max_train" not in key and key != "data.task.fraction"
+
+
 def notices(entries: Sequence[Entry]) -> list[str]:
     """What a reader must know before comparing these entries: other bases, other test text, unfinished runs."""
     runs = [run for entry in entries for run in entry.runs]
@@ -237,11 +265,14 @@ def notices(entries: Sequence[Entry]) -> list[str]:
     bases = sorted({run.base for run in runs})
     if len(bases) > 1:
         found.append(f"These runs have different bases ({', '.join(bases)}): do not compare their numbers.")
-    texts = {
-        repr([value for key, value in run.key if key.startswith("data.") and "max_train" not in key]) for run in runs
-    }
-    if len(texts) > 1:
-        found.append("These runs read their text in different ways: their perplexities may not be comparable.")
+    sources = {repr([pair for pair in run.key if _tested(pair[0])]) for run in runs}
+    if len(sources) > 1:
+        what = (
+            "read their text in different ways: their perplexities"
+            if runs[0].unit == "tokens"
+            else ("have different tasks: their numbers")
+        )
+        found.append(f"These runs {what} may not be comparable.")
     for run in runs:
         if run.metrics is None:
             last = run.evaluations[-1].round

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from comingle.records import MEASURES
+from comingle.reports.measures import change, change_text, is_worse
 from comingle.reports.runs import Entry, Evaluation, RunRecord
 
 BASELINES = ("local", "fedavg")
@@ -40,20 +41,27 @@ class ExpertCurves:
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """How much worse a user's test result is under one entry than under a baseline, in per cent of the baseline.
+    """How far a user's last test result under one entry is from that under a baseline.
 
-    Negative is better. Of accuracies the errors are compared, one minus accuracy.
+    ``change`` is in the unit of :func:`comingle.reports.measures.change`: percentage points of accuracies, per cent of
+    perplexities, powers of ten of losses.
     """
 
     user: str
-    percent: Spread
+    measure: str
+    change: Spread
 
     @property
     def verdict(self) -> str:
         """ "gained" or "harmed"; "even" where the difference is within one deviation over seeds, or nothing."""
-        if abs(self.percent.mean) <= (self.percent.std or 0.0):
+        if abs(self.change.mean) <= (self.change.std or 0.0):
             return "even"
-        return "gained" if self.percent.mean < 0 else "harmed"
+        return "harmed" if is_worse(self.change.mean, self.measure) else "gained"
+
+    @property
+    def text(self) -> str:
+        """The change in words."""
+        return change_text(self.change.mean, self.measure)
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -100,6 +108,13 @@ def _curve(entry: Entry, value: Any) -> Curve:
     return Curve(iterations=tuple(sorted(found)), values=tuple(spread(found[x]) for x in sorted(found)))
 
 
+def measured(entries: Sequence[Entry]) -> list[str]:
+    """What was measured of every user at the end: what models are compared by, then what else all runs have."""
+    ends = [run.evaluations[-1] for entry in entries for run in entry.runs]
+    others = [name for name in MEASURES if all(name in user for end in ends for user in end.users.values())]
+    return list(dict.fromkeys([ends[0].measure, *others]))
+
+
 # -------------------------------------------------------------------- at the end
 
 
@@ -114,22 +129,18 @@ def _last(run: RunRecord, user: str | None) -> float | None:
     return run.evaluations[-1].value(user)
 
 
-def _harm(run: RunRecord, user: str) -> float | None:
-    """A user's last test result as a number that is better when it is lower."""
-    value = _last(run, user)
-    return 1 - value if value is not None and MEASURES[run.measure] == "higher" else value
-
-
 def gains(entry: Entry, baseline: Entry) -> list[Gain]:
     """Each user's difference from a baseline, paired by seed, best first; users without finite numbers are left out."""
     pairs = [(run, other) for run in entry.runs for other in baseline.runs if run.seed == other.seed]
+    measure = entry.first.measure
     found = []
     for user in entry.first.users:
-        both = [(_harm(run, user), _harm(other, user)) for run, other in pairs]
-        percents = [100 * (one / other - 1) for one, other in both if one is not None and other]
-        if percents and len(percents) == len(pairs):
-            found.append(Gain(user=user, percent=spread(percents)))
-    return sorted(found, key=lambda gain: gain.percent.mean)
+        both = [(_last(run, user), _last(other, user)) for run, other in pairs]
+        changes = [change(one, other, measure) for one, other in both if one is not None and other is not None]
+        known = [value for value in changes if value is not None]
+        if known and len(known) == len(pairs):
+            found.append(Gain(user=user, measure=measure, change=spread(known)))
+    return sorted(found, key=lambda gain: gain.change.mean, reverse=MEASURES[measure] == "higher")
 
 
 def baselines(entries: Iterable[Entry]) -> list[Entry]:
@@ -161,8 +172,8 @@ class Cost:
     upload_bytes_per_user_round: float | None
     download_bytes_per_user_round: float | None
     trainable_parameters: int | None
-    tokens_per_second: Spread | None
-    """Samples, where the users have no text."""
+    per_second: Spread | None
+    """Tokens or samples of local work."""
     wall_seconds: Spread | None
     peak_memory_bytes: float | None
     place: str
@@ -187,7 +198,7 @@ def cost(entry: Entry) -> Cost:
         upload_bytes_per_user_round=one["upload_bytes_per_user_round"] if one else None,
         download_bytes_per_user_round=one["download_bytes_per_user_round"] if one else None,
         trainable_parameters=one["trainable_parameters"] if one else None,
-        tokens_per_second=mean(f"{one.get('unit', 'tokens')}_per_second") if one and entry.trained else None,
+        per_second=mean(f"{entry.first.unit}_per_second") if one and entry.trained else None,
         wall_seconds=mean("wall_seconds"),
         peak_memory_bytes=max(metrics["peak_memory_bytes"] for metrics in finished) if finished else None,
         place=f"{one['dtype']} on {one['device']}" if one else "",

@@ -12,20 +12,14 @@ from rich.table import Table
 
 from comingle.errors import RunError
 from comingle.records import MEASURES, measure_of, read_metrics, write_json, write_text
+from comingle.reports.measures import byte_unit, number, rule
 
 MOST_USERS = 8
 """A comparison has a column for each of so many users; of more it shows the mean alone."""
 
 
-def number(value: float | None, measure: str = "perplexity") -> str:
-    """A measure as people read it: accuracy in per cent, losses with three digits."""
-    if value is None:
-        return "not finite"
-    return {"accuracy": f"{100 * value:,.1f}%", "loss": f"{value:,.3g}"}.get(measure, f"{value:,.2f}")
-
-
 def _title_of(measure: str) -> str:
-    return f"test {measure} ({MEASURES[measure]} is better)"
+    return f"test {measure} ({rule(measure)})"
 
 
 def _spread(values: Sequence[float | None]) -> tuple[float | None, float | None]:
@@ -41,6 +35,17 @@ def megabytes(count: float | int) -> str:
     return f"{count / 1e6:,.2f} MB"
 
 
+def sizes(counts: Sequence[float | None]) -> list[str]:
+    """Bytes of a column, all in the unit of the largest; a dash where nothing is known."""
+    unit, name = byte_unit(max((count for count in counts if count is not None), default=0))
+    digits = 0 if name == "B" else 2
+    return ["–" if count is None else f"{count / unit:,.{digits}f} {name}" for count in counts]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+
+
 # -------------------------------------------------------------------- one run
 
 
@@ -53,19 +58,22 @@ def render_run(metrics: dict[str, Any]) -> Table:
     table.add_column(measure, justify="right", footer=number(metrics[f"mean_test_{measure}"], measure))
     for name in (f"test {unit}", "trainable", "upload / round"):
         table.add_column(name, justify="right")
-    for name, user in metrics["users"].items():
+    sent = sizes([user["upload_bytes_per_round"] for user in metrics["users"].values()])
+    for (name, user), upload in zip(metrics["users"].items(), sent, strict=True):
         table.add_row(
             name,
             number(user[f"test_{measure}"], measure),
             f"{user[f'test_{unit}']:,}",
             f"{user['trainable_parameters']:,}",
-            megabytes(user["upload_bytes_per_round"]),
+            upload,
         )
     rate = metrics[f"{unit}_per_second"]
     speed = f"{rate:,.0f} {unit}/s" if rate else "no training"
     peak = f"{metrics['peak_memory_bytes'] / 1e9:.1f} GB"
     place = f"{metrics['dtype']} on {metrics['device']}"
-    table.caption = f"{metrics['base']} · {place} · {speed} · {metrics['wall_seconds']:.0f} s · peak memory {peak}"
+    table.caption = (
+        f"{metrics['base']} · {place} · {speed} · {_seconds(metrics['wall_seconds'])} s · peak memory {peak}"
+    )
     table.caption_justify = "left"
     return table
 
@@ -158,16 +166,17 @@ def _cells(table: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
     names = _shown(table["methods"][0]["users"])
     head = ["method", *names, "mean", "trainable", "upload / round", "seconds"]
+    sent = sizes([row["upload_bytes_per_user_round"] for row in table["methods"]])
     rows = [
         [
             row["method"],
             *(cell(row["users"][name]) for name in names),
             cell(row[f"mean_test_{measure}"]),
             f"{row['trainable_parameters']:,}",
-            megabytes(row["upload_bytes_per_user_round"]),
-            f"{row['wall_seconds']:.0f}",
+            upload,
+            _seconds(row["wall_seconds"]),
         ]
-        for row in table["methods"]
+        for row, upload in zip(table["methods"], sent, strict=True)
     ]
     return head, rows
 
@@ -175,8 +184,10 @@ def _cells(table: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def _title(table: dict[str, Any]) -> str:
     seeds = sorted({seed for row in table["methods"] for seed in row["seeds"]})
     spread = f"mean (std) over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
-    measure = measure_of(table["methods"][0])
-    return f"test {measure} of each user ({MEASURES[measure]} is better), {spread}"
+    first = table["methods"][0]
+    measure, users = measure_of(first), first["users"]
+    what = f"test {measure} of each user" if _shown(users) else f"mean test {measure} of {len(users)} users"
+    return f"{what} ({rule(measure)}), {spread}"
 
 
 def markdown(table: dict[str, Any]) -> str:

@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from comingle.reports.canvas import draw
 from comingle.reports.colours import expert_class, expert_colour
-from comingle.reports.figures import draw
 
 COLUMNS = 56
 """Characters of a line in the drawn token view."""

@@ -1,0 +1,97 @@
+"""Where figures are drawn: matplotlib's file-writing canvases, without windows and without global state."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from comingle.reports.colours import INK, LINE, MUTED, PAPER
+
+SETTINGS: dict[Any, Any] = {
+    "svg.hashsalt": "comingle",  # the same figure gives the same file
+    "text.parse_math": False,  # a dollar sign in a name or in a text is a dollar sign
+    "svg.fonttype": "none",  # text stays text: searchable, and in the page's font
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.edgecolor": LINE.light,
+    "axes.labelcolor": MUTED.light,
+    "axes.titlecolor": INK.light,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": LINE.light,
+    "grid.linewidth": 0.6,
+    "text.color": INK.light,
+    "xtick.color": MUTED.light,
+    "ytick.color": MUTED.light,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4,
+}
+
+
+def draw(rows: int, columns: int, size: tuple[float, float], paint: Callable[[Figure, list[Axes]], None]) -> Figure:
+    """A figure of ``rows`` x ``columns`` axes of ``size`` inches each, filled by ``paint``."""
+    with mpl.rc_context(SETTINGS):
+        figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+        paint(figure, axes)
+    return figure
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write ``name.png`` and ``name.svg``, on white."""
+    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    with mpl.rc_context(SETTINGS):
+        figure.savefig(paths[0], dpi=160, facecolor=PAPER.light)
+        figure.savefig(paths[1], facecolor=PAPER.light, metadata={"Date": None})
+    return paths
+
+
+def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> str:
+    """A figure as inline SVG: ids begin with ``prefix``, colours named in ``variables`` follow the page's theme."""
+    with mpl.rc_context(SETTINGS):
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}-", text)
+    text = re.sub("#[0-9a-f]{6}", lambda found: variables.get(found[0], found[0]), text)
+    width, height = (float(re.search(rf'{side}="([\d.]+)pt"', text)[1]) for side in ("width", "height"))  # type: ignore[index]
+    opening = (
+        f'<svg role="img" aria-label="{label}" viewBox="0 0 {width} {height}" style="max-width:{width * 1.45:.0f}px"'
+    )
+    return re.sub(r"<svg [^>]*>", f'{opening} xmlns:xlink="http://www.w3.org/1999/xlink">', text, count=1)
+
+
+def label_points(figure: Figure, axis: Axes, points: Sequence[tuple[float, float, str]]) -> None:
+    """Write each point's label beside it, on the first of four sides where it covers no other label and no point."""
+    figure.draw_without_rendering()  # the axes have their place only then
+    scale = 72 / figure.dpi
+    at = [(float(x) * scale, float(y) * scale) for x, y in (axis.transData.transform(p[:2]) for p in points)]
+    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in at]
+    for (x, y), (*place, text) in zip(at, points, strict=True):
+        width = 5.6 * len(text)
+        sides = [(8.0, 5.0), (8.0, -13.0), (-8.0 - width, 5.0), (-8.0 - width, -13.0)]
+        boxes = [(x + right, y + up, x + right + width, y + up + 10) for right, up in sides]
+        free = [number for number, box in enumerate(boxes) if not any(_overlap(box, other) for other in taken)]
+        chosen = free[0] if free else 0
+        taken.append(boxes[chosen])
+        axis.annotate(text, place, textcoords="offset points", xytext=sides[chosen], fontsize=9)
+
+
+def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]

@@ -1,0 +1,77 @@
+"""How measures are told: in headings, on axes, in cells, and as the change of a user's result against a baseline.
+
+Accuracies are kept in [0, 1] and told in per cent. What is better is in :data:`comingle.records.MEASURES`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from comingle.records import MEASURES
+
+
+def number(value: float | None, measure: str = "perplexity") -> str:
+    """A measure as people read it: accuracy in per cent, losses with three digits."""
+    if value is None:
+        return "not finite"
+    return {"accuracy": f"{100 * value:,.1f}%", "loss": f"{value:,.3g}"}.get(measure, f"{value:,.2f}")
+
+
+def rule(measure: str) -> str:
+    """What a reader must know of a measure's numbers: their unit, if they have one, and which way is better."""
+    better = f"{MEASURES[measure]} is better"
+    return f"per cent, {better}" if measure == "accuracy" else better
+
+
+def axis_label(measure: str) -> str:
+    """A measure with its unit beside an axis."""
+    return "test accuracy, %" if measure == "accuracy" else f"test {measure}"
+
+
+def tick(value: float, measure: str) -> str:
+    """A measure at the tick of an axis."""
+    value = 100 * value if measure == "accuracy" else value
+    return f"{value:,.0f}" if value >= 10 else f"{value:g}"
+
+
+def byte_unit(largest: float) -> tuple[float, str]:
+    """Bytes in a unit, and its name, for numbers up to ``largest``: whole bytes while they are few, else megabytes."""
+    return (1.0, "B") if largest < 10_000 else (1e6, "MB")
+
+
+# -------------------------------------------------------------------- one user against a baseline
+
+
+def change(value: float, baseline: float, measure: str) -> float | None:
+    """How far a result is from a baseline's; None where that cannot be said.
+
+    Accuracies differ by percentage points, perplexities by per cent of the baseline. Losses of regressions span many
+    orders of magnitude, so that nearly all would be 100% better: they differ by ``log10(value / baseline)``.
+    """
+    if measure == "accuracy":
+        return 100 * (value - baseline)
+    if measure == "loss":
+        return math.log10(value / baseline) if value > 0 and baseline > 0 else None
+    return 100 * (value / baseline - 1) if baseline else None
+
+
+def is_worse(found: float, measure: str) -> bool:
+    """Whether such a change is harm."""
+    return found < 0 if MEASURES[measure] == "higher" else found > 0
+
+
+def change_text(found: float, measure: str) -> str:
+    """A change as people read it."""
+    if measure == "loss":
+        return f"×{10**found:.3g}"
+    return f"{found:+.1f}\u00a0points" if measure == "accuracy" else f"{found:+.1f}%"
+
+
+def change_label(measure: str, baseline: str) -> str:
+    """A change beside an axis, and which end of it is which."""
+    sides = ("gained", "harmed") if MEASURES[measure] == "lower" else ("harmed", "gained")
+    ends = f"(left: {sides[0]}, right: {sides[1]})"
+    if measure == "loss":
+        return f"test loss as a multiple of that of {baseline} {ends}"
+    unit = "percentage points" if measure == "accuracy" else "%"
+    return f"change of test {measure} against {baseline}, {unit} {ends}"

@@ -1,0 +1,82 @@
+"""The words of measures: their unit, which way is better, and what a change is called."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from comingle.records import MEASURES
+from comingle.reports.measures import (
+    axis_label,
+    byte_unit,
+    change,
+    change_label,
+    change_text,
+    is_worse,
+    number,
+    rule,
+    tick,
+)
+
+
+def test_every_measure_says_its_unit_and_which_way_is_better() -> None:
+    assert {name: rule(name) for name in MEASURES} == {
+        "perplexity": "lower is better",
+        "accuracy": "per cent, higher is better",
+        "loss": "lower is better",
+    }
+    assert [axis_label(name) for name in MEASURES] == ["test perplexity", "test accuracy, %", "test loss"]
+
+
+@pytest.mark.parametrize(
+    ("measure", "value", "cell", "at_a_tick"),
+    [
+        ("perplexity", 1234.567, "1,234.57", "1,235"),
+        ("accuracy", 0.1234, "12.3%", "12"),
+        ("accuracy", 0.005, "0.5%", "0.5"),
+        ("loss", 0.000123456, "0.000123", "0.000123456"),
+        ("loss", 2.5, "2.5", "2.5"),
+    ],
+)
+def test_numbers_are_in_the_unit_of_their_measure(measure: str, value: float, cell: str, at_a_tick: str) -> None:
+    assert number(value, measure) == cell
+    assert number(None, measure) == "not finite"
+    assert tick(value, measure) == at_a_tick
+
+
+@pytest.mark.parametrize(
+    ("measure", "value", "baseline", "expected", "text", "worse"),
+    [
+        ("perplexity", 30.0, 40.0, -25.0, "-25.0%", False),
+        ("perplexity", 50.0, 40.0, 25.0, "+25.0%", True),
+        ("accuracy", 0.9, 0.7, 20.0, "+20.0\u00a0points", False),
+        ("accuracy", 0.7, 1.0, -30.0, "-30.0\u00a0points", True),
+        ("loss", 1e-6, 1e-2, -4.0, "×0.0001", False),
+        ("loss", 0.6, 0.2, math.log10(3), "×3", True),
+    ],
+)
+def test_changes_are_told_as_their_measure_is_compared(
+    measure: str, value: float, baseline: float, expected: float, text: str, worse: bool
+) -> None:
+    found = change(value, baseline, measure)
+    assert found == pytest.approx(expected)
+    assert found is not None
+    assert change_text(found, measure) == text
+    assert is_worse(found, measure) == worse
+
+
+def test_a_change_that_has_no_number_is_none() -> None:
+    assert change(0.0, 1.0, "loss") is change(1.0, 0.0, "loss") is change(1.0, 0.0, "perplexity") is None
+    assert change(0.5, 0.0, "accuracy") == 50  # nothing right is a result like another
+
+
+def test_the_ends_of_the_axis_are_where_the_measure_has_them() -> None:
+    assert change_label("perplexity", "local").endswith("against local, % (left: gained, right: harmed)")
+    assert change_label("accuracy", "local").endswith("percentage points (left: harmed, right: gained)")
+    assert change_label("loss", "local").endswith("multiple of that of local (left: gained, right: harmed)")
+
+
+def test_few_bytes_are_counted_one_by_one() -> None:
+    assert byte_unit(0) == byte_unit(9_999) == (1.0, "B")
+    assert byte_unit(10_000) == (1e6, "MB")
