@@ -71,7 +71,11 @@ class Layout:
             at += slot.size
         return starts
 
-    @property
+    @cached_property
+    def _parts(self) -> dict[frozenset[str], Layout]:
+        return {}
+
+    @cached_property
     def columns(self) -> int:
         """Number of columns: trainable parameters of a user who has every expert."""
         return sum(slot.size for slot in self.slots)
@@ -93,8 +97,10 @@ class Layout:
 
     def only(self, roles: Iterable[str]) -> Layout:
         """The slots all of whose roles are in ``roles``, in the same order."""
-        wanted = set(roles)
-        return Layout(slots=tuple(s for s in self.slots if all(s.chosen(wanted))))
+        wanted = frozenset(roles)
+        if wanted not in self._parts:  # asked for in every step
+            self._parts[wanted] = Layout(slots=tuple(s for s in self.slots if all(s.chosen(wanted))))
+        return self._parts[wanted]
 
     def span(self, part: Layout) -> slice:
         """The columns of ``part`` within this layout; ``part`` must be a contiguous piece of it."""

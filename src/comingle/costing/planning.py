@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from comingle.costing.bare import bare_mixture
 from comingle.costing.counts import count_users
-from comingle.costing.passes import Rehearsal, memory, rehearse
-from comingle.costing.records import MemoryCost, MethodCost, Plan
+from comingle.costing.passes import rehearse
+from comingle.costing.records import MethodCost, Plan
+from comingle.costing.stacked import Base as BaseFlops
+from comingle.costing.stacked import count_stacked, text_load
+from comingle.costing.summaries import summarise, with_method
+from comingle.costing.tasks import plan_task
 from comingle.data.pack import UserData
 from comingle.data.sources import read_dataset
 from comingle.engines.simulation import Simulation
-from comingle.engines.training import Portions, portions
+from comingle.engines.training import portions
 from comingle.errors import DataError, RecipeError
 from comingle.evaluation.costs.memory import free_bytes
 from comingle.evaluation.costs.paper import Account, Difference, Sizes, table3
 from comingle.experiment import adapt_base, training_settings
-from comingle.methods import make, settings_of
+from comingle.methods import make
 from comingle.models.base import Base
 from comingle.models.skeleton import load_skeleton
 from comingle.recipes import Recipe
@@ -37,6 +42,8 @@ def plan(recipe: Recipe, methods: Sequence[str] = (), *, users: int | None = Non
     recipes = [with_method(recipe, name) for name in methods or [recipe.method.name]]
     for one in recipes:
         make(one.method.name, **one.method.settings)
+    if recipe.data.task is not None:
+        return plan_task(recipes, users)
     names = user_names(recipe, users)
     runtime = recipe.runtime
     base = load_skeleton(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
@@ -56,18 +63,6 @@ def plan(recipe: Recipe, methods: Sequence[str] = (), *, users: int | None = Non
         free_bytes=free,
         methods=tuple(found),
         table3=tuple(compare_with_paper(recipe, base)),
-    )
-
-
-def with_method(recipe: Recipe, name: str) -> Recipe:
-    """The recipe with another method, and with those of its settings that the other has too.
-
-    Who takes part in which round does not change what a round costs one user.
-    """
-    known = settings_of(name)
-    settings = {key: value for key, value in recipe.method.settings.items() if key in known}
-    return recipe.with_changes(
-        {"method": {"name": name, **settings}, "training.participation": 1.0, "runtime.compile": False}
     )
 
 
@@ -103,21 +98,18 @@ def federate(recipe: Recipe, base: Base, names: tuple[str, ...]) -> Simulation:
     """The federation of a recipe over a base without weights; users have names and no text.
 
     Where all users are alike, only as many as share a pass are built.
-
-    Raises:
-        RecipeError: a client-level mixture or a task, whose costs are not counted.
     """
     method = make(recipe.method.name, **recipe.method.settings)
-    if method.mixture is not None or recipe.data.task is not None:
-        what = f"method {method.name}" if method.mixture is not None else f"data.task {recipe.data.task}"
-        raise RecipeError(f"cost: {what}: counted are experts and routers on a frozen language model only")
     training = training_settings(recipe, names)
     alike = isinstance(method.specialists, int) and isinstance(recipe.adapters.rank, int)
     if alike and not method.pooled:
         names = names[: portions(training, base.device, training.batch_size).users]
     people = [_nobody(name) for name in names]
     trainers = [_nobody("everyone")] if method.pooled else people
-    model = adapt_base(recipe, base, method, len(trainers), training)
+    if method.mixture is not None:
+        model = bare_mixture(recipe, base, method, len(trainers))
+    else:
+        model = adapt_base(recipe, base, method, len(trainers), training)
     return Simulation(model, method, training, trainers=trainers, users=people)
 
 
@@ -129,38 +121,20 @@ def _nobody(name: str) -> UserData:
 def method_cost(recipe: Recipe, base: Base, names: tuple[str, ...], free: int) -> MethodCost:
     """Everything about one method; ``free`` are the bytes that the machine has left."""
     sim = federate(recipe, base, names)
-    users = count_users(sim, names)
-    stage = rehearse(sim, trainers=1 if sim.method.pooled else len(names))
-    machine = memory(stage)
-    fits = machine.total_bytes <= free
-    rounds = sim.training.rounds if sim.method.phases else 0
-    return MethodCost(
-        method=sim.method.name,
-        users=tuple(users),
-        exchanges=sum(sim.method.exchanges(done) for done in range(1, rounds + 1)),
-        users_per_step=min(sim.portions.users, stage.trainers * sim.method.copies),
-        micro_batch=sim.portions.sequences,
-        machine=machine,
-        own=memory(stage, own=True),
-        fits=fits,
-        advice="" if fits else advise(stage, machine, free),
-    )
+    if sim.mixture is None:
+        users = count_users(sim, names)
+        stage = rehearse(sim, trainers=1 if sim.method.pooled else len(names))
+    else:
+        stage = rehearse(sim, trainers=len(names))
+        users = count_stacked(stage, dict.fromkeys(names, text_load(sim)), _language_base(recipe, base, names))
+    return summarise(stage, users, free)
 
 
-def advise(stage: Rehearsal, machine: MemoryCost, free: int) -> str:
-    """The largest pass that fits, as settings of the recipe; or that none does."""
-    if machine.fixed_bytes <= free:
-        for smaller in _smaller(stage.sim.portions):
-            if memory(stage, portions=smaller).total_bytes <= free:
-                return f"runtime.users_per_step={smaller.users} runtime.micro_batch={smaller.sequences}"
-    return "no smaller pass fits; take a smaller base, fewer users or a smaller adapters.rank"
-
-
-def _smaller(now: Portions) -> Iterator[Portions]:
-    """First fewer users, then fewer sequences of one user: half as many each time."""
-    while now.users * now.sequences > 1:
-        now = replace(now, users=now.users // 2) if now.users > 1 else replace(now, sequences=now.sequences // 2)
-        yield now
+def _language_base(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops:
+    """The base's own part of what FedAvg's adapters cost: one pass a step over the same weights."""
+    user = count_users(federate(with_method(recipe, "fedavg"), base, names[:1]), names[:1])[0]
+    forward, passes = (replace(spent, lora=0.0, router=0.0) for spent in (user.forward, user.round))
+    return lambda load: (forward, passes)
 
 
 # ---------------------------------------------------------------- beside the paper

@@ -15,7 +15,8 @@ class UserCost:
 
     ``parameters`` are those that are trained, by role. Bytes are of one exchange. ``forward`` is one token's forward
     pass, ``training`` one token's forward and backward pass (experts, mean over what a round does), ``round`` a
-    round's training. The naive figures are for one whole MLP per expert.
+    round's training. The naive figures are for one whole MLP per expert. ``unit`` is what data is counted in where it
+    is not tokens; without token-level experts ``experts`` is 0.
     """
 
     names: tuple[str, ...]
@@ -26,6 +27,7 @@ class UserCost:
     forward: Flops
     training: Flops
     round: Flops
+    unit: str = "token"
 
     @property
     def trainable_parameters(self) -> int:
@@ -44,8 +46,8 @@ class UserCost:
                 "naive_overhead": _over(spent.naive(self.experts), spent.base),
             }
             for name, spent in (
-                ("forward_flops_per_token", self.forward),
-                ("training_flops_per_token", self.training),
+                (f"forward_flops_per_{self.unit}", self.forward),
+                (f"training_flops_per_{self.unit}", self.training),
                 ("training_flops_per_round", self.round),
             )
         }
@@ -63,7 +65,7 @@ class MemoryCost:
 
     ``adapters_bytes`` are the trainable tensors of all users with padding and masks, ``moments_bytes`` the optimiser's,
     ``gradients_bytes`` those of the users of one pass, ``activations_bytes`` everything else that the pass holds,
-    ``allocator_bytes`` what the memory allocator may keep in gaps.
+    ``allocator_bytes`` what the memory allocator may keep in gaps, ``data_bytes`` a task's samples.
     """
 
     weights_bytes: int
@@ -72,6 +74,7 @@ class MemoryCost:
     gradients_bytes: int
     activations_bytes: int
     allocator_bytes: int
+    data_bytes: int = 0
 
     @property
     def pass_bytes(self) -> int:
@@ -81,7 +84,7 @@ class MemoryCost:
     @property
     def fixed_bytes(self) -> int:
         """What is there all the time."""
-        return self.weights_bytes + self.adapters_bytes + self.moments_bytes
+        return self.weights_bytes + self.adapters_bytes + self.moments_bytes + self.data_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -121,7 +124,11 @@ class MethodCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A recipe's costs. ``base_flops`` is a token's forward pass through the frozen base alone."""
+    """A recipe's costs. ``base_flops`` is a token's forward pass through the frozen base alone.
+
+    For a task the base is its net, ``unit`` is "sample", ``local_steps`` are those of the user who takes most, and
+    there is no context and no Table 3.
+    """
 
     base: str
     base_parameters: int
@@ -136,6 +143,7 @@ class Plan:
     free_bytes: int
     methods: tuple[MethodCost, ...]
     table3: tuple[Difference, ...]
+    unit: str = "token"
 
     def as_dict(self) -> dict[str, Any]:
         """As nested dictionaries, for JSON."""
@@ -143,12 +151,12 @@ class Plan:
             key: getattr(self, key)
             for key in (
                 "base", "base_parameters", "dtype", "device", "users", "rounds", "local_steps", "batch_size", "context",
-                "free_bytes",
+                "free_bytes", "unit",
             )
         }  # fmt: skip
         return {
             **plain,
-            "base_forward_flops_per_token": self.base_flops,
+            f"base_forward_flops_per_{self.unit}": self.base_flops,
             "methods": [method.as_dict() for method in self.methods],
             "comigs_1g1s_minus_fedavg": [asdict(column) for column in self.table3],
         }

@@ -39,6 +39,11 @@ class OptimizerSettings:
             return frozenset({"first", "second"})
         return frozenset({"first"} if self.momentum else ())
 
+    @property
+    def memoryless(self) -> bool:
+        """Whether a step needs nothing but each entry's own gradient, and so can go tensor by tensor."""
+        return not self.moments and self.clip_norm is None
+
 
 def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:
     """Rate of step ``step`` of ``total`` (from 0): constant, or a cosine from the rate to ``final_fraction`` of it."""
@@ -52,6 +57,14 @@ def clip(gradient: Rows, norm: float) -> Rows:
     """Scale each user's gradient down to at most ``norm``."""
     norms = gradient.norm(dim=1, keepdim=True)
     return gradient * (norm / norms.clamp(min=norm))
+
+
+@torch.no_grad()
+def descend(settings: OptimizerSettings, rate: float, values: Tensor, gradient: Tensor) -> None:
+    """One step of plain SGD, in place on ``values``, whatever their shape."""
+    if settings.weight_decay:
+        values.mul_(1 - rate * settings.weight_decay)
+    values.sub_(gradient, alpha=rate)
 
 
 @torch.no_grad()
@@ -70,13 +83,13 @@ def update(
     """
     if settings.clip_norm is not None:
         gradient = clip(gradient, settings.clip_norm)
-    if settings.weight_decay:
-        rows.mul_(1 - rate * settings.weight_decay)
     if settings.name == "sgd":
         if settings.momentum:
             gradient = first.mul_(settings.momentum).add_(gradient)
-        rows.sub_(gradient, alpha=rate)
+        descend(settings, rate, rows, gradient)
         return
+    if settings.weight_decay:
+        rows.mul_(1 - rate * settings.weight_decay)
     beta1, beta2 = settings.betas
     count = steps.to(rows.dtype).unsqueeze(1)
     first.lerp_(gradient, 1 - beta1)

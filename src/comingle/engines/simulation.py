@@ -17,7 +17,7 @@ from torch import Tensor
 
 from comingle.engines.exchange import averaging_weights, build_reports, exchange
 from comingle.engines.federation import Federation
-from comingle.engines.optimizers import learning_rate, update
+from comingle.engines.optimizers import descend, learning_rate, update
 from comingle.engines.state import State
 from comingle.engines.training import cohorts
 from comingle.errors import DivergenceError
@@ -138,29 +138,31 @@ class Simulation(Federation):
         for i in range(phase.steps):
             drawn = self.feed.draw(self.owners(users), phase, round_number, step, i)
             with self.model.randomness(self.training.seed, self.name(users[0]), round_number, step, i):
-                losses, gradient = self.gradient(part.rows, users, drawn, phase)
-            self._step(phase, part, users, gradient, round_number * self.local_steps + max(step, 0))
+                losses, gradients = self.gradient(part.rows, users, drawn, phase)
+            self._step(phase, part, users, gradients, round_number * self.local_steps + max(step, 0))
             total += losses
         return total / phase.steps
 
-    def _step(
-        self, phase: Phase, part: State, users: Sequence[int], gradient: Float[Tensor, "users span"], iteration: int
-    ) -> None:
-        """One optimiser step on the columns that ``phase`` trains, in place."""
+    def _step(self, phase: Phase, part: State, users: Sequence[int], gradients: Tree, iteration: int) -> None:
+        """One optimiser step on the columns that ``phase`` trains, in place; ``gradients`` is used up."""
         layout = self.model.layout
-        span = layout.span(layout.only(phase.roles))
-        if self.padded:
-            gradient = gradient * self.mask[list(users)][:, span]
         for name, roles in phase.optimizers:
             if name == "router":
                 part.router_steps += 1
             settings = self.training.router if name == "router" else self.training.experts
             count = part.router_steps if name == "router" else part.iterations + 1
-            own = layout.span(layout.only(roles))
-            columns = slice(own.start - span.start, own.stop - span.start)
-            rate = learning_rate(settings, iteration, self.iterations)
-            moments = part.first[:, own], part.second[:, own]
-            update(settings, rate, part.rows[:, own], gradient[:, columns], *moments, count)
+            own, rate = layout.only(roles), learning_rate(settings, iteration, self.iterations)
+            if settings.memoryless and not self.padded:  # a gradient as large as everybody's nets is not copied
+                views = layout.views(part.rows)
+                for slot in own.slots:
+                    descend(settings, rate, views[slot.name], gradients.pop(slot.name))
+                continue
+            span = layout.span(own)
+            gradient = flatten([gradients.pop(slot.name) for slot in own.slots])
+            if self.padded:
+                gradient *= self.mask[list(users)][:, span]
+            moments = part.first[:, span], part.second[:, span]
+            update(settings, rate, part.rows[:, span], gradient, *moments, count)
 
     def gradient(
         self,
@@ -168,22 +170,21 @@ class Simulation(Federation):
         users: Sequence[int],
         drawn: Int[Tensor, "users batch ..."],
         phase: Phase,
-    ) -> tuple[Float[Tensor, " users"], Float[Tensor, "users span"]]:
-        """Each user's mean loss, and its gradient with respect to the columns that the phase trains.
+    ) -> tuple[Float[Tensor, " users"], Tree]:
+        """Each user's mean loss, and its gradient with respect to the tensors that the phase trains.
 
         Only these tensors require a gradient, so nothing is computed or kept for the others.
         """
+        whole, statistics = self.feed.counted(drawn), self.model.layout.only({STATISTICS}).slots
+        if statistics and len(whole.unique()) > 1:
+            return self._gradient_by_size(rows, users, drawn, phase)
         tensors, owners = self.tensors(rows), self.owners(users)
+        for slot in statistics:  # changed in place, and views of what must not change
+            tensors[slot.name] = tensors[slot.name].clone()
         trained = [slot.name for slot in self.model.layout.only(phase.roles).slots]
         for name in trained:
             tensors[name] = tensors[name].detach().requires_grad_()
-        for slot in self.model.layout.only({STATISTICS}).slots:  # changed in place, and views of what must not change
-            tensors[slot.name] = tensors[slot.name].clone()
-        leaves, regularise = [tensors[name] for name in trained], self.method.regulariser
-        total, gradient = torch.zeros(len(users)), None
-        whole = self.feed.counted(drawn)
-        if STATISTICS in self.model.layout.roles and len(whole.unique()) > 1:
-            return self._gradient_by_size(rows, users, drawn, phase)
+        total, gradients = torch.zeros(len(users)), Tree()
         for part in drawn.to(rows.device).split(self.portions.sequences, dim=1):
             counted = self.feed.counted(part)
             share = counted.to(rows.dtype) / whole.to(rows)
@@ -191,17 +192,19 @@ class Simulation(Federation):
             losses, penalty = self.model.losses(tensors, owners, batch, train=True)
             means = losses.flatten(1).sum(1) / counted.clamp(min=1)
             objective = means + self.training.balance_weight * penalty
-            if regularise is not None:
-                objective = objective + regularise(tensors, self.state.ranks[list(users)])
-            grads = torch.autograd.grad((objective * share).sum(), leaves, materialize_grads=True)
+            if self.method.regulariser is not None:
+                objective = objective + self.method.regulariser(tensors, self.state.ranks[list(users)])
+            leaves = [tensors[name] for name in trained]
+            found = torch.autograd.grad((objective * share).sum(), leaves, materialize_grads=True)
+            grads = dict(zip(trained, found, strict=True))
             if self.mixture is not None and self.mixture.precondition:
-                grads = self.stacked.precondition(tensors, dict(zip(trained, grads, strict=True)))
-            found = flatten(grads).to(rows.dtype)
-            gradient = found if gradient is None else gradient.add_(found)
+                grads = self.stacked.precondition(tensors, grads)
+            for name, gradient in grads.items():
+                earlier = gradients.get(name)
+                gradients[name] = gradient.to(rows.dtype) if earlier is None else earlier + gradient
             total += (share * means.detach()).float().cpu()
         self._keep_statistics(rows, tensors)
-        assert gradient is not None
-        return total, gradient
+        return total, gradients
 
     def _gradient_by_size(
         self,
@@ -209,17 +212,19 @@ class Simulation(Federation):
         users: Sequence[int],
         drawn: Int[Tensor, "users batch"],
         phase: Phase,
-    ) -> tuple[Float[Tensor, " users"], Float[Tensor, "users span"]]:
+    ) -> tuple[Float[Tensor, " users"], Tree]:
         """:meth:`gradient` of users with equal batches at a time: batch norm would see what fills the others."""
         sizes = self.feed.counted(drawn)
-        total, parts = torch.zeros(len(users)), {}
+        total, trained = torch.zeros(len(users)), self.model.layout.only(phase.roles).slots
+        gradients = {slot.name: rows.new_empty(len(users), *slot.shape) for slot in trained}
         for size in sizes.unique().tolist():
             at = (sizes == size).nonzero().flatten()
             some = rows[at]
-            total[at], gradient = self.gradient(some, [users[i] for i in at.tolist()], drawn[at, :size], phase)
+            total[at], found = self.gradient(some, [users[i] for i in at.tolist()], drawn[at, :size], phase)
             rows[at] = some  # with the running statistics that this pass has changed
-            parts |= dict(zip(at.tolist(), gradient, strict=True))
-        return total, torch.stack([parts[i] for i in range(len(users))])
+            for name, gradient in found.items():
+                gradients[name][at] = gradient
+        return total, gradients
 
     def _keep_statistics(self, rows: Float[Tensor, "users columns"], tensors: Tree) -> None:
         """Running statistics, which a forward pass changes in its own copy."""

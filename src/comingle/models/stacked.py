@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from comingle.adapters.clustered import FloralModel, centre, initialisers, precondition, roles
+from comingle.adapters.clustered.layer import Pairs
 from comingle.adapters.inject import ROUTER
 from comingle.adapters.lora import init_zero
 from comingle.data.seeds import derive
@@ -57,11 +59,15 @@ class StackedModel:
         """Everybody has every parameter."""
         return torch.ones(1, self.layout.columns, dtype=torch.bool, device=self.device).expand(self.users, -1)
 
+    @cached_property
+    def _random(self) -> bool:
+        noisy = self.mixture is not None and self.mixture.noise > 0
+        return noisy or any(isinstance(m, nn.Dropout) for m in self.net.modules())
+
     @contextmanager
     def randomness(self, *key: object) -> Iterator[None]:
         """Dropout and router noise draw from a stream of their own, so that a resumed run draws the same."""
-        noisy = self.mixture is not None and self.mixture.noise > 0
-        if not noisy and not any(isinstance(m, nn.Dropout) for m in self.net.modules()):
+        if not self._random:
             yield
             return
         devices = [self.device] if self.device.type == "cuda" else []
@@ -145,18 +151,19 @@ class StackedModel:
 
     # ---------------------------------------------------------------- adaptors
 
+    @cached_property
+    def _pairs(self) -> Pairs | None:
+        return self.net.pairs() if isinstance(self.net, FloralModel) else None
+
     @torch.no_grad()
-    def precondition(self, tensors: Tree, gradients: Tree) -> list[Tensor]:
-        """The adaptors' gradients preconditioned (FLoRAL eq. 36), all others as they are, in the given order."""
-        if not isinstance(self.net, FloralModel):
-            return list(gradients.values())
-        found = precondition(self.net.pairs(), tensors, gradients)
-        return [found.get(name, gradient) for name, gradient in gradients.items()]
+    def precondition(self, tensors: Tree, gradients: Tree) -> Tree:
+        """The adaptors' gradients preconditioned (FLoRAL eq. 36), all others as they are."""
+        return gradients if self._pairs is None else precondition(self._pairs, tensors, gradients)
 
     @torch.no_grad()
     def centre(self, tensors: Tree) -> Tree:
         """What changes where adaptors are centred and their mean goes into the base (FLoRAL eq. 37)."""
-        return centre(self.net.pairs(), tensors) if isinstance(self.net, FloralModel) else {}
+        return {} if self._pairs is None else centre(self._pairs, tensors)
 
 
 def stack(

@@ -1,0 +1,89 @@
+"""Federations of mixtures and of nets, built to be counted: without weights, and with no more users than need be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from comingle.adapters.clustered import FloralModel, floral, roles
+from comingle.adapters.inject import ROUTER
+from comingle.adapters.lora import init_zero, lora_scale
+from comingle.data.tasks import Task
+from comingle.engines.simulation import Simulation
+from comingle.errors import RecipeError
+from comingle.experiment import training_settings
+from comingle.methods import make
+from comingle.methods.base import Method
+from comingle.models.adapted import share_weights
+from comingle.models.base import Base
+from comingle.models.language import backbone, lm_head
+from comingle.models.mixed import MixedLanguageModel
+from comingle.nets import build_nets
+from comingle.recipes import Recipe
+from comingle.trees import ADAPTOR, Layout, Slot
+
+
+def bare_nets(recipe: Recipe, task: Task) -> Simulation:
+    """The federation of a task with its first users only, but for a pooled one: they are alike but for their samples.
+
+    Raises:
+        RecipeError: as :func:`comingle.nets.build_nets`.
+    """
+    method = make(recipe.method.name, **recipe.method.settings)
+    training = training_settings(recipe, [user.name for user in task.users])
+    if method.pooled:
+        return build_nets(recipe, task, method, training)
+    clusters = max(1, len({user.cluster for user in task.users}))  # a task with fewer users would be another
+    first = build_nets(recipe, _first(task, clusters), method, training)
+    return build_nets(recipe, _first(task, max(clusters, first.portions.users)), method, training)
+
+
+def _first(task: Task, users: int) -> Task:
+    return replace(task, users=task.users[:users])
+
+
+def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLanguageModel:
+    """What :func:`comingle.models.mixed.mix_language_model` makes, over a base that has shapes only.
+
+    Raises:
+        RecipeError: a mixture of whole models, or ranks of each user's own.
+    """
+    mixture, rank = method.mixture, recipe.adapters.rank
+    assert mixture is not None
+    if mixture.of != "adaptors":
+        raise RecipeError(f"method {method.name}: mixes whole models, which are small nets; give data.task")
+    if not isinstance(rank, int):
+        raise RecipeError(f"method {method.name}: adapters.rank is {rank}; components have one rank for all users")
+    network = share_weights(base.model)
+    net = floral(
+        backbone(network),
+        num_clusters=mixture.clusters,
+        rank=rank,
+        alpha=lora_scale(recipe.adapters.alpha, rank),
+        bias=False,
+        norm=False,
+        copy=False,
+        generator=torch.Generator(),
+    )
+    return MixedLanguageModel(
+        name=base.name,
+        net=net,
+        layout=Layout(slots=tuple(_slots(net))),
+        users=users,
+        device=base.device,
+        dtype=base.dtype,
+        mixture=mixture,
+        base=base,
+        head=lm_head(base),
+        embedding=network.get_input_embeddings(),
+    )
+
+
+def _slots(net: FloralModel) -> list[Slot]:
+    """Adaptors, then the router: what users have of their own over a frozen base."""
+    shapes, found = {name: tuple(p.shape) for name, p in net.named_parameters()}, []
+    for wanted, copies in ((ADAPTOR, net.num_clusters), (ROUTER, 1)):
+        names = [name for name, role in roles(net).items() if role == wanted]
+        found += [Slot(name=n, shape=shapes[n], roles=(wanted,) * copies, init=init_zero) for n in names]
+    return found

@@ -1,0 +1,58 @@
+"""One method's costs put together, and how to make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from comingle.costing.passes import Rehearsal, memory
+from comingle.costing.records import MemoryCost, MethodCost, UserCost
+from comingle.engines.training import Portions
+from comingle.methods import settings_of
+from comingle.recipes import Recipe
+
+
+def with_method(recipe: Recipe, name: str) -> Recipe:
+    """The recipe with another method, and with those of its settings that the other has too.
+
+    Who takes part in which round does not change what a round costs one user.
+    """
+    known = settings_of(name)
+    settings = {key: value for key, value in recipe.method.settings.items() if key in known}
+    return recipe.with_changes(
+        {"method": {"name": name, **settings}, "training.participation": 1.0, "runtime.compile": False}
+    )
+
+
+def summarise(stage: Rehearsal, users: Sequence[UserCost], free: int) -> MethodCost:
+    """A method's costs, its memory among them."""
+    sim, machine = stage.sim, memory(stage)
+    fits = machine.total_bytes <= free
+    rounds = sim.training.rounds if sim.method.phases else 0
+    return MethodCost(
+        method=sim.method.name,
+        users=tuple(users),
+        exchanges=sum(sim.method.exchanges(done) for done in range(1, rounds + 1)),
+        users_per_step=min(sim.portions.users, stage.trainers * sim.method.copies),
+        micro_batch=sim.portions.sequences,
+        machine=machine,
+        own=memory(stage, own=True),
+        fits=fits,
+        advice="" if fits else advise(stage, machine, free),
+    )
+
+
+def advise(stage: Rehearsal, machine: MemoryCost, free: int) -> str:
+    """The largest pass that fits, as settings of the recipe; or that none does."""
+    if machine.fixed_bytes <= free:
+        for smaller in _smaller(stage.sim.portions):
+            if memory(stage, portions=smaller).total_bytes <= free:
+                return f"runtime.users_per_step={smaller.users} runtime.micro_batch={smaller.sequences}"
+    return "no smaller pass fits; take a smaller base, fewer users or a smaller adapters.rank"
+
+
+def _smaller(now: Portions) -> Iterator[Portions]:
+    """First fewer users, then fewer sequences of one user: half as many each time."""
+    while now.users * now.sequences > 1:
+        now = replace(now, users=now.users // 2) if now.users > 1 else replace(now, sequences=now.sequences // 2)
+        yield now

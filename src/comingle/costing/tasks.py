@@ -1,0 +1,99 @@
+"""From a recipe with a task to its plan: every method on the task's net."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+
+from comingle.costing.bare import bare_nets
+from comingle.costing.passes import Rehearsal, rehearse
+from comingle.costing.records import MethodCost, Plan
+from comingle.costing.stacked import Base, Load, count_stacked, measured_base
+from comingle.costing.summaries import summarise, with_method
+from comingle.data.samples import SPLITS
+from comingle.data.tasks import Task
+from comingle.engines.samples import SampleFeed
+from comingle.engines.simulation import Simulation
+from comingle.errors import RecipeError
+from comingle.evaluation.costs.memory import free_bytes
+from comingle.nets import prepare_task
+from comingle.recipes import Recipe
+
+
+def plan_task(recipes: Sequence[Recipe], users: int | None = None) -> Plan:
+    """The costs of one task under several methods; ``users`` replaces their number.
+
+    Samples are read, or made, as their numbers and shapes decide on the costs; nothing is trained.
+
+    Raises:
+        RecipeError: a method or a setting is wrong.
+        DataError: the task's images cannot be read.
+    """
+    if users is not None:
+        if users < 1:
+            raise RecipeError(f"--users: got {users}; allowed: whole numbers from 1")
+        recipes = [recipe.with_changes({"data.task.users": users}) for recipe in recipes]
+    section = recipes[0].data.task
+    assert section is not None
+    task = prepare_task(section, recipes[0].seed)
+    plain = rehearse_task(with_method(recipes[0], "fedavg"), task)
+    sim, training = plain.sim, plain.sim.training
+    base, free = measured_base(plain), free_bytes(sim.model.device)
+    found = [task_cost(recipe, task, base, free) for recipe in recipes]
+    return Plan(
+        base=sim.model.name,
+        base_parameters=sum(p.numel() for p in sim.stacked.net.parameters()),
+        dtype=str(sim.model.dtype).removeprefix("torch."),
+        device=str(sim.model.device),
+        users=tuple(user.name for user in task.users),
+        rounds=training.rounds,
+        local_steps=max(load.steps for load in loads_of(sim, task).values()),
+        batch_size=training.batch_size,
+        context=0,
+        base_flops=found[0].users[0].forward.base,
+        free_bytes=free,
+        methods=tuple(found),
+        table3=(),
+        unit="sample",
+    )
+
+
+def task_cost(recipe: Recipe, task: Task, base: Base, free: int) -> MethodCost:
+    """Everything about one method; ``base`` is the net alone."""
+    stage = rehearse_task(recipe, task)
+    return summarise(stage, count_stacked(stage, loads_of(stage.sim, task), base), free)
+
+
+def rehearse_task(recipe: Recipe, task: Task) -> Rehearsal:
+    """The federation of a task without its data."""
+    sim = bare_nets(recipe, task)
+    trainers = 1 if sim.method.pooled else len(task.users)
+    return rehearse(sim, trainers, data_bytes=data_bytes(task, sim.model.dtype))
+
+
+def loads_of(sim: Simulation, task: Task) -> dict[str, Load]:
+    """Every user's local work by name; a pooled one has it all."""
+    feed = copy.copy(sim.feed)
+    assert isinstance(feed, SampleFeed)
+    if sim.method.pooled:
+        names = [f"all {len(task.users)} users as one"]
+    else:
+        names = [user.name for user in task.users]
+        feed.trainers = list(task.users)  # the feed itself has only those who share a pass
+    loads = {}
+    for i, name in enumerate(names):
+        swept = len(feed.trainers[i].train)
+        sweeps = -(-swept // feed.batch_size)
+        loads[name] = Load(steps=feed.steps(i), items=feed.seen(i), sweeps=sweeps, swept=swept)
+    return loads
+
+
+def data_bytes(task: Task, dtype: torch.dtype) -> int:
+    """Everybody's samples, once as they were read and once as batches are gathered from them."""
+    total = 0
+    for part in (user.split(split) for user in task.users for split in SPLITS):
+        total += part.inputs.nbytes + part.targets.nbytes + part.inputs.numel() * dtype.itemsize
+        total += part.targets.numel() * (dtype if part.targets.is_floating_point() else part.targets.dtype).itemsize
+    return total
