@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.image import imread
 
 from comingle.reports.page import render_page
 from comingle.reports.runs import read_entries
@@ -39,10 +40,12 @@ def page(write_run: Any, tmp_path: Path) -> Path:
     curve = {0: dict.fromkeys(USERS, 9.0), 2: dict.fromkeys(USERS, 5.0)}
     experts = {key: ["generalist", "specialist"] for key in USERS}
     scores = {2: {key: [[0.3, 0.7], [0.4, 0.6]] for key in USERS}}
+    mixtures = {2: {USERS[0]: [1.0, 0.0], USERS[1]: [0.25, 0.75]}}
     entries = read_entries(
         [
             *(write_run(f"l{s}", "local", curve, seed=s) for s in (0, 1)),
             *(write_run(f"c{s}", "comigs", curve, seed=s, scores=scores, experts=experts) for s in (0, 1)),
+            write_run("f", "floral", curve, mixtures=mixtures),
         ]
     )
     texts = tuple(Text(name=name, owner=name, tokens=TOKENS) for name in USERS)
@@ -187,6 +190,19 @@ def test_another_run_can_be_chosen_and_curves_switched(opened: Any) -> None:
     assert (whole.is_displayed(), late.is_displayed()) == (True, False)
     browser.find_elements("css selector", "input[name=curves]")[1].click()
     assert (whole.is_displayed(), late.is_displayed()) == (False, True)
+
+
+def test_weights_are_painted_over_the_page(opened: Any, tmp_path: Path) -> None:
+    """The heat map is an image inside the page: solid where a weight is 1, the page's own colour where it is 0."""
+    browser, theme = opened
+    drawing = browser.find_element("css selector", "#mixtures figure svg")
+    browser.execute_script("arguments[0].scrollIntoView()", drawing)
+    (tmp_path / "heat.png").write_bytes(drawing.screenshot_as_png)
+    pixels = (255 * imread(tmp_path / "heat.png")[..., :3]).round().astype(int)
+    solid, paper = np.array([43, 123, 196]), np.array([255, 255, 255] if theme == "light" else [21, 25, 30])
+    three_quarters = paper + 0.75 * (solid - paper)
+    shares = [(np.abs(pixels - colour).max(-1) <= 4).mean() for colour in (solid, three_quarters, paper)]
+    assert all(share > 0.02 for share in shares), shares
 
 
 def luminance(colour: str) -> float:

@@ -174,6 +174,16 @@ def test_ensembles_mix_models(tmp_path: Path) -> None:
     assert mixtures_figure(found).axes[0].get_xlabel() == "model"
 
 
+def test_a_single_evaluation_has_room(tmp_path: Path) -> None:
+    found = read_mixtures(hand_made(tmp_path / "run", clusters=None, last=[[0.1, 0.9], [0.6, 0.4], [0.0, 1.0]]))
+    assert found is not None
+    figure = mixtures_figure(found)
+    figure.draw_without_rendering()
+    box = figure.axes[0].get_window_extent()
+    assert box.width > 0.4 * figure.bbox.width
+    assert box.height > 0.4 * figure.bbox.height
+
+
 def test_weights_are_solid_or_let_the_page_through(tmp_path: Path) -> None:
     found = read_mixtures(hand_made(tmp_path / "run", clusters=None, last=[[1, 0], [1, 0], [0.25, 0.75]]))
     assert found is not None

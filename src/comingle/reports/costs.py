@@ -16,7 +16,8 @@ def render_plan(plan: dict[str, Any]) -> Iterator[Table | str]:
     for table in (_parameters(plan), _compute(plan), _memory(plan)):
         yield table
         yield ""
-    yield from _paper(plan)
+    if plan["comigs_1g1s_minus_fedavg"]:
+        yield from _paper(plan)
 
 
 def verdicts(plan: dict[str, Any]) -> Iterator[tuple[str, bool]]:
@@ -34,11 +35,18 @@ def verdicts(plan: dict[str, Any]) -> Iterator[tuple[str, bool]]:
 
 def _head(plan: dict[str, Any]) -> str:
     names = ", ".join(plan["users"][:8]) + (" ..." if len(plan["users"]) > 8 else "")
+    if plan["unit"] == "token":
+        size = f"{plan['base_parameters'] / 1e6:,.1f}M"
+        work = f"{plan['local_steps']} steps with {plan['batch_size']} x {plan['context']} tokens"
+        read = "Nothing was loaded, nothing was trained."
+    else:
+        size = f"{plan['base_parameters']:,}"
+        work = f"up to {plan['local_steps']} steps with {plan['batch_size']} samples"
+        read = "Nothing was trained."
     return (
-        f"[bold]{plan['base']}[/bold], {plan['base_parameters'] / 1e6:,.1f}M parameters, {plan['dtype']} on "
+        f"[bold]{plan['base']}[/bold], {size} parameters, {plan['dtype']} on "
         f"{plan['device']}; {len(plan['users'])} users: {names}\n"
-        f"{plan['rounds']} rounds of {plan['local_steps']} steps with {plan['batch_size']} x {plan['context']} tokens "
-        "for each user. Nothing was loaded, nothing was trained. MB = 10^6 bytes.\n"
+        f"{plan['rounds']} rounds of {work} for each user. {read} MB = 10^6 bytes.\n"
     )
 
 
@@ -71,40 +79,53 @@ def _parameters(plan: dict[str, Any]) -> Table:
     exchanges = {method["method"]: method["exchanges"] for method in plan["methods"]}
     for name, shown, user in _rows(plan):
         counts = [f"{user['parameters'].get(role, 0):,}" for role in roles]
-        sent = [megabytes(user[key]) for key in ("upload_bytes", "download_bytes")]
+        sent = [_bytes(user[key]) for key in ("upload_bytes", "download_bytes")]
         table.add_row(name, shown, *counts, f"{user['trainable_parameters']:,}", *sent, str(exchanges.get(name, "")))
     return table
 
 
 def _compute(plan: dict[str, Any]) -> Table:
+    unit, whole = plan["unit"], "frozen base" if plan["unit"] == "token" else "net"
+    rows = list(_rows(plan))
+    naive = any(user["experts"] for _, _, user in rows)
+    spent = "Matrix products and convolutions" if unit == "sample" else "Matrix products"
+    more = "\nNaive: a whole MLP for each expert, instead of products with base weights once for all." if naive else ""
+    mixed = not all(user["experts"] for _, _, user in rows)
+    once = " in one pass a step" if mixed else ""
     table = _table(
-        f"Compute of one user (the frozen base alone: {_mega(plan['base_forward_flops_per_token'])} a token forward)",
-        "Matrix products, 2 FLOPs for a multiply-add, padding and evaluation left out. Overhead is over the base in "
-        "the same passes.\nNaive: a whole MLP for each expert, instead of products with base weights once for all.",
+        f"Compute of one user (the {whole} alone: {_mega(plan[f'base_forward_flops_per_{unit}'])} a {unit} forward)",
+        f"{spent}, 2 FLOPs for a multiply-add, padding and evaluation left out. Overhead is over the base in "
+        f"the same passes{'; of mixtures and nets,' + once if mixed else ''}.{more}",
     )
-    _columns(
-        table, "method", "user", "forward / token", "overhead", "naive", "training / token", "training / round",
-        "overhead", "naive",
-    )  # fmt: skip
-    for name, shown, user in _rows(plan):
-        forward, token = user["forward_flops_per_token"], user["training_flops_per_token"]
-        spent = user["training_flops_per_round"]
-        table.add_row(
-            name, shown, _mega(forward["total"]), _share(forward["overhead"]), _share(forward["naive_overhead"]),
-            _mega(token["total"]), f"{spent['total'] / 1e12:,.3f} TFLOPs", _share(spent["overhead"]),
-            _share(spent["naive_overhead"]),
-        )  # fmt: skip
+    last = ("overhead", "naive") if naive else ("overhead",)
+    _columns(table, "method", "user", f"forward / {unit}", *last, f"training / {unit}", "training / round", *last)
+    for name, shown, user in rows:
+        forward, training = user[f"forward_flops_per_{unit}"], user[f"training_flops_per_{unit}"]
+        done = user["training_flops_per_round"]
+        cells = [_mega(forward["total"]), *_overheads(user, forward, naive), _mega(training["total"])]
+        table.add_row(name, shown, *cells, _tera(done["total"]), *_overheads(user, done, naive))
     return table
 
 
+def _overheads(user: dict[str, Any], spent: dict[str, Any], naive: bool) -> list[str]:
+    """Over the base, and where anybody has experts, of the naive way."""
+    shown = [_share(spent["overhead"])]
+    return [*shown, _share(spent["naive_overhead"]) if user["experts"] else "–"] if naive else shown
+
+
+_COMPILED = ", as runtime.compile: false holds it; compiled it is less"
+
+
 def _memory(plan: dict[str, Any]) -> Table:
-    keys = ("weights", "adapters", "moments", "gradients", "activations", "allocator")
+    sampled = plan["unit"] == "sample"
+    keys = ("data" if sampled else "weights", "adapters", "moments", "gradients", "activations", "allocator")
+    names = ["nets" if sampled and key == "adapters" else key for key in keys]
     table = _table(
         "Memory in MB at the worst moment, beside Python and its libraries",
-        "Activations: all that a pass holds but its gradients, as runtime.compile: false holds it; compiled it is less."
+        f"Activations: all that a pass holds but its gradients{'' if sampled else _COMPILED}."
         "\nAllocator: a margin above what it was seen to keep in gaps on a CPU, no bound; for a GPU none is known.",
     )
-    _columns(table, "method", "where", "users x sequences in a pass", *keys, "total")
+    _columns(table, "method", "where", f"users x {'samples' if sampled else 'sequences'} in a pass", *names, "total")
     for method in plan["methods"]:
         here = f"{method['users_per_step']} x {method['micro_batch']}"
         alone = f"1 x {method['micro_batch']}"
@@ -112,7 +133,7 @@ def _memory(plan: dict[str, Any]) -> Table:
             (method["method"], f"here, {len(plan['users'])} users", here, method["machine"]),
             ("", "a device of one user", alone, method["own_device"]),
         ):
-            table.add_row(name, where, size, *(f"{found[f'{key}_bytes'] / 1e6:,.1f}" for key in (*keys, "total")))
+            table.add_row(name, where, size, *(_millions(found[f"{key}_bytes"]) for key in (*keys, "total")))
     return table
 
 
@@ -133,15 +154,27 @@ def _difference(value: float, share: float, show: Any) -> str:
 
 
 def _share(value: float) -> str:
-    return f"+{value:.2%}"
+    return f"{value:+.2%}"
 
 
 def _mega(flops: float) -> str:
-    return f"{flops / 1e6:,.1f} MFLOPs"
+    return f"{flops / 1e6:,.1f} MFLOPs" if flops >= 5e4 or not flops else f"{flops / 1e3:,.2f} kFLOPs"
+
+
+def _tera(flops: float) -> str:
+    return f"{flops / 1e12:,.3f} TFLOPs" if flops >= 5e8 or not flops else _mega(flops)
 
 
 def _flops(flops: float) -> str:
     return _mega(flops) if flops < 1e11 else f"{flops / 1e12:,.2f} TFLOPs"
+
+
+def _bytes(count: float) -> str:
+    return megabytes(count) if count >= 1e5 or not count else f"{count / 1e3:,.2f} kB"
+
+
+def _millions(count: float) -> str:
+    return f"{count / 1e6:,.1f}" if count >= 1e6 or not count else f"{count / 1e6:.3f}"
 
 
 def _small(count: float) -> str:

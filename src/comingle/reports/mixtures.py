@@ -160,7 +160,9 @@ def mixtures_figure(found: Mixtures) -> Figure:
         assert bar.solids is not None
         bar.solids.set_rasterized(True)  # as hundreds of translucent strips it would show their seams
 
-    return draw(1, len(panels), (1.0 + 0.18 * len(found.order), 3.4), paint)
+    # Room for names, for the colours beside the panels, and for the title above a single one.
+    width = min(14.0, max(4.4, 1.7 + len(panels) * (0.6 + 0.22 * len(found.order))))
+    return draw(1, len(panels), (width / len(panels), 3.4), paint)
 
 
 def _spread_out(count: int) -> list[int]:
