@@ -238,6 +238,75 @@ def test_a_data_set_of_the_hub_without_a_split_or_images_is_said(hub_folder: Pat
         read_images("mnist", f"hub:{text}")
 
 
+# ---------------------------------------------------------------- domains
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_images_in_domains(tmp_path: Path, named: bool) -> None:
+    numbers = np.array([1, 0, 1, 2])
+    names = np.array(["art", "cartoon", "photo"])
+    domains = {"domain": names[numbers]} if named else {"domain": numbers, "domains": names}
+    assert not has_images("pacs", tmp_path)
+    np.savez(tmp_path / "pacs32.npz", images=pictures(4, shape=(3, 8, 8)), label=classes(), **domains)
+    assert has_images("pacs", tmp_path)
+    found = read_domains("pacs", tmp_path, largest=4)
+    assert found.domains is not None
+    assert found.domains.tolist() == [1, 0, 1, 2]
+    assert found.domain_names == ("art", "cartoon", "photo")
+    assert torch.equal(found.pixels, torch.from_numpy(pictures(4, shape=(3, 8, 8))))  # a file's are never scaled
+
+
+@pytest.mark.parametrize(
+    ("domains", "message"),
+    [
+        ({}, "no domain in it; allowed: domain (numbers or names), and domains (names of numbers)"),
+        ({"domain": np.zeros(3, int)}, "4 images but domains of shape (3,); needs one for each"),
+        (
+            {"domain": np.array([0, 1, 2, 0]), "domains": np.array(["art", "photo"])},
+            "domains go from 0 to 2; allowed: 0 to 1, those with names",
+        ),
+    ],
+)
+def test_wrong_domains_are_said_in_one_line(tmp_path: Path, domains: dict[str, np.ndarray], message: str) -> None:
+    path = tmp_path / "pacs.npz"
+    np.savez(path, images=pictures(4, shape=(3, 8, 8)), label=classes(), **domains)
+    with pytest.raises(DataError) as error:
+        read_domains("pacs", tmp_path, largest=64)
+    assert str(error.value) == f"{path}: {message}"
+
+
+def test_missing_domains_are_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no images of pacs; looked for pacs.npz, pacs32.npz, pacs64.npz"):
+        read_domains("pacs", tmp_path, largest=64)
+    with pytest.raises(DataError, match="absent: no such folder; it should hold the images of pacs"):
+        read_domains("pacs", tmp_path / "absent", largest=64)
+
+
+def test_domains_of_the_hub_are_scaled_to_squares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As flwrlabs/pacs has them: one split with columns image, domain (text) and label."""
+    datasets = pytest.importorskip("datasets")
+    from PIL import Image
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "repository").mkdir()
+    big = np.full((10, 12, 3), 200, dtype=np.uint8)
+    rows = {
+        "image": [Image.fromarray(big), Image.fromarray(big // 4), Image.fromarray(big[:4, :4])],
+        "domain": ["sketch", "photo", "sketch"],
+        "label": [2, 0, 1],
+    }
+    features = datasets.Features(
+        {"image": datasets.Image(), "domain": datasets.Value("string"), "label": datasets.Value("int64")}
+    )
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "repository" / "train.parquet")
+    found = read_domains("pacs", f"hub:{tmp_path / 'repository'}", largest=4)
+    assert found.pixels.shape == (3, 3, 4, 4)
+    assert found.pixels.float().mean((1, 2, 3)).tolist() == [200, 50, 200]
+    assert found.labels.tolist() == [2, 0, 1]
+    assert found.domains is not None
+    assert [found.domain_names[number] for number in found.domains] == ["sketch", "photo", "sketch"]
+
+
 @pytest.fixture(scope="module")
 def real(shared_data: Path) -> dict[str, dict[str, Images]]:
     return {name: read_images(name, shared_data / "images") for name in ("mnist", "cifar10")}

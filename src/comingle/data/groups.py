@@ -29,8 +29,8 @@ Key = tuple[str | int, ...]
 _PUBLISHED_SIZES = (6, 5, 8, 13, 18)
 """Users of FedMerge's clusters, out of 50."""
 _ATTEMPTS = 20
-_FEWEST = 3
-"""A sample each for training, validation and testing."""
+_FEWEST = 4
+"""One sample for testing, one for validation, and two for training, as batch norm needs."""
 _FAR_BELOW_AVERAGE = 20
 
 
@@ -129,7 +129,7 @@ def draw_dirichlet(labels: Int64[Tensor, " n"], users: int, *, alpha: float, key
 
     As in FedMerge's public code, users who have their average number of samples get no more, and the whole draw is
     repeated until everybody has at least as many samples as there are labels. Where that is more than a twentieth of
-    the average, which hardly any draw gives, a twentieth is enough, and three samples always are needed.
+    the average, which hardly any draw gives, a twentieth is enough, and four samples always are needed.
 
     Raises:
         DataError: no ``flwr-datasets``, or no such draw out of some two hundred.

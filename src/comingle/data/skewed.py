@@ -34,7 +34,7 @@ from comingle.data.transforms import normalise
 from comingle.errors import DataError, RecipeError
 
 
-def pool_images(parts: Sequence[Images]) -> Images:
+def pool_images(parts: Sequence[Images], where: str) -> Images:
     """All images as one data set.
 
     Raises:
@@ -42,7 +42,7 @@ def pool_images(parts: Sequence[Images]) -> Images:
     """
     shapes = dict.fromkeys(tuple(part.pixels.shape[1:]) for part in parts)
     if len(shapes) > 1:
-        raise DataError(f"images of sizes {', '.join(map(str, shapes))}; allowed: one size in train and test")
+        raise DataError(f"{where}: images of sizes {', '.join(map(str, shapes))}; allowed: one size in train and test")
     return Images(pixels=torch.cat([part.pixels for part in parts]), labels=torch.cat([part.labels for part in parts]))
 
 
@@ -125,9 +125,8 @@ def _split(
 ) -> tuple[Int64[Tensor, " train"], Int64[Tensor, " test"]]:
     kept, held = hold_out(labels[part], TEST_SHARE)
     if not len(held):
-        got = f"{len(part)} images of {len(labels[part].unique())} labels"
-        allowed = "fewer users, a larger alpha or more images"
-        raise DataError(f"user {name!r}: {got}, so none can be spared for testing; allowed: {allowed}")
+        got = f"no two of {len(part)} images have one label, so none can be spared for testing"
+        raise DataError(f"user {name!r}: {got}; allowed: fewer users, a larger alpha or more images")
     train = part[kept]
     wanted = max(REDUCED_MINIMUM, round(fraction * len(train)))
     return train[hold_out(labels[train], 1 - wanted / len(train))[0]], part[held]

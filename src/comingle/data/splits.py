@@ -60,9 +60,7 @@ def hold_out_valid(user: UserSamples, share: float) -> UserSamples:
     kept, held = hold_out(labels, share)
     if not len(held):
         got = f"{len(targets)} train samples of {len(labels.unique())} labels"
-        raise DataError(
-            f"user {user.name!r}: valid={share} of {got}: none can be spared; allowed: valid: 0, or more samples"
-        )
+        raise DataError(f"user {user.name!r}: valid={share} of {got}: none can be spared; allowed: 0, or more samples")
     return replace(user, train=take(user.train, kept), valid=take(user.train, held))
 
 

@@ -226,7 +226,7 @@ def _skewed(name: str, path: str | Path | None, **options: Any) -> Task:
         check_images(images, classes=setting.classes, coloured=setting.coloured, where=f"task {name!r}: images")
         options["clusters"] = len(images.domain_names)
     else:
-        images = pool_images(list(_read_splits(name, setting, path).values()))
+        images = pool_images(list(_read_splits(name, setting, path).values()), f"task {name!r}")
     return _of_images(setting, make_skewed(name, setting, images, **options), options["clusters"], None)
 
 
