@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from comingle.data.samples import PAD, Samples, UserSamples, check, epoch, stack
+from comingle.data.samples import PAD, Samples, UserSamples, bank_of, check, epoch
 from comingle.data.seeds import generator
 from comingle.errors import DataError
 
@@ -48,7 +48,7 @@ def test_every_sample_comes_first_equally_often() -> None:
 
 def test_a_bank_gives_each_user_its_own_samples() -> None:
     users = [user("ann", 100, train=3), user("bob", 200, train=5), user("cem", 300, train=1)]
-    bank = stack(users, "train")
+    bank = bank_of([user.train for user in users])
     indices = torch.tensor([[0, PAD, PAD], [4, 0, 2], [1, 2, PAD]])
     inputs, targets, present = bank.take([2, 1, 0], indices)
     assert inputs[..., 0].masked_fill(~present, -1).tolist() == [[300, -1, -1], [204, 200, 202], [101, 102, -1]]
@@ -68,7 +68,7 @@ def test_a_bank_equals_a_loop_over_the_users() -> None:
         )
         for k in range(6)
     ]
-    bank = stack(users, "train", dtype=torch.float64)
+    bank = bank_of([user.train for user in users], dtype=torch.float64)
     rows = [5, 0, 3, 3]
     indices = torch.stack([torch.randint(len(users[row].train), (4,), generator=source) for row in rows])
     inputs, targets, present = bank.take(rows, indices)
@@ -80,20 +80,20 @@ def test_a_bank_equals_a_loop_over_the_users() -> None:
 
 
 def test_class_numbers_stay_whole_whatever_the_dtype() -> None:
-    bank = stack([user("ann")], "train", dtype=torch.float64)
+    bank = bank_of([user("ann").train], dtype=torch.float64)
     assert bank.targets.dtype == torch.int64
 
 
 def test_a_last_user_without_samples_is_never_present() -> None:
     users = [user("ann", valid=2), user("bob")]
-    bank = stack(users, "valid")
+    bank = bank_of([user.valid for user in users])
     assert bank.counts.tolist() == [2, 0]
     _, _, present = bank.take([1, 0], torch.tensor([[PAD, PAD], [1, PAD]]))
     assert present.tolist() == [[False, False], [True, False]]
 
 
 def test_an_index_never_reaches_the_samples_of_somebody_else() -> None:
-    bank = stack([user("ann", train=3), user("bob", train=5)], "train")
+    bank = bank_of([user("ann", train=3).train, user("bob", train=5).train])
     with pytest.raises(AssertionError, match="beyond the user's samples"):
         bank.take([0], torch.tensor([[3]]))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from comingle.data.samples import SampleBank, Samples, UserSamples, stack
+from comingle.data.samples import SampleBank, Samples, UserSamples, bank_of
 from comingle.data.seeds import generator
 from comingle.evaluation.samples import SampleScore, sample_losses, score_samples
 
@@ -16,7 +16,7 @@ COUNTS = (7, 1, 33, 64, 12, 20)
 CLASSES = 5
 
 
-def bank_of(*, regression: bool, counts: Sequence[int] = COUNTS) -> SampleBank:
+def some_bank(*, regression: bool, counts: Sequence[int] = COUNTS) -> SampleBank:
     source = generator("scores")
 
     def draw(count: int) -> Samples:
@@ -29,7 +29,7 @@ def bank_of(*, regression: bool, counts: Sequence[int] = COUNTS) -> SampleBank:
         UserSamples(name=str(k), train=(samples := draw(count)), valid=samples, test=samples)
         for k, count in enumerate(counts)
     ]
-    return stack(users, "test")
+    return bank_of([user.test for user in users])
 
 
 class Linears:
@@ -62,7 +62,7 @@ def one_by_one(bank: SampleBank, weights: Tensor, row: int) -> tuple[float, floa
 @pytest.mark.parametrize("regression", [False, True])
 @pytest.mark.parametrize(("batch", "slots"), [(1, 1), (8, None), (8, 4), (13, 2), (100, 3), (100, None)])
 def test_scores_equal_those_of_single_samples(regression: bool, batch: int, slots: int | None) -> None:
-    bank, models = bank_of(regression=regression), Linears()
+    bank, models = some_bank(regression=regression), Linears()
     scores = score_samples(models, bank, range(6), batch=batch, slots=slots)
     for row, score in enumerate(scores):
         loss, accuracy = one_by_one(bank, models.weights, row)
@@ -72,7 +72,7 @@ def test_scores_equal_those_of_single_samples(regression: bool, batch: int, slot
 
 
 def test_scores_come_in_the_order_of_the_rows() -> None:
-    bank, models = bank_of(regression=False), Linears()
+    bank, models = some_bank(regression=False), Linears()
     everybody = score_samples(models, bank, range(6), batch=8)
     chosen = score_samples(models, bank, [4, 0, 5], batch=8)
     for score, row in zip(chosen, (4, 0, 5), strict=True):
@@ -82,14 +82,14 @@ def test_scores_come_in_the_order_of_the_rows() -> None:
 
 def test_long_and_short_users_waste_little() -> None:
     models = Linears()
-    score_samples(models, bank_of(regression=True), range(6), batch=8, slots=4)
+    score_samples(models, some_bank(regression=True), range(6), batch=8, slots=4)
     total = sum(COUNTS)
     assert sum(models.passed) <= 1.15 * total
     assert max(COUNTS) * len(COUNTS) >= 2.5 * total  # what padding every user to the longest would cost
 
 
 def test_what_a_model_says_to_padding_does_not_count() -> None:
-    bank = bank_of(regression=False, counts=(5, 2))
+    bank = some_bank(regression=False, counts=(5, 2))
 
     def forward(rows: Sequence[int], inputs: Tensor) -> Tensor:
         outputs = torch.zeros(*inputs.shape[:2], CLASSES, dtype=torch.float64)
@@ -102,11 +102,11 @@ def test_what_a_model_says_to_padding_does_not_count() -> None:
 
 
 def test_a_user_without_samples_has_no_number() -> None:
-    scores = score_samples(Linears(), bank_of(regression=False, counts=(3, 0)), [0, 1], batch=8)
+    scores = score_samples(Linears(), some_bank(regression=False, counts=(3, 0)), [0, 1], batch=8)
     assert scores[1].samples == 0
     assert math.isnan(scores[1].loss)
     assert math.isnan(scores[1].accuracy or 0)
-    assert score_samples(Linears(), bank_of(regression=True), [], batch=8) == []
+    assert score_samples(Linears(), some_bank(regression=True), [], batch=8) == []
 
 
 def test_losses_are_those_of_torch_and_carry_gradients() -> None:

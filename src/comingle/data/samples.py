@@ -103,21 +103,21 @@ def epoch(count: int, batch_size: int, generator: torch.Generator) -> Int64[Tens
     return rows.view(steps, batch_size)
 
 
-def stack(
-    users: Sequence[UserSamples],
-    split: Split,
-    *,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
+def join(parts: Sequence[Samples]) -> Samples:
+    """The samples of all parts, one part after another."""
+    return Samples(
+        inputs=torch.cat([part.inputs for part in parts]), targets=torch.cat([part.targets for part in parts])
+    )
+
+
+def bank_of(
+    parts: Sequence[Samples], *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> SampleBank:
-    """One split of all users as a bank; ``dtype`` is that of inputs and real targets. See :func:`check` for shapes."""
-    parts = [user.split(split) for user in users]
-    inputs = torch.cat([part.inputs for part in parts])
-    targets = torch.cat([part.targets for part in parts])
-    counts = torch.tensor([len(part) for part in parts])
+    """Everybody's samples as a bank; ``dtype`` is that of inputs and real targets. See :func:`check` for shapes."""
+    joined, counts = join(parts), torch.tensor([len(part) for part in parts])
     return SampleBank(
-        inputs=inputs.to(device, dtype),
-        targets=targets.to(device, dtype if targets.is_floating_point() else None),
+        inputs=joined.inputs.to(device, dtype),
+        targets=joined.targets.to(device, dtype if joined.targets.is_floating_point() else None),
         starts=counts.cumsum(0) - counts,
         counts=counts,
     )
@@ -171,10 +171,5 @@ def _check_targets(targets: Tensor, classes: int | None, where: str) -> None:
 def pool_samples(users: Sequence[UserSamples]) -> UserSamples:
     """One user named "everyone" that holds the samples of all: the centralized baseline."""
 
-    def all_of(split: Split) -> Samples:
-        parts = [user.split(split) for user in users]
-        return Samples(
-            inputs=torch.cat([part.inputs for part in parts]), targets=torch.cat([part.targets for part in parts])
-        )
-
-    return UserSamples(name="everyone", train=all_of("train"), valid=all_of("valid"), test=all_of("test"))
+    train, valid, test = (join([user.split(split) for user in users]) for split in SPLITS)
+    return UserSamples(name="everyone", train=train, valid=valid, test=test)

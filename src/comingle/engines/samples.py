@@ -10,7 +10,7 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from comingle.data.batches import PAD
-from comingle.data.samples import SampleBank, Samples, UserSamples, epoch, stack
+from comingle.data.samples import SampleBank, Samples, UserSamples, bank_of, epoch
 from comingle.data.seeds import generator
 from comingle.engines.feeds import Feed, Predict
 from comingle.engines.training import Portions, Training
@@ -55,8 +55,8 @@ class SampleFeed(Feed):
                 got = f"{len(trainer.train)} train samples"
                 raise DataError(f"user {trainer.name!r}: {got}; batch norm needs at least {least} in a batch")
         self.banks = {
-            "train": stack(self.trainers, "train", device=device, dtype=dtype),
-            "valid": stack(self.trainers, "valid", device=device, dtype=dtype),
+            split: bank_of([trainer.split(split) for trainer in self.trainers], device=device, dtype=dtype)
+            for split in ("train", "valid")
         }
         self._order: dict[tuple[object, ...], Int64[Tensor, "steps batch"]] = {}
         self._round = -1
@@ -150,15 +150,6 @@ class SampleFeed(Feed):
         """The sets in one tensor; the test sets are asked for again and again."""
         key = tuple(id(part) for part in sets)
         if key not in self._scored:
-            train = self.banks["train"]
-            targets = torch.cat([part.targets for part in sets])
-            counts = torch.tensor([len(part) for part in sets])
-            self._scored = {
-                key: SampleBank(
-                    inputs=torch.cat([part.inputs for part in sets]).to(train.inputs),
-                    targets=targets.to(train.targets),
-                    starts=counts.cumsum(0) - counts,
-                    counts=counts,
-                )
-            }
+            like = self.banks["train"].inputs
+            self._scored = {key: bank_of(sets, device=like.device, dtype=like.dtype)}
         return self._scored[key]

@@ -33,20 +33,17 @@ class MixedLanguageModel(StackedModel):
     head: Head
     embedding: nn.Module
 
-    def losses(
-        self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"], *, train: bool = False
-    ) -> tuple[Float[Tensor, "users batch context"], float]:
-        """Next-token loss in nats at every position, and no penalty; a negative target carries no loss."""
-        if self.mixture is not None and self.mixture.at == "losses":
-            losses = self.component_losses(tensors, users, batch, train=train)
-            return torch.einsum("uc,ucbt->ubt", self.shares(tensors, train), losses), 0.0
+    def _own_losses(
+        self, tensors: Tree, batch: Int[Tensor, "users batch window"], train: bool
+    ) -> Float[Tensor, "users batch context"]:
+        """Next-token loss in nats at every position; a negative target carries no loss."""
         inputs, targets = batch[..., :-1].clamp(min=0), batch[..., 1:]
-        return cross_entropy(self._outputs(tensors, inputs, train), self.head, targets), 0.0
+        return cross_entropy(self._outputs(tensors, inputs, train), self.head, targets)
 
     def component_losses(
         self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"], *, train: bool = False
     ) -> Float[Tensor, "users clusters batch context"]:
-        """The same under each component alone."""
+        """The loss at every position under each component alone."""
         inputs, targets = batch[..., :-1].clamp(min=0), batch[..., 1:]
         hidden = self._components(tensors, inputs, train)
         wide = targets.unsqueeze(1).expand(hidden.shape[:-1])
@@ -56,8 +53,7 @@ class MixedLanguageModel(StackedModel):
         self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"]
     ) -> Float[Tensor, "users batch context"]:
         """Losses with the adaptors mixed in the weights, wherever the mixture stands in training."""
-        inputs, targets = batch[..., :-1].clamp(min=0), batch[..., 1:]
-        return cross_entropy(self._outputs(tensors, inputs, False), self.head, targets)
+        return self._own_losses(tensors, batch, False)
 
     def _run(self, train: bool, call: Callable[..., Tensor], *stacked: Any) -> Tensor:
         # Embedded first: some families look at token numbers for padding, which vmap cannot follow.

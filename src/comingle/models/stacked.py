@@ -79,16 +79,20 @@ class StackedModel:
 
     def losses(
         self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False
-    ) -> tuple[Float[Tensor, "users batch"], float]:
+    ) -> tuple[Float[Tensor, "users batch ..."], float]:
         """Loss of every sample of a :data:`Batch`, 0 where there is none, and no penalty.
 
         Running statistics change in ``tensors``.
         """
+        if self.mixture is None or self.mixture.at != "losses":
+            return self._own_losses(tensors, batch, train), 0.0
+        losses = self.component_losses(tensors, users, batch, train=train)
+        return torch.einsum("uc,uc...->u...", self.shares(tensors, train), losses), 0.0
+
+    def _own_losses(self, tensors: Tree, batch: Any, train: bool) -> Float[Tensor, "users batch ..."]:
+        """Losses of the users' models as they are, mixed or not."""
         inputs, targets, present = batch
-        if self.mixture is not None and self.mixture.at == "losses":
-            losses = self.component_losses(tensors, users, batch, train=train)
-            return torch.einsum("uc,uc...->u...", self.shares(tensors, train), losses), 0.0
-        return sample_losses(self._outputs(tensors, inputs, train), targets).masked_fill(~present, 0), 0.0
+        return sample_losses(self._outputs(tensors, inputs, train), targets).masked_fill(~present, 0)
 
     def component_losses(
         self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False
