@@ -4,7 +4,8 @@ FLoRAL's regressions are in :mod:`comingle.data.synthetic` and its images in :mo
 images in :mod:`comingle.data.skewed`; :mod:`comingle.data.settings` has the numbers of all of them.
 
 Which samples a user holds follows from the task and the seed alone, never from the method, and a smaller ``fraction``
-takes the first of the same samples. Validation samples come out of those.
+keeps a part of the same samples: FLoRAL's tasks the first, FedMerge's some of each label. Validation samples come out
+of those that are kept.
 """
 
 from __future__ import annotations
@@ -108,25 +109,37 @@ def make_task(
         RecipeError: an unknown task or shift, or a number out of range.
         DataError: images that cannot be read, or that leave somebody without samples of some kind.
     """
-    if name not in TASKS:
-        raise RecipeError(f"no task {name!r}.{did_you_mean(name, TASKS)} Allowed: {', '.join(TASKS)}")
-    setting = TASKS[name]
+    setting = _find_setting(name)
     _check_partition(name, setting, clusters=clusters, alpha=alpha, labels_per_cluster=labels_per_cluster)
-    users = setting.users if users is None else users
-    clusters = setting.clusters if clusters is None else clusters
-    valid = setting.valid if valid is None else valid
-    _check_numbers(name, users=users, clusters=clusters, fraction=fraction, test_samples=test_samples, valid=valid)
+    who = {"users": _or(users, setting.users), "clusters": _or(clusters, setting.clusters)}
+    valid = _or(valid, setting.valid)
+    _check_numbers(name, fraction=fraction, test_samples=test_samples, valid=valid, **who)
     wanted = _choose_shift(name, shift)
-    common = {"seed": seed, "users": users, "clusters": clusters, "test_samples": test_samples}
+    common = {"seed": seed, "test_samples": test_samples, **who}
     if not setting.hub:
         task = _synthetic(cast(Kind, name), **common)
     elif setting.partition is None:
         task = _shifted(name, path, shift=wanted, **common)
     else:
-        alpha = setting.alpha if alpha is None else alpha
-        skew = {"alpha": alpha, "labels_per_cluster": labels_per_cluster, "fraction": fraction}
+        skew = {"alpha": _or(alpha, setting.alpha), "labels_per_cluster": labels_per_cluster, "fraction": fraction}
         task = _skewed(name, path, **skew, **common)
-    reduced = task.users if setting.partition else tuple(_reduce(user, fraction) for user in task.users)
+    return _finish(task, setting, fraction=fraction, valid=valid)
+
+
+def _find_setting(name: str) -> Setting:
+    if name not in TASKS:
+        raise RecipeError(f"no task {name!r}.{did_you_mean(name, TASKS)} Allowed: {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+def _or(given: Any, own: Any) -> Any:
+    """What was given, or the task's own."""
+    return own if given is None else given
+
+
+def _finish(task: Task, setting: Setting, *, fraction: float, valid: float) -> Task:
+    """Fewer train samples (skewed tasks have done that already), validation samples, and all of it checked."""
+    reduced = task.users if setting.partition else [_reduce(user, fraction) for user in task.users]
     people = tuple(hold_out_valid(user, valid) for user in reduced)
     check(people, classes=task.classes if task.loss == "cross_entropy" else None)
     if setting.partition:
