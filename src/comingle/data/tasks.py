@@ -112,8 +112,8 @@ def make_task(
     setting = _find_setting(name)
     _check_partition(name, setting, clusters=clusters, alpha=alpha, labels_per_cluster=labels_per_cluster)
     who = {"users": _or(users, setting.users), "clusters": _or(clusters, setting.clusters)}
-    valid = _or(valid, setting.valid)
-    _check_numbers(name, fraction=fraction, test_samples=test_samples, valid=valid, **who)
+    held_out = float(_or(valid, setting.valid))
+    _check_numbers(name, fraction=fraction, test_samples=test_samples, valid=held_out, **who)
     wanted = _choose_shift(name, shift)
     common = {"seed": seed, "test_samples": test_samples, **who}
     if not setting.hub:
@@ -123,7 +123,7 @@ def make_task(
     else:
         skew = {"alpha": _or(alpha, setting.alpha), "labels_per_cluster": labels_per_cluster, "fraction": fraction}
         task = _skewed(name, path, **skew, **common)
-    return _finish(task, setting, fraction=fraction, valid=valid)
+    return _finish(task, setting, fraction=fraction, valid=held_out)
 
 
 def _find_setting(name: str) -> Setting:
