@@ -1,8 +1,9 @@
 """Runs a recipe in children of this process, each of which kills itself (SIGKILL) at a moment of its own.
 
-    python kill_driver.py RECIPE FOLDER
+    python kill_driver.py RECIPE FOLDER [MOMENT ...]
 
-writes one run folder below FOLDER for each moment. Children are forked before any work, so torch is imported once.
+writes one run folder below FOLDER for each moment. RECIPE may be a folder of recipes, each of which then has a folder
+of its own below FOLDER. Children are forked before any work, so torch is imported once.
 """
 
 from __future__ import annotations
@@ -31,6 +32,18 @@ def after_steps(count: int) -> Observer:
     def observe(event: dict[str, Any]) -> None:
         left[0] -= event.get("advance", 0)
         if left[0] <= 0:
+            die()
+
+    return observe
+
+
+def in_round(number: int) -> Observer:
+    """Dies after the second local iteration of a round."""
+    left = [2]
+
+    def observe(event: dict[str, Any]) -> None:
+        left[0] -= event["event"] == "step" and event["round"] == number and event["advance"] > 0
+        if left[0] == 0:
             die()
 
     return observe
@@ -91,7 +104,7 @@ def before_metrics() -> None:
 
 MOMENTS: dict[str, Callable[[], Any]] = {
     "in round 1": lambda: after_steps(2),
-    "in round 3": lambda: after_steps(8),
+    "in round 3": lambda: in_round(3),
     "in the last step": lambda: after_steps(12),
     "half of the tensors written": in_tensors,
     "tensors written, no json": before_json,
@@ -101,8 +114,13 @@ MOMENTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def main(recipe: str, folder: str) -> None:
-    for moment, arm in MOMENTS.items():
+def main(recipe: str, folder: str, *moments: str) -> None:
+    if Path(recipe).is_dir():
+        for path in sorted(Path(recipe).glob("*.yaml")):
+            main(str(path), str(Path(folder) / path.stem), *moments)
+        return
+    for moment in moments or MOMENTS:
+        arm = MOMENTS[moment]
         child = os.fork()
         if child == 0:
             observer = arm()
