@@ -35,7 +35,7 @@ from comingle.models.language import Base
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import PersonalNet, personal_net
-from comingle.nets import build_nets, mix_base
+from comingle.nets import build_nets, mix_base, warn_unread
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import read_metrics, write_json
 
@@ -104,6 +104,7 @@ def run(
     elif resume:
         raise RunError("resume: no run folder; give out=FOLDER of the run to go on with")
     sim = build(recipe, materials or prepare(recipe))
+    warn_unread(recipe)
     if folder is not None:
         open_folder(folder, recipe, resume=resume, force=force)
     return execute(sim, recipe, folder, resume=resume, observers=observers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -25,6 +26,8 @@ from comingle.models.stacked import StackedModel, stack
 from comingle.recipes import Recipe, TaskSection
 from comingle.recipes.unused import changed
 from comingle.trees import STATISTICS
+
+logger = logging.getLogger("comingle")
 
 PREFIX = "net:"
 """How a recipe's ``base`` names a net, as "net:mlp"; without a base the task's own net is taken."""
@@ -77,7 +80,7 @@ def _model(
     recipe: Recipe, task: Task, method: Method, users: int, device: torch.device, dtype: torch.dtype
 ) -> StackedModel:
     name, mixture = net_name(recipe, task), method.mixture
-    many = mixture.clusters if mixture is not None and mixture.of == "models" else 1
+    many = mixture.clusters if mixture is not None and mixture.of == "models" else method.starts
 
     def net(number: int) -> nn.Module:
         return make_net(name, task.input_shape, task.classes, seed=recipe.seed + SEED_STEP * number)
@@ -113,12 +116,13 @@ def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLan
     return mix_language_model(base, mixture, users=users, rank=section.rank, alpha=alpha)
 
 
-def unread_adaptors(recipe: Recipe) -> list[str]:
-    """The settings in ``floral`` that the recipe's method, which has no adaptors in nets, will not read."""
+def warn_unread(recipe: Recipe) -> None:
+    """Say which settings of ``floral`` a single run's method will not read; in a comparison they are for others."""
     mixture = make(recipe.method.name, **recipe.method.settings).mixture
-    if recipe.data.task is None or (mixture is not None and mixture.of == "adaptors"):
-        return []
-    return [key for key, _ in changed(recipe, "floral")]
+    keys = [key for key, _ in changed(recipe, "floral")]
+    if keys and not (mixture is not None and mixture.of == "adaptors"):
+        name = recipe.method.name
+        logger.warning("method %s: has no adaptors in nets, so these are not read: %s", name, ", ".join(keys))
 
 
 def _check_method(method: Method, model: StackedModel) -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from comingle.cli.options import RecipePath, Sets, read_recipe
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from comingle.data.tasks import Task
 
 
 def data(recipe: RecipePath, sets: Sets = None) -> None:
-    """Preview a recipe's users: token counts, split sizes, overlaps and two samples each."""
+    """Preview a recipe's users: token counts, split sizes, overlaps and two samples each; of a task its samples."""
     read = read_recipe(recipe, sets)
     from rich.table import Table
 
@@ -17,6 +24,9 @@ def data(recipe: RecipePath, sets: Sets = None) -> None:
 
     with status("reading and tokenising"):
         materials = prepare(read)
+    if materials.task is not None:
+        console.print(_samples(materials.task))
+        return
     found = [summarise(text, user) for text, user in zip(materials.texts, materials.users, strict=True)]
     table = Table("user", title=f"{read.base}: documents and tokens", title_justify="left", box=None)
     for split in ("train", "valid", "test"):
@@ -31,3 +41,17 @@ def data(recipe: RecipePath, sets: Sets = None) -> None:
             console.print(f"[bold]{one['user']}[/bold] [dim]{split}:[/dim] ", end="")
             console.print(sample, markup=False, highlight=False)
     warn_overlaps(materials)
+
+
+def _samples(task: Task) -> Table:
+    """How many samples each user of a task has, and its true cluster where there is one."""
+    from rich.table import Table
+
+    shape = " x ".join(str(size) for size in task.input_shape)
+    table = Table("user", "cluster", title=f"net:{task.net}: samples of {shape}", title_justify="left", box=None)
+    for split in ("train", "valid", "test"):
+        table.add_column(split, justify="right")
+    for user in task.users:
+        counts = [f"{len(part):,}" for part in (user.train, user.valid, user.test)]
+        table.add_row(user.name, "-" if user.cluster is None else str(user.cluster), *counts)
+    return table

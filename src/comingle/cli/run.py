@@ -24,6 +24,7 @@ def run(
     from comingle.cli.training import bar, warn_overlaps
     from comingle.folders import check_folder, open_folder
     from comingle.materials import prepare
+    from comingle.nets import warn_unread
     from comingle.reports.tables import render_run
 
     folder = out or default_folder(recipe, read.method.name, read.seed)
@@ -32,6 +33,7 @@ def run(
         materials = prepare(read)
     warn_overlaps(materials)
     sim = experiment.build(read, materials)
+    warn_unread(read)
     open_folder(folder, read, resume=resume, force=force)
     with progress_bars() as progress:
         done = experiment.execute(sim, read, folder, resume=resume, observers=[bar(progress, sim)])

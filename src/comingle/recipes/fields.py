@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,3 +19,9 @@ class Section(BaseModel):
     """A mapping whose keys are all known."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def number_in(value: Any) -> Any:
+    """The number in a text such as "1e-3", which YAML 1.1 takes for text; anything else as it is."""
+    exponential = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
+    return float(value) if exponential else value

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from comingle.errors import RecipeError
 from comingle.recipes.data import DataSection
-from comingle.recipes.fields import Count, Fraction, Positive, Section
+from comingle.recipes.fields import Count, Fraction, Positive, Section, number_in
 from comingle.recipes.problems import first_problem
 
 
@@ -24,6 +24,11 @@ class MethodSection(Section):
 
     name: str = "comigs-1g1s"
     settings: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
+
+    @field_validator("settings")
+    @classmethod
+    def _numbers_with_exponents(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        return {key: number_in(value) for key, value in settings.items()}
 
 
 class TargetsSection(Section):
@@ -55,7 +60,7 @@ class FloralSection(Section):
     """
 
     rank: Count | None = None
-    budget: Annotated[float, Field(gt=0)] | None = None
+    budget: Annotated[float, Field(gt=0, le=1)] | None = None
     alpha: Positive = 1.0
     conv: str = "balanced-2d"
     lora: bool = True
