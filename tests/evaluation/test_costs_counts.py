@@ -153,6 +153,13 @@ def test_rows_out_of_reach_ask_for_a_number_of_users(tmp_path: Any) -> None:
     assert len(user_names(recipe, 5)) == 5
 
 
-def test_what_is_not_counted_says_so() -> None:
-    with pytest.raises(RecipeError, match="cost: method floral: counted are experts"):
-        planned(recipe_of("random:llama", "floral"))
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        ("ensemble", {}, "method ensemble: mixes whole models, which are small nets; give data.task"),
+        ("floral", {"adapters.rank": [2, 2, 4]}, r"adapters.rank is \[2, 2, 4\]; components have one rank"),
+    ],
+)
+def test_what_cannot_be_run_is_not_counted_either(method: str, changes: Any, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        planned(recipe_of("random:llama", method, **changes))

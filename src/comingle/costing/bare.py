@@ -10,6 +10,7 @@ from comingle.adapters.clustered import FloralModel, floral, roles
 from comingle.adapters.inject import ROUTER
 from comingle.adapters.lora import init_zero, lora_scale
 from comingle.data.tasks import Task
+from comingle.engines.samples import SampleFeed
 from comingle.engines.simulation import Simulation
 from comingle.errors import RecipeError
 from comingle.experiment import training_settings
@@ -34,13 +35,16 @@ def bare_nets(recipe: Recipe, task: Task) -> Simulation:
     training = training_settings(recipe, [user.name for user in task.users])
     if method.pooled:
         return build_nets(recipe, task, method, training)
-    clusters = max(1, len({user.cluster for user in task.users}))  # a task with fewer users would be another
-    first = build_nets(recipe, _first(task, clusters), method, training)
-    return build_nets(recipe, _first(task, max(clusters, first.portions.users)), method, training)
-
-
-def _first(task: Task, users: int) -> Task:
-    return replace(task, users=task.users[:users])
+    clusters = max(1, len({user.cluster for user in task.users}))  # with fewer it would be another task
+    first = build_nets(recipe, replace(task, users=task.users[:clusters]), method, training)
+    feed, users = first.feed, list(task.users[: first.portions.users])
+    assert isinstance(feed, SampleFeed)
+    if len(users) <= clusters:
+        return first
+    model = replace(first.stacked, users=len(users))
+    device, dtype = model.device, model.dtype
+    feed = SampleFeed(users, training, feed.batch_size, device=device, dtype=dtype, least=feed.least)
+    return Simulation(model, method, training, trainers=users, users=users, feed=feed)
 
 
 def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLanguageModel:

@@ -22,17 +22,31 @@ from comingle.trees import Tree
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """A user's local work of a round: ``steps`` batches with ``items`` sequences or samples in all.
+    """A user's local work of a round: ``epochs`` times batches of these ``sizes``, in sequences or samples.
 
-    A sweep, which stands for all of its training data, has ``swept`` items in ``sweeps`` batches. ``unit`` is the
-    number of tokens or samples of an item.
+    A sweep, which stands for all of its training data, has ``swept`` of them in ``sweeps`` batches. ``unit`` is the
+    number of tokens or samples of each.
     """
 
-    steps: int
-    items: int
+    sizes: tuple[int, ...]
+    epochs: int
     sweeps: int
     swept: int
     unit: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Batches of a round."""
+        return len(self.sizes) * self.epochs
+
+    @property
+    def items(self) -> int:
+        """Sequences or samples of a round."""
+        return sum(self.sizes) * self.epochs
+
+    def first(self, steps: int) -> int:
+        """How many are in the first so many batches, which begin again after the last."""
+        return sum(self.sizes[i % len(self.sizes)] for i in range(steps))
 
 
 Base = Callable[[Load], tuple[Flops, Flops]]
@@ -41,9 +55,8 @@ Base = Callable[[Load], tuple[Flops, Flops]]
 
 def text_load(sim: Simulation) -> Load:
     """The same for all users."""
-    steps = sim.training.local_steps
-    items = steps * sim.batch_size
-    return Load(steps=steps, items=items, sweeps=steps, swept=items, unit=sim.training.context)
+    steps, size = sim.training.local_steps, sim.batch_size
+    return Load(sizes=(size,), epochs=steps, sweeps=steps, swept=steps * size, unit=sim.training.context)
 
 
 def count_stacked(stage: Rehearsal, loads: Mapping[str, Load], base: Base) -> list[UserCost]:
@@ -93,13 +106,13 @@ class _Counts:
 
     def round(self, load: Load) -> float:
         """A round's local work."""
-        method, batch = self.stage.sim.method, load.items / load.steps
+        method = self.stage.sim.method
         total = self.sweep.flops(load.sweeps, load.swept) if method.reroute else 0.0
         for phase in self.stage.sim.phases:
             times = load.steps // phase.every * phase.steps
-            total += self.steps[phase].flops(times, times * batch)
+            total += self.steps[phase].flops(times, times * load.items / load.steps)
         for phase in method.before:
-            total += self.steps[phase].flops(phase.steps, phase.steps * batch)
+            total += self.steps[phase].flops(phase.steps, load.first(phase.steps))
         return total
 
     def _phases(self) -> tuple[Phase, ...]:

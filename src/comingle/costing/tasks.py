@@ -84,9 +84,10 @@ def loads_of(sim: Simulation, task: Task) -> dict[str, Load]:
         feed.trainers = list(task.users)  # the feed itself has only those who share a pass
     loads = {}
     for i, name in enumerate(names):
-        swept = len(feed.trainers[i].train)
-        sweeps = -(-swept // feed.batch_size)
-        loads[name] = Load(steps=feed.steps(i), items=feed.seen(i), sweeps=sweeps, swept=swept)
+        count, size = len(feed.trainers[i].train), feed.batch_size
+        cut = tuple(min(size, count - first) for first in range(0, count, size))
+        sizes = tuple(one for one in cut if one == size or one >= feed.least)
+        loads[name] = Load(sizes=sizes, epochs=sim.training.local_epochs, sweeps=len(cut), swept=count)
     return loads
 
 

@@ -54,13 +54,18 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """FLOPs of a token by what they are spent on."""
+    """FLOPs of a token or a sample by what they are spent on.
+
+    ``net`` is a small net that is trained whole. ``lora`` are adapters; of nets and client-level mixtures, whatever is
+    spent beside one pass of the base.
+    """
 
     attention: float = 0.0
     mlp: float = 0.0
     head: float = 0.0
     lora: float = 0.0
     router: float = 0.0
+    net: float = 0.0
 
     def __add__(self, other: Flops) -> Flops:
         """Sum, part by part."""
@@ -72,8 +77,8 @@ class Flops:
 
     @property
     def base(self) -> float:
-        """What the frozen base alone would take: attention, MLPs and head."""
-        return self.attention + self.mlp + self.head
+        """What the base alone would take: attention, MLPs and head, or a net."""
+        return self.attention + self.mlp + self.head + self.net
 
     @property
     def total(self) -> float:
