@@ -180,9 +180,19 @@ def test_losses_over_powers_of_ten_keep_their_lines_in_sight(write_run: Any) -> 
     for start in (True, False):
         axis = figures.curves_figure(entries, start=start).axes[1]
         assert axis.get_yscale() == "log"
-        low, high = axis.get_ylim()
-        # The mean of floral is 0.001; one deviation, 0.0011, is below zero and has no place on the axis.
-        assert (low, high) == pytest.approx((0.001 / 1.6, (4.0 if start else 1.0) * 1.6))
+        assert axis.get_ylim() == pytest.approx((0.001 / 1.6, (4.0 if start else 1.0) * 1.6))
+        # The mean is 0.001 and one deviation 0.00113: below zero there is no place on the axis.
+        (band,) = axis.collections
+        above = 0.001 + 0.0008 * 2**0.5
+        ends = band.get_paths()[0].vertices[:, 1]
+        assert [min(ends), max(e for e in ends if e < 0.1)] == pytest.approx([0.001**2 / above, above])
+
+
+def test_a_band_on_a_plain_axis_is_one_deviation(write_run: Any) -> None:
+    entries = measured_entries(write_run, "accuracy", floral=[(0.8, 0.5), (0.9, 0.5)])
+    (band,) = figures.curves_figure(entries, start=False).axes[1].collections
+    ends = band.get_paths()[0].vertices[:, 1]
+    assert [min(ends), max(ends)] == pytest.approx([0.85 - 0.05 * 2**0.5, 0.85 + 0.05 * 2**0.5])
 
 
 def test_files_are_png_and_svg_and_the_same_again(entries: Any, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from comingle.reports import figures
 from comingle.reports.page import render_page
 from comingle.reports.runs import read_entries
 from comingle.reports.tokens import Text, TokenView, pack_gates
@@ -153,10 +154,24 @@ MIXED = {
 }
 
 
-def test_a_page_of_accuracies_speaks_of_accuracies(write_run: Any) -> None:
-    entries = net_entries(write_run, "accuracy", {"local": [0.75, 0.5], "floral": [0.8, 0.25]}, **MIXED)
-    page = render_page(entries)
-    text = prose(page)
+@pytest.fixture(scope="module")
+def accuracies(run_writer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of two methods, one with mixtures and true clusters."""
+    write_run = run_writer(tmp_path_factory.mktemp("accuracies"))
+    ends = {"local": [0.75, 0.5], "floral": [0.8, 0.25]}
+    return render_page(net_entries(write_run, "accuracy", ends, **MIXED))
+
+
+@pytest.fixture(scope="module")
+def losses(run_writer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of two methods, one with mixtures, without true clusters."""
+    write_run = run_writer(tmp_path_factory.mktemp("losses"))
+    ends = {"fedavg": [2.0, 2.0], "floral": [0.002, 4.0]}
+    return render_page(net_entries(write_run, "loss", ends, mixtures=MIXED["mixtures"]))
+
+
+def test_a_page_of_accuracies_speaks_of_accuracies(accuracies: str) -> None:
+    page, text = accuracies, prose(accuracies)
     assert "Task mnist (shift labels) · net mnist · 2 users" in text
     assert "Test accuracy at the last evaluation (per cent, higher is better)" in text
     assert best_cells(page) == [["50.0%", "62.5%"], ["80.0%"]]
@@ -168,9 +183,8 @@ def test_a_page_of_accuracies_speaks_of_accuracies(write_run: Any) -> None:
     assert "perplexity" not in page.partition("</style>")[2].partition("<footer>")[0]  # nor in a figure or its label
 
 
-def test_of_accuracies_the_losses_can_be_seen_too(write_run: Any) -> None:
-    page = render_page(net_entries(write_run, "accuracy", {"floral": [0.8, 0.25]}))
-    radios = re.findall(r'name="curves" value="(\d)"( checked)?> ([^<]*)</label>', page)
+def test_of_accuracies_the_losses_can_be_seen_too(accuracies: str) -> None:
+    radios = re.findall(r'name="curves" value="(\d)"( checked)?> ([^<]*)</label>', accuracies)
     late = "without the start, so that late differences show"
     assert [(value, bool(on), label) for value, on, label in radios] == [
         ("0", True, "accuracy from the start"),
@@ -178,28 +192,25 @@ def test_of_accuracies_the_losses_can_be_seen_too(write_run: Any) -> None:
         ("2", False, "loss from the start"),
         ("3", False, f"loss {late}"),
     ]
-    figures = re.findall(r'<figure data-curves="(\d)"( hidden)?>(.*?)</figure>', page, re.DOTALL)
-    assert [(value, bool(hidden)) for value, hidden, _ in figures] == [
+    drawings = re.findall(r'<figure data-curves="(\d)"( hidden)?>(.*?)</figure>', accuracies, re.DOTALL)
+    assert [(value, bool(hidden)) for value, hidden, _ in drawings] == [
         ("0", False), ("1", True), ("2", True), ("3", True)
     ]  # fmt: skip
-    axes = [set(re.findall(r">(test (?:accuracy, %|loss))</text>", drawn)) for _, _, drawn in figures]
+    axes = [set(re.findall(r">(test (?:accuracy, %|loss))</text>", drawn)) for _, _, drawn in drawings]
     assert axes == [{"test accuracy, %"}] * 2 + [{"test loss"}] * 2
 
 
-def test_a_page_of_losses_says_multiples(write_run: Any) -> None:
-    page = render_page(net_entries(write_run, "loss", {"fedavg": [2.0, 2.0], "floral": [0.002, 4.0]}))
-    text = prose(page)
+def test_a_page_of_losses_says_multiples(losses: str) -> None:
+    text = prose(losses)
     assert "Test loss at the last evaluation (lower is better)" in text
-    assert best_cells(page) == [["2", "2"], ["0.002"]]
+    assert best_cells(losses) == [["2", "2"], ["0.002"]]
     assert "floral user-0 (×0.001) user-1 (×2)" in text
     assert "×0.5 is half the loss." in text
     assert "geometric" not in text  # there is one seed
 
 
-def test_mixtures_are_shown_with_the_index(write_run: Any) -> None:
-    ends = {"local": [0.75, 0.5], "floral": [0.8, 0.25]}
-    page = render_page(net_entries(write_run, "accuracy", ends, **MIXED))
-    text = prose(page)
+def test_mixtures_are_shown_with_the_index(accuracies: str) -> None:
+    page, text = accuracies, prose(accuracies)
     assert "seed ARI at the end entropy, nats mismatch 0 1.00 0.50 to 0.50 0.25 to 0.25" in text
     assert "user true cluster adaptor set 1 adaptor set 0 user-0 0 0.88 0.12 user-1 1 0.12 0.88" in text
     (heat,) = re.findall(r'<svg role="img" aria-label="weight of each adaptor set.*?</svg>', page, re.DOTALL)
@@ -209,11 +220,20 @@ def test_mixtures_are_shown_with_the_index(write_run: Any) -> None:
     assert all(link.startswith("data:image/png;base64,") for link in loads)
 
 
-def test_without_true_clusters_there_is_no_index(write_run: Any) -> None:
-    text = prose(render_page(net_entries(write_run, "loss", {"floral": [2.0, 1.0]}, mixtures=MIXED["mixtures"])))
+def test_without_true_clusters_there_is_no_index(losses: str) -> None:
+    text = prose(losses)
     assert "Who mixes what" in text
     assert not [word for word in ("ARI", "true cluster", "mismatch", "diagonal") if word in text]
     assert "seed entropy, nats 0 0.50 to 0.50" in text
+
+
+def test_models_and_adaptor_sets_are_told_apart(write_run: Any) -> None:
+    curve = {0: {"user-0": 4.0, "user-1": 4.0}, 2: {"user-0": 2.0, "user-1": 1.0}}
+    runs = [write_run(name, name, curve, measure="loss", **MIXED) for name in ("floral", "ensemble")]
+    text = prose(render_page(read_entries(runs)))
+    assert "The weight of each component in each user's mixture" in text
+    assert "user true cluster adaptor set 1 adaptor set 0" in text
+    assert "user true cluster model 1 model 0" in text
 
 
 def test_given_mixtures_are_no_finding(write_run: Any) -> None:
@@ -223,17 +243,23 @@ def test_given_mixtures_are_no_finding(write_run: Any) -> None:
     assert 'href="#mixtures"' not in page
 
 
-def test_of_many_users_the_worst_and_the_best_stand_in_the_table(write_run: Any) -> None:
-    ends = {"local": [0.5] * 20, "floral": [0.25, *[0.5] * 4, *[0.625] * 14, 1.0]}
-    page = render_page(net_entries(write_run, "accuracy", ends))
+def test_of_many_users_the_worst_and_the_best_stand_in_the_table(
+    write_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "MAX_PANELS", 1)
+    monkeypatch.setattr(figures, "MAX_BARS", 3)
+    ends = {"local": [0.5] * 16, "floral": [1.0, 0.5, *[0.25] * 13, 0.125]}
+    page = render_page(net_entries(write_run, "loss", ends))
     text = prose(page)
-    assert "method worst user best user mean local 50.0% · user-0 50.0% · user-0 50.0%" in text
-    assert "floral 25.0% · user-0 100.0% · user-19 60.0%" in text
-    assert best_cells(page) == [["50.0% · user-0"], ["100.0% · user-19", "60.0%"]]
-    assert "All 20 users as a table user local floral user-0 50.0% 25.0%" in text
-    gained = "15 users: user-19 (+50.0 points), user-5 (+12.5 points)"
-    assert f"method gained even harmed floral {gained}" in text
-    assert "and 3 more user-1 (+0.0 points)" in text  # those for whom nothing changes are told with one seed too
+    assert "method worst user best user mean local 0.5 · user-0 0.5 · user-0 0.5 floral" in text
+    assert "floral 1 · user-0 0.125 · user-15 0.305" in text
+    assert best_cells(page) == [["0.5 · user-0"], ["0.125 · user-15", "0.305"]]
+    assert "All 16 users as a table user local floral user-0 0.5 1 user-1 0.5 0.5" in text
+    assert "Of 16 users the first 1 have a panel." in text
+    assert "The picture has the 3 users of 16 whose results differ most." in text
+    named = ", ".join(f"user-{number} (×0.5)" for number in range(2, 13))
+    # Those for whom nothing changes are told with a single seed too.
+    assert f"floral 14 users: user-15 (×0.25), {named} and 2 more user-1 (×1) user-0 (×2)" in text
 
 
 def test_private_text_is_announced_and_given_text_is_not(entries: Any, page: str) -> None:

@@ -51,31 +51,35 @@ def curves_figure(entries: Sequence[Entry], *, start: bool = True, measure: str 
 
 
 def _curves_panel(axis: Axes, entries: Sequence[Entry], user: str | None, start: bool, measure: str) -> None:
-    shown, levels = [], []
-    for entry, style in zip(entries, styles([entry.method for entry in entries]), strict=True):
-        curve = learning_curve(entry, user, measure)
-        if not entry.trained:
-            if curve.values and start:
-                axis.axhline(curve.values[0].mean, color=style.colour.light, linestyle=style.line)
-                levels.append(curve.values[0].mean)
-            continue
-        curve = curve if start else _without_start(curve)
-        _line(axis, curve, style)
-        shown += [value.mean for value in curve.values]
+    looks = styles([entry.method for entry in entries])
+    curves = [learning_curve(entry, user, measure) for entry in entries]
+    trained = [entry.trained for entry in entries]
+    if not start:
+        curves = [_without_start(curve) for curve in curves]
+    means = [value.mean for curve, moves in zip(curves, trained, strict=True) if moves for value in curve.values]
+    wide = _is_wide(means, measure, start)
+    for curve, style, moves in zip(curves, looks, trained, strict=True):
+        if moves:
+            _line(axis, curve, style, wide)
+        elif curve.values:
+            means.append(curve.values[0].mean)
+            axis.axhline(means[-1], color=style.colour.light, linestyle=style.line)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
-    if shown and min(shown) > 0 and MEASURES[measure] == "lower" and _wide(shown, measure, start):
-        _logarithmic(axis, [*shown, *levels], measure)
+    if wide:
+        _logarithmic(axis, means, measure)
 
 
-def _wide(values: Sequence[float], measure: str, start: bool) -> bool:
+def _is_wide(values: Sequence[float], measure: str, start: bool) -> bool:
     """Whether small differences need a logarithmic axis: those of losses do even without the start."""
-    return (start or measure == "loss") and max(values) > 4 * min(values)
+    if not values or MEASURES[measure] == "higher":
+        return False
+    return (start or measure == "loss") and 0 < 4 * min(values) < max(values)
 
 
-def _logarithmic(axis: Axes, values: Sequence[float], measure: str) -> None:
-    """The limits are those of the lines: a band of one deviation that includes zero has no lower end."""
+def _logarithmic(axis: Axes, values: Sequence[float], measure: str, room: float = 1.6) -> None:
+    """Limits a factor below the lowest and above the highest value: bands must not set the scale."""
     axis.set_yscale("log")
-    axis.set_ylim(min(values) / 1.6, max(values) * 1.6)
+    axis.set_ylim(min(values) / room, max(values) * room)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
     crowded = max(values) > 1000 * min(values)
     axis.yaxis.set_minor_formatter(NullFormatter() if crowded else FuncFormatter(lambda v, _: _sparse(v, measure)))
@@ -86,14 +90,15 @@ def _without_start(curve: Curve) -> Curve:
     return Curve(iterations=tuple(curve.iterations[i] for i in kept), values=tuple(curve.values[i] for i in kept))
 
 
-def _line(axis: Axes, curve: Curve, style: Style) -> None:
+def _line(axis: Axes, curve: Curve, style: Style, wide: bool) -> None:
+    """A curve with a band of one deviation; on a logarithmic axis, where it may not reach zero, as far down as up."""
     means = [value.mean for value in curve.values]
     colour = style.colour.light
     marker = style.marker if len(means) <= 12 else ""
     axis.plot(curve.iterations, means, color=colour, linestyle=style.line, marker=marker)
     if any(value.std for value in curve.values):
-        low = [value.mean - (value.std or 0) for value in curve.values]
         high = [value.mean + (value.std or 0) for value in curve.values]
+        low = [m * m / h if wide else 2 * m - h for m, h in zip(means, high, strict=True)]
         axis.fill_between(curve.iterations, low, high, color=colour, alpha=0.18, linewidth=0)
 
 
@@ -280,7 +285,7 @@ def bytes_figure(entries: Sequence[Entry]) -> Figure:
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))
         ends = [end for _, end, _ in points]
         if measure == "loss" and ends and min(ends) > 0 and max(ends) > 10 * min(ends):
-            _logarithmic(axis, ends, measure)
+            _logarithmic(axis, ends, measure, room=3.0)
         axis.set_xlabel(f"uploaded by all users over the run, {name}")
         axis.set_ylabel(f"mean {axis_label(measure)}")
         label_points(figure, axis, points)

@@ -38,6 +38,8 @@ def render_page(entries: Sequence[Entry], views: Sequence[TokenView] = (), *, ti
     )
     first = entries[0].first
     users = list(first.users)
+    mixtures = [_mixtures(entry.label, found, drawn) for entry in entries if (found := _learned(entry))]
+    components = {one["component"] for one in mixtures}
     return environment.get_template("report.html").render(
         title=title,
         base=first.base,
@@ -58,7 +60,8 @@ def render_page(entries: Sequence[Entry], views: Sequence[TokenView] = (), *, ti
         gains=[found for baseline in baselines(entries) if (found := _gains(entries, baseline, drawn))],
         costs=_costs([cost(entry) for entry in entries]),
         bytes_figure=drawn(figures.bytes_figure(entries), f"mean test {first.measure} against uploaded bytes"),
-        mixtures=[_mixtures(entry.label, found, drawn) for entry in entries if (found := _learned(entry))],
+        mixtures=mixtures,
+        component=components.pop() if len(components) == 1 else "component",
         scores=[
             (entry.label, drawn(figures.scores_figure(entry), f"expert scores of {entry.label}"), _score_rows(entry))
             for entry in entries
@@ -168,12 +171,17 @@ def _gains(entries: Sequence[Entry], baseline: Entry, drawn: _Drawn) -> dict[str
     }
 
 
-def _names(told: list[str], verdict: str) -> str:
+def _names(told: list[str], verdict: str) -> Markup:
     """The names of users, best first; of many the count, and those whom it concerns most, beginning with the first."""
-    if len(told) <= NAMED:
-        return ", ".join(told) or "nobody"
     most = told[: -NAMED - 1 : -1] if verdict == "harmed" else told[:NAMED]
-    return f"{len(told)} users: {', '.join(most)} and {len(told) - NAMED} more"
+    shown = told if len(told) <= NAMED else most
+    names = Markup(" ").join(
+        Markup('<span class="name">{}{}</span>').format(name, "," if number < len(shown) else "")
+        for number, name in enumerate(shown, start=1)
+    )
+    if len(told) <= NAMED:
+        return names or Markup("nobody")
+    return Markup("{} users: {} and {} more").format(len(told), names, len(told) - NAMED)
 
 
 # -------------------------------------------------------------------- costs
