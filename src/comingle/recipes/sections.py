@@ -62,7 +62,7 @@ class FloralSection(Section):
     rank: Count | None = None
     budget: Annotated[float, Field(gt=0, le=1)] | None = None
     alpha: Positive = 1.0
-    conv: str = "balanced-2d"
+    conv: Literal["balanced-2d", "channel", "in", "out", "filter", "linear", "none"] = "balanced-2d"
     lora: bool = True
     bias: bool = True
     norm: bool = True
