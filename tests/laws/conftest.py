@@ -34,6 +34,17 @@ NETS = {
     **{name: {"name": name, "clusters": 2} for name in ("ensemble", "ensemble-optimal")},
     "floral, stateless": {"name": "floral", "clusters": 2, "stateless": True, "warmup_steps": 2},
     "floral, centred": {"name": "floral", "clusters": 2, "centre": True},
+    "fedmerge": {"name": "fedmerge", "models": 3},
+    "fedmerge, eq. 5, proximal, unconstrained": {
+        "name": "fedmerge",
+        "models": 2,
+        "softmax": False,
+        "column_normalize": False,
+        "models_first": False,
+        "inner_product_keys": "all",
+        "proximal": 0.01,
+    },
+    "fedmerge-fixed": {"name": "fedmerge-fixed", "models": 3, "chosen": 2},
     "floral, the public code's rates": {"name": "floral", "clusters": 2, "adaptor_server_rate": 0.1},
 }
 """Methods on small nets that are trained whole."""

@@ -14,15 +14,15 @@ from comingle.data.pack import UserData
 from comingle.data.samples import UserSamples
 from comingle.engines.exchange import build_uploads, upload_bytes
 from comingle.engines.feeds import Feed, TextFeed
-from comingle.engines.state import State, initial_state
+from comingle.engines.state import State, draw, initial_state
 from comingle.engines.training import Training
 from comingle.errors import RecipeError
 from comingle.evaluation.perplexity import Gates, Score
 from comingle.evaluation.samples import SampleScore
-from comingle.methods.base import Method
+from comingle.methods.base import Beginning, Method
 from comingle.models.adapted import AdaptedModel
 from comingle.models.stacked import StackedModel
-from comingle.trees import ADAPTOR, CLIENT_ROUTER, Tree
+from comingle.trees import ADAPTOR, CLIENT_ROUTER, Tree, assign
 
 AnyScore = Score | SampleScore
 """Text and samples are scored alike: ``mean_loss`` and ``measures``."""
@@ -96,8 +96,23 @@ class Federation:
         if method.mixture is not None and method.mixture.optimal:
             layout.views(state.rows)[CLIENT_ROUTER].copy_(self._true_clusters(method.mixture.clusters))
         if method.memory is not None:
-            state.server = method.memory(build_uploads(method, layout, state.rows[: len(self.trainers)]))
+            names = [trainer.name for trainer in self.trainers]
+            starts = build_uploads(method, layout, self._starts(state.rows))
+            kept = method.memory(Beginning(starts=starts, users=names, seed=self.training.seed))
+            state.server = {name: t.to(state.rows.device) for name, t in kept.items()}
+            if method.welcome is not None:
+                assign(layout.views(state.rows[: len(names)]), layout, method.shared, method.welcome(state.server))
         return state
+
+    def _starts(self, rows: Float[Tensor, "rows columns"]) -> Float[Tensor, "starts columns"]:
+        """The differently initialised models that the server begins with; the first is what users start from."""
+        count = self.method.starts
+        if isinstance(self.model, StackedModel):
+            found = torch.cat([rows[:1].cpu(), self.model.other_starts])
+        else:
+            found = torch.stack([draw(self.model.layout, self.training.seed, f"server/{n}") for n in range(count)])
+            found[0] = rows[0]
+        return found.to(rows)
 
     def _true_clusters(self, clusters: int) -> Float[Tensor, "rows clusters"]:
         """Logits whose softmax is exactly one-hot at each trainer's true cluster."""

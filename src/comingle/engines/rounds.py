@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -10,12 +11,15 @@ from typing import Any, ClassVar
 
 from comingle.adapters import watching
 from comingle.engines.events import Observer
+from comingle.engines.faults import diverged
 from comingle.engines.federation import AnyScore
 from comingle.engines.mixing import mixtures
 from comingle.engines.runtime import peak_memory_bytes
-from comingle.engines.simulation import Simulation, diverged
+from comingle.engines.simulation import Simulation
 from comingle.engines.training import participants
 from comingle.records import Metrics
+
+logger = logging.getLogger("comingle")
 
 
 @dataclass(kw_only=True)
@@ -70,7 +74,7 @@ def run_rounds(
         _evaluate(sim, 0, observe)  # where every curve starts: the pretrained model
     for number in range(first_round, rounds):
         members = participants(training, number, len(sim.trainers))
-        _local(sim, members, number, observe, clock)
+        members = _local(sim, members, number, observe, clock)
         last = number + 1 == rounds
         due = last or (number + 1) % training.evaluate_every == 0
         before = training.evaluate == "local"
@@ -90,9 +94,17 @@ def run_rounds(
     return scores or _evaluate(sim, rounds, observe if first_round == 0 else lambda event: None)
 
 
-def _local(sim: Simulation, members: list[int], number: int, observe: Observer, clock: Clock) -> None:
+def _local(sim: Simulation, members: list[int], number: int, observe: Observer, clock: Clock) -> list[int]:
+    """Local work and its event. Returns whose work counts."""
     observe({"event": "step", "advance": 0, "round": number + 1})
     found = sim.local_round(members, number, lambda: observe({"event": "step", "advance": 1, "round": number + 1}))
+    for member, what in found.rejected.items():
+        name = sim.trainers[member].name
+        logger.warning("user %r is left out of round %d: %s", name, number + 1, what)
+        observe({"event": "rejected", "round": number + 1, "user": name, "reason": what})
+    members = [member for member in members if member not in found.rejected]
+    if not members:
+        raise diverged(*next((sim.trainers[m].name, what) for m, what in found.rejected.items()))
     clock.train_seconds += found.seconds
     clock.tokens += found.tokens
     sent, received = sim.exchanged_bytes(members) if sim.method.exchanges(number + 1) else (0, 0)
@@ -110,6 +122,7 @@ def _local(sim: Simulation, members: list[int], number: int, observe: Observer, 
             "seconds": found.seconds,
         }
     )
+    return members
 
 
 def _evaluate(sim: Simulation, done: int, observe: Observer) -> Sequence[AnyScore]:

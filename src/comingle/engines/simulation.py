@@ -16,12 +16,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from comingle.engines.exchange import averaging_weights, build_reports, exchange
+from comingle.engines.faults import diverged, find_broken
 from comingle.engines.federation import Federation
 from comingle.engines.optimizers import descend, learning_rate, update
 from comingle.engines.state import State
 from comingle.engines.training import cohorts
-from comingle.errors import DivergenceError
-from comingle.methods.base import Context, Phase, Reroute
+from comingle.methods.base import Context, Phase, Reroute, Resize
 from comingle.trees import CLIENT_ROUTER, STATISTICS, Tree, flatten
 
 Tick = Callable[[], None]
@@ -30,21 +30,22 @@ Tick = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRound:
-    """What one round of local work yielded: mean training loss per participant, training tokens or samples, seconds."""
+    """What one round of local work yielded: mean training loss per participant, training tokens or samples, seconds.
+
+    ``rejected`` says whose work is left out, and why.
+    """
 
     losses: dict[int, float]
+    rejected: dict[int, str]
     tokens: int
     seconds: float
 
 
-def diverged(user: str, what: str) -> DivergenceError:
-    """The error for a user who has left the real numbers."""
-    advice = "try a smaller training.experts.learning_rate, or training.experts.clip_norm: 1.0"
-    return DivergenceError(f"user {user!r}: {what}; the last checkpoint is kept; {advice}")
-
-
 class Simulation(Federation):
     """The work of a round: local steps of everybody who takes part, and the exchange that ends it."""
+
+    began: Float[Tensor, "rows columns"] | None = None
+    """Everybody's tensors at the start of the round, where they are asked for later in it."""
 
     # ---------------------------------------------------------------- local work
 
@@ -56,10 +57,11 @@ class Simulation(Federation):
         """
         started = time.perf_counter()
         losses: dict[int, float] = {}
+        rejected: dict[int, str] = {}
         copies = range(self.method.copies)
+        began = self.began = self.state.rows.clone() if self._looks_back else None
         for cohort in cohorts([c * len(self.trainers) + m for c in copies for m in members], self.portions.users):
             part = self.state.take(cohort)
-            before = part.rows.clone() if self.method.resize else None
             self._begin(part, cohort, round_number)
             steps = torch.tensor([self.feed.steps(owner) for owner in self.owners(cohort)])
             history = []
@@ -67,9 +69,9 @@ class Simulation(Federation):
                 history.append(self._iteration(part, cohort, round_number, step, step < steps))
                 tick()
             found = torch.stack(history)
-            self._check_finite(found, part.rows, cohort, round_number)
-            if before is not None:
-                self._resize(before, part)
+            rejected |= self._leave_out(find_broken(found, part.rows, round_number), part, cohort)
+            if self.method.resize is not None and began is not None:
+                self._resize(self.method.resize, began[cohort], part)
             if self.method.reroute is not None:
                 self._reroute(part, cohort, round_number, self.method.reroute)
             self.state.put(cohort, part)
@@ -77,7 +79,8 @@ class Simulation(Federation):
         if self.method.resize:
             self.resized()
         seen = len(copies) * sum(self.feed.seen(member) for member in members)
-        return LocalRound(losses=losses, tokens=seen, seconds=time.perf_counter() - started)
+        losses = {user: loss for user, loss in losses.items() if user not in rejected}
+        return LocalRound(losses=losses, rejected=rejected, tokens=seen, seconds=time.perf_counter() - started)
 
     def _begin(self, part: State, cohort: Sequence[int], round_number: int) -> None:
         """What a round starts with: some columns as they were before any training, and phases before the others."""
@@ -102,10 +105,20 @@ class Simulation(Federation):
         router = self.model.layout.views(part.rows)[CLIENT_ROUTER]
         router.copy_(reroute(total / counts.to(total).unsqueeze(1), rate))
 
-    def _resize(self, before: Float[Tensor, "users columns"], part: State) -> None:
-        assert self.method.resize is not None
-        views = self.model.layout.views
-        part.ranks.copy_(self.method.resize(views(before), views(part.rows), part.ranks))
+    @property
+    def _looks_back(self) -> bool:
+        """Whether what a user began a round with is asked for later in the round."""
+        return bool(self.method.resize) or self.method.proximal > 0 or self.method.forgiving
+
+    def _resize(self, resize: Resize, before: Float[Tensor, "users columns"], part: State) -> None:
+        part.ranks.copy_(resize(self.model.layout.views(before), self.model.layout.views(part.rows), part.ranks))
+
+    def _pull_back(self, gradients: Tree, part: State, users: Sequence[int]) -> None:
+        """Adds the gradient of ``proximal |theta - theta_0|^2``, theta_0 what a user began the round with."""
+        assert self.began is not None
+        now, before = (self.model.layout.views(rows) for rows in (part.rows, self.began[list(users)]))
+        for name, gradient in gradients.items():
+            gradients[name] = gradient + 2 * self.method.proximal * (now[name] - before[name])
 
     def _iteration(
         self, part: State, cohort: Sequence[int], round_number: int, step: int, active: Bool[Tensor, " users"]
@@ -139,6 +152,8 @@ class Simulation(Federation):
             drawn = self.feed.draw(self.owners(users), phase, round_number, step, i)
             with self.model.randomness(self.training.seed, self.name(users[0]), round_number, step, i):
                 losses, gradients = self.gradient(part.rows, users, drawn, phase)
+            if self.method.proximal:
+                self._pull_back(gradients, part, users)
             self._step(phase, part, users, gradients, round_number * self.local_steps + max(step, 0))
             total += losses
         return total / phase.steps
@@ -233,19 +248,14 @@ class Simulation(Federation):
         for slot in statistics:
             views[slot.name].copy_(tensors[slot.name])
 
-    def _check_finite(
-        self,
-        losses: Float[Tensor, "steps users"],
-        rows: Float[Tensor, "users columns"],
-        cohort: Sequence[int],
-        round_number: int,
-    ) -> None:
-        # The rows too: what breaks in the last step shows in no loss of this round, and the exchange would spread it.
-        for step, user in (~losses.isfinite()).nonzero().tolist():
-            what = f"training loss is {losses[step, user].item()} in round {round_number + 1}, local step {step + 1}"
-            raise diverged(self.name(cohort[user]), what)
-        for user in (~rows.sum(1).isfinite()).nonzero().flatten().tolist():  # one pass, without a copy
-            raise diverged(self.name(cohort[user]), f"not all tensors are finite after round {round_number + 1}")
+    def _leave_out(self, broken: dict[int, str], part: State, cohort: Sequence[int]) -> dict[int, str]:
+        """Users who are not finite end the run; where the server is forgiving, they have not taken part."""
+        for user, what in broken.items():
+            if self.began is None or not self.method.forgiving:
+                raise diverged(self.name(cohort[user]), what)
+            part.rows[user] = self.began[cohort[user]]
+            part.first[user], part.second[user] = 0, 0
+        return {self.owners(cohort)[user]: what for user, what in broken.items()}
 
     # ---------------------------------------------------------------- between rounds
 

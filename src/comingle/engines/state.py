@@ -74,9 +74,9 @@ def initial_state(
     What is ``local`` is drawn from (seed, user, tensor); all else, shared or frozen, starts equal for all users.
     Padding is zero. Of the ``moments`` that no optimiser uses nothing is kept.
     """
-    rows = _draw(layout, seed, "server").repeat(len(names), 1)
+    rows = draw(layout, seed, "server").repeat(len(names), 1)
     for row, name in zip(rows, names, strict=True):
-        row.copy_(torch.where(local, _draw(layout, seed, name, only=local), row))
+        row.copy_(torch.where(local, draw(layout, seed, name, only=local), row))
     rows = rows.to(mask.device, dtype) * mask
     zeros = torch.zeros(len(names), dtype=torch.int64, device=mask.device)
     return State(
@@ -89,7 +89,7 @@ def initial_state(
     )
 
 
-def _draw(
+def draw(
     layout: Layout, seed: int, owner: str, only: Bool[Tensor, " columns"] | None = None
 ) -> Float[Tensor, " columns"]:
     """One random stream per (seed, owner, tensor), so a user's start depends on no other user or tensor.

@@ -15,6 +15,7 @@ from comingle.methods.ensemble import ensemble, ensemble_optimal, local_adaptor
 from comingle.methods.factors import fedsa_lora, ffa_lora
 from comingle.methods.fdlora import fdlora
 from comingle.methods.fedavg import fedavg
+from comingle.methods.fedmerge import fedmerge, fedmerge_fixed
 from comingle.methods.flexlora import flexlora
 from comingle.methods.floral import floral, floral_mfl, floral_optimal
 from comingle.methods.hetlora import hetlora
@@ -52,6 +53,8 @@ REGISTRY: dict[str, Callable[..., Method]] = {
     "local-adaptor": local_adaptor,
     "ensemble": ensemble,
     "ensemble-optimal": ensemble_optimal,
+    "fedmerge": fedmerge,
+    "fedmerge-fixed": fedmerge_fixed,
 }
 
 
@@ -101,7 +104,8 @@ def _check(name: str, key: str, value: Any) -> None:
 def _allowed(key: str, default: Any) -> tuple[str, Callable[[Any], bool]]:
     """What a setting may be, in words and as a test."""
     if isinstance(default, str):
-        return "train, valid", lambda v: v in ("train", "valid")
+        words = ("head", "all") if default in ("head", "all") else ("train", "valid")
+        return ", ".join(words), lambda v: v in words
     if isinstance(default, bool):
         return "true, false", lambda v: isinstance(v, bool)
     if key == "temperature":

@@ -5,7 +5,7 @@ A method never sees a recipe, a loop, an optimiser or a file; engines own those.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -38,6 +38,15 @@ class Context:
     clustered: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """What a server knows before the first round: differently initialised models, the users' names, the run's seed."""
+
+    starts: Tree
+    users: Sequence[str]
+    seed: int
+
+
 Server = Callable[[Tree, Context], Tree]
 """Maps stacked uploads ``(users, ...)`` to stacked downloads."""
 
@@ -55,6 +64,9 @@ Reroute = Callable[[Float[Tensor, "users clusters"], float], Float[Tensor, "user
 
 Finish = Callable[[Float[Tensor, "copies users columns"], Validate], Float[Tensor, "users columns"]]
 """Maps the users' copies at the end of training to their final models."""
+
+Welcome = Callable[[Tree], Tree]
+"""Maps what the server keeps to the stacked downloads before the first round."""
 
 Stream = Literal["train", "valid"]
 
@@ -99,8 +111,11 @@ class Method:
     the rest is frozen. A role may be narrowed to one factor of its LoRA, as in "attention.a". ``pooled`` trains a
     single model on everybody's text (an upper bound that no federation may use). With ``peers`` every participant
     downloads the others' uploads instead of one answer. ``copies`` sets of tensors are trained side by side on the same
-    text: only the first takes part in exchanges, and the last is the user's model. ``memory`` is what the server keeps
-    at the start, given the first uploads. ``validates`` says that validation text is needed beyond the phases'.
+    text: only the first takes part in exchanges, and the last is the user's model. The server begins with ``starts``
+    differently initialised models; ``memory`` is what it keeps of them, and ``welcome`` what everybody downloads
+    before the first round. ``validates`` says that validation text is needed beyond the phases'. ``proximal`` times the
+    squared distance to where a round began is added to the users' objectives. Where the server is ``forgiving``, users
+    who leave the real numbers are left out of a round instead of ending the run.
     ``mixture`` makes a user's model a mixture of components, and ``reroute`` sets its router after the local steps
     where no phase trains it. ``report`` is what a user says to the server besides its shared tensors, out of all its
     tensors. At the start of each round the roles in ``resets`` are as they were before any training, and the phases
@@ -119,7 +134,11 @@ class Method:
     exchange_every: int = 1
     peers: bool = False
     copies: int = 1
-    memory: Callable[[Tree], Tree] | None = None
+    starts: int = 1
+    memory: Callable[[Beginning], Tree] | None = None
+    welcome: Welcome | None = None
+    proximal: float = 0.0
+    forgiving: bool = False
     regulariser: Regulariser | None = None
     resize: Resize | None = None
     finish: Finish | None = None

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.adapters.inject import ATTENTION, GENERALIST
-from comingle.methods.base import Context, Finish, Method, Server, Validate
+from comingle.methods.base import Beginning, Context, Finish, Method, Server, Validate
 from comingle.methods.clients import joint
 from comingle.methods.servers import mean
 from comingle.trees import Tree
@@ -58,9 +58,9 @@ def outer_steps(rate: float, momentum: float) -> Server:
     return step
 
 
-def _outer_memory(uploads: Tree) -> Tree:
-    """The global model, equal for all users at the start, and its velocity."""
-    start = {name: t[:1].clone() for name, t in uploads.items()}
+def _outer_memory(beginning: Beginning) -> Tree:
+    """The global model, and its velocity."""
+    start = {name: t[:1].clone() for name, t in beginning.starts.items()}
     return start | {f"{name}.velocity": torch.zeros_like(t) for name, t in start.items()}
 
 

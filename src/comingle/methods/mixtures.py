@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from comingle.methods.base import Context, Method, Phase, Server
+from comingle.methods.base import Beginning, Context, Method, Phase, Server
 from comingle.methods.servers import mean_by_cluster
 from comingle.routers.mixtures import ClientMixture
 from comingle.trees import ADAPTOR, BASE, CLIENT_ROUTER, Tree
@@ -32,9 +32,9 @@ def client_mixture(
     return Method(name=name, mixture=mixture, phases=phases, shared=shared, server=server, report=reports, **options)
 
 
-def first_upload(uploads: Tree) -> Tree:
+def first_upload(beginning: Beginning) -> Tree:
     """What everybody starts from, which a server that takes steps of its own keeps."""
-    return {name: t[0].clone() for name, t in uploads.items()}
+    return {name: t[0].clone() for name, t in beginning.starts.items()}
 
 
 def at_rates(base_rate: float, component_rate: float) -> Server:

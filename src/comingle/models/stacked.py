@@ -44,6 +44,12 @@ class StackedModel:
     device: torch.device
     dtype: torch.dtype
     mixture: ClientMixture | None = None
+    others: Float[Tensor, "others columns"] | None = None
+
+    @property
+    def other_starts(self) -> Float[Tensor, "others columns"]:
+        """Further models that a server may begin with, initialised differently from what users start from."""
+        return torch.zeros(0, self.layout.columns) if self.others is None else self.others
 
     @property
     def ranks(self) -> Int[Tensor, " users"]:
@@ -181,8 +187,9 @@ def stack(
 ) -> StackedModel:
     """Copies of a net for ``users`` users.
 
-    ``nets`` holds one net, a :class:`FloralModel` where the mixture is of adaptors, or as many differently initialised
-    ones as there are clusters where it is of whole models. All users start from their values.
+    ``nets`` holds one net, a :class:`FloralModel` where the mixture is of adaptors; or differently initialised ones: as
+    many as there are clusters where the mixture is of whole models, or as the server begins with where there is none.
+    All users start from their values, or from the first's.
     """
     device = device or torch.device("cpu")
     nets = [net.to(device, dtype) for net in nets]
@@ -192,8 +199,22 @@ def stack(
         slots.append(_router(len(nets)))
     slots.sort(key=lambda slot: _ORDER.index(slot.roles[0]))
     layout = Layout(slots=tuple(slots))
-    net = nets[0].requires_grad_(False)
-    return StackedModel(name=name, net=net, layout=layout, users=users, device=device, dtype=dtype, mixture=mixture)
+    others = None if many or len(nets) == 1 else torch.stack([_row(net, layout) for net in nets[1:]])
+    return StackedModel(
+        name=name,
+        net=nets[0].requires_grad_(False),
+        layout=layout,
+        users=users,
+        device=device,
+        dtype=dtype,
+        mixture=mixture,
+        others=others,
+    )
+
+
+def _row(net: nn.Module, layout: Layout) -> Float[Tensor, " columns"]:
+    tensors = _tensors(net)
+    return torch.cat([tensors[slot.name][0].flatten().cpu() for slot in layout.slots])
 
 
 def _router(clusters: int) -> Slot:

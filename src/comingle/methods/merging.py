@@ -1,0 +1,65 @@
+"""What moves a soup of models and its merging weights, out of the users' updates of their merged models.
+
+m users, d models Theta_j, weights w (m x d), theta_i = sum_j w_ij Theta_j (:func:`comingle.methods.servers.mix`).
+Updates g_i are of the sign of gradients: theta_i as it was sent minus as it came back. p_i = n_i / n.
+Source: FedMerge (Chen et al. 2025, arXiv:2504.06768), equations 5 and 6, appendices C and D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from comingle.trees import Tree
+
+MOST_STEPS = 10_000
+"""The public code's line search gives up after so many."""
+
+
+def soup_gradient(shares: Float[Tensor, "users models"], updates: Tree) -> Tree:
+    """``sum_i shares_ij g_i`` for every model j; with shares ``p_i w_ij`` that is eq. 5."""
+    return {name: torch.tensordot(shares.T.to(g), g, dims=1) for name, g in updates.items()}
+
+
+def inner_products(soup: Tree, updates: Tree, names: Collection[str]) -> Float[Tensor, "users models"]:
+    """``<Theta_j, g_i>`` over the tensors in ``names``."""
+    parts = [updates[n].flatten(1) @ soup[n].flatten(1).T for n in names]
+    return torch.stack(parts).sum(0)
+
+
+def weight_gradient(
+    inner: Float[Tensor, "users models"], weights: Float[Tensor, " users"]
+) -> Float[Tensor, "users models"]:
+    """``dL/dw_ij = p_i <Theta_j, g_i>`` (eq. 6)."""
+    return weights.to(inner).unsqueeze(1) * inner
+
+
+def logit_gradient(
+    shares: Float[Tensor, "users models"], inner: Float[Tensor, "users models"], weights: Float[Tensor, " users"]
+) -> Float[Tensor, "users models"]:
+    """``dL/da_ij = p_i w_ij <Theta_j - theta_i, g_i>`` where w is the row-wise softmax of a (appendix D).
+
+    The merged model is not needed: ``<theta_i, g_i> = sum_k w_ik <Theta_k, g_i>``.
+    """
+    merged = (shares * inner).sum(1, keepdim=True)
+    return weight_gradient(shares * (inner - merged), weights)
+
+
+def fixed_step(
+    gradient: Float[Tensor, "users models"], weights: Float[Tensor, " users"], size: float
+) -> Float[Tensor, "users models"]:
+    """What to subtract from the weights, its largest entry just above ``size`` (section 4.1, "fixed magnitude").
+
+    The public code adds up small steps ``size p_i G_ij``, where ``p_i G_ij`` is the gradient and the magnitudes of G
+    sum to 1, until an entry has moved by more than ``size``: this is where it stops.
+    """
+    shares = weights.to(gradient).unsqueeze(1)
+    total = torch.where(shares > 0, gradient / shares, 0.0).abs().sum()
+    step = size * gradient / total
+    largest = float(step.abs().max())
+    if not largest > 0:  # no gradient at all, which has divided by zero above
+        return torch.zeros_like(gradient)
+    return step * min(int(size / largest) + 1, MOST_STEPS)
