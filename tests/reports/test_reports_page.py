@@ -262,6 +262,14 @@ def test_of_many_users_the_worst_and_the_best_stand_in_the_table(
     assert f"floral 14 users: user-15 (×0.25), {named} and 2 more user-1 (×1) user-0 (×2)" in text
 
 
+def test_the_worst_accuracy_is_the_lowest(write_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "MAX_PANELS", 0)
+    monkeypatch.setattr("comingle.reports.page.WIDE", 1)
+    page = render_page(net_entries(write_run, "accuracy", {"floral": [0.8, 0.25], "ensemble": [0.75, 0.5]}))
+    assert "floral 25.0% · user-1 80.0% · user-0 52.5%" in prose(page)
+    assert best_cells(page) == [["80.0% · user-0"], ["50.0% · user-1", "62.5%"]]
+
+
 def test_private_text_is_announced_and_given_text_is_not(entries: Any, page: str) -> None:
     assert "this page contains private text" in page
     one = token_view()

@@ -83,14 +83,14 @@ def label_points(figure: Figure, axis: Axes, points: Sequence[tuple[float, float
     scale = 72 / figure.dpi
     at = [(float(x) * scale, float(y) * scale) for x, y in (axis.transData.transform(p[:2]) for p in points)]
     taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in at]
-    for (x, y), (*place, text) in zip(at, points, strict=True):
+    for (x, y), (right_of, above, text) in zip(at, points, strict=True):
         width = 5.6 * len(text)
         sides = [(8.0, 5.0), (8.0, -13.0), (-8.0 - width, 5.0), (-8.0 - width, -13.0)]
         boxes = [(x + right, y + up, x + right + width, y + up + 10) for right, up in sides]
         free = [number for number, box in enumerate(boxes) if not any(_overlap(box, other) for other in taken)]
         chosen = free[0] if free else 0
         taken.append(boxes[chosen])
-        axis.annotate(text, place, textcoords="offset points", xytext=sides[chosen], fontsize=9)
+        axis.annotate(text, (right_of, above), textcoords="offset points", xytext=sides[chosen], fontsize=9)
 
 
 def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:

@@ -175,10 +175,9 @@ def _names(told: list[str], verdict: str) -> Markup:
     """The names of users, best first; of many the count, and those whom it concerns most, beginning with the first."""
     most = told[: -NAMED - 1 : -1] if verdict == "harmed" else told[:NAMED]
     shown = told if len(told) <= NAMED else most
-    names = Markup(" ").join(
-        Markup('<span class="name">{}{}</span>').format(name, "," if number < len(shown) else "")
-        for number, name in enumerate(shown, start=1)
-    )
+    spans = [Markup('<span class="name">{}</span>').format(name + ",") for name in shown[:-1]]
+    spans += [Markup('<span class="name">{}</span>').format(name) for name in shown[-1:]]
+    names = Markup(" ").join(spans)
     if len(told) <= NAMED:
         return names or Markup("nobody")
     return Markup("{} users: {} and {} more").format(len(told), names, len(told) - NAMED)
