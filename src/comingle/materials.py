@@ -13,9 +13,8 @@ from comingle.data.sources import read_dataset, read_documents
 from comingle.data.tasks import Task
 from comingle.engines.runtime import keep_buffers
 from comingle.errors import DataError, RecipeError, did_you_mean
-from comingle.methods import make
 from comingle.models.language import Base, load_base
-from comingle.nets import PREFIX, prepare_task
+from comingle.nets import PREFIX, check_method, prepare_task
 from comingle.recipes import DataSection, Recipe, SplitSection, UserSource
 from comingle.recipes.unused import check_used
 
@@ -38,11 +37,11 @@ def prepare(recipe: Recipe, *, base: Base | None = None) -> Materials:
     """Load the base (unless it is given), read, split and tokenise everybody's text.
 
     Raises:
-        RecipeError: there is no such method, or a setting that would not be read, said before anything is loaded.
+        RecipeError: the method is none, or not for such users, or a setting would not be read; said before loading.
         BaseModelError: the base cannot be used.
         DataError: some user's text cannot.
     """
-    make(recipe.method.name, **recipe.method.settings)
+    check_method(recipe)
     check_used(recipe)
     keep_buffers()
     if recipe.runtime.threads:

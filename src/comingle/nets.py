@@ -25,7 +25,7 @@ from comingle.models.nets import make_net
 from comingle.models.stacked import StackedModel, stack
 from comingle.recipes import Recipe, TaskSection
 from comingle.recipes.unused import changed
-from comingle.trees import STATISTICS
+from comingle.trees import ADAPTOR, BASE, STATISTICS
 
 logger = logging.getLogger("comingle")
 
@@ -48,6 +48,7 @@ def build_nets(recipe: Recipe, task: Task, method: Method, training: Training) -
     """
     users = list(task.users)
     _check_users(task)
+    _check_on_nets(method)
     _check_clusters(task, method)
     if method.pooled:  # the one trainer is always there
         training = replace(training, participation=1.0)
@@ -55,7 +56,6 @@ def build_nets(recipe: Recipe, task: Task, method: Method, training: Training) -
     dtype = torch.float32 if recipe.runtime.dtype == "auto" else resolve_dtype(recipe.runtime.dtype, device)
     trainers = [pool_samples(users)] if method.pooled else users
     model = _model(recipe, task, method, len(trainers), device, dtype)
-    _check_method(method, model)
     size = training.batch_size * (len(users) if method.pooled else 1)
     least = _least_batch(model, training, size)
     augment = task.augmented if task.augment and not method.pooled else None
@@ -94,6 +94,9 @@ def _model(
     return stack(nets, name=PREFIX + name, users=users, mixture=mixture, device=device, dtype=dtype)
 
 
+NET_ROLES = frozenset({BASE, ADAPTOR})
+"""What nets have to be trained and shared, besides routers."""
+
 SEED_STEP = 1_000_003
 """Between the seeds of an ensemble's nets, so that runs with other seeds share none."""
 
@@ -104,14 +107,10 @@ def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLan
     Raises:
         RecipeError: a mixture of whole models, or ranks of each user's own.
     """
+    _check_on_text(recipe, method)
     mixture, section = method.mixture, recipe.adapters
     assert mixture is not None
-    if mixture.of != "adaptors":
-        raise RecipeError(f"method {method.name}: mixes whole models, which are small nets; give data.task")
-    if not isinstance(section.rank, int):
-        raise RecipeError(
-            f"method {method.name}: adapters.rank is {section.rank}; components have one rank for all users"
-        )
+    assert isinstance(section.rank, int)
     alpha = lora_scale(section.alpha, section.rank)
     return mix_language_model(base, mixture, users=users, rank=section.rank, alpha=alpha)
 
@@ -125,12 +124,35 @@ def warn_unread(recipe: Recipe) -> None:
         logger.warning("method %s: has no adaptors in nets, so these are not read: %s", name, ", ".join(keys))
 
 
-def _check_method(method: Method, model: StackedModel) -> None:
-    layout = model.layout
-    if method.phases and not layout.only(method.trained).slots:
-        raise RecipeError(f"method {method.name}: trains nothing of {model.name}; it is for language models")
-    if method.shared and not layout.only(method.shared).slots:
-        raise RecipeError(f"method {method.name}: shares nothing of {model.name}; it is for language models")
+def check_method(recipe: Recipe) -> None:
+    """Whether the recipe's method exists and is for the kind of users that the recipe has; reads no data.
+
+    Raises:
+        RecipeError: it does not, a setting is wrong, or it needs the other kind.
+    """
+    method = make(recipe.method.name, **recipe.method.settings)
+    if recipe.data.task is not None:
+        _check_on_nets(method)
+    else:
+        _check_on_text(recipe, method)
+
+
+def _check_on_text(recipe: Recipe, method: Method) -> None:
+    if method.mixture is None:
+        return
+    if method.mixture.of != "adaptors":
+        raise RecipeError(f"method {method.name}: mixes whole models, which are small nets; give data.task")
+    if method.mixture.optimal:
+        raise RecipeError(f"method {method.name}: needs users whose true clusters are known, as in made tasks")
+    if not isinstance(rank := recipe.adapters.rank, int):
+        raise RecipeError(f"method {method.name}: adapters.rank is {rank}; components have one rank for all users")
+
+
+def _check_on_nets(method: Method) -> None:
+    if method.phases and not method.trained & NET_ROLES:
+        raise RecipeError(f"method {method.name}: trains nothing of a net; it is for language models")
+    if method.shared and not method.shared & NET_ROLES:
+        raise RecipeError(f"method {method.name}: shares nothing of a net; it is for language models")
     if method.validates or method.resize or method.finish or method.copies > 1:
         raise RecipeError(f"method {method.name}: needs a language model; data.task has nets that are trained whole")
 

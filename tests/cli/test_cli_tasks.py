@@ -152,14 +152,25 @@ def test_a_setting_of_tasks_on_text(comingle: Any, recipe_file: Path, tmp_path: 
 @pytest.mark.parametrize("name", ["comigs", "comigs-2s", "fedavg-moe", "local-moe-tr", "pfedmoe", "ffa-lora"])
 def test_methods_that_train_nothing_of_a_net(comingle: Any, task_file: Path, name: str) -> None:
     line = one_line(comingle("run", task_file, "--set", f"method={name}"))
-    assert line == f"method {name}: trains nothing of net:mlp-norm; it is for language models"
+    assert line == f"method {name}: trains nothing of a net; it is for language models"
 
 
 @pytest.mark.parametrize("name", ["fedsa-lora", "flexlora", "hetlora", "fdlora"])
 def test_methods_that_share_nothing_of_a_net(comingle: Any, task_file: Path, name: str) -> None:
     """They would train everybody alone under another name."""
     line = one_line(comingle("run", task_file, "--set", f"method={name}"))
-    assert line == f"method {name}: shares nothing of net:mlp-norm; it is for language models"
+    assert line == f"method {name}: shares nothing of a net; it is for language models"
+
+
+def test_compare_refuses_methods_for_the_other_users_before_it_trains(
+    comingle: Any, task_file: Path, recipe_file: Path, tmp_path: Path
+) -> None:
+    command = ("--out", tmp_path / "out", "--methods")
+    line = one_line(comingle("compare", task_file, *command, "fedavg,comigs-1g1s"))
+    assert line == "method comigs-1g1s: trains nothing of a net; it is for language models"
+    line = one_line(comingle("compare", recipe_file, *command, "fedavg,floral-optimal"))
+    assert line == "method floral-optimal: needs users whose true clusters are known, as in made tasks"
+    assert not (tmp_path / "out").exists()
 
 
 def test_settings_of_adaptors_that_a_run_does_not_read_are_said(

@@ -40,12 +40,12 @@ def compare_methods(
     from comingle.cli.training import bar, warn_overlaps
     from comingle.folders import check_folder, open_folder
     from comingle.materials import prepare
-    from comingle.methods import make
+    from comingle.nets import check_method
     from comingle.reports.tables import render_comparison, write_comparison
 
     recipes = {(m, s): recipe.with_changes({"method": _method(recipe, m), "seed": s}) for s in seeds for m in methods}
     for one in recipes.values():  # every mistake in the settings is found before the first hour of training
-        make(one.method.name, **one.method.settings)
+        check_method(one)
     folders = {key: folder / f"{key[0]}-seed{key[1]}" for key in recipes}
     again = {key: resume and (place / "recipe.yaml").exists() for key, place in folders.items()}
     for key, one in recipes.items():
