@@ -165,10 +165,11 @@ def test_without_true_clusters_nothing_is_said_of_recovery(tmp_path: Path) -> No
     assert [label.get_text() for label in panel.get_yticklabels()] == ["ann", "bob", "cem"]
 
 
-def test_ensembles_mix_models(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["ensemble", "fedmerge"])
+def test_some_methods_mix_models(tmp_path: Path, method: str) -> None:
     folder = hand_made(tmp_path / "run", clusters=None, last=[[0.1, 0.9], [0.6, 0.4], [0.0, 1.0]])
     path = folder / "events.jsonl"
-    path.write_text(path.read_text().replace('"floral"', '"ensemble"'))
+    path.write_text(path.read_text().replace('"floral"', f'"{method}"'))
     found = read_mixtures(folder)
     assert found is not None
     assert mixtures_figure(found).axes[0].get_xlabel() == "model"

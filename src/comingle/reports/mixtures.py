@@ -26,6 +26,7 @@ from comingle.reports.colours import INK
 
 MAX_PANELS = 6
 _MOST_NAMES = 40
+_OF_MODELS = ("ensemble", "fedmerge")
 _SOLID = "#2b7bc4"  # about equally far from white paper and from dark
 _SHADES = LinearSegmentedColormap.from_list("weights", [f"{_SOLID}00", f"{_SOLID}ff"])
 
@@ -52,8 +53,8 @@ class Mixtures:
 
     @property
     def component(self) -> str:
-        """What is mixed: ensembles have whole models."""
-        return "model" if self.method.startswith("ensemble") else "adaptor set"
+        """What is mixed: some methods have whole models."""
+        return "model" if self.method.startswith(_OF_MODELS) else "adaptor set"
 
     @property
     def learned(self) -> bool:
