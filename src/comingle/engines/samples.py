@@ -10,9 +10,10 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from comingle.data.batches import PAD
-from comingle.data.samples import SampleBank, Samples, UserSamples, bank_of, epoch
+from comingle.data.samples import SampleBank, Samples, UserSamples, bank_of
 from comingle.data.seeds import generator
-from comingle.engines.feeds import Feed, Predict
+from comingle.engines.feeds import Predict
+from comingle.engines.passes import PassFeed
 from comingle.engines.training import Portions, Training
 from comingle.errors import DataError
 from comingle.evaluation.perplexity import Gates
@@ -28,14 +29,11 @@ Augment = Callable[[Sequence[int], Tensor, torch.Generator], Tensor]
 """Changes train inputs ``(users, batch, ...)`` of the given users at random."""
 
 
-class SampleFeed(Feed):
-    """Each round every user goes ``local_epochs`` times over its train samples, in an order of its own.
+class SampleFeed(PassFeed):
+    """Passes over inputs with targets.
 
-    The last batch of a pass may be smaller; where it has fewer than ``least`` samples (batch norm cannot take a single
-    one) it is left out.
+    Batch norm cannot take a batch of a single sample, and would see what fills up smaller batches.
     """
-
-    unit = "samples"
 
     def __init__(
         self,
@@ -48,8 +46,8 @@ class SampleFeed(Feed):
         augment: Augment | None = None,
         least: int = 1,
     ):
-        self.trainers, self.training, self.batch_size = list(trainers), training, batch_size
-        self.augment, self.least = augment, least
+        super().__init__(trainers, training, batch_size, least=least)
+        self.augment = augment
         for trainer in self.trainers:
             if len(trainer.train) < least:
                 got = f"{len(trainer.train)} train samples"
@@ -58,9 +56,12 @@ class SampleFeed(Feed):
             split: bank_of([trainer.split(split) for trainer in self.trainers], device=device, dtype=dtype)
             for split in ("train", "valid")
         }
-        self._order: dict[tuple[object, ...], Int64[Tensor, "steps batch"]] = {}
-        self._round = -1
         self._scored: dict[tuple[int, ...], SampleBank] = {}
+
+    def count(self, trainer: int, stream: Stream) -> int:
+        """How many samples a trainer has."""
+        owner = self.trainers[trainer]
+        return len(owner.valid if stream == "valid" else owner.train)
 
     def portions(self, device: torch.device, columns: int) -> Portions:
         """By parameters: copies of the net are large beside the activations of a small batch."""
@@ -69,52 +70,15 @@ class SampleFeed(Feed):
             users=self.training.users_per_step or max(1, COLUMNS_PER_PASS // max(1, columns)), sequences=sequences
         )
 
-    def _batches(self, count: int) -> int:
-        """Batches of one pass over so many samples."""
-        full, rest = divmod(count, self.batch_size)
-        return full + (rest >= self.least)
-
-    def steps(self, trainer: int) -> int:
-        """Batches of all local epochs."""
-        return self.training.local_epochs * self._batches(len(self.trainers[trainer].train))
-
-    def seen(self, trainer: int) -> int:
-        """Training samples of a round."""
-        count = len(self.trainers[trainer].train)
-        return self.training.local_epochs * min(count, self._batches(count) * self.batch_size)
-
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int64[Tensor, "users batch"]:
-        """The next batch of each trainer's shuffled pass, as wide as the largest of them; ``PAD`` fills the others.
-
-        Trainers with equally many samples have no padding, which batch norm would see.
-        """
-        if round_number != self._round:  # orders follow from the round, so they are kept for its steps alone
-            self._order, self._round = {}, round_number
-        purpose = f"{phase.purpose}/{phase.stream}" if step >= 0 else "before"
-        place = repeat if step < 0 else step * phase.steps + repeat
-        drawn = torch.stack([self._batch(trainer, phase.stream, purpose, round_number, place) for trainer in trainers])
-        return drawn[:, : max(1, int((drawn != PAD).sum(1).max()))]
-
-    def _batch(
-        self, trainer: int, stream: Stream, purpose: str, round_number: int, place: int
-    ) -> Int64[Tensor, " batch"]:
-        owner = self.trainers[trainer]
-        count = len(owner.valid if stream == "valid" else owner.train)
-        number, at = divmod(place, max(1, self._batches(count)))
-        key = (trainer, purpose, number)
-        if key not in self._order:
-            random = generator(self.training.seed, owner.name, round_number, purpose, number)
-            self._order[key] = epoch(count, self.batch_size, random)
-        return self._order[key][at]
+        """Samples are drawn as their numbers."""
+        return self.numbers(trainers, phase, round_number, step, repeat)
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch"]]:
         """All train samples of each trainer, in order."""
-        counts = self.banks["train"].counts[list(trainers)].unsqueeze(1)
-        for first in range(0, int(counts.max()), self.batch_size):
-            at = torch.arange(first, first + self.batch_size).expand(len(counts), -1)
-            yield torch.where(at < counts, at, PAD)
+        return self.every(trainers)
 
     def read(
         self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch"]

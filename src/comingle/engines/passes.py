@@ -1,0 +1,83 @@
+"""Batches that are passes over a user's samples: which samples each user takes in which step, as numbers."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from comingle.data.batches import PAD
+from comingle.data.samples import epoch
+from comingle.data.seeds import generator
+from comingle.engines.feeds import Feed
+from comingle.engines.training import Training
+from comingle.methods.base import Phase, Stream
+
+
+class PassFeed(Feed):
+    """Each round every user goes ``local_epochs`` times over its train samples, in an order of its own.
+
+    The last batch of a pass may be smaller; where it has fewer than ``least`` samples it is left out. ``trainers`` have
+    a name, and ``train`` and ``valid`` sets with a length.
+    """
+
+    unit = "samples"
+
+    def __init__(self, trainers: Sequence[Any], training: Training, batch_size: int, *, least: int = 1):
+        self.trainers, self.training, self.batch_size, self.least = list(trainers), training, batch_size, least
+        self._order: dict[tuple[object, ...], Int64[Tensor, "steps batch"]] = {}
+        self._round = -1
+
+    @abstractmethod
+    def count(self, trainer: int, stream: Stream) -> int:
+        """How many samples a trainer has."""
+
+    def _batches(self, count: int) -> int:
+        """Batches of one pass over so many samples."""
+        full, rest = divmod(count, self.batch_size)
+        return full + (rest >= self.least)
+
+    def steps(self, trainer: int) -> int:
+        """Batches of all local epochs."""
+        return self.training.local_epochs * self._batches(self.count(trainer, "train"))
+
+    def seen(self, trainer: int) -> int:
+        """Training samples of a round."""
+        count = self.count(trainer, "train")
+        return self.training.local_epochs * min(count, self._batches(count) * self.batch_size)
+
+    def numbers(
+        self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
+    ) -> Int64[Tensor, "users batch"]:
+        """The next batch of each trainer's shuffled pass, as wide as the largest of them; ``PAD`` fills the others.
+
+        Trainers with equally many samples have no padding.
+        """
+        if round_number != self._round:  # orders follow from the round, so they are kept for its steps alone
+            self._order, self._round = {}, round_number
+        purpose = f"{phase.purpose}/{phase.stream}" if step >= 0 else "before"
+        place = repeat if step < 0 else step * phase.steps + repeat
+        drawn = torch.stack([self._batch(trainer, phase.stream, purpose, round_number, place) for trainer in trainers])
+        return drawn[:, : max(1, int((drawn != PAD).sum(1).max()))]
+
+    def _batch(
+        self, trainer: int, stream: Stream, purpose: str, round_number: int, place: int
+    ) -> Int64[Tensor, " batch"]:
+        count = self.count(trainer, stream)
+        number, at = divmod(place, max(1, self._batches(count)))
+        key = (trainer, purpose, number)
+        if key not in self._order:
+            random = generator(self.training.seed, self.trainers[trainer].name, round_number, purpose, number)
+            self._order[key] = epoch(count, self.batch_size, random)
+        return self._order[key][at]
+
+    def every(self, trainers: Sequence[int]) -> Iterator[Int64[Tensor, "users batch"]]:
+        """All train samples of each trainer, in order."""
+        counts = torch.tensor([self.count(trainer, "train") for trainer in trainers]).unsqueeze(1)
+        for first in range(0, int(counts.max()), self.batch_size):
+            at = torch.arange(first, first + self.batch_size).expand(len(counts), -1)
+            yield torch.where(at < counts, at, PAD)
