@@ -1,6 +1,7 @@
 """How much stacking the users of a small net saves: a federation's rounds against the same users one after another.
 
-``python benchmarks/many_users.py [--task mlp] [--users 100] [--rounds 5] [--grow 10,100,1000]`` prints one JSON line:
+``python benchmarks/many_users.py [--task mlp] [--method fedavg] [--users 100] [--rounds 5] [--grow 10,100]`` prints one
+JSON line:
 
 - ``stacked_s`` and ``looped_s``: seconds of a round (local epoch and mean), stacked here and in a plain PyTorch loop;
 - ``ratio``: how many times more rounds a second the stacked federation makes;
@@ -14,10 +15,13 @@ import copy
 import json
 import time
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import nn
 
+from comingle.adapters.clustered import FloralModel, floral, precondition, roles
+from comingle.data.samples import Samples, UserSamples
 from comingle.engines.simulation import Simulation
 from comingle.evaluation.samples import sample_losses
 from comingle.experiment import build
@@ -26,6 +30,9 @@ from comingle.models.nets import make_net
 from comingle.recipes import parse_recipe
 
 RATE = 0.05
+CLUSTERS = 4
+BUDGET = 0.01
+"""Of FLoRAL's adaptors, as a part of the base's parameters: the paper's smaller one."""
 
 
 def federation(task: str, users: int, method: str, users_per_step: int | None) -> Simulation:
@@ -46,25 +53,47 @@ def federation(task: str, users: int, method: str, users_per_step: int | None) -
     return build(recipe, prepare(recipe))
 
 
-def one_after_another(sim: Simulation, task: str) -> Callable[[int], None]:
-    """FedAvg as most scripts have it: each user trains a copy of the global model with torch's SGD."""
-    first = sim.users[0].train
+def start(sim: Simulation, task: str, method: str) -> nn.Module:
+    first = cast(Samples, sim.users[0].train)
     outputs = first.targets.shape[1] if first.targets.is_floating_point() else 10
-    shared = make_net(task, tuple(first.inputs.shape[1:]), outputs, seed=0)
+    net = make_net(task, tuple(first.inputs.shape[1:]), outputs, seed=0)
+    return floral(net, budget=BUDGET, num_clusters=CLUSTERS) if method == "floral" else net
 
-    def train(model: nn.Module, user: int) -> nn.Module:
-        data, optimizer = sim.users[user].train, torch.optim.SGD(model.parameters(), lr=RATE)
-        for at in torch.randperm(len(data)).split(sim.batch_size):
-            optimizer.zero_grad()
-            sample_losses(model(data.inputs[at]), data.targets[at]).mean().backward()
-            optimizer.step()
-        return model
+
+def train(model: nn.Module, data: Samples, batch_size: int) -> nn.Module:
+    """One epoch of a user with torch's SGD, with preconditioned gradients where there are adaptors."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for at in torch.randperm(len(data)).split(batch_size):
+        optimizer.zero_grad()
+        sample_losses(model(data.inputs[at]), data.targets[at]).mean().backward()
+        if isinstance(model, FloralModel):
+            values = {name: p.detach() for name, p in model.named_parameters()}
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            for name, found in precondition(model.pairs(), values, gradients).items():
+                model.get_parameter(name).grad = found
+        optimizer.step()
+    return model
+
+
+@torch.no_grad()
+def average(shared: nn.Module, models: list[nn.Module]) -> None:
+    """The mean over users; adaptors weighted by how much their users make of them."""
+    shares = torch.full((len(models), 1), 1 / len(models))
+    clustered: set[str] = set()
+    if isinstance(shared, FloralModel):
+        shares = torch.stack([m.get_parameter("router.theta").softmax(0) for m in models])
+        shares, clustered = shares / shares.sum(0), {n for n, role in roles(shared).items() if role == "adaptor"}
+    for name, value in shared.named_parameters():
+        everybody = torch.stack([model.get_parameter(name) for model in models])
+        value.copy_(torch.einsum("uc,uc...->c...", shares, everybody) if name in clustered else everybody.mean(0))
+
+
+def one_after_another(sim: Simulation, task: str, method: str) -> Callable[[int], None]:
+    """The same method as most scripts have it: each user trains a copy of the global model."""
+    shared, users = start(sim, task, method), cast(list[UserSamples], sim.users)
 
     def a_round(number: int) -> None:
-        models = [train(copy.deepcopy(shared), user) for user in range(len(sim.users))]
-        with torch.no_grad():
-            for name, value in shared.named_parameters():
-                value.copy_(torch.stack([model.get_parameter(name) for model in models]).mean(0))
+        average(shared, [train(copy.deepcopy(shared), user.train, sim.batch_size) for user in users])
 
     return a_round
 
@@ -93,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", default="mlp", choices=("linear", "mlp", "mnist"))
     parser.add_argument("--users", type=int, default=100)
-    parser.add_argument("--method", default="fedavg", help="of the stacked federation; the loop is always FedAvg")
+    parser.add_argument("--method", default="fedavg", choices=("fedavg", "floral"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--grow", default="10,100,1000", help="numbers of users, or nothing")
     parser.add_argument("--users-per-step", type=int)
@@ -101,7 +130,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     sim = federation(args.task, args.users, args.method, args.users_per_step)
-    quick, slow = seconds(stacked(sim), args.rounds), seconds(one_after_another(sim, args.task), args.rounds)
+    quick, slow = (
+        seconds(stacked(sim), args.rounds),
+        seconds(one_after_another(sim, args.task, args.method), args.rounds),
+    )
     grown = {}
     for users in [int(n) for n in args.grow.split(",") if n]:
         many = federation(args.task, users, args.method, args.users_per_step)
