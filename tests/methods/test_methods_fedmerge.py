@@ -1,0 +1,253 @@
+"""FedMerge in the engine: against its algorithm written out user by user, what travels, and users who break."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from comingle import nets
+from comingle.engines.rounds import run_rounds
+from comingle.engines.samples import SampleFeed
+from comingle.engines.simulation import Simulation
+from comingle.errors import DivergenceError, RecipeError
+from comingle.methods import make
+
+RATE, STEP = 0.05, 0.01
+LINEAR = {"data.task.name": "linear", "training.batch_size": 3, "evaluation.model": "exchanged"}
+EVERYONE = [0, 1, 2, 3]
+MODELS = 3
+Own = dict[str, Tensor]
+
+
+def merge(soup: Own, shares: Tensor) -> Own:
+    return {name: sum(shares[j] * t[j] for j in range(len(shares))) for name, t in soup.items()}
+
+
+def inner(one: Own, other: Own) -> Tensor:
+    return sum((one[name] * other[name]).sum() for name in one)
+
+
+class ByHand:
+    """Algorithm 1 on the linear task, whose only layer is its head."""
+
+    def __init__(self, sim: Simulation, *, softmax: bool, models_first: bool, column: bool, proximal: float):
+        memory = sim.state.server
+        self.sim, self.softmax, self.column, self.proximal = sim, softmax, column, proximal
+        self.soup = {n.removeprefix("soup."): t.clone() for n, t in memory.items() if n.startswith("soup.")}
+        self.logits = memory["merging"].to(torch.float64)
+        self.moves = [self.move_models, self.move_weights] if models_first else [self.move_weights, self.move_models]
+
+    def shares(self, user: int) -> Tensor:
+        return self.logits[user].softmax(0) if self.softmax else self.logits[user]
+
+    def round(self, number: int, members: Sequence[int]) -> None:
+        total = sum(len(self.sim.trainers[k].train) for k in members)
+        p = {k: len(self.sim.trainers[k].train) / total for k in members}
+        updates = {k: self.local(k, number) for k in members}
+        for move in self.moves:
+            move(updates, p)
+
+    def local(self, user: int, number: int) -> Own:
+        """What the merged model was minus what the user made of it."""
+        data, start = self.sim.trainers[user].train, merge(self.soup, self.shares(user))
+        own = dict(start)
+        for step in range(self.sim.feed.steps(user)):
+            at = self.sim.feed.draw([user], self.sim.phases[0], number, step, 0)[0]
+            leaves = {name: t.clone().requires_grad_() for name, t in own.items()}
+            outputs = data.inputs[at].double() @ leaves["weight"].T + leaves["bias"]
+            loss = (outputs - data.targets[at]).square().mean()
+            loss = loss + self.proximal * sum((leaves[n] - start[n]).square().sum() for n in own)
+            gradients = torch.autograd.grad(loss, list(leaves.values()))
+            own = {name: own[name] - RATE * g for name, g in zip(leaves, gradients, strict=True)}
+        return {name: start[name] - own[name] for name in own}
+
+    def move_models(self, updates: dict[int, Own], p: dict[int, float]) -> None:
+        shares = {k: self.shares(k) for k in updates}
+        for j in range(len(self.logits[0])):
+            total = sum(p[k] * shares[k][j] for k in updates) if self.column else 1.0
+            for name, t in self.soup.items():
+                t[j] -= sum(p[k] * shares[k][j] / total * updates[k][name] for k in updates)
+
+    def move_weights(self, updates: dict[int, Own], p: dict[int, float]) -> None:
+        gradient = torch.zeros_like(self.logits)
+        for k, g in updates.items():
+            w, merged = self.shares(k), merge(self.soup, self.shares(k))
+            for j in range(len(w)):
+                model = {name: t[j] for name, t in self.soup.items()}
+                difference = {name: model[name] - merged[name] for name in model}
+                gradient[k, j] = w[j] * inner(difference, g) if self.softmax else inner(model, g)
+        gradient /= gradient.abs().sum()
+        moved = torch.zeros_like(gradient)
+        while float(moved.abs().max()) <= STEP:
+            for k in updates:
+                moved[k] -= STEP * p[k] * gradient[k]
+        self.logits += moved
+
+
+def unequal(sim: Simulation) -> Simulation:
+    """User 2 has fewer samples than the others, so that means are weighted."""
+    few = sim.trainers[2]
+    sim.trainers[2] = replace(few, train=few.train.first(4))
+    sim.feed = SampleFeed(sim.trainers, sim.training, sim.batch_size, device=sim.model.device, dtype=sim.model.dtype)
+    return sim
+
+
+@pytest.mark.parametrize("members", [EVERYONE, [0, 2, 3]], ids=["everybody", "sampled"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"models_first": False, "proximal": 0.3},
+        {"softmax": False, "column_normalize": False},
+        {"softmax": False, "models_first": False},
+    ],
+    ids=["defaults", "weights first, proximal", "eq. 5", "no softmax, weights first"],
+)
+def test_two_rounds_equal_the_algorithm_written_out(
+    federate_nets: Any, settings: dict[str, Any], members: list[int]
+) -> None:
+    sim = unequal(federate_nets({"name": "fedmerge", "models": MODELS, **settings}, changes=LINEAR))
+    chosen = {"softmax": True, "models_first": True, "column_normalize": True, "proximal": 0.0, **settings}
+    hand = ByHand(sim, column=chosen.pop("column_normalize"), **chosen)
+    for number in range(2):
+        hand.round(number, members)
+        sim.local_round(members, number)
+        sim.exchange(members)
+    rows = sim.model.layout.views(sim.state.rows)
+    torch.testing.assert_close(sim.state.server["merging"].double(), hand.logits, rtol=1e-5, atol=1e-7)
+    assert float((hand.logits - hand.logits[:1]).abs().max()) > STEP / 2
+    for name, t in hand.soup.items():
+        torch.testing.assert_close(sim.state.server[f"soup.{name}"], t, rtol=1e-6, atol=1e-8)
+        for k in EVERYONE:  # who was away too
+            torch.testing.assert_close(rows[name][k], merge(hand.soup, hand.shares(k))[name], rtol=1e-6, atol=1e-8)
+
+
+def test_the_first_download_is_the_mean_of_the_soup(federate_nets: Any) -> None:
+    sim = federate_nets({"name": "fedmerge", "models": MODELS})
+    for name, t in sim.model.layout.views(sim.state.rows).items():
+        soup = sim.state.server[f"soup.{name}"]
+        assert len(soup) == MODELS
+        torch.testing.assert_close(t, soup.mean(0).expand_as(t))
+    weight = sim.state.server["soup.0.weight"]
+    assert not torch.equal(weight[0], weight[1])
+
+
+def test_one_model_travels_whatever_is_in_the_soup(federate_nets: Any) -> None:
+    for models in (1, 7):
+        sim, plain = federate_nets({"name": "fedmerge", "models": models}), federate_nets("fedavg")
+        assert sim.exchanged_bytes(EVERYONE) == plain.exchanged_bytes(EVERYONE)
+        assert sim.exchanged_bytes([1])[1] == 4 * sim.model.layout.columns
+
+
+def test_one_model_is_fedavg(federate_nets: Any) -> None:
+    sim, plain = federate_nets({"name": "fedmerge", "models": 1}), federate_nets("fedavg")
+    for each in (sim, plain):
+        for number in range(2):
+            each.local_round(EVERYONE, number)
+            each.exchange(EVERYONE)
+    torch.testing.assert_close(sim.state.rows, plain.state.rows, rtol=1e-9, atol=1e-12)
+
+
+def test_fixed_weights_are_even_over_a_subset_and_stay(federate_nets: Any) -> None:
+    sim = federate_nets({"name": "fedmerge-fixed", "models": 6, "chosen": 2})
+    before = sim.state.server["merging"].clone()
+    shares = before.softmax(1)
+    assert sorted(shares[0].tolist()) == [0, 0, 0, 0, 0.5, 0.5]
+    assert len({tuple(row) for row in shares.tolist()}) > 1
+    sim.local_round(EVERYONE, 0)
+    sim.exchange(EVERYONE)
+    assert torch.equal(sim.state.server["merging"], before)
+
+
+def test_the_proximal_gradient_is_that_of_autograd(federate_nets: Any) -> None:
+    sim = federate_nets({"name": "fedmerge", "models": 2, "proximal": 0.3})
+    layout, users = sim.model.layout, [1, 3]
+    sim.began = torch.randn(sim.state.rows.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    part = sim.state.take(users)
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in layout.views(part.rows).items()}
+    before = layout.views(sim.began[users])
+    penalty = 0.3 * sum((leaves[name] - before[name]).square().sum() for name in leaves)
+    wanted = dict(zip(leaves, torch.autograd.grad(penalty, list(leaves.values())), strict=True))
+    found = {name: torch.ones_like(t) for name, t in leaves.items()}
+    sim._pull_back(found, part, users)
+    for name in leaves:
+        torch.testing.assert_close(found[name], 1 + wanted[name], rtol=1e-12, atol=1e-12)
+
+
+# ---------------------------------------------------------------- users who break
+
+
+def broken(federate_nets: Any, users: Sequence[int], value: float, **changes: Any) -> Simulation:
+    sim = federate_nets({"name": "fedmerge", "models": MODELS}, changes={**LINEAR, "training.rounds": 1, **changes})
+    bank = sim.feed.banks["train"]
+    for user in users:
+        bank.inputs[int(bank.starts[user])] = value
+    return sim
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e300])
+def test_a_user_who_leaves_the_real_numbers_is_left_out(
+    federate_nets: Any, value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    events: list[dict[str, Any]] = []
+    sim = broken(federate_nets, [1], value)
+    name = sim.trainers[1].name
+    with caplog.at_level("WARNING", logger="comingle"):
+        run_rounds(sim, observe=events.append)
+    (event,) = (e for e in events if e["event"] == "rejected")
+    assert (event["round"], event["user"]) == (1, name)
+    assert event["reason"]
+    (warning,) = caplog.messages
+    assert f"user {name!r} is left out of round 1: " in warning
+    (done,) = (e for e in events if e["event"] == "round")
+    assert set(done["train_loss_nats"]) == {sim.trainers[k].name for k in (0, 2, 3)}
+    assert (done["upload_bytes"], done["download_bytes"]) == sim.exchanged_bytes([0, 2, 3])
+
+    absent = broken(federate_nets, [], value, **{"training.participation": [[sim.trainers[k].name for k in (0, 2, 3)]]})
+    run_rounds(absent, observe=lambda event: None)
+    assert bool(sim.state.rows.isfinite().all())
+    assert torch.equal(sim.state.rows, absent.state.rows)
+    assert all(torch.equal(t, absent.state.server[key]) for key, t in sim.state.server.items())
+
+
+def test_a_round_without_anybody_ends_the_run(federate_nets: Any) -> None:
+    with pytest.raises(DivergenceError, match="training loss is nan in round 1") as error:
+        run_rounds(broken(federate_nets, EVERYONE, float("nan")), observe=lambda event: None)
+    assert "\n" not in str(error.value)
+
+
+def test_other_servers_do_not_forgive(federate_nets: Any) -> None:
+    sim = federate_nets("fedavg", changes=LINEAR)
+    sim.feed.banks["train"].inputs[0] = float("nan")
+    with pytest.raises(DivergenceError, match=f"user '{sim.trainers[0].name}'"):
+        run_rounds(sim, observe=lambda event: None)
+
+
+# ---------------------------------------------------------------- bad settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"name": "fedmerge", "models": 0}, "method fedmerge: models is 0; allowed: whole numbers from 1"),
+        ({"name": "fedmerge-fixed", "models": 3, "chosen": 4}, "chosen is 4 of 3 models; allowed: 1 to 3"),
+        ({"name": "fedmerge", "inner_product_keys": "tail"}, "inner_product_keys is 'tail'; allowed: head, all"),
+        ({"name": "fedmerge", "proximal": -1.0}, "proximal is -1.0; allowed: numbers from 0"),
+    ],
+)
+def test_settings_out_of_range_are_one_line(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        make(**settings)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_identical_models_are_refused_with_the_reason(federate_nets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nets, "SEED_STEP", 0)
+    with pytest.raises(RecipeError, match="2 models are identical, so merging weights could never move"):
+        federate_nets({"name": "fedmerge", "models": 2})
