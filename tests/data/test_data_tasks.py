@@ -249,10 +249,15 @@ def test_images_that_do_not_fit_the_task_are_said(make_folder: MakeFolder) -> No
 
 
 def test_more_users_than_images_is_said(make_folder: MakeFolder) -> None:
-    with pytest.raises(DataError, match="user 'user-20': train holds no samples, needs at least 1"):
+    with pytest.raises(RecipeError, match="task 'mnist': users=25; allowed: 1 to 20, one image of each split"):
         make_task("mnist", seed=0, users=25, path=make_folder("mnist", train=20, test=25))
-    with pytest.raises(DataError, match="user 'user-7': test holds no samples, needs at least 1"):
+    with pytest.raises(RecipeError, match="task 'mnist': users=10; allowed: 1 to 7, one image of each split"):
         make_task("mnist", seed=0, users=10, path=make_folder("mnist", train=40, test=7))
+
+
+def test_a_made_task_takes_no_path(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="task 'linear': path='.*'; this task is made, not read, and takes no path"):
+        make_task("linear", seed=0, path=tmp_path)
 
 
 def test_real_mnist_with_300_users(shared_data: Path) -> None:

@@ -20,6 +20,7 @@ from comingle.data.images import Images
 from comingle.data.samples import Samples, UserSamples
 from comingle.data.seeds import generator
 from comingle.data.settings import Setting, Shift
+from comingle.errors import RecipeError
 
 
 def make_shifted(
@@ -33,7 +34,13 @@ def make_shifted(
     shift: Shift | None,
     test_samples: int | None,
 ) -> tuple[UserSamples, ...]:
-    """The users of a task, out of the splits "train" and "test"; ``test_samples`` is the most of a user."""
+    """The users of a task, out of the splits "train" and "test"; ``test_samples`` is the most of a user.
+
+    Raises:
+        RecipeError: more users than images.
+    """
+    if users > (most := min(len(images) for images in found.values())):
+        raise RecipeError(f"task {name!r}: users={users}; allowed: 1 to {most}, one image of each split for everybody")
     dealt: dict[str, list[Samples]] = {}
     for split, images in found.items():
         parts = _deal(images.labels, users, clusters if shift is None else None, generator("task", name, seed, split))

@@ -117,6 +117,8 @@ def make_task(
     wanted = _choose_shift(name, shift)
     common = {"seed": seed, "test_samples": test_samples, **who}
     if not setting.hub:
+        if path is not None:
+            raise RecipeError(f"task {name!r}: path={str(path)!r}; this task is made, not read, and takes no path")
         task = _synthetic(cast(Kind, name), **common)
     elif setting.partition is None:
         task = _shifted(name, path, shift=wanted, **common)
