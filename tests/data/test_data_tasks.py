@@ -256,7 +256,7 @@ def test_more_users_than_images_is_said(make_folder: MakeFolder) -> None:
 
 
 def test_a_made_task_takes_no_path(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="task 'linear': path='.*'; this task is made, not read, and takes no path"):
+    with pytest.raises(RecipeError, match=r"task 'linear': path='.*'; this task is made, not read, and takes no path"):
         make_task("linear", seed=0, path=tmp_path)
 
 
