@@ -9,7 +9,6 @@ from typing import Any
 
 from comingle.adapters.inject import AdapterSettings, ExpertCounts
 from comingle.adapters.layouts import Targets
-from comingle.data.pack import check, pool
 from comingle.engines.checkpoints import (
     Progress,
     list_checkpoints,
@@ -27,7 +26,7 @@ from comingle.engines.state import State
 from comingle.engines.training import Training
 from comingle.errors import DataError, RecipeError, RunError
 from comingle.folders import check_folder, open_folder
-from comingle.materials import Materials, prepare
+from comingle.materials import Materials, gather, prepare
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.adapted import AdaptedModel, adapt
@@ -139,19 +138,16 @@ def build(recipe: Recipe, materials: Materials) -> Simulation:
     if materials.task is not None:
         names = [user.name for user in materials.task.users]
         return build_nets(recipe, materials.task, method, training_settings(recipe, names))
-    users = list(materials.users)
-    for user in users:
-        check(user, context=recipe.training.context, needs_validation=method.needs_validation)
-    training = training_settings(recipe, [user.name for user in users])
+    training = training_settings(recipe, [user.name for user in materials.users or materials.answers])
     if method.pooled:  # the one trainer is always there
         training = replace(training, participation=1.0)
-    trainers = [pool(users)] if method.pooled else users
+    users, trainers, feed = gather(materials, method, training)
     assert materials.base is not None
     if method.mixture is not None:
         model = mix_base(recipe, materials.base, method, len(trainers))
     else:
         model = adapt_base(recipe, materials.base, method, len(trainers), training)
-    return Simulation(model, method, training, trainers=trainers, users=users)
+    return Simulation(model, method, training, trainers=trainers, users=users, feed=feed)
 
 
 def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, training: Training) -> AdaptedModel:
@@ -164,6 +160,8 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, traini
     specialists = method.specialists_of(trainers)
     counts = ExpertCounts(generalists=method.generalists, specialists=specialists)
     compiled = recipe.runtime.compile
+    if compiled == "auto" and recipe.data.questions is not None:
+        compiled = False  # batches have all widths, each of which would be compiled
     if compiled == "auto":
         tokens = trainers * training.iterations * training.batch_size * training.context
         compiled = bool(method.phases) and tokens * base.model.num_parameters() >= COMPILE_FROM

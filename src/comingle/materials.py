@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from comingle.data.pack import UserData, pack
+from comingle.data.answers import UserAnswers, check_answers, pool_answers
+from comingle.data.pack import UserData, check, pack, pool
 from comingle.data.partition import Overlap, UserText, find_overlap, mix_held_out, split_by_fractions, split_given
+from comingle.data.questions import choose_languages, make_questions
 from comingle.data.sources import read_dataset, read_documents
 from comingle.data.tasks import Task
+from comingle.engines.answers import AnswerFeed
 from comingle.engines.runtime import keep_buffers
+from comingle.engines.training import Training
 from comingle.errors import DataError, RecipeError, did_you_mean
+from comingle.methods.base import Method
+from comingle.models.base import PreTrainedTokenizerBase
 from comingle.models.language import Base, load_base
 from comingle.nets import PREFIX, check_method, prepare_task
 from comingle.recipes import DataSection, Recipe, SplitSection, UserSource
@@ -21,12 +28,13 @@ from comingle.recipes.unused import check_used
 
 @dataclass(frozen=True, kw_only=True)
 class Materials:
-    """What several runs of a comparison have in common: the base and everybody's text, or a made task."""
+    """What several runs of a comparison have in common: the base and everybody's text or questions, or a made task."""
 
     base: Base | None
     texts: tuple[UserText, ...]
     users: tuple[UserData, ...]
     task: Task | None = None
+    answers: tuple[UserAnswers, ...] = ()
 
     def overlaps(self) -> list[Overlap]:
         """Users whose held-out documents also occur in their training text."""
@@ -50,10 +58,53 @@ def prepare(recipe: Recipe, *, base: Base | None = None) -> Materials:
         return Materials(base=None, texts=(), users=(), task=prepare_task(recipe.data.task, recipe.seed))
     if recipe.base.startswith(PREFIX):
         raise RecipeError(f"base: got {recipe.base!r} for text; allowed: a language model, or data.task for a net")
-    texts = read_users(recipe.data, recipe.seed)
-    runtime = recipe.runtime
+    asked, runtime = recipe.data.questions, recipe.runtime
+    if asked is not None:
+        choose_languages(asked.name, asked.languages)  # before the base is loaded
+    texts = [] if asked else read_users(recipe.data, recipe.seed)
     base = base or load_base(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
+    if asked:
+        return Materials(base=base, texts=(), users=(), answers=read_questions(recipe, base))
     return Materials(base=base, texts=tuple(texts), users=tuple(tokenise_users(recipe.data, texts, base)))
+
+
+def gather(materials: Materials, method: Method, training: Training) -> tuple[list[Any], list[Any], AnswerFeed | None]:
+    """Users with text or questions, those who train, and what feeds these where it is not text.
+
+    Raises:
+        DataError: a user has too little of something that the method needs.
+    """
+    users: list[Any] = list(materials.users or materials.answers)
+    if not materials.answers:
+        for user in users:
+            check(user, context=training.context, needs_validation=method.needs_validation)
+        return users, [pool(users)] if method.pooled else users, None
+    assert materials.base is not None
+    for user in users:
+        check_answers(user, needs_validation=method.needs_validation)
+    trainers = [pool_answers(users)] if method.pooled else users
+    size = training.batch_size * (len(users) if method.pooled else 1)
+    even = method.routed and training.balance_weight > 0
+    return users, trainers, AnswerFeed(trainers, training, size, tokenizer=_tokenizer(materials.base), even=even)
+
+
+def read_questions(recipe: Recipe, base: Base) -> tuple[UserAnswers, ...]:
+    """Everybody's questions as tokens of the base.
+
+    Raises:
+        RecipeError: no such questions or languages.
+        DataError: questions that cannot be read, too few of them, or a base without a tokenizer.
+    """
+    section = recipe.data.questions
+    assert section is not None
+    settings = section.model_dump(exclude={"name"})
+    return make_questions(section.name, _tokenizer(base), context=recipe.training.context, seed=recipe.seed, **settings)
+
+
+def _tokenizer(base: Base) -> PreTrainedTokenizerBase:
+    if base.tokenizer is None:
+        raise DataError(f"base {base.name}: no tokenizer in it, so text cannot become tokens")
+    return base.tokenizer
 
 
 def tokenise_users(data: DataSection, texts: Sequence[UserText], base: Base) -> list[UserData]:
@@ -63,10 +114,9 @@ def tokenise_users(data: DataSection, texts: Sequence[UserText], base: Base) -> 
         DataError: the base has no tokenizer.
         RecipeError: a limit is for somebody who is not a user.
     """
-    if base.tokenizer is None:
-        raise DataError(f"base {base.name}: no tokenizer in it, so text cannot become tokens")
+    tokenizer = _tokenizer(base)
     limits = token_limits(data, [text.name for text in texts])
-    return [pack(text, base.tokenizer, **limits[text.name]) for text in texts]
+    return [pack(text, tokenizer, **limits[text.name]) for text in texts]
 
 
 def token_limits(data: DataSection, names: Sequence[str]) -> dict[str, dict[str, int | None]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from comingle.errors import RunError
 
-MEASURES = {"perplexity": "lower", "accuracy": "higher", "loss": "lower"}
+MEASURES = {"perplexity": "lower", "accuracy": "higher", "rouge1": "higher", "loss": "lower"}
 """What models are compared by, and which way is better."""
 
 

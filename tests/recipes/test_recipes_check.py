@@ -98,8 +98,9 @@ def test_a_wrong_value_is_named_with_what_was_got(key: str, value: Any, said: st
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ({}, "data: give one of users, dataset and task"),
-        ({"users": {"ann": "a"}, "dataset": {"path": "x", "user": "who"}}, "data: give one of users, dataset and task"),
+        ({}, "data: give one of users, dataset, task and questions"),
+        ({"users": {"ann": "a"}, "dataset": {"path": "x", "user": "who"}}, "data: give one of users, dataset, task"),
+        ({"task": "linear", "questions": "xnli"}, "data: give one of users, dataset, task and questions"),
         ({"users": {}}, "data: zero users; name at least one, as `users: {alice: path/to/text}`"),
         ({"users": ["ann"]}, "data.users: Input should be a mapping"),
         ({"users": {"ann": None}}, "data.users.ann: Input should be a mapping; got None"),

@@ -24,9 +24,11 @@ def test_every_measure_says_its_unit_and_which_way_is_better() -> None:
     assert {name: rule(name) for name in MEASURES} == {
         "perplexity": "lower is better",
         "accuracy": "per cent, higher is better",
+        "rouge1": "from 0 to 1, higher is better",
         "loss": "lower is better",
     }
-    assert [axis_label(name) for name in MEASURES] == ["test perplexity", "test accuracy, %", "test loss"]
+    labels = ["test perplexity", "test accuracy, %", "test rouge1", "test loss"]
+    assert [axis_label(name) for name in MEASURES] == labels
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,7 @@ def test_every_measure_says_its_unit_and_which_way_is_better() -> None:
         ("perplexity", 1234.567, "1,234.57", "1,235"),
         ("accuracy", 0.1234, "12.3%", "12"),
         ("accuracy", 0.005, "0.5%", "0.5"),
+        ("rouge1", 0.7834, "0.783", "0.7834"),
         ("loss", 0.000123456, "0.000123", "0.000123456"),
         ("loss", 2.5, "2.5", "2.5"),
     ],
@@ -52,6 +55,7 @@ def test_numbers_are_in_the_unit_of_their_measure(measure: str, value: float, ce
         ("perplexity", 50.0, 40.0, 25.0, "+25.0%", True),
         ("accuracy", 0.9, 0.7, 20.0, "+20.0\u00a0points", False),
         ("accuracy", 0.7, 1.0, -30.0, "-30.0\u00a0points", True),
+        ("rouge1", 0.783, 0.77, 1.3, "+1.3\u00a0points", False),
         ("loss", 1e-6, 1e-2, -4.0, "×0.0001", False),
         ("loss", 0.6, 0.2, math.log10(3), "×3", True),
     ],
@@ -74,6 +78,7 @@ def test_a_change_that_has_no_number_is_none() -> None:
 def test_the_ends_of_the_axis_are_where_the_measure_has_them() -> None:
     assert change_label("perplexity", "local").endswith("against local, % (left: gained, right: harmed)")
     assert change_label("accuracy", "local").endswith("percentage points (left: harmed, right: gained)")
+    assert change_label("rouge1", "local").endswith("points of 0.01 (left: harmed, right: gained)")
     assert change_label("loss", "local").endswith("multiple of that of local (left: gained, right: harmed)")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from comingle.cli.options import RecipePath, Sets, read_recipe
@@ -9,11 +10,12 @@ from comingle.cli.options import RecipePath, Sets, read_recipe
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from comingle.data.answers import UserAnswers
     from comingle.data.tasks import Task
 
 
 def data(recipe: RecipePath, sets: Sets = None) -> None:
-    """Preview a recipe's users: token counts, split sizes, overlaps and two samples each; of a task its samples."""
+    """Preview a recipe's users: token counts, split sizes, overlaps and two samples each; or how many samples."""
     read = read_recipe(recipe, sets)
     from rich.table import Table
 
@@ -26,6 +28,9 @@ def data(recipe: RecipePath, sets: Sets = None) -> None:
         materials = prepare(read)
     if materials.task is not None:
         console.print(_samples(materials.task))
+        return
+    if materials.answers:
+        console.print(_questions(read.base, materials.answers))
         return
     found = [summarise(text, user) for text, user in zip(materials.texts, materials.users, strict=True)]
     table = Table("user", title=f"{read.base}: documents and tokens", title_justify="left", box=None)
@@ -54,4 +59,20 @@ def _samples(task: Task) -> Table:
     for user in task.users:
         counts = [f"{len(part):,}" for part in (user.train, user.valid, user.test)]
         table.add_row(user.name, "-" if user.cluster is None else str(user.cluster), *counts)
+    return table
+
+
+def _questions(base: str, users: Sequence[UserAnswers]) -> Table:
+    """How many questions each user has, and how long they are: with their prompts, and the answers alone."""
+    from rich.table import Table
+
+    table = Table("user", title=f"{base}: questions", title_justify="left", box=None)
+    for name in ("train", "valid", "test", "tokens, mean", "at most", "answer at most"):
+        table.add_column(name, justify="right")
+    for user in users:
+        parts = (user.train, user.valid, user.test)
+        sizes = [len(part.tokens(number)) for part in parts for number in range(len(part))]
+        counts = [len(part) for part in parts]
+        told = [*counts, round(sum(sizes) / len(sizes)), max(sizes), user.test.limit]
+        table.add_row(user.name, *(f"{number:,}" for number in told))
     return table

@@ -82,7 +82,6 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     """Texts x users under one run; without texts, the users' own."""
     import torch
 
-    from comingle.data.pack import UserData
     from comingle.reports.tokens import Text, TokenView
 
     sim, tokenizer = run.simulation, run.simulation.adapted.base.tokenizer
@@ -95,7 +94,7 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
             for (name, _), ids in zip(texts, encoded, strict=True)
         ]
     else:
-        streams = [(u.name, u.name, u.test[:length]) for u in sim.users if isinstance(u, UserData) and u.name in users]
+        streams = [(u.name, u.name, test_tokens(u)[:length]) for u in sim.users if u.name in users]
         streams.sort(key=lambda stream: users.index(stream[0]))
     people = [speaker(run, name) for name in users]
     found = [[one.route(ids, context=sim.training.context) for one in people] for _, _, ids in streams]
@@ -110,6 +109,13 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
         gates=tuple(tuple(routing.gates.numpy() for routing in row) for row in found),
         in_distribution=run.recipe.data.held_out == "own",
     )
+
+
+def test_tokens(user: Any) -> Any:
+    """The beginning of what a user of a language model is tested on: the test text, or the first test question."""
+    from comingle.data.answers import UserAnswers
+
+    return user.test.tokens(0) if isinstance(user, UserAnswers) else user.test
 
 
 def speaker(run: Run, name: str) -> PersonalModel:

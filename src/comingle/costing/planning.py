@@ -44,6 +44,8 @@ def plan(recipe: Recipe, methods: Sequence[str] = (), *, users: int | None = Non
         make(one.method.name, **one.method.settings)
     if recipe.data.task is not None:
         return plan_task(recipes, users)
+    if recipe.data.questions is not None:
+        raise RecipeError("data.questions: costs are counted for text and tasks only; allowed: users, dataset or task")
     names = user_names(recipe, users)
     runtime = recipe.runtime
     base = load_skeleton(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)

@@ -24,4 +24,9 @@ Tasks that are not language (FLoRAL's regressions and images, FedMerge's images)
     settings    the numbers of every task
     tasks       a task by name -> users with their samples, and which net they train
     samples     a user's samples; everybody's in one tensor, shuffled batches of them, checks
+
+Questions with answers (FedMerge's XNLI and XQuAD) are text again, but whole samples instead of streams:
+
+    questions   XNLI and XQuAD -> the same questions for each user, in a language of its own
+    answers     questions -> windows of tokens in which the prompt is read and the answer predicted
 """

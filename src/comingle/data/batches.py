@@ -13,6 +13,20 @@ PAD = -1
 """Fills the last evaluation window; never a token."""
 
 
+def hide(tokens: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
+    """Tokens as they stand in a window where they are read but not predicted: ``-2 - token``, which is negative too.
+
+    Hiding twice gives the tokens back.
+    """
+    return PAD - 1 - tokens
+
+
+def inputs_of(windows: Int[Tensor, "*batch window"]) -> Int[Tensor, "*batch context"]:
+    """What a model reads of windows: all but the last place, hidden tokens shown, and 0 for ``PAD``."""
+    tokens = windows[..., :-1]
+    return torch.where(tokens < 0, hide(tokens), tokens).clamp(min=0)
+
+
 def random_windows(
     stream: Int[Tensor, " tokens"], *, count: int, context: int, generator: torch.Generator
 ) -> Int64[Tensor, "count window"]:
@@ -30,12 +44,12 @@ def evaluation_windows(stream: Int[Tensor, " tokens"], *, context: int) -> Int64
     """Consecutive windows with stride ``context``: every token but the first is a target exactly once.
 
     The last window is filled on the right with ``PAD``. A position whose target is ``PAD`` carries no loss; as inputs
-    the pads must be valid ids, so the caller clamps them::
+    the pads must be valid ids, which :func:`inputs_of` sees to::
 
-        inputs, targets = windows[:, :-1].clamp(min=0), windows[:, 1:]
+        inputs, targets = inputs_of(windows), windows[:, 1:]
         loss_nats = cross_entropy(logits(inputs), targets, ignore_index=PAD)
 
-    Under causal attention no counted target sees a clamped pad. A stream without targets gives no window.
+    Under causal attention no counted target sees such a pad. A stream without targets gives no window.
     """
     count = -(-count_targets(stream) // context)
     padded = torch.full((count * context + 1,), PAD, dtype=torch.int64, device=stream.device)

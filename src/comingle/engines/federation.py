@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from comingle.adapters import watching
+from comingle.data.answers import UserAnswers
 from comingle.data.pack import UserData
 from comingle.data.samples import UserSamples
 from comingle.engines.exchange import build_uploads, upload_bytes
@@ -17,15 +18,21 @@ from comingle.engines.feeds import Feed, TextFeed
 from comingle.engines.state import State, draw, initial_state
 from comingle.engines.training import Training
 from comingle.errors import RecipeError
+from comingle.evaluation.answers import AnswerScore
 from comingle.evaluation.perplexity import Gates, Score
 from comingle.evaluation.samples import SampleScore
 from comingle.methods.base import Beginning, Method
 from comingle.models.adapted import AdaptedModel
+from comingle.models.greedy import continue_prompts
+from comingle.models.mixed import MixedLanguageModel
 from comingle.models.stacked import StackedModel
 from comingle.trees import ADAPTOR, CLIENT_ROUTER, Tree, assign
 
-AnyScore = Score | SampleScore
-"""Text and samples are scored alike: ``mean_loss`` and ``measures``."""
+AnyScore = Score | SampleScore | AnswerScore
+"""Text, samples and answers are scored alike: ``mean_loss`` and ``measures``."""
+
+People = Sequence[UserData] | Sequence[UserSamples] | Sequence[UserAnswers]
+"""Users have a name, and what they train, validate and test on."""
 
 NEVER = -1e4
 """A logit whose share of a softmax beside zero is exactly zero."""
@@ -45,8 +52,8 @@ class Federation:
         method: Method,
         training: Training,
         *,
-        trainers: Sequence[UserData] | Sequence[UserSamples],
-        users: Sequence[UserData] | Sequence[UserSamples],
+        trainers: People,
+        users: People,
         feed: Feed | None = None,
         state: State | None = None,
     ):
@@ -160,10 +167,13 @@ class Federation:
         """Test score of every user with the model that it has now, and how much each of its experts said."""
         streams = [user.test for user in self.users]
         if not self.routed:
-            return self.score(streams, self.row_of)
+            return self._examine(streams, None)
         adapters = self.adapted.adapters
         with watching.watched(adapters):
-            return self.score(streams, self.row_of, gates=lambda: watching.gates(adapters))
+            return self._examine(streams, lambda: watching.gates(adapters))
+
+    def _examine(self, sets: Sequence[Any], gates: Gates | None) -> Sequence[AnyScore]:
+        return self.feed.examine(self.predict, self.speak, sets, self.row_of, self.portions, gates)
 
     def score(self, sets: Sequence[Any], rows: Sequence[int], gates: Gates | None = None) -> Sequence[AnyScore]:
         """Score set i, a token stream or samples, with the model of row ``rows[i]``."""
@@ -173,6 +183,12 @@ class Federation:
         """What the model of row ``rows[slot]`` makes of each slot's batch."""
         tensors = self.tensors(self.state.rows[list(rows)])
         return self.model.predict(tensors, self.owners(rows), batch.to(self.model.device))
+
+    def speak(self, rows: Sequence[int], prompts: Tensor, limit: int) -> Int64[Tensor, "slots batch new"]:
+        """How the model of row ``rows[slot]`` goes on after each slot's prompts."""
+        assert isinstance(self.model, (AdaptedModel, MixedLanguageModel))
+        tensors = self.tensors(self.state.rows[list(rows)])
+        return continue_prompts(self.model, tensors, self.owners(rows), prompts, limit=limit)
 
     def cross_validate(self, members: Sequence[int]) -> Float[Tensor, "users users"]:
         """Mean loss in nats of user j's model on user i's validation text at (i, j), NaN where either is absent."""

@@ -24,6 +24,9 @@ from comingle.methods.base import Phase, Stream
 Predict = Callable[[Sequence[int], Any], Tensor]
 """What the models of the given rows make of a batch, one row's after the other: losses of text, outputs for samples."""
 
+Speak = Callable[[Sequence[int], Tensor, int], Tensor]
+"""The tokens with which the models of the given rows go on after prompts, at most so many: see ``models.greedy``."""
+
 
 class Feed(ABC):
     """The users' data as the engine needs it; ``trainers`` are numbers of those who own it."""
@@ -66,6 +69,18 @@ class Feed(ABC):
         self, predict: Predict, sets: Sequence[Any], rows: Sequence[int], portions: Portions, gates: Gates | None
     ) -> Sequence[Any]:
         """Score set i with the model of row ``rows[i]``."""
+
+    def examine(
+        self,
+        predict: Predict,
+        speak: Speak,
+        sets: Sequence[Any],
+        rows: Sequence[int],
+        portions: Portions,
+        gates: Gates | None,
+    ) -> Sequence[Any]:
+        """The final score of test sets, for which a model may be asked to speak; else the same as any score."""
+        return self.score(predict, sets, rows, portions, gates)
 
 
 class TextFeed(Feed):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,13 +54,12 @@ class Score:
 
 @dataclass(frozen=True)
 class _Job:
-    """Windows of one stream for one pass through one slot."""
+    """Windows of one set for one pass through one slot."""
 
-    stream: int
+    owner: int
     windows: Int[Tensor, "batch window"]
 
 
-@torch.no_grad()
 def score_streams(
     losses: Losses,
     streams: Sequence[Int[Tensor, " _"]],
@@ -71,43 +70,59 @@ def score_streams(
     slots: int,
     gates: Gates | None = None,
 ) -> list[Score]:
-    """Score stream i with model ``models[i]``; with ``gates``, also how much each expert said.
+    """Score stream i with model ``models[i]``, each cut into windows of which at most ``batch`` are in a slot."""
+    parts = [evaluation_windows(stream, context=context).split(batch) for stream in streams]
+    return score_windows(losses, parts, models, slots=slots, gates=gates)
 
-    Each stream is cut into jobs of at most ``batch`` windows; any ``slots`` jobs share a pass, whosever they are, so
-    users with long and short tests waste nothing on each other.
+
+@torch.no_grad()
+def score_windows(
+    losses: Losses,
+    parts: Sequence[Sequence[Int[Tensor, "_ _"]]],
+    models: Sequence[int],
+    *,
+    slots: int,
+    gates: Gates | None = None,
+) -> list[Score]:
+    """Score set i, ``parts[i]``, with model ``models[i]``; with ``gates``, also how much each expert said.
+
+    Each part is a job; any ``slots`` jobs share a pass, whosever they are, so users with long and short tests waste
+    nothing on each other.
     """
-    sums = [0.0] * len(streams)
-    counts = [0] * len(streams)
-    said: list[Tensor | float] = [0.0] * len(streams)
-    jobs = [j for i, s in enumerate(streams) for j in _jobs(i, s, context, batch)]
-    jobs.sort(key=lambda job: -len(job.windows))  # equal sizes together; the order is deterministic
+    sums = [0.0] * len(parts)
+    counts = [0] * len(parts)
+    said: list[Tensor | float] = [0.0] * len(parts)
+    jobs = [_Job(i, windows) for i, own in enumerate(parts) for windows in own if len(windows)]
+    jobs.sort(key=lambda job: (-job.windows.shape[1], -len(job.windows)))  # equal sizes together, always in one order
     for start in range(0, len(jobs), slots):
         group = jobs[start : start + slots]
-        windows = torch.full((len(group), len(group[0].windows), context + 1), PAD, dtype=torch.int64)
+        windows = _together([job.windows for job in group])
+        lost = losses([models[job.owner] for job in group], windows).double().sum((1, 2)).cpu()
+        pieces = _sum_gates(gates(), windows) if gates else [0.0] * len(group)
         for slot, job in enumerate(group):
-            windows[slot, : len(job.windows)] = job.windows
-        lost = losses([models[job.stream] for job in group], windows).double().sum((1, 2)).cpu()
-        parts = _sum_gates(gates(), windows) if gates else [0.0] * len(group)
-        for slot, job in enumerate(group):
-            sums[job.stream] += float(lost[slot])
-            counts[job.stream] += int((job.windows[:, 1:] != PAD).sum())
-            said[job.stream] = said[job.stream] + parts[slot]
+            sums[job.owner] += float(lost[slot])
+            counts[job.owner] += int((job.windows[:, 1:] >= 0).sum())
+            said[job.owner] = said[job.owner] + pieces[slot]
     found = zip(sums, counts, said, strict=True)
     return [Score(loss_nats=s, tokens=c, expert_scores=_mean_gates(g, c)) for s, c, g in found]
+
+
+def _together(parts: Sequence[Int[Tensor, "_ _"]]) -> Int[Tensor, "slots batch window"]:
+    """Parts of several jobs in one tensor, filled with ``PAD``."""
+    rows, width = max(len(part) for part in parts), max(part.shape[1] for part in parts)
+    windows = torch.full((len(parts), rows, width), PAD, dtype=torch.int64)
+    for slot, part in enumerate(parts):
+        windows[slot, : len(part), : part.shape[1]] = part
+    return windows
 
 
 def _sum_gates(
     gates: Float[Tensor, "layers slots n experts"], windows: Int[Tensor, "slots batch window"]
 ) -> list[Float[Tensor, "layers experts"]]:
     """Each slot's gates, summed over the positions that have a target."""
-    counted = (windows[..., 1:] != PAD).flatten(1).to(gates)
+    counted = (windows[..., 1:] >= 0).flatten(1).to(gates)
     return list(torch.einsum("lsne,sn->sle", gates, counted).double().cpu())
 
 
 def _mean_gates(total: Tensor | float, tokens: int) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(layer) for layer in (total / tokens).tolist()) if isinstance(total, Tensor) else ()
-
-
-def _jobs(stream: int, tokens: Int[Tensor, " tokens"], context: int, batch: int) -> Iterator[_Job]:
-    for windows in evaluation_windows(tokens, context=context).split(batch):
-        yield _Job(stream, windows)

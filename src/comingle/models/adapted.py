@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from comingle.adapters import kernels, native
 from comingle.adapters.inject import ATTENTION, Adapters, AdapterSettings, ExpertCounts, inject
 from comingle.adapters.layouts import decoder_layers
+from comingle.data.batches import inputs_of
 from comingle.models.base import Base, PreTrainedModel
 from comingle.models.cache import cache_folder
 from comingle.models.language import Head, backbone, lm_head
@@ -78,7 +79,7 @@ class AdaptedModel:
         belongs to user ``users[i]``; a user may occupy several rows. ``train`` changes nothing: there is no dropout.
         """
         self.adapters.bind(tensors, users)
-        inputs, targets = windows[..., :-1].clamp(min=0), windows[..., 1:]
+        inputs, targets = inputs_of(windows), windows[..., 1:]
         hidden = self.backbone(input_ids=inputs.flatten(0, 1), use_cache=False).last_hidden_state
         losses = cross_entropy(hidden.view(*targets.shape, -1), self.head, targets)
         return losses, self.adapters.penalties()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from comingle.adapters.clustered import floral
+from comingle.data.batches import inputs_of
 from comingle.models.adapted import share_weights
 from comingle.models.base import Base
 from comingle.models.language import Head, backbone, lm_head
@@ -37,14 +38,14 @@ class MixedLanguageModel(StackedModel):
         self, tensors: Tree, batch: Int[Tensor, "users batch window"], train: bool
     ) -> Float[Tensor, "users batch context"]:
         """Next-token loss in nats at every position; a negative target carries no loss."""
-        inputs, targets = batch[..., :-1].clamp(min=0), batch[..., 1:]
+        inputs, targets = inputs_of(batch), batch[..., 1:]
         return cross_entropy(self._outputs(tensors, inputs, train), self.head, targets)
 
     def component_losses(
         self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"], *, train: bool = False
     ) -> Float[Tensor, "users clusters batch context"]:
         """The loss at every position under each component alone."""
-        inputs, targets = batch[..., :-1].clamp(min=0), batch[..., 1:]
+        inputs, targets = inputs_of(batch), batch[..., 1:]
         hidden = self._components(tensors, inputs, train)
         wide = targets.unsqueeze(1).expand(hidden.shape[:-1])
         return cross_entropy(hidden, self.head, wide)

@@ -70,12 +70,25 @@ class TaskSection(Section):
     labels_per_cluster: Count | None = None
 
 
+class QuestionsSection(Section):
+    """Users who are asked the same questions, each in a language of its own: see ``comingle.data.questions``."""
+
+    name: str
+    path: Source | None = None
+    languages: Annotated[list[str], Field(min_length=1)] | None = None
+    train: Count | None = None
+    valid: Annotated[int, Field(ge=0, strict=True)] = 0
+    test: Count | None = None
+    train_on_prompts: bool = False
+
+
 class DataSection(Section):
     """Who the users are and what they read."""
 
     users: dict[str, UserSource] | None = None
     dataset: DatasetSource | None = None
     task: TaskSection | None = None
+    questions: QuestionsSection | None = None
     split: SplitSection = SplitSection()
     held_out: Literal["own", "mixture"] = "own"
     max_train_tokens: TokenLimit = None
@@ -89,15 +102,15 @@ class DataSection(Section):
             return users
         return {str(name): {"path": s} if isinstance(s, str) else s for name, s in users.items()}
 
-    @field_validator("task", mode="before")
+    @field_validator("task", "questions", mode="before")
     @classmethod
-    def _plain_task(cls, task: Any) -> Any:
-        return {"name": task} if isinstance(task, str) else task
+    def _plain_name(cls, section: Any) -> Any:
+        return {"name": section} if isinstance(section, str) else section
 
     @model_validator(mode="after")
     def _somebody(self) -> DataSection:
-        if [self.users, self.dataset, self.task].count(None) != 2:
-            raise ValueError("give one of users, dataset and task")
+        if [self.users, self.dataset, self.task, self.questions].count(None) != 3:
+            raise ValueError("give one of users, dataset, task and questions")
         if self.users is not None and self.split.given:
             raise ValueError("split.given is for dataset; for users give train, valid and test of each user instead")
         if self.users is not None and not self.users:

@@ -77,7 +77,8 @@ def _anchor(recipe: Recipe, folder: Path) -> Recipe:
         return str((folder / source).resolve()) if (folder / source).exists() else source
 
     data = content["data"]
-    for entry in [*(data.get("users") or {}).values(), *([data["dataset"]] if data.get("dataset") else [])]:
+    others = [data[key] for key in ("dataset", "questions") if data.get(key)]
+    for entry in [*(data.get("users") or {}).values(), *others]:
         for key in ("path", "train", "valid", "test"):
             if entry.get(key) is not None:
                 entry[key] = anchored(entry[key])

@@ -1,7 +1,8 @@
 """Settings that the users' data leave unread: refused, so that nothing is ignored in silence.
 
-Text is read in windows by adapters on a language model; a task's samples are read in passes by nets that are trained
-whole. A setting that only the other kind reads must be left at its default, which recipes of run folders spell out.
+Text is read in windows by adapters on a language model, questions in passes; a task's samples are read in passes by
+nets that are trained whole. A setting that only another kind reads must be left at its default, which recipes of run
+folders spell out.
 """
 
 from __future__ import annotations
@@ -24,13 +25,26 @@ _ON_TASKS = {
 }
 """What a task never reads, and what is there instead."""
 
+_ON_QUESTIONS = {
+    "training.local_steps": _ON_TASKS["training.local_steps"],
+    "floral": "adaptors on a language model take adapters.rank and adapters.alpha",
+    "data.split": "data.questions.train, valid and test say how many questions there are",
+    "data.held_out": "all users have the same questions",
+    "data.max_train_tokens": "data.questions.train says how many questions there are",
+    "data.max_valid_tokens": "data.questions.valid says how many questions there are",
+    "data.max_test_tokens": "data.questions.test says how many questions there are",
+}
+"""What questions never read, and what is there instead."""
+
 _ON_TEXT = {
     "training.local_epochs": "local iterations on text are counted by training.local_steps",
     "floral": "adaptors on a language model take adapters.rank and adapters.alpha",
 }
 """What text never reads, and what is there instead."""
 
-_WEIGHTINGS = {True: ("uniform", "samples"), False: ("uniform", "tokens")}
+_KINDS = {"data.task": _ON_TASKS, "data.questions": _ON_QUESTIONS, "text": _ON_TEXT}
+_WEIGHTINGS = {"text": ("uniform", "tokens")}
+"""What users' weights may be; by samples where it is not text."""
 
 
 def check_used(recipe: Recipe) -> None:
@@ -39,12 +53,12 @@ def check_used(recipe: Recipe) -> None:
     Raises:
         RecipeError: a setting that would not be read, or a word of the other kind.
     """
-    on_tasks = recipe.data.task is not None
-    kind = "data.task" if on_tasks else "text"
-    for place, instead in (_ON_TASKS if on_tasks else _ON_TEXT).items():
+    sections = {"data.task": recipe.data.task, "data.questions": recipe.data.questions}
+    kind = next((name for name, section in sections.items() if section is not None), "text")
+    for place, instead in _KINDS[kind].items():
         for key, value in changed(recipe, place):
             raise RecipeError(f"{key}: got {value!r}, which is not read for {kind}; {instead}")
-    allowed = _WEIGHTINGS[on_tasks]
+    allowed = _WEIGHTINGS.get(kind, ("uniform", "samples"))
     if (got := recipe.training.weighting) not in allowed:
         raise RecipeError(f"training.weighting: got {got!r} for {kind}; allowed: {', '.join(allowed)}")
 

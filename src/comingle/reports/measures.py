@@ -11,16 +11,17 @@ from comingle.records import MEASURES
 
 
 def number(value: float | None, measure: str = "perplexity") -> str:
-    """A measure as people read it: accuracy in per cent, losses with three digits."""
+    """A measure as people read it: accuracy in per cent, losses and ROUGE-1 with three digits."""
     if value is None:
         return "not finite"
-    return {"accuracy": f"{100 * value:,.1f}%", "loss": f"{value:,.3g}"}.get(measure, f"{value:,.2f}")
+    told = {"accuracy": f"{100 * value:,.1f}%", "rouge1": f"{value:.3f}", "loss": f"{value:,.3g}"}
+    return told.get(measure, f"{value:,.2f}")
 
 
 def rule(measure: str) -> str:
     """What a reader must know of a measure's numbers: their unit, if they have one, and which way is better."""
     better = f"{MEASURES[measure]} is better"
-    return f"per cent, {better}" if measure == "accuracy" else better
+    return {"accuracy": "per cent, ", "rouge1": "from 0 to 1, "}.get(measure, "") + better
 
 
 def axis_label(measure: str) -> str:
@@ -41,14 +42,17 @@ def byte_unit(largest: float) -> tuple[float, str]:
 
 # -------------------------------------------------------------------- one user against a baseline
 
+_POINTS = {"accuracy": "percentage points", "rouge1": "points of 0.01"}
+"""What shares differ by, which have values from 0 to 1."""
+
 
 def change(value: float, baseline: float, measure: str) -> float | None:
     """How far a result is from a baseline's; None where that cannot be said.
 
-    Accuracies differ by percentage points, perplexities by per cent of the baseline. Losses of regressions span many
+    Accuracies and ROUGE-1 differ by points, perplexities by per cent of the baseline. Losses of regressions span many
     orders of magnitude, so that nearly all would be 100% better: they differ by ``log10(value / baseline)``.
     """
-    if measure == "accuracy":
+    if measure in _POINTS:
         return 100 * (value - baseline)
     if measure == "loss":
         return math.log10(value / baseline) if value > 0 and baseline > 0 else None
@@ -64,7 +68,7 @@ def change_text(found: float, measure: str) -> str:
     """A change as people read it."""
     if measure == "loss":
         return f"×{10**found:.3g}"
-    return f"{found:+.1f}\u00a0points" if measure == "accuracy" else f"{found:+.1f}%"
+    return f"{found:+.1f}\u00a0points" if measure in _POINTS else f"{found:+.1f}%"
 
 
 def change_label(measure: str, baseline: str) -> str:
@@ -73,5 +77,4 @@ def change_label(measure: str, baseline: str) -> str:
     ends = f"(left: {sides[0]}, right: {sides[1]})"
     if measure == "loss":
         return f"test loss as a multiple of that of {baseline} {ends}"
-    unit = "percentage points" if measure == "accuracy" else "%"
-    return f"change of test {measure} against {baseline}, {unit} {ends}"
+    return f"change of test {measure} against {baseline}, {_POINTS.get(measure, '%')} {ends}"

@@ -1,0 +1,182 @@
+"""Batches of whole questions with answers, and the answers that models give by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Int, Int64
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from comingle.data.answers import Answers, UserAnswers, widen
+from comingle.data.batches import PAD
+from comingle.engines.feeds import Predict, Speak
+from comingle.engines.passes import PassFeed
+from comingle.engines.training import Portions, Training, portions
+from comingle.evaluation.answers import AnswerScore, judge, score_answers
+from comingle.evaluation.perplexity import Gates, score_windows
+from comingle.methods.base import Phase, Stream
+
+SCORED_PER_SLOT = 16
+
+
+class AnswerFeed(PassFeed):
+    """Passes over questions, in batches as wide as the longest of them; the loss is on the answers' tokens.
+
+    With ``even`` all batches are ``context`` wide. Padding has no loss, but a load-balancing penalty sees where it is
+    routed: with even batches a user's does not depend on how long the questions of others are.
+    """
+
+    def __init__(
+        self,
+        trainers: Sequence[UserAnswers],
+        training: Training,
+        batch_size: int,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        even: bool = False,
+    ):
+        super().__init__(trainers, training, batch_size)
+        self.tokenizer, self.even = tokenizer, even
+
+    def count(self, trainer: int, stream: Stream) -> int:
+        """How many questions a trainer has."""
+        return len(self._set(trainer, stream))
+
+    def _set(self, trainer: int, stream: Stream) -> Answers:
+        owner = self.trainers[trainer]
+        return owner.valid if stream == "valid" else owner.train
+
+    def portions(self, device: torch.device, columns: int) -> Portions:
+        """By tokens, as if all questions were as long as the longest."""
+        longest = max(trainer.train.windows.shape[1] for trainer in self.trainers)
+        context = self.training.context if self.even else longest
+        return portions(replace(self.training, context=context), device, self.batch_size)
+
+    def draw(
+        self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
+    ) -> Int64[Tensor, "users batch window"]:
+        """The windows of the next batch of each trainer's shuffled pass; ``PAD`` alone stands for no question."""
+        return self._windows(trainers, phase.stream, self.numbers(trainers, phase, round_number, step, repeat))
+
+    def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch window"]]:
+        """All train questions of each trainer, in order."""
+        for numbers in self.every(trainers):
+            yield self._windows(trainers, "train", numbers)
+
+    def _windows(
+        self, trainers: Sequence[int], stream: Stream, numbers: Int64[Tensor, "users batch"]
+    ) -> Int64[Tensor, "users batch window"]:
+        parts = []
+        for trainer, own in zip(trainers, numbers, strict=True):
+            chosen = self._set(trainer, stream).windows[own.clamp(min=0)]
+            parts.append(chosen.masked_fill((own == PAD).unsqueeze(1), PAD))
+        windows = torch.stack(widen(parts))
+        width = self.training.context if self.even else max(2, _width(windows))
+        missing = max(0, width - windows.shape[-1])
+        return torch.nn.functional.pad(windows, (0, missing), value=PAD)[..., :width]
+
+    def read(self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch window"]) -> Tensor:
+        """Windows are drawn as what they are."""
+        return drawn
+
+    def counted(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
+        """Targets that are neither hidden nor padding: the answers' tokens."""
+        return (drawn[..., 1:] >= 0).flatten(1).sum(1)
+
+    def score(
+        self, predict: Predict, sets: Sequence[Any], rows: Sequence[int], portions: Portions, gates: Gates | None
+    ) -> list[AnswerScore]:
+        """Losses of the answers of every set under its row's model, each token once."""
+        batch, slots = _room(portions)
+        parts = [[_trim(part.windows[at]) for at in _by_width(part.windows).split(batch)] for part in sets]
+        found = score_windows(predict, parts, rows, slots=slots, gates=gates)
+        return [score_answers(score, len(part)) for score, part in zip(found, sets, strict=True)]
+
+    def examine(
+        self,
+        predict: Predict,
+        speak: Speak,
+        sets: Sequence[Any],
+        rows: Sequence[int],
+        portions: Portions,
+        gates: Gates | None,
+    ) -> list[AnswerScore]:
+        """The same, and what the models answer by themselves."""
+        scores, given = self.score(predict, sets, rows, portions, gates), self.answers(speak, sets, rows, portions)
+        found = zip(scores, given, sets, strict=True)
+        return [judge(score, texts, part.references, labels=part.labels) for score, texts, part in found]
+
+    def answers(
+        self, speak: Speak, sets: Sequence[Answers], rows: Sequence[int], portions: Portions
+    ) -> list[list[str]]:
+        """What the model of row ``rows[i]`` answers to each question of set i: its likeliest tokens, one by one.
+
+        An answer ends where the model ends it, or at the length of the longest answer that its user has.
+        """
+        batch, slots = _room(portions)
+        texts = [[""] * len(part) for part in sets]
+        jobs = [
+            _Job(i, at) for i, part in enumerate(sets) for at in part.prompt_tokens.argsort(stable=True).split(batch)
+        ]
+        jobs.sort(key=lambda job: -int(sets[job.owner].prompt_tokens[job.numbers].max()))
+        for start in range(0, len(jobs), slots):
+            group = jobs[start : start + slots]
+            limit = max(sets[job.owner].limit for job in group)
+            said = speak([rows[job.owner] for job in group], _prompts(group, sets), limit)
+            for job, own in zip(group, said, strict=True):
+                for number, tokens in zip(job.numbers.tolist(), own, strict=False):
+                    texts[job.owner][number] = self._text(tokens[: sets[job.owner].limit])
+        return texts
+
+    def _text(self, tokens: Int64[Tensor, " new"]) -> str:
+        """The text up to the end of text."""
+        said, end = tokens.tolist(), self.tokenizer.eos_token_id
+        said = said[: said.index(end)] if end in said else said
+        return str(self.tokenizer.decode(said, skip_special_tokens=True)).strip()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Questions of one set for one pass through one slot."""
+
+    owner: int
+    numbers: Int64[Tensor, " n"]
+
+
+def _prompts(group: Sequence[_Job], sets: Sequence[Answers]) -> Int64[Tensor, "slots batch prompt"]:
+    """The prompts of each job, filled with ``PAD`` on the left; a job with fewer questions repeats its last."""
+    rows = max(len(job.numbers) for job in group)
+    own = [[sets[job.owner].prompt(number) for number in job.numbers.tolist()] for job in group]
+    width = max(len(prompt) for prompts in own for prompt in prompts)
+    found = torch.full((len(group), rows, width), PAD, dtype=torch.int64)
+    for slot, prompts in enumerate(own):
+        for row in range(rows):
+            prompt = prompts[min(row, len(prompts) - 1)]
+            found[slot, row, width - len(prompt) :] = prompt
+    return found
+
+
+def _room(portions: Portions) -> tuple[int, int]:
+    """How many questions are in a slot, and how many slots in a pass."""
+    room = portions.users * portions.sequences
+    batch = min(SCORED_PER_SLOT, room)
+    return batch, max(1, room // batch)
+
+
+def _width(windows: Int[Tensor, "*batch window"]) -> int:
+    """Places up to the last one that is not padding in all windows."""
+    used = (windows != PAD).flatten(0, -2).any(0).nonzero()
+    return int(used.max()) + 1 if len(used) else 0
+
+
+def _trim(windows: Int64[Tensor, "n window"]) -> Int64[Tensor, "n width"]:
+    return windows[:, : _width(windows)]
+
+
+def _by_width(windows: Int64[Tensor, "n window"]) -> Int64[Tensor, " n"]:
+    """Numbers of the questions, the shortest first."""
+    return (windows != PAD).sum(1).argsort(stable=True)
