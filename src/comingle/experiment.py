@@ -68,7 +68,8 @@ class Run:
         sim = self.simulation
         row = sim.row_of[self.users.index(name)]
         dtype = sim.model.dtype
-        tensors = {k: t.to(dtype) for k, t in personal_tensors(sim.model.layout, sim.state, row).items()}
+        with sim.tuned(members=sim.owners([row])):
+            tensors = {k: t.to(dtype) for k, t in personal_tensors(sim.model.layout, sim.state, row).items()}
         if isinstance(sim.model, (AdaptedModel, MixedLanguageModel)):
             return PersonalModel(name=name, model=sim.model, tensors=tensors, row=sim.owners([row])[0])
         return personal_net(name, sim.model, tensors)

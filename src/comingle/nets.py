@@ -91,7 +91,8 @@ def _model(
         if settings["rank"] is None and settings["budget"] is None:
             settings["budget"] = 0.01
         nets = [floral(nets[0], num_clusters=mixture.clusters, copy=False, generator=torch.Generator(), **settings)]
-    return stack(nets, name=PREFIX + name, users=users, mixture=mixture, device=device, dtype=dtype)
+    classes = task.loss == "cross_entropy"
+    return stack(nets, name=PREFIX + name, users=users, mixture=mixture, device=device, dtype=dtype, classes=classes)
 
 
 NET_ROLES = frozenset({BASE, ADAPTOR})

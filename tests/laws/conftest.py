@@ -17,11 +17,12 @@ def _with_short_period(name: str, **settings: Any) -> dict[str, Any]:
     return {"name": name, **{key: value for key, value in period.items() if key in settings_of(name)}, **settings}
 
 
-NETS_ONLY = {"floral-optimal", "ensemble", "ensemble-optimal"}
+NETS_ONLY = {"floral-optimal", "ensemble", "ensemble-optimal", "fedem"}
 """What needs true clusters, or mixes whole models."""
 
 CASES = {
     **{name: _with_short_period(name) for name in REGISTRY if name not in NETS_ONLY},
+    "ifca": {"name": "ifca", "models": 2},
     "comigs, specialists 0 1 2": _with_short_period("comigs", specialists=[0, 1, 2]),
     "comigs, 1 expert": _with_short_period("comigs", specialists=0),
     "floral, stateless": {"name": "floral", "stateless": True, "warmup_steps": 2},
@@ -45,6 +46,9 @@ NETS = {
         "proximal": 0.01,
     },
     "fedmerge-fixed": {"name": "fedmerge-fixed", "models": 3, "chosen": 2},
+    "fedavg+": {"name": "fedavg+"},
+    "ifca": {"name": "ifca", "models": 2},
+    "fedem": {"name": "fedem", "models": 2},
     "floral, the public code's rates": {"name": "floral", "clusters": 2, "adaptor_server_rate": 0.1},
 }
 """Methods on small nets that are trained whole."""

@@ -51,6 +51,8 @@ def test_a_users_text_never_moves_another_users_tensors(
     local = ~sim.model.layout.mask(sim.method.shared)
     assert torch.equal(after_exchange[0][[0, 2]][:, local], after_exchange[1][[0, 2]][:, local])
     heard = not torch.equal(after_exchange[0][0], after_exchange[1][0])
+    if sim.method.picks:  # nobody need be in Ann's cluster
+        return
     assert heard == bool(sim.model.layout.mask(sim.method.shared).any())
 
 
@@ -93,7 +95,8 @@ def test_only_shared_roles_are_uploaded(federate: Any, method: dict[str, Any]) -
 def test_bytes_counted_are_bytes_sent(federate: Any, method: dict[str, Any]) -> None:
     sim = federate(method)
     rows = range(len(sim.trainers))
-    sent = [wire_bytes(real_uploads(sim, sim.method, row)) for row in rows]
+    picked = 4 * bool(sim.method.picks)  # which model a user took
+    sent = [wire_bytes(real_uploads(sim, sim.method, row)) + picked for row in rows]
     assert sim.upload_bytes() == [sent[row] for row in sim.owners(sim.row_of)]
     assert all(sent) == bool(sim.method.shared)
 

@@ -10,9 +10,18 @@ from comingle.methods.base import Context
 from comingle.trees import Tree
 
 
+def nobody(models: Tree) -> torch.Tensor:
+    raise AssertionError("no model is tried on training data here")
+
+
 def context(weights: Sequence[float], memory: Tree | None = None) -> Context:
     shares = torch.tensor(weights, dtype=torch.float64)
     ones = torch.ones(len(shares), dtype=torch.float64)
     return Context(
-        weights=shares, ranks=ones.long(), scales=ones, validate=lambda: torch.eye(len(shares)), memory=memory or {}
+        weights=shares,
+        ranks=ones.long(),
+        scales=ones,
+        validate=lambda: torch.eye(len(shares)),
+        memory=memory or {},
+        assess=nobody,
     )

@@ -169,6 +169,7 @@ def test_a_server_rate_steps_towards_the_mean() -> None:
         scales=torch.ones(2),
         validate=lambda: torch.zeros(2, 2),
         memory={"base": torch.tensor([1.0]), "parts": torch.tensor([[0.0]])},
+        assess=lambda models: torch.zeros(2, 1),
         reports={"mixture": torch.ones(2, 1)},
         clustered=frozenset({"parts"}),
     )

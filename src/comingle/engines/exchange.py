@@ -33,11 +33,22 @@ def exchange(method: Method, layout: Layout, rows: Float[Tensor, "users columns"
 
 
 def upload_bytes(method: Method, layout: Layout, mask: Bool[Tensor, "users columns"]) -> list[int]:
-    """Bytes of one upload of each user: real parameters of shared roles, no padding, and what it reports."""
+    """Bytes of one upload of each user: real parameters of shared roles, no padding, what it reports and picks."""
     shared = layout.mask(method.shared).to(mask.device)
     reports = build_reports(method, layout, torch.zeros(1, layout.columns))
-    said = sum(t.numel() for t in reports.values())
+    said = sum(t.numel() for t in reports.values()) + bool(method.picks)
     return [(int(n) + said) * WIRE_DTYPE.itemsize for n in (mask & shared).sum(1)]
+
+
+def download_bytes(method: Method, own: int, everything: int) -> int:
+    """Bytes that a user receives who sends ``own`` of ``everything`` that is sent.
+
+    An answer is as large as an upload. Between peers everybody receives what everybody else sends; who picks receives
+    every model, without anybody's choice.
+    """
+    if method.peers:
+        return everything - own
+    return method.picks * (own - WIRE_DTYPE.itemsize) if method.picks else own
 
 
 def averaging_weights(

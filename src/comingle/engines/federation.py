@@ -13,10 +13,11 @@ from comingle.adapters import watching
 from comingle.data.answers import UserAnswers
 from comingle.data.pack import UserData
 from comingle.data.samples import UserSamples
-from comingle.engines.exchange import build_uploads, upload_bytes
+from comingle.engines.exchange import build_uploads, download_bytes, upload_bytes
 from comingle.engines.feeds import Feed, TextFeed
 from comingle.engines.state import State, draw, initial_state
-from comingle.engines.training import Training
+from comingle.engines.surveys import Losses, Survey
+from comingle.engines.training import Training, cohorts
 from comingle.errors import RecipeError
 from comingle.evaluation.answers import AnswerScore
 from comingle.evaluation.perplexity import Gates, Score
@@ -71,6 +72,7 @@ class Federation:
         # Where nobody has more than one expert there is no router, and nothing to do in its phase.
         self.phases = [phase for phase in method.phases if model.layout.only(phase.roles).slots]
         self.clustered = frozenset(slot.name for slot in model.layout.slots if set(slot.roles) == {ADAPTOR})
+        self.round_number = -1
         initial = self._initial()
         self.start = initial.rows.clone() if method.resets else initial.rows[:0]
         self.state = state or initial
@@ -108,7 +110,9 @@ class Federation:
             kept = method.memory(Beginning(starts=starts, users=names, seed=self.training.seed))
             state.server = {name: t.to(state.rows.device) for name, t in kept.items()}
             if method.welcome is not None:
-                assign(layout.views(state.rows[: len(names)]), layout, method.shared, method.welcome(state.server))
+                rows = state.rows[: len(names)]
+                first = method.welcome(state.server, lambda models: self.assess(models, rows))
+                assign(layout.views(rows), layout, method.shared, first)
         return state
 
     def _starts(self, rows: Float[Tensor, "rows columns"]) -> Float[Tensor, "starts columns"]:
@@ -199,6 +203,27 @@ class Federation:
             found[i, j] = score.mean_loss
         return found
 
+    @torch.no_grad()
+    def assess(self, models: Tree, rows: Float[Tensor, "users columns"]) -> Float[Tensor, "users models"]:
+        """Mean loss in nats of each of some models of the server's on everybody's training data, as for a next round.
+
+        What a user does not share is as in its row. Users without data have zeros.
+        """
+        layout, shared, count = self.model.layout, self.method.shared, len(next(iter(models.values())))
+        found = torch.zeros(len(self.trainers), count, dtype=rows.dtype)
+        for cohort in cohorts([i for i, t in enumerate(self.trainers) if len(t.train)], self.portions.users):
+            survey = Survey(self.feed, cohort, self.round_number + 1, self.portions, rows.device)
+            for number in range(count):
+                own = rows[cohort]
+                assign(layout.views(own), layout, shared, {n: t[number : number + 1] for n, t in models.items()})
+                found[cohort, number] = survey.means(self._losses(own, cohort))[:, 0].to(found)
+        return found
+
+    def _losses(self, rows: Float[Tensor, "users columns"], users: Sequence[int]) -> Losses:
+        """What the models of these rows lose on their users' batches."""
+        tensors = self.tensors(rows)
+        return lambda batch: self.model.losses(tensors, users, batch)[0].unsqueeze(1)
+
     # ---------------------------------------------------------------- counts
 
     def trainable_parameters(self) -> list[int]:
@@ -213,10 +238,7 @@ class Federation:
         return [sent[owner] for owner in self.owners(self.row_of)]
 
     def exchanged_bytes(self, members: Sequence[int]) -> tuple[int, int]:
-        """Bytes that ``members`` send and receive together in an exchange.
-
-        An answer is as large as an upload. Between peers everybody receives what everybody else sends.
-        """
-        own = self.upload_bytes()
-        sent = sum(own[m] for m in members)
-        return sent, sent * (len(members) - 1) if self.method.peers else sent
+        """Bytes that ``members`` send and receive together in an exchange."""
+        all_sent = self.upload_bytes()
+        own = [all_sent[m] for m in members]
+        return sum(own), sum(download_bytes(self.method, sent, sum(own)) for sent in own)

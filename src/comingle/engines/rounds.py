@@ -60,7 +60,8 @@ def run_rounds(
     """Train from ``first_round`` (from 0) to the end and return the last evaluation.
 
     One round: every participant's local steps; then the exchange. Where the model that counts is the local one
-    (``training.evaluate``), the last exchange is left out, so a run ends with the models that were evaluated.
+    (``training.evaluate``), the last exchange is left out, so a run ends with the models that were evaluated. A method
+    that tunes starts from the exchanged model whatever the setting.
 
     Raises:
         DivergenceError: a user's loss or tensors are not finite.
@@ -77,7 +78,7 @@ def run_rounds(
         members = _local(sim, members, number, observe, clock)
         last = number + 1 == rounds
         due = last or (number + 1) % training.evaluate_every == 0
-        before = training.evaluate == "local"
+        before = training.evaluate == "local" and not method.tunes
         if last and before:
             sim.finish()
         if due and before:
@@ -127,7 +128,7 @@ def _local(sim: Simulation, members: list[int], number: int, observe: Observer, 
 
 def _evaluate(sim: Simulation, done: int, observe: Observer) -> Sequence[AnyScore]:
     observe({"event": "step", "advance": 0, "round": done, "evaluating": True})
-    scores = sim.evaluate()
+    scores = sim.evaluate(done)
     for user, score in zip(sim.users, scores, strict=True):
         if not math.isfinite(score.mean_loss):
             raise diverged(user.name, f"test loss is {score.mean_loss} after round {done}")

@@ -7,9 +7,9 @@ users within a round.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -17,9 +17,11 @@ from torch import Tensor
 
 from comingle.engines.exchange import averaging_weights, build_reports, exchange
 from comingle.engines.faults import diverged, find_broken
+from comingle.engines.federation import AnyScore
 from comingle.engines.optimizers import learning_rate
 from comingle.engines.state import State
 from comingle.engines.steps import Steps
+from comingle.engines.surveys import Survey
 from comingle.engines.training import cohorts
 from comingle.methods.base import Context, Reroute, Resize
 from comingle.trees import CLIENT_ROUTER
@@ -52,7 +54,7 @@ class Simulation(Steps):
         Raises:
             DivergenceError: a user's loss is not finite; names the user and the round.
         """
-        started = time.perf_counter()
+        started, self.round_number = time.perf_counter(), round_number
         losses: dict[int, float] = {}
         rejected: dict[int, str] = {}
         copies = range(self.method.copies)
@@ -79,28 +81,62 @@ class Simulation(Steps):
         losses = {user: loss for user, loss in losses.items() if user not in rejected}
         return LocalRound(losses=losses, rejected=rejected, tokens=seen, seconds=time.perf_counter() - started)
 
+    @contextmanager
+    def tuned(self, done: int | None = None, members: Sequence[int] | None = None) -> Iterator[None]:
+        """Where the method tunes: everybody's tensors as another local round makes them, until the end of the block.
+
+        Its batches have a random stream of their own, and nothing of it is left behind. Learning rates are those of the
+        round after ``done`` (None: of the last).
+        """
+        if not self.method.tunes:
+            yield
+            return
+        last = self.training.rounds - 1
+        state, phases, number, began = self.state, self.phases, self.round_number, self.began
+        self.state = state.copy()
+        self.phases = [replace(phase, label="tuning") for phase in phases]
+        try:
+            everyone = range(len(self.trainers))
+            self.local_round(everyone if members is None else members, last if done is None else min(done, last))
+            yield
+        finally:
+            self.state, self.phases, self.round_number, self.began = state, phases, number, began
+
+    def evaluate(self, done: int | None = None) -> Sequence[AnyScore]:
+        """Test score of every user with the model that it has after ``done`` rounds (None: after the last)."""
+        with self.tuned(done):
+            return super().evaluate()
+
     def _begin(self, part: State, cohort: Sequence[int], round_number: int) -> None:
         """What a round starts with: some columns as they were before any training, and phases before the others."""
         if self.method.resets:
             columns = self.model.layout.mask(self.method.resets).to(part.rows.device)
             part.rows[:, columns] = self.start[list(cohort)][:, columns]
+        if self.mixture is not None and self.mixture.at == "samples":
+            self._share_out(part, cohort, round_number)
         for phase in self.method.before:
             self._phase(phase, part, cohort, round_number, -1)
+
+    @torch.no_grad()
+    def _share_out(self, part: State, cohort: Sequence[int], round_number: int) -> None:
+        """Every training sample's own mixture, for this round, and each user's as their mean (FedEM, eq. 7 and 8)."""
+        owners, tensors = self.owners(cohort), self.tensors(part.rows)
+        survey = Survey(self.feed, owners, round_number, self.portions, part.rows.device)
+        prior = self.stacked.shares(tensors)
+        found = survey.responsibilities(prior, lambda batch: self.stacked.component_losses(tensors, owners, batch))
+        self.responsibilities |= dict(zip(owners, found, strict=True))
+        means = torch.stack([own.mean(1) for own in found])
+        smallest = torch.finfo(means.dtype).tiny  # or a component would be lost for good
+        self.model.layout.views(part.rows)[CLIENT_ROUTER].copy_(means.clamp(min=smallest).log())
 
     @torch.no_grad()
     def _reroute(self, part: State, cohort: Sequence[int], round_number: int, reroute: Reroute) -> None:
         """A user's router out of each component's loss on its training data."""
         owners, tensors = self.owners(cohort), self.tensors(part.rows)
-        total, counts = torch.zeros(()), torch.zeros(len(cohort), dtype=torch.int64)
-        for drawn in self.feed.sweep(owners, round_number):
-            drawn = drawn.to(part.rows.device)
-            batch: Any = self.feed.read("train", owners, drawn)
-            losses = self.stacked.component_losses(tensors, owners, batch)
-            total = total + losses.flatten(2).sum(2)
-            counts += self.feed.counted(drawn).cpu()
+        survey = Survey(self.feed, owners, round_number, self.portions, part.rows.device)
+        losses = survey.means(lambda batch: self.stacked.component_losses(tensors, owners, batch))
         rate = learning_rate(self.training.router, round_number, self.training.rounds)
-        router = self.model.layout.views(part.rows)[CLIENT_ROUTER]
-        router.copy_(reroute(total / counts.to(total).unsqueeze(1), rate))
+        self.model.layout.views(part.rows)[CLIENT_ROUTER].copy_(reroute(losses, rate))
 
     @property
     def _looks_back(self) -> bool:
@@ -133,6 +169,7 @@ class Simulation(Steps):
             scales=self.model.scales.to(device),
             validate=lambda: self.cross_validate(members),
             memory=self.state.server,
+            assess=lambda models: self.assess(models, self.state.rows[:users]),
             reports=build_reports(self.method, self.model.layout, self.state.rows[:users]),
             clustered=self.clustered,
         )

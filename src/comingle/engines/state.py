@@ -37,6 +37,10 @@ class State:
         """Everything that has the users on its leading dimension, by name."""
         return {name: getattr(self, name) for name in _USERS}
 
+    def copy(self) -> State:
+        """The same, to be changed without changing this; what the server keeps is not copied."""
+        return replace(self, **{name: t.clone() for name, t in self.tensors().items()})
+
     def take(self, users: Sequence[int]) -> State:
         """These users' rows: a view where they are consecutive, a copy otherwise."""
         return replace(self, **{name: t[_index(users)] for name, t in self.tensors().items()})

@@ -25,6 +25,11 @@ class Steps(Federation):
     began: Float[Tensor, "rows columns"] | None = None
     """Everybody's tensors at the start of the round, where they are asked for later in it."""
 
+    def __init__(self, *args: Any, **options: Any):
+        self.responsibilities: dict[int, Float[Tensor, "clusters samples"]] = {}
+        """How much each training sample of a trainer belongs to each component, in this round."""
+        super().__init__(*args, **options)
+
     def _pull_back(self, gradients: Tree, part: State, users: Sequence[int]) -> None:
         """Adds the gradient of ``proximal |theta - theta_0|^2``, theta_0 what a user began the round with."""
         assert self.began is not None
@@ -116,7 +121,8 @@ class Steps(Federation):
             counted = self.feed.counted(part)
             share = counted.to(rows.dtype) / whole.to(rows)
             batch: Any = self.feed.read(phase.stream, owners, part)
-            losses, penalty = self.model.losses(tensors, owners, batch, train=True)
+            own = {"shares": self._own_shares(owners, part)} if self.responsibilities else {}
+            losses, penalty = self.model.losses(tensors, owners, batch, train=True, **own)
             means = losses.flatten(1).sum(1) / counted.clamp(min=1)
             objective = means + self.training.balance_weight * penalty
             if self.method.regulariser is not None:
@@ -132,6 +138,13 @@ class Steps(Federation):
             total += (share * means.detach()).float().cpu()
         self._keep_statistics(rows, tensors)
         return total, gradients
+
+    def _own_shares(
+        self, owners: Sequence[int], drawn: Int[Tensor, "users batch"]
+    ) -> Float[Tensor, "users clusters batch"]:
+        """What of :attr:`responsibilities` belongs to these samples; anything where there is none."""
+        numbers = drawn.to(self.state.rows.device).clamp(min=0)
+        return torch.stack([self.responsibilities[o][:, own] for o, own in zip(owners, numbers, strict=True)])
 
     def _gradient_by_size(
         self,

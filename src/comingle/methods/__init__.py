@@ -14,11 +14,14 @@ from comingle.methods.comigs import comigs, comigs_1g1s, comigs_1gxs, comigs_2g,
 from comingle.methods.ensemble import ensemble, ensemble_optimal, local_adaptor
 from comingle.methods.factors import fedsa_lora, ffa_lora
 from comingle.methods.fdlora import fdlora
-from comingle.methods.fedavg import fedavg
+from comingle.methods.fedavg import fedavg, fedavg_plus
+from comingle.methods.fedem import fedem
+from comingle.methods.fedit import fedit, fedlora
 from comingle.methods.fedmerge import fedmerge, fedmerge_fixed
 from comingle.methods.flexlora import flexlora
 from comingle.methods.floral import floral, floral_mfl, floral_optimal
 from comingle.methods.hetlora import hetlora
+from comingle.methods.ifca import ifca
 from comingle.methods.local import local
 from comingle.methods.moe import fedavg_moe, fedavg_moe_tr, local_moe, local_moe_tr
 from comingle.methods.pcl import pcl
@@ -55,6 +58,11 @@ REGISTRY: dict[str, Callable[..., Method]] = {
     "ensemble-optimal": ensemble_optimal,
     "fedmerge": fedmerge,
     "fedmerge-fixed": fedmerge_fixed,
+    "fedavg+": fedavg_plus,
+    "ifca": ifca,
+    "fedem": fedem,
+    "fedit": fedit,
+    "fedlora": fedlora,
 }
 
 

@@ -17,6 +17,12 @@ from comingle.errors import RecipeError
 from comingle.routers.mixtures import ClientMixture
 from comingle.trees import Tree
 
+Assess = Callable[[Tree], Float[Tensor, "users models"]]
+"""Maps stacked models ``(models, ...)`` to the mean loss in nats of each on each user's training data.
+
+The users do this, each on its own data; a user without any has zeros.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
@@ -25,8 +31,9 @@ class Context:
     ``weights`` sum to 1 and are 0 for the absent; ``ranks`` and ``scales`` are the users' LoRA ranks and factors.
     ``validate`` has every present user's model scored on every present user's validation text: entry (i, j) is the
     mean loss in nats of user j's model on user i's text, NaN where either is absent. ``memory`` is what the server
-    itself keeps between rounds, changed in place. ``reports`` is what users said besides their tensors
-    (:attr:`Method.report`), and ``clustered`` names the uploads whose second dimension is a mixture's components.
+    itself keeps between rounds, changed in place. ``assess`` has models of the server's tried on training data.
+    ``reports`` is what users said besides their tensors (:attr:`Method.report`), and ``clustered`` names the uploads
+    whose second dimension is a mixture's components.
     """
 
     weights: Float[Tensor, " users"]
@@ -34,6 +41,7 @@ class Context:
     scales: Float[Tensor, " users"]
     validate: Callable[[], Float[Tensor, "users users"]]
     memory: Tree
+    assess: Assess
     reports: Tree = field(default_factory=dict)
     clustered: frozenset[str] = frozenset()
 
@@ -65,8 +73,8 @@ Reroute = Callable[[Float[Tensor, "users clusters"], float], Float[Tensor, "user
 Finish = Callable[[Float[Tensor, "copies users columns"], Validate], Float[Tensor, "users columns"]]
 """Maps the users' copies at the end of training to their final models."""
 
-Welcome = Callable[[Tree], Tree]
-"""Maps what the server keeps to the stacked downloads before the first round."""
+Welcome = Callable[[Tree, Assess], Tree]
+"""Maps what the server keeps, in place, to the stacked downloads before the first round."""
 
 Stream = Literal["train", "valid"]
 
@@ -80,6 +88,7 @@ class Phase:
     After every ``every``-th of a user's own local iterations the phase takes ``steps`` optimiser steps on the roles it
     names, each on a fresh random batch of ``stream``. ``optimizer`` names whose settings and step count it uses;
     "both" descends on all roles together, the routers with the router's settings, everything else with the experts'.
+    ``label`` names a random stream of its own for the batches.
     """
 
     roles: frozenset[str]
@@ -87,10 +96,13 @@ class Phase:
     every: int = 1
     steps: int = 1
     optimizer: Literal["experts", "router", "both"] = "experts"
+    label: str = ""
 
     @property
     def purpose(self) -> str:
         """Whose random stream draws the batches: methods that train the same at one seed see the same."""
+        if self.label:
+            return self.label
         return "router" if self.optimizer == "router" else "experts"
 
     @property
@@ -113,9 +125,11 @@ class Method:
     downloads the others' uploads instead of one answer. ``copies`` sets of tensors are trained side by side on the same
     text: only the first takes part in exchanges, and the last is the user's model. The server begins with ``starts``
     differently initialised models; ``memory`` is what it keeps of them, and ``welcome`` what everybody downloads
-    before the first round. ``validates`` says that validation text is needed beyond the phases'. ``proximal`` times the
-    squared distance to where a round began is added to the users' objectives. Where the server is ``forgiving``, users
-    who leave the real numbers are left out of a round instead of ending the run.
+    before the first round. With ``picks`` users download so many models, try them on their training data, keep one and
+    say which. With ``tunes`` the model that counts is not what a user downloads, but what a local round of its own
+    makes of it, which is then forgotten. ``validates`` says that validation text is needed beyond the phases'.
+    ``proximal`` times the squared distance to where a round began is added to the users' objectives. Where the server
+    is ``forgiving``, users who leave the real numbers are left out of a round instead of ending the run.
     ``mixture`` makes a user's model a mixture of components, and ``reroute`` sets its router after the local steps
     where no phase trains it. ``report`` is what a user says to the server besides its shared tensors, out of all its
     tensors. At the start of each round the roles in ``resets`` are as they were before any training, and the phases
@@ -139,6 +153,8 @@ class Method:
     welcome: Welcome | None = None
     proximal: float = 0.0
     forgiving: bool = False
+    picks: int = 0
+    tunes: bool = False
     regulariser: Regulariser | None = None
     resize: Resize | None = None
     finish: Finish | None = None

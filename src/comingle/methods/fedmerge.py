@@ -85,7 +85,7 @@ def fedmerge(
         server=server,
         starts=models,
         memory=memory,
-        welcome=lambda kept: mix(soup_of(kept), _shares(kept[MERGING], softmax)),
+        welcome=lambda kept, _: mix(soup_of(kept), _shares(kept[MERGING], softmax)),
         proximal=proximal,
         forgiving=True,
     )

@@ -14,6 +14,7 @@ from comingle.data.samples import SampleBank, Samples
 from comingle.evaluation.samples import SampleScore, score_samples
 from comingle.models.owning import own_copy
 from comingle.models.stacked import StackedModel
+from comingle.routers.mixtures import mix_probabilities
 from comingle.trees import CLIENT_ROUTER, Tree
 
 SCORED_AT_ONCE = 512
@@ -49,18 +50,23 @@ class PersonalNet:
 
 
 class MixtureOfModels(nn.Module):
-    """``sum_c shares_c models_c(x)``: an ensemble as one user mixes it, before any softmax over classes."""
+    """``sum_c shares_c models_c(x)``: an ensemble as one user mixes it, before any softmax over classes.
+
+    Of ``probabilities`` the logits of the mixture: ``log sum_c shares_c softmax(models_c(x))``.
+    """
 
     shares: Float[Tensor, " clusters"]
 
-    def __init__(self, models: Sequence[nn.Module], shares: Float[Tensor, " clusters"]):
+    def __init__(self, models: Sequence[nn.Module], shares: Float[Tensor, " clusters"], *, probabilities: bool = False):
         super().__init__()
-        self.models = nn.ModuleList(models)
+        self.models, self.probabilities = nn.ModuleList(models), probabilities
         self.register_buffer("shares", shares.clone())
 
     def forward(self, inputs: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:
         """The mixed outputs."""
         outputs = torch.stack([model(inputs) for model in self.models])
+        if self.probabilities:
+            return mix_probabilities(outputs, self.shares)
         return torch.tensordot(self.shares, outputs, dims=1)
 
 
@@ -79,4 +85,4 @@ def _own_net(model: StackedModel, tensors: Tree) -> nn.Module:
         return own_copy(model.net, tensors).merge(shares)
     parts = {name: t for name, t in tensors.items() if name != CLIENT_ROUTER}
     models = [own_copy(model.net, {n: t[:, c] for n, t in parts.items()}) for c in range(len(shares))]
-    return MixtureOfModels(models, shares)
+    return MixtureOfModels(models, shares, probabilities=model.mixes_probabilities)

@@ -24,7 +24,7 @@ from comingle.adapters.inject import ROUTER
 from comingle.adapters.lora import init_zero
 from comingle.data.seeds import derive
 from comingle.evaluation.samples import sample_losses
-from comingle.routers.mixtures import ClientMixture
+from comingle.routers.mixtures import ClientMixture, mix_probabilities
 from comingle.trees import ADAPTOR, BASE, CLIENT_ROUTER, STATISTICS, Init, Layout, Slot, Tree
 
 _ORDER = (BASE, ADAPTOR, ROUTER, STATISTICS)
@@ -45,6 +45,13 @@ class StackedModel:
     dtype: torch.dtype
     mixture: ClientMixture | None = None
     others: Float[Tensor, "others columns"] | None = None
+    classes: bool = False
+    """Whether outputs are logits of classes."""
+
+    @property
+    def mixes_probabilities(self) -> bool:
+        """Whether a mixture of predictions is one of probabilities, not of outputs."""
+        return self.classes and self.mixture is not None and self.mixture.at == "samples"
 
     @property
     def other_starts(self) -> Float[Tensor, "others columns"]:
@@ -84,15 +91,23 @@ class StackedModel:
     # ---------------------------------------------------------------- passes
 
     def losses(
-        self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False
+        self,
+        tensors: Tree,
+        users: Sequence[int],
+        batch: Any,
+        *,
+        train: bool = False,
+        shares: Float[Tensor, "users clusters batch"] | None = None,
     ) -> tuple[Float[Tensor, "users batch ..."], float]:
         """Loss of every sample of a :data:`Batch`, 0 where there is none, and no penalty.
 
-        Running statistics change in ``tensors``.
+        Running statistics change in ``tensors``. ``shares`` are each sample's own, in place of its user's.
         """
-        if self.mixture is None or self.mixture.at != "losses":
+        if self.mixture is None or self.mixture.at not in ("losses", "samples"):
             return self._own_losses(tensors, batch, train), 0.0
         losses = self.component_losses(tensors, users, batch, train=train)
+        if shares is not None:
+            return (shares * losses).sum(1), 0.0
         return torch.einsum("uc,uc...->u...", self.shares(tensors, train), losses), 0.0
 
     def _own_losses(self, tensors: Tree, batch: Any, train: bool) -> Float[Tensor, "users batch ..."]:
@@ -126,7 +141,10 @@ class StackedModel:
     def _outputs(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users batch ..."]:
         mixture = self.mixture
         if mixture is not None and mixture.of == "models":
-            return torch.einsum("uc,uc...->u...", self.shares(tensors, train), self._components(tensors, inputs, train))
+            outputs, shares = self._components(tensors, inputs, train), self.shares(tensors, train)
+            if self.mixes_probabilities:
+                return mix_probabilities(outputs, shares)
+            return torch.einsum("uc,uc...->u...", shares, outputs)
         if mixture is None:
             return self._run(train, self._call, tensors, inputs)
         shares = self.shares(tensors, train)
@@ -184,6 +202,7 @@ def stack(
     mixture: ClientMixture | None = None,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
+    classes: bool = False,
 ) -> StackedModel:
     """Copies of a net for ``users`` users.
 
@@ -209,6 +228,7 @@ def stack(
         dtype=dtype,
         mixture=mixture,
         others=others,
+        classes=classes,
     )
 
 

@@ -14,15 +14,16 @@ class ClientMixture:
     """C components and a vector pi on the simplex for each user.
 
     ``of`` says what a component is: adaptors beside a base that all have, or a whole model. ``at`` says where the
-    mixture stands: in the weights, so that one pass is enough (FLoRAL's FML), on the components' outputs (an ensemble)
-    or on their losses (MFL). With ``optimal`` each user's vector is one-hot at its true cluster. ``temperature``
-    divides the router's logits and ``noise`` is the deviation of what is added to them in training. ``precondition``
-    (FLoRAL eq. 36) and ``centre`` (eq. 37) are options of adaptors.
+    mixture stands: in the weights, so that one pass is enough (FLoRAL's FML), on the components' outputs (an ensemble),
+    on their losses (MFL), or on the losses of each sample, in shares of which pi is the mean (FedEM). With ``optimal``
+    each user's vector is one-hot at its true cluster. ``temperature`` divides the router's logits and ``noise`` is the
+    deviation of what is added to them in training. ``precondition`` (FLoRAL eq. 36) and ``centre`` (eq. 37) are options
+    of adaptors.
     """
 
     clusters: int
     of: Literal["adaptors", "models"] = "adaptors"
-    at: Literal["weights", "outputs", "losses"] = "weights"
+    at: Literal["weights", "outputs", "losses", "samples"] = "weights"
     optimal: bool = False
     temperature: float = 1.0
     noise: float = 0.0
@@ -32,6 +33,13 @@ class ClientMixture:
     def shares(self, theta: Float[Tensor, "*users clusters"]) -> Float[Tensor, "*users clusters"]:
         """The vector pi that router logits stand for, without noise."""
         return softmax_mixture(theta, self.temperature)
+
+
+def mix_probabilities(
+    logits: Float[Tensor, "*users clusters batch classes"], shares: Float[Tensor, "*users clusters"]
+) -> Float[Tensor, "*users batch classes"]:
+    """``log sum_c pi_c softmax(f_c(x))``: logits whose softmax is the mixture of the components' predictions."""
+    return (shares.log()[..., None, None] + logits.log_softmax(-1)).logsumexp(-3)
 
 
 def softmax_mixture(theta: Float[Tensor, "*users clusters"], temperature: float) -> Float[Tensor, "*users clusters"]:
