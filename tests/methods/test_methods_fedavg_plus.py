@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from linear_task import EVERYONE, LINEAR, RATE
 
 from comingle import experiment
 from comingle.engines.rounds import run_rounds
 from comingle.engines.simulation import Simulation
 from comingle.recipes import load_recipe
-
-EVERYONE = [0, 1, 2, 3]
-RATE = 0.05
-LINEAR = {"data.task.name": "linear", "training.batch_size": 3}
 
 
 def kept(sim: Simulation) -> dict[str, torch.Tensor]:

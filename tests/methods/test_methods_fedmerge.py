@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from linear_task import EVERYONE, LINEAR, Own, batches, descend, sample_losses, samples_of, unequal
 from torch import Tensor
 
 from comingle import nets
 from comingle.engines.rounds import run_rounds
-from comingle.engines.samples import SampleFeed
 from comingle.engines.simulation import Simulation
 from comingle.errors import DivergenceError, RecipeError
 from comingle.methods import make
 
-RATE, STEP = 0.05, 0.01
-LINEAR = {"data.task.name": "linear", "training.batch_size": 3, "evaluation.model": "exchanged"}
-EVERYONE = [0, 1, 2, 3]
+STEP = 0.01
 MODELS = 3
-Own = dict[str, Tensor]
 
 
 def merge(soup: Own, shares: Tensor) -> Own:
@@ -54,16 +50,15 @@ class ByHand:
 
     def local(self, user: int, number: int) -> Own:
         """What the merged model was minus what the user made of it."""
-        data, start = self.sim.trainers[user].train, merge(self.soup, self.shares(user))
+        (x, y), start = samples_of(self.sim, user), merge(self.soup, self.shares(user))
+
+        def loss(own: Own, at: Tensor) -> Tensor:
+            away = sum((own[name] - start[name]).square().sum() for name in own)
+            return sample_losses(own, x[at], y[at]).mean() + self.proximal * away
+
         own = dict(start)
-        for step in range(self.sim.feed.steps(user)):
-            at = self.sim.feed.draw([user], self.sim.phases[0], number, step, 0)[0]
-            leaves = {name: t.clone().requires_grad_() for name, t in own.items()}
-            outputs = data.inputs[at].double() @ leaves["weight"].T + leaves["bias"]
-            loss = (outputs - data.targets[at]).square().mean()
-            loss = loss + self.proximal * sum((leaves[n] - start[n]).square().sum() for n in own)
-            gradients = torch.autograd.grad(loss, list(leaves.values()))
-            own = {name: own[name] - RATE * g for name, g in zip(leaves, gradients, strict=True)}
+        for at in batches(self.sim, user, number):
+            own = descend(own, lambda leaves, at=at: loss(leaves, at))
         return {name: start[name] - own[name] for name in own}
 
     def move_models(self, updates: dict[int, Own], p: dict[int, float]) -> None:
@@ -87,14 +82,6 @@ class ByHand:
             for k in updates:
                 moved[k] -= STEP * p[k] * gradient[k]
         self.logits += moved
-
-
-def unequal(sim: Simulation) -> Simulation:
-    """User 2 has fewer samples than the others, so that means are weighted."""
-    few = sim.trainers[2]
-    sim.trainers[2] = replace(few, train=few.train.first(4))
-    sim.feed = SampleFeed(sim.trainers, sim.training, sim.batch_size, device=sim.model.device, dtype=sim.model.dtype)
-    return sim
 
 
 @pytest.mark.parametrize("members", [EVERYONE, [0, 2, 3]], ids=["everybody", "sampled"])
@@ -142,6 +129,13 @@ def test_one_model_travels_whatever_is_in_the_soup(federate_nets: Any) -> None:
         sim, plain = federate_nets({"name": "fedmerge", "models": models}), federate_nets("fedavg")
         assert sim.exchanged_bytes(EVERYONE) == plain.exchanged_bytes(EVERYONE)
         assert sim.exchanged_bytes([1])[1] == 4 * sim.model.layout.columns
+
+
+def test_one_adapter_travels_on_a_language_model(federate: Any) -> None:
+    sim, plain = federate({"name": "fedmerge", "models": 4}), federate("fedit")
+    assert sim.exchanged_bytes([0, 2]) == plain.exchanged_bytes([0, 2])
+    assert federate("fedavg").upload_bytes()[0] > plain.upload_bytes()[0]  # it has two experts
+    assert len(sim.state.server["soup.layers.0.mlp.up.a"]) == 4
 
 
 def test_one_model_is_fedavg(federate_nets: Any) -> None:

@@ -1,0 +1,175 @@
+"""FedEM against its algorithm written out user by user and sample by sample, and what its users predict."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from linear_task import EVERYONE, LINEAR, Own, batches, descend, outputs, sample_losses, samples_of, unequal
+from torch import Tensor, nn
+
+from comingle.engines.mixing import mixture_of
+from comingle.engines.simulation import Simulation
+from comingle.errors import RecipeError
+from comingle.evaluation.samples import sample_losses as losses_of
+from comingle.experiment import run
+from comingle.models.personal_net import MixtureOfModels, personal_net
+from comingle.models.stacked import stack
+from comingle.recipes import parse_recipe
+from comingle.routers.mixtures import ClientMixture
+
+MODELS = 3
+METHOD = {"name": "fedem", "models": MODELS}
+
+
+def learners(sim: Simulation, user: int) -> list[Own]:
+    views = sim.model.layout.views(sim.state.rows)
+    return [{name: views[name][user, m].clone() for name in ("weight", "bias")} for m in range(MODELS)]
+
+
+def by_hand(sim: Simulation, rounds: int, members: list[int]) -> tuple[list[Own], list[list[float]]]:
+    """Algorithm 2: the learners, and everybody's mixture."""
+    shared, pi = learners(sim, 0), [[1 / MODELS] * MODELS for _ in EVERYONE]
+    total = sum(len(sim.trainers[k].train) for k in members)
+    for number in range(rounds):
+        trained: dict[int, list[Own]] = {}
+        for k in members:
+            x, y = samples_of(sim, k)
+            q = [responsibility(pi[k], [float(sample_losses(o, x[s : s + 1], y[s : s + 1])) for o in shared])
+                 for s in range(len(x))]  # fmt: skip
+            pi[k] = [sum(row[m] for row in q) / len(q) for m in range(MODELS)]
+            trained[k] = []
+            for m in range(MODELS):
+                own, mine = shared[m], torch.tensor([row[m] for row in q], dtype=torch.float64)
+                for at in batches(sim, k, number):
+
+                    def loss(leaves: Own, at: Tensor = at, mine: Tensor = mine, x: Tensor = x, y: Tensor = y) -> Tensor:
+                        return (mine[at] * sample_losses(leaves, x[at], y[at])).sum() / len(at)
+
+                    own = descend(own, loss)
+                trained[k].append(own)
+        share = {k: len(sim.trainers[k].train) / total for k in members}
+        shared = [
+            {name: sum(share[k] * trained[k][m][name] for k in members) for name in shared[m]} for m in range(MODELS)
+        ]
+    return shared, pi
+
+
+def responsibility(pi: list[float], losses: list[float]) -> list[float]:
+    parts = [p * math.exp(-loss) for p, loss in zip(pi, losses, strict=True)]
+    return [part / sum(parts) for part in parts]
+
+
+@pytest.mark.parametrize("members", [EVERYONE, [0, 2, 3]], ids=["everybody", "sampled"])
+@pytest.mark.parametrize("changes", [{}, {"training.local_epochs": 2, "runtime.users_per_step": 2}], ids=["one", "two"])
+def test_rounds_equal_the_algorithm_written_out(
+    federate_nets: Any, members: list[int], changes: dict[str, Any]
+) -> None:
+    """Over two epochs the responsibilities stay those of the start of the round."""
+    sim, twin = (unequal(federate_nets(METHOD, changes={**LINEAR, **changes})) for _ in range(2))
+    wanted, pi = by_hand(twin, 2, members)
+    for number in range(2):
+        sim.local_round(members, number)
+        sim.exchange(members)
+    found = mixture_of(sim)
+    assert found is not None
+    torch.testing.assert_close(found, torch.tensor(pi, dtype=torch.float64), rtol=1e-6, atol=1e-9)
+    assert float((found[0] - 1 / MODELS).abs().max()) > 0.01
+    for k in EVERYONE:  # who was away too
+        for own, expected in zip(learners(sim, k), wanted, strict=True):
+            for name, t in expected.items():
+                torch.testing.assert_close(own[name], t, rtol=1e-6, atol=1e-8)
+    scores = sim.evaluate()
+    for k in EVERYONE:
+        x, y = samples_of(sim, k, "test")
+        mixed = sum(pi[k][m] * outputs(own, x) for m, own in enumerate(wanted))
+        assert scores[k].mean_loss == pytest.approx(float((mixed - y).square().mean()), rel=1e-5)
+
+
+def test_learners_start_differently_and_mixtures_even(federate_nets: Any) -> None:
+    sim = federate_nets(METHOD, changes=LINEAR)
+    first, second, _ = learners(sim, 0)
+    assert not torch.equal(first["weight"], second["weight"])
+    assert torch.equal(mixture_of(sim), torch.full((4, MODELS), 1 / MODELS, dtype=torch.float64))
+
+
+def test_every_learner_travels_each_way_and_no_mixture(federate_nets: Any) -> None:
+    sim, plain = federate_nets(METHOD), federate_nets("fedavg")
+    model = plain.upload_bytes()[0]
+    assert sim.exchanged_bytes([1, 2]) == (2 * MODELS * model, 2 * MODELS * model)
+
+
+def test_one_learner_is_fedavg(federate_nets: Any) -> None:
+    one, plain = federate_nets({"name": "fedem", "models": 1}), federate_nets("fedavg")
+    for sim in (one, plain):
+        for number in range(2):
+            sim.local_round(EVERYONE, number)
+            sim.exchange(EVERYONE)
+    found = one.model.layout.views(one.state.rows)
+    for name, value in plain.model.layout.views(plain.state.rows).items():
+        torch.testing.assert_close(found[name].squeeze(1), value, rtol=1e-9, atol=1e-12)
+
+
+def test_a_component_without_share_is_not_lost_for_good(federate_nets: Any) -> None:
+    """Its logit stays finite, as checkpoints and checks for broken users need it."""
+    sim = federate_nets(METHOD, changes=LINEAR)
+    sim.model.layout.views(sim.state.rows)["bias"][:, 0] += 1e6
+    sim.local_round(EVERYONE, 0)
+    assert bool(sim.state.rows.isfinite().all())
+    assert float(mixture_of(sim)[:, 0].max()) < 1e-300
+
+
+# ---------------------------------------------------------------- predictions
+
+
+def test_classes_are_predicted_by_mixed_probabilities() -> None:
+    """``sum_m pi_m softmax(f_m(x))``, not the softmax of mixed outputs; the user's own module agrees."""
+    nets = [nn.Linear(5, 4) for _ in range(MODELS)]
+    mixture = ClientMixture(clusters=MODELS, of="models", at="samples")
+    model = stack(nets, name="net", users=1, mixture=mixture, dtype=torch.float64, classes=True)
+    theta = torch.tensor([[0.3, -1.0, 2.0]], dtype=torch.float64)
+    tensors = {
+        "weight": torch.stack([net.weight.detach() for net in nets]).unsqueeze(0),
+        "bias": torch.stack([net.bias.detach() for net in nets]).unsqueeze(0),
+        "router.theta": theta,
+    }
+    x = 3 * torch.randn(1, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    pi = theta.softmax(1)[0]
+    wanted = sum(pi[m] * nets[m](x[0]).softmax(-1) for m in range(MODELS)).detach()
+    found = model.predict(tensors, [0], x)[0]
+    torch.testing.assert_close(found.softmax(-1), wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found.exp().sum(-1), torch.ones(6, dtype=torch.float64))
+    targets = torch.tensor([0, 1, 2, 3, 0, 1])
+    torch.testing.assert_close(losses_of(found, targets), -wanted[range(6), targets].log())
+    own = personal_net("ann", model, tensors)
+    assert isinstance(own.model, MixtureOfModels)
+    torch.testing.assert_close(own.predict(x[0]), found, rtol=1e-10, atol=1e-12)
+
+
+def test_a_run_on_images_predicts_as_it_scores(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    pixels, labels = draw.integers(0, 255, (60, 28, 28), dtype=np.uint8), np.arange(60) % 10
+    np.savez(tmp_path / "mnist.npz", x_train=pixels, y_train=labels, x_test=pixels[:30], y_test=labels[:30])
+    recipe = parse_recipe(
+        {
+            "method": METHOD,
+            "data": {"task": {"name": "mnist", "users": 3, "clusters": 3, "path": str(tmp_path)}},
+            "training": {"rounds": 2, "batch_size": 8, "experts": {"name": "sgd", "learning_rate": 0.1}},
+            "runtime": {"device": "cpu"},
+        }
+    )
+    done = run(recipe)
+    sim = done.simulation
+    assert sim.stacked.mixes_probabilities
+    for user, score in zip(sim.users, sim.evaluate(), strict=True):
+        own = done.user(user.name)
+        assert own.evaluate(user.test).measures == pytest.approx(score.measures, rel=1e-5)
+
+
+def test_it_is_for_small_nets(federate: Any) -> None:
+    with pytest.raises(RecipeError, match="mixes whole models, which are small nets"):
+        federate("fedem")

@@ -1,0 +1,66 @@
+"""What a server keeps of several models, and mixtures of samples, resume as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from comingle import experiment
+from comingle.recipes import parse_recipe
+
+SGD = {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "weight_decay": 0}
+METHODS: dict[str, dict[str, Any]] = {
+    "fedmerge": {"name": "fedmerge", "models": 3, "proximal": 0.01},
+    "fedmerge-fixed": {"name": "fedmerge-fixed", "models": 4, "chosen": 2},
+    "ifca": {"name": "ifca", "models": 3},
+    "fedem": {"name": "fedem", "models": 2},
+    "fedavg+": {"name": "fedavg+"},
+}
+KEPT = {"fedmerge": {"server/merging"}, "fedmerge-fixed": {"server/merging"}, "ifca": {"server/picked"}}
+
+
+class StoppedError(Exception):
+    pass
+
+
+def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    metrics = json.loads((folder / "metrics.json").read_text())
+    kept = {key: metrics[key] for key in ("users", "upload_bytes_per_user_round", "download_bytes_per_user_round")}
+    return kept, load_file(folder / "checkpoints" / "round-0004" / "state.safetensors")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_resuming_is_exact(name: str, tmp_path: Path) -> None:
+    """With batch norm, and half of the users in each round."""
+    recipe = parse_recipe(
+        {
+            "method": METHODS[name],
+            "data": {"task": {"name": "mlp-norm", "users": 5, "clusters": 2, "test_samples": 9}},
+            "training": {"rounds": 4, "batch_size": 40, "weighting": "samples", "participation": 0.5, "experts": SGD},
+            "evaluation": {"every": 2, "model": "exchanged"},
+            "checkpoints": {"every": 1},
+            "runtime": {"dtype": "float32", "device": "cpu", "threads": 1},
+        }
+    )
+
+    def stop(event: dict[str, Any]) -> None:
+        if event["event"] == "step" and event["round"] == 3 and event["advance"]:
+            raise StoppedError
+
+    whole = experiment.run(recipe, out=tmp_path / "whole")
+    with pytest.raises(StoppedError):
+        experiment.run(recipe, out=tmp_path / "parts", observers=[stop])
+    experiment.run(recipe, out=tmp_path / "parts", resume=True)
+    (expected, tensors), (found, state) = outcome(tmp_path / "whole"), outcome(tmp_path / "parts")
+    assert found == expected
+    assert state.keys() == tensors.keys()
+    assert all(torch.equal(state[key], tensors[key]) for key in tensors)
+    assert {key for key in state if key.startswith("server/") and "soup" not in key} == KEPT.get(name, set())
+    opened = experiment.load(tmp_path / "whole")
+    first, second = whole.simulation.evaluate(), opened.simulation.evaluate()
+    assert [score.measures for score in first] == [score.measures for score in second]
