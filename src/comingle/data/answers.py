@@ -81,7 +81,7 @@ class UserAnswers:
 
 
 def encode(questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
-    """The questions as tokens: the begin-of-text token where there is one, the prompt, the answer, the end of text.
+    """The questions as tokens: a begin-of-text token where texts of the base have one, prompt, answer, end of text.
 
     Prompt and answer are tokenised apart, so that the border between them is where generation starts. A special token
     that is spelt out in them is tokenised as the text it is.
@@ -94,14 +94,19 @@ def encode(questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase) ->
         raise DataError(
             "the base's tokenizer has no end-of-text token, so answers would have no end; give another base"
         )
-    bos: Any = tokenizer.bos_token_id
-    begin = () if bos is None else (bos,)
+    begin = _begin(tokenizer)
     prompts = _tokens([question.prompt for question in questions], tokenizer)
     answers = _tokens([question.answer for question in questions], tokenizer)
     return [
         Encoded(prompt=(*begin, *prompt), answer=(*answer, end), reference=question.answer)
         for prompt, answer, question in zip(prompts, answers, questions, strict=True)
     ]
+
+
+def _begin(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The begin-of-text token where the tokenizer begins every text with it, which others keep for roles of a chat."""
+    ids: Any = tokenizer("")["input_ids"]
+    return tuple(ids[:1]) if ids and ids[0] == tokenizer.bos_token_id else ()
 
 
 def _tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

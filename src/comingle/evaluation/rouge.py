@@ -21,9 +21,10 @@ def split_words(text: str) -> list[str]:
     within = False  # whether the next letter or digit goes on with the last word
     for character in unicodedata.normalize("NFKC", text).lower():
         kind = unicodedata.category(character)[0]
-        if kind == "M" and words and (within or _is_unspaced(words[-1][0])):
-            words[-1] += character
-        elif kind not in "LMN":
+        if kind == "M":
+            if words and (within or _is_unspaced(words[-1][0])):
+                words[-1] += character
+        elif kind not in "LN":
             within = False
         elif _is_unspaced(character):
             words.append(character)

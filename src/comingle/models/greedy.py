@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from jaxtyping import Int, Int64
@@ -49,15 +50,32 @@ def continue_prompts(
 
 
 def _greedy(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"], limit: int) -> Int64[Tensor, "n new"]:
-    width, config = prompts.shape[1], network.generation_config
+    width, own = prompts.shape[1], network.generation_config
     most = getattr(network.config, "max_position_embeddings", None)
     speak = cast(Callable[..., Tensor], network.generate)  # torch types every attribute as a Tensor
-    said = speak(
-        prompts.clamp(min=0),
-        attention_mask=(prompts != PAD).long(),
-        max_new_tokens=max(1, min(limit, most - width)) if most else limit,  # no base knows places beyond its last
-        use_cache=True,
-        do_sample=False,
-        pad_token_id=config.pad_token_id if config is not None else None,
-    )
+    with _padded_attention(network):
+        said = speak(
+            prompts.clamp(min=0),
+            attention_mask=(prompts != PAD).long(),
+            max_new_tokens=max(1, min(limit, most - width)) if most else limit,  # no base knows places beyond its last
+            use_cache=True,
+            do_sample=False,
+            pad_token_id=own.pad_token_id if own is not None else None,
+        )
     return said[:, width:].cpu()
+
+
+@contextmanager
+def _padded_attention(network: PreTrainedModel) -> Iterator[None]:
+    """Within, attention over padding has numbers in float64 too.
+
+    The softmax of transformers' own attention is in float32, where the mask, float64's lowest number, is infinite.
+    """
+    config: Any = network.base_model.config
+    style = config._attn_implementation
+    if network.dtype == torch.float64 and style == "eager":
+        config._attn_implementation = "sdpa"
+    try:
+        yield
+    finally:
+        config._attn_implementation = style
