@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,7 @@ from comingle.errors import DataError, RecipeError
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import Base
+from comingle.models.gated import gated_pair
 from comingle.models.hardware import resolve_device, resolve_dtype
 from comingle.models.mixed import MixedLanguageModel, mix_language_model
 from comingle.models.nets import make_net
@@ -81,6 +83,7 @@ def _model(
 ) -> StackedModel:
     name, mixture = net_name(recipe, task), method.mixture
     many = mixture.clusters if mixture is not None and mixture.of == "models" else method.starts
+    many = 2 if method.gated else many
 
     def net(number: int) -> nn.Module:
         return make_net(name, task.input_shape, task.classes, seed=recipe.seed + SEED_STEP * number)
@@ -91,6 +94,8 @@ def _model(
         if settings["rank"] is None and settings["budget"] is None:
             settings["budget"] = 0.01
         nets = [floral(nets[0], num_clusters=mixture.clusters, copy=False, generator=torch.Generator(), **settings)]
+    if method.gated:
+        nets = [gated_pair(*nets, inputs=math.prod(task.input_shape), seed=recipe.seed)]
     classes = task.loss == "cross_entropy"
     return stack(nets, name=PREFIX + name, users=users, mixture=mixture, device=device, dtype=dtype, classes=classes)
 
@@ -150,6 +155,8 @@ def _check_on_text(recipe: Recipe, method: Method) -> None:
 
 
 def _check_on_nets(method: Method) -> None:
+    if method.gated:  # its experts and its router are nets
+        return
     if method.phases and not method.trained & NET_ROLES:
         raise RecipeError(f"method {method.name}: trains nothing of a net; it is for language models")
     if method.shared and not method.shared & NET_ROLES:

@@ -36,8 +36,8 @@ class Slot:
     """One trainable tensor of a user.
 
     ``roles`` names the role of each entry along the leading axis (the expert axis), or holds a single role for the
-    whole tensor. ``shape`` is without the user dimension. ``factor`` is "a" or "b" for the two factors of a LoRA: a
-    set of roles may name one factor alone, as in "attention.a".
+    whole tensor. ``shape`` is without the user dimension. ``factor`` is "a" or "b" for the two factors of a LoRA, or
+    says whose running statistics these are: a set of roles may name one factor alone, as in "attention.a".
     """
 
     name: str

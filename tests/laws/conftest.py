@@ -49,6 +49,7 @@ NETS = {
     "fedavg+": {"name": "fedavg+"},
     "ifca": {"name": "ifca", "models": 2},
     "fedem": {"name": "fedem", "models": 2},
+    "pfedmoe": {"name": "pfedmoe"},
     "floral, the public code's rates": {"name": "floral", "clusters": 2, "adaptor_server_rate": 0.1},
 }
 """Methods on small nets that are trained whole."""

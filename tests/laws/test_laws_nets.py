@@ -60,7 +60,7 @@ def test_what_is_trained_moves_and_nothing_else_does(federate_nets: Any, netted:
 def test_only_what_is_shared_leaves(federate_nets: Any, netted: dict[str, Any]) -> None:
     sim = federate_nets(netted)
     uploads = build_uploads(sim.method, sim.model.layout, sim.state.rows)
-    sent = {name for slot in sim.model.layout.slots for name in [slot.name] if set(slot.roles) <= sim.method.shared}
+    sent = {slot.name for slot in sim.model.layout.slots if all(slot.chosen(sim.method.shared))}
     assert set(uploads) == sent
     clusters = sim.mixture.clusters if sim.method.report else 0
     entries = sum(t[0].numel() for t in uploads.values())

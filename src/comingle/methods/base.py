@@ -120,7 +120,8 @@ class Method:
 
     ``specialists`` is one number for all users or one per user. ``shared`` names the roles that are sent to the server
     in the rounds ``exchange_from``, then every ``exchange_every``-th; every other role that a phase trains is local,
-    the rest is frozen. A role may be narrowed to one factor of its LoRA, as in "attention.a". ``pooled`` trains a
+    the rest is frozen. A role may be narrowed to one factor of its LoRA, as in "attention.a". ``gated`` says that
+    where nets are trained whole a user has a shared and a local one, and a gate. ``pooled`` trains a
     single model on everybody's text (an upper bound that no federation may use). With ``peers`` every participant
     downloads the others' uploads instead of one answer. ``copies`` sets of tensors are trained side by side on the same
     text: only the first takes part in exchanges, and the last is the user's model. The server begins with ``starts``
@@ -140,6 +141,7 @@ class Method:
     generalists: int = 1
     specialists: int | tuple[int, ...] = 0
     routed: bool = False
+    gated: bool = False
     shared: frozenset[str] = field(default_factory=frozenset)
     phases: tuple[Phase, ...] = ()
     server: Server

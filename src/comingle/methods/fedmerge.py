@@ -67,8 +67,8 @@ def fedmerge(
 
     def server(uploads: Tree, context: Context) -> Tree:
         soup, logits = soup_of(context.memory), context.memory[MERGING]
-        sent = mix(soup, _shares(logits, softmax))
-        updates = {name: sent[name] - t for name, t in uploads.items()}
+        sent = mix(soup, _shares(logits, softmax))  # as large as everybody's models, so it becomes the updates in place
+        updates = {name: t.sub_(uploads[name]) for name, t in sent.items()}
         for _ in range(global_iterations):
             for move in moves if weight_step else (move_models,):
                 move(soup, logits, updates, context.weights)
@@ -95,7 +95,8 @@ def fedmerge_fixed(*, models: int = 15, chosen: int = 5, global_rate: float = 1.
     """FedMerge with frozen merging weights: each user merges some models, drawn at random, in equal parts.
 
     Source: Chen et al. 2025 (FedMerge, arXiv:2504.06768), Table 4, "Fixed (``chosen`` / ``models``)".
-    Shared, local, frozen, client: as ``fedmerge``.  Server: the models alone move.
+    Shared: as by ``fedmerge``.  Local: nothing.  Frozen: a language model's base.
+    Client: as by ``fedmerge``.  Server: the models alone move.
     Differs from the paper: none known.
     """
     if chosen > models:

@@ -20,14 +20,15 @@ from torch.func import functional_call, vmap
 
 from comingle.adapters.clustered import FloralModel, centre, initialisers, precondition, roles
 from comingle.adapters.clustered.layer import Pairs
-from comingle.adapters.inject import ROUTER
+from comingle.adapters.inject import GENERALIST, ROUTER, SPECIALIST
 from comingle.adapters.lora import init_zero
 from comingle.data.seeds import derive
 from comingle.evaluation.samples import sample_losses
+from comingle.models.gated import GatedPair, place
 from comingle.routers.mixtures import ClientMixture, mix_probabilities
 from comingle.trees import ADAPTOR, BASE, CLIENT_ROUTER, STATISTICS, Init, Layout, Slot, Tree
 
-_ORDER = (BASE, ADAPTOR, ROUTER, STATISTICS)
+_ORDER = (BASE, ADAPTOR, GENERALIST, SPECIALIST, ROUTER, STATISTICS)
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """Inputs ``(users, batch, ...)``, targets ``(users, batch, ...)`` and presence ``(users, batch)``."""
@@ -206,9 +207,9 @@ def stack(
 ) -> StackedModel:
     """Copies of a net for ``users`` users.
 
-    ``nets`` holds one net, a :class:`FloralModel` where the mixture is of adaptors; or differently initialised ones: as
-    many as there are clusters where the mixture is of whole models, or as the server begins with where there is none.
-    All users start from their values, or from the first's.
+    ``nets`` holds one net, maybe a :class:`GatedPair`, or a :class:`FloralModel` where the mixture is of adaptors; or
+    differently initialised ones: as many as there are clusters where the mixture is of whole models, or as the server
+    begins with where there is none. All users start from their values, or from the first's.
     """
     device = device or torch.device("cpu")
     nets = [net.to(device, dtype) for net in nets]
@@ -248,10 +249,11 @@ def _tensors(net: nn.Module) -> dict[str, tuple[Tensor, str]]:
 
 
 def _plain(net: nn.Module) -> list[Slot]:
-    return [
+    slots = [
         Slot(name=name, shape=tuple(t.shape), roles=(role,), init=_given(t))
         for name, (t, role) in _tensors(net).items()
     ]
+    return [place(slot) for slot in slots] if isinstance(net, GatedPair) else slots
 
 
 def _models(nets: Sequence[nn.Module]) -> list[Slot]:

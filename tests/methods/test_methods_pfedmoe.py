@@ -1,0 +1,87 @@
+"""pFedMoE on nets: against torch's own modules and optimiser, user by user, batch norm included."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from linear_task import EVERYONE, RATE, batches, samples_of, unequal
+from torch import Tensor, nn
+
+from comingle.engines.simulation import Simulation
+from comingle.models.gated import GatedPair
+from comingle.models.personal_net import personal_net
+
+METHOD = "pfedmoe"
+CHANGES = {"training.batch_size": 33, "evaluation.model": "exchanged"}
+
+
+def pair_of(sim: Simulation, user: int) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """The user's shared and own net, and its gate, as modules of their own."""
+    net = sim.stacked.net
+    assert isinstance(net, GatedPair)
+    own = copy.deepcopy(net)
+    own.load_state_dict({n: t[user] for n, t in sim.model.layout.views(sim.state.rows).items()}, strict=False)
+    return own.shared, own.own, own.gate
+
+
+def output(parts: tuple[nn.Module, nn.Module, nn.Module], x: Tensor) -> Tensor:
+    shared, own, gate = parts
+    g = gate(x).exp() / gate(x).exp().sum(1, keepdim=True)
+    return g[:, 0, None] * shared(x) + g[:, 1, None] * own(x)
+
+
+def by_hand(sim: Simulation, rounds: int, members: list[int]) -> list[tuple[nn.Module, nn.Module, nn.Module]]:
+    users = [pair_of(sim, k) for k in EVERYONE]
+    total = sum(len(sim.trainers[k].train) for k in members)
+    for number in range(rounds):
+        for k in members:
+            parameters = [p for part in users[k] for p in part.requires_grad_().train().parameters()]
+            descent, (x, y) = torch.optim.SGD(parameters, lr=RATE), samples_of(sim, k)
+            for at in batches(sim, k, number):
+                descent.zero_grad()
+                (output(users[k], x[at]) - y[at]).square().mean().backward()
+                descent.step()
+        uploads = {k: {n: t.clone() for n, t in users[k][0].state_dict().items()} for k in members}
+        for name, first in uploads[members[0]].items():
+            mean = first if name.endswith("tracked") else sum(
+                len(sim.trainers[k].train) / total * uploads[k][name] for k in members
+            )  # fmt: skip
+            for user in users:
+                user[0].state_dict()[name].copy_(mean)
+    return users
+
+
+@pytest.mark.parametrize("members", [EVERYONE, [0, 2, 3]], ids=["everybody", "sampled"])
+def test_rounds_equal_torch_written_out(federate_nets: Any, members: list[int]) -> None:
+    """The shared net's running statistics are averaged with it, the own net's stay at home."""
+    sim, twin = (unequal(federate_nets(METHOD, changes=CHANGES)) for _ in range(2))
+    wanted = by_hand(twin, 2, members)
+    for number in range(2):
+        sim.local_round(members, number)
+        sim.exchange(members)
+    for k, scored in zip(EVERYONE, sim.evaluate(), strict=True):
+        for found, expected in zip(pair_of(sim, k), wanted[k], strict=True):
+            for name, t in expected.state_dict().items():
+                if not name.endswith("tracked"):
+                    torch.testing.assert_close(found.state_dict()[name], t, rtol=1e-6, atol=1e-8, msg=name)
+        x, y = samples_of(sim, k, "test")
+        for part in wanted[k]:
+            part.eval()
+        made = output(wanted[k], x).detach()
+        assert scored.mean_loss == pytest.approx((made - y).square().mean().item(), rel=1e-6)
+        tensors = {n: t[k : k + 1] for n, t in sim.model.layout.views(sim.state.rows).items()}
+        torch.testing.assert_close(personal_net("ann", sim.stacked, tensors).predict(x), made)
+
+
+def test_one_net_travels(federate_nets: Any) -> None:
+    sim, plain = federate_nets(METHOD), federate_nets("fedavg")
+    assert sim.exchanged_bytes([0, 1]) == plain.exchanged_bytes([0, 1])
+    assert sim.trainable_parameters()[0] > 2 * plain.trainable_parameters()[0]
+
+
+def test_the_two_nets_start_differently(federate_nets: Any) -> None:
+    shared, own, _ = pair_of(federate_nets(METHOD), 0)
+    assert not torch.equal(shared[0].weight, own[0].weight)
