@@ -90,6 +90,13 @@ def test_a_user_who_stands_for_many_is_counted_as_all_of_them(federate: Any) -> 
     check(costs, federate("pcl", users=NAMES, base="random:llama", dtype="float32"))
 
 
+def test_picking_a_model_costs_a_pass_of_each_over_as_much_text() -> None:
+    (picked,), (plain,) = (planned(recipe_of("random:llama", name)) for name in ("ifca", "fedmerge"))
+    assert plain.forward == picked.forward
+    tokens = plain.round.total / plain.training.total
+    assert picked.round.total - plain.round.total == pytest.approx(5 * tokens * plain.forward.total, rel=1e-9)
+
+
 # ---------------------------------------------------------------- the paper's table
 
 

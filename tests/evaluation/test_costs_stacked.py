@@ -27,6 +27,7 @@ from comingle.evaluation.costs.memory import LiveBytes
 from comingle.experiment import build
 from comingle.materials import prepare
 from comingle.methods import make
+from comingle.methods.soups import soup_of
 from comingle.models.base import Base
 from comingle.models.nets import make_net
 from comingle.models.skeleton import load_skeleton
@@ -35,8 +36,10 @@ from comingle.recipes import Recipe, parse_recipe
 SGD = {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "weight_decay": 0}
 NAMES = ("ann", "bob", "cem")
 NETS: list[Any] = [
-    "fedavg", "centralized", "floral-mfl", "ensemble", {"name": "floral", "stateless": True, "warmup_steps": 2}
+    "fedavg", "centralized", "floral-mfl", "ensemble", {"name": "floral", "stateless": True, "warmup_steps": 2},
+    "fedmerge", "fedem", "pfedmoe", {"name": "ifca", "models": 3},
 ]  # fmt: skip
+SWEEPING = ("floral-mfl", "fedem", {"name": "ifca", "models": 3})
 MIXTURES: list[Any] = [("random:llama?layers=1", "floral"), ("random:gpt2?layers=1", "floral-mfl")]
 
 
@@ -86,8 +89,11 @@ def text_cost(recipe: Recipe) -> UserCost:
 def agrees(cost: UserCost, sim: Simulation, user: int = 0) -> None:
     """Parameters, bytes, and the FLOPs of a real round."""
     assert cost.trainable_parameters == sim.trainable_parameters()[user]
-    assert cost.upload_bytes == cost.download_bytes == sim.upload_bytes()[user]
+    assert cost.upload_bytes == sim.upload_bytes()[user]
+    assert (cost.upload_bytes, cost.download_bytes) == sim.exchanged_bytes([user])
     found = counted(lambda: sim.local_round([user], 0)) if sim.method.phases else 0
+    if sim.method.picks:
+        found += counted(lambda: sim.assess(soup_of(sim.state.server), sim.state.rows)) / len(sim.trainers)
     assert cost.round.total == pytest.approx(found, rel=1e-9)
 
 
@@ -97,7 +103,7 @@ def agrees(cost: UserCost, sim: Simulation, user: int = 0) -> None:
 @pytest.mark.parametrize("method", NETS)
 def test_a_task_costs_what_its_federation_does(method: Any) -> None:
     # A sweep fills its last batch up, and padding is not counted.
-    recipe = task_recipe(method, **({"training.batch_size": 97} if method == "floral-mfl" else {}))
+    recipe = task_recipe(method, **({"training.batch_size": 97} if method in SWEEPING else {}))
     (cost,) = task_costs(recipe)
     sim = build(recipe, prepare(recipe))
     agrees(cost, sim)

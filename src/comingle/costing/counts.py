@@ -50,7 +50,7 @@ def count_users(sim: Simulation, names: tuple[str, ...]) -> list[UserCost]:
 def _user(shape: Shape, names: tuple[str, ...], parameters: dict[str, int], sent: int, received: int) -> UserCost:
     sim, row = shape.sim, shape.row
     training = sim.training
-    passes = Flops()
+    passes = shape.forward() * (sim.method.picks * training.local_steps)  # as much text as is trained on, and no step
     for phase in sim.phases:
         steps = training.iterations // phase.every * phase.steps / training.rounds
         passes += shape.training(phase) * (steps * sim.method.copies)

@@ -16,7 +16,7 @@ from comingle.engines.exchange import download_bytes
 from comingle.engines.feeds import TextFeed
 from comingle.engines.simulation import Simulation
 from comingle.evaluation.costs.flops import Flops
-from comingle.evaluation.costs.measured import Work, measure
+from comingle.evaluation.costs.measured import measure
 from comingle.methods.base import Phase
 from comingle.trees import Tree
 
@@ -103,12 +103,14 @@ class _Counts:
         self.rows = stage.fakes.of(sim.state.rows[:1].clone(), sim.model.device)
         self.forward = measure(self._predict)
         self.steps = {phase: measure(lambda n, phase=phase: self._step(phase, n)) for phase in self._phases()}
-        self.sweep = measure(self._sweep) if sim.method.reroute is not None else Work()
+        # Losses on all training data: under each component, or under each model that is picked from.
+        alone = sim.method.reroute is not None or (sim.mixture is not None and sim.mixture.at == "samples")
+        self.sweep = measure(self._sweep) if alone else self.forward.times(sim.method.picks)
 
     def round(self, load: Load) -> float:
         """A round's local work."""
         method = self.stage.sim.method
-        total = self.sweep.flops(load.sweeps, load.swept) if method.reroute else 0.0
+        total = self.sweep.flops(load.sweeps, load.swept)
         for phase in self.stage.sim.phases:
             times = load.steps // phase.every * phase.steps
             total += self.steps[phase].flops(times, times * load.items / load.steps)

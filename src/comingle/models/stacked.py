@@ -102,13 +102,15 @@ class StackedModel:
     ) -> tuple[Float[Tensor, "users batch ..."], float]:
         """Loss of every sample of a :data:`Batch`, 0 where there is none, and no penalty.
 
-        Running statistics change in ``tensors``. ``shares`` are each sample's own, in place of its user's.
+        Running statistics change in ``tensors``. ``shares`` are each sample's own, where the mixture is at samples: in
+        place of its user's.
         """
         if self.mixture is None or self.mixture.at not in ("losses", "samples"):
             return self._own_losses(tensors, batch, train), 0.0
         losses = self.component_losses(tensors, users, batch, train=train)
-        if shares is not None:
-            return (shares * losses).sum(1), 0.0
+        if self.mixture.at == "samples":
+            own = self.shares(tensors, train).unsqueeze(2) if shares is None else shares
+            return (own * losses).sum(1), 0.0
         return torch.einsum("uc,uc...->u...", self.shares(tensors, train), losses), 0.0
 
     def _own_losses(self, tensors: Tree, batch: Any, train: bool) -> Float[Tensor, "users batch ..."]:

@@ -25,6 +25,10 @@ class Work:
         """FLOPs of doing it so many times on so many items in all."""
         return self.fixed * times + self.each * items
 
+    def times(self, count: int) -> Work:
+        """The work done so many times on the same items."""
+        return Work(fixed=self.fixed * count, each=self.each * count)
+
 
 def measure(work: Callable[[int], object]) -> Work:
     """The line through two runs of ``work``, which takes a number of items; FLOPs of products are linear in them."""
