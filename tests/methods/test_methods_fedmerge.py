@@ -241,6 +241,13 @@ def test_settings_out_of_range_are_one_line(settings: dict[str, Any], said: str)
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["fedmerge", "ifca"])
+def test_models_of_the_server_have_one_rank(federate: Any, name: str) -> None:
+    for models in (1, 2):
+        with pytest.raises(RecipeError, match=f"method {name}: adapters.rank differs between users"):
+            federate({"name": name, "models": models}, changes={"adapters.rank": [2, 4, 2]})
+
+
 def test_identical_models_are_refused_with_the_reason(federate_nets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nets, "SEED_STEP", 0)
     with pytest.raises(RecipeError, match="2 models are identical, so merging weights could never move"):

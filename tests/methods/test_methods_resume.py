@@ -17,6 +17,9 @@ METHODS = {
     "hetlora": {"name": "hetlora", "regularisation": 100.0, "gamma": 0.6},
     "fdlora": {"name": "fdlora", "fusion_steps": 5},
     "pcl": {"name": "pcl", "exchange_from": 1},
+    "fedmerge": {"name": "fedmerge", "models": 3, "proximal": 0.01},
+    "ifca": {"name": "ifca", "models": 2},
+    "fedavg+": {"name": "fedavg+"},
 }
 
 
@@ -28,7 +31,7 @@ class StoppedError(Exception):
 def recipe(request: pytest.FixtureRequest, recipe_file: Path) -> Recipe:
     changes = {
         "method": request.param,
-        "adapters.rank": [4, 4, 2],
+        "adapters.rank": 4 if "models" in request.param else [4, 4, 2],
         "training.participation": 0.6,
         "training.experts.learning_rate": 0.05,
     }
@@ -56,7 +59,7 @@ def test_resuming_is_exact(recipe: Recipe, tmp_path: Path) -> None:
     assert all(torch.equal(state[name], tensors[name]) for name in tensors)
     if recipe.method.name == "hetlora":
         assert state["ranks"].tolist() != [4, 4, 2]
-    if recipe.method.name == "fdlora":
+    if recipe.method.name in ("fdlora", "fedmerge", "ifca"):
         assert any(name.startswith("server/") for name in state)
 
 

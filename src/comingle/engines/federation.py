@@ -104,6 +104,10 @@ class Federation:
         )
         if method.mixture is not None and method.mixture.optimal:
             layout.views(state.rows)[CLIENT_ROUTER].copy_(self._true_clusters(method.mixture.clusters))
+        if method.welcome is not None and not bool(self.model.mask().all()):
+            raise RecipeError(
+                f"method {method.name}: adapters.rank differs between users; the server's models have one rank"
+            )
         if method.memory is not None:
             names = [trainer.name for trainer in self.trainers]
             starts = build_uploads(method, layout, self._starts(state.rows))
