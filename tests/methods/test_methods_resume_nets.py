@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,6 +21,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ifca": {"name": "ifca", "models": 3},
     "fedem": {"name": "fedem", "models": 2},
     "fedavg+": {"name": "fedavg+"},
+    "pfedmoe": {"name": "pfedmoe"},
 }
 KEPT = {"fedmerge": {"server/merging"}, "fedmerge-fixed": {"server/merging"}, "ifca": {"server/picked"}}
 
@@ -34,9 +36,18 @@ def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return kept, load_file(folder / "checkpoints" / "round-0004" / "state.safetensors")
 
 
+def images(folder: Path) -> dict[str, Any]:
+    """Noise, which is flipped and cropped."""
+    draw = np.random.default_rng(0)
+    pixels, labels = draw.integers(0, 255, (40, 32, 32, 3), dtype=np.uint8), np.arange(40) % 10
+    np.savez(folder / "cifar10.npz", x_train=pixels, y_train=labels, x_test=pixels[:20], y_test=labels[:20])
+    return {"data.task": {"name": "cifar10", "users": 4, "clusters": 2, "path": str(folder)}, "training.batch_size": 4}
+
+
+@pytest.mark.parametrize("task", ["batch norm", "augmentation"])
 @pytest.mark.parametrize("name", METHODS)
-def test_resuming_is_exact(name: str, tmp_path: Path) -> None:
-    """With batch norm, and half of the users in each round."""
+def test_resuming_is_exact(name: str, task: str, tmp_path: Path) -> None:
+    """With half of the users in each round."""
     recipe = parse_recipe(
         {
             "method": METHODS[name],
@@ -46,7 +57,7 @@ def test_resuming_is_exact(name: str, tmp_path: Path) -> None:
             "checkpoints": {"every": 1},
             "runtime": {"dtype": "float32", "device": "cpu", "threads": 1},
         }
-    )
+    ).with_changes(images(tmp_path) if task == "augmentation" else {})
 
     def stop(event: dict[str, Any]) -> None:
         if event["event"] == "step" and event["round"] == 3 and event["advance"]:
@@ -64,3 +75,17 @@ def test_resuming_is_exact(name: str, tmp_path: Path) -> None:
     opened = experiment.load(tmp_path / "whole")
     first, second = whole.simulation.evaluate(), opened.simulation.evaluate()
     assert [score.measures for score in first] == [score.measures for score in second]
+
+
+@pytest.mark.parametrize("name", ["ifca", "fedem"])
+def test_augmented_samples_are_the_same_whoever_shares_a_pass(federate_nets: Any, tmp_path: Path, name: str) -> None:
+    changes = {**images(tmp_path), "training.weighting": "uniform"}
+    one, two = (
+        federate_nets({"name": name, "models": 2}, changes={**changes, "runtime.users_per_step": n}) for n in (1, 4)
+    )
+    for sim in (one, two):
+        assert sim.feed.augment is not None
+        for number in range(2):
+            sim.local_round(range(4), number)
+            sim.exchange(range(4))
+    torch.testing.assert_close(one.state.rows, two.state.rows, rtol=1e-7, atol=1e-10)

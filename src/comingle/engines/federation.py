@@ -72,7 +72,7 @@ class Federation:
         # Where nobody has more than one expert there is no router, and nothing to do in its phase.
         self.phases = [phase for phase in method.phases if model.layout.only(phase.roles).slots]
         self.clustered = frozenset(slot.name for slot in model.layout.slots if set(slot.roles) == {ADAPTOR})
-        self.round_number = -1
+        self.round_number = -1  # none has begun
         initial = self._initial()
         self.start = initial.rows.clone() if method.resets else initial.rows[:0]
         self.state = state or initial

@@ -57,12 +57,16 @@ class PassFeed(Feed):
 
         Trainers with equally many samples have no padding.
         """
-        if round_number != self._round:  # orders follow from the round, so they are kept for its steps alone
-            self._order, self._round = {}, round_number
+        self.enter(round_number)
         purpose = f"{phase.purpose}/{phase.stream}" if step >= 0 else "before"
         place = repeat if step < 0 else step * phase.steps + repeat
         drawn = torch.stack([self._batch(trainer, phase.stream, purpose, round_number, place) for trainer in trainers])
         return drawn[:, : max(1, int((drawn != PAD).sum(1).max()))]
+
+    def enter(self, round_number: int) -> None:
+        """Take note of the round: orders follow from it, so they are kept for its steps alone."""
+        if round_number != self._round:
+            self._order, self._round = {}, round_number
 
     def _batch(
         self, trainer: int, stream: Stream, purpose: str, round_number: int, place: int

@@ -78,6 +78,7 @@ class SampleFeed(PassFeed):
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch"]]:
         """All train samples of each trainer, in order."""
+        self.enter(round_number)  # augmentation follows from it too
         return self.every(trainers)
 
     def read(
