@@ -149,13 +149,13 @@ def test_a_setting_of_tasks_on_text(comingle: Any, recipe_file: Path, tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["comigs", "comigs-2s", "fedavg-moe", "local-moe-tr", "pfedmoe", "ffa-lora"])
+@pytest.mark.parametrize("name", ["comigs", "comigs-2s", "fedavg-moe", "local-moe-tr", "fedit", "ffa-lora"])
 def test_methods_that_train_nothing_of_a_net(comingle: Any, task_file: Path, name: str) -> None:
     line = one_line(comingle("run", task_file, "--set", f"method={name}"))
     assert line == f"method {name}: trains nothing of a net; it is for language models"
 
 
-@pytest.mark.parametrize("name", ["fedsa-lora", "flexlora", "hetlora", "fdlora"])
+@pytest.mark.parametrize("name", ["fedsa-lora", "flexlora", "hetlora", "fdlora", "fedlora"])
 def test_methods_that_share_nothing_of_a_net(comingle: Any, task_file: Path, name: str) -> None:
     """They would train everybody alone under another name."""
     line = one_line(comingle("run", task_file, "--set", f"method={name}"))
