@@ -12,11 +12,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from comingle.data.seeds import generator
 from comingle.engines.federation import Federation
 from comingle.engines.optimizers import descend, learning_rate, update
 from comingle.engines.state import State
 from comingle.methods.base import Phase
-from comingle.trees import STATISTICS, Tree, flatten
+from comingle.trees import CLIENT_ROUTER, STATISTICS, Tree, flatten
 
 
 class Steps(Federation):
@@ -67,13 +68,23 @@ class Steps(Federation):
         total = torch.zeros(len(users))
         for i in range(phase.steps):
             drawn = self.feed.draw(self.owners(users), phase, round_number, step, i)
+            noise = self._noise(users, round_number, phase.purpose, step, i)
             with self.model.randomness(self.training.seed, self.name(users[0]), round_number, step, i):
-                losses, gradients = self.gradient(part.rows, users, drawn, phase)
+                losses, gradients = self.gradient(part.rows, users, drawn, phase, noise)
             if self.method.proximal:
                 self._pull_back(gradients, part, users)
             self._step(phase, part, users, gradients, round_number * self.local_steps + max(step, 0))
             total += losses
         return total / phase.steps
+
+    def _noise(self, users: Sequence[int], *place: str | int) -> Float[Tensor, "users clusters"] | None:
+        """Noise on the users' router logits, each user's from a stream of its own; None where there is none."""
+        mixture = self.mixture
+        if mixture is None or not mixture.noise:
+            return None
+        streams = (generator(self.training.seed, self.name(user), "router noise", *place) for user in users)
+        drawn = torch.stack([torch.randn(mixture.clusters, generator=stream) for stream in streams])
+        return mixture.noise * drawn.to(self.model.device, self.model.dtype)
 
     def _step(self, phase: Phase, part: State, users: Sequence[int], gradients: Tree, iteration: int) -> None:
         """One optimiser step on the columns that ``phase`` trains, in place; ``gradients`` is used up."""
@@ -102,6 +113,7 @@ class Steps(Federation):
         users: Sequence[int],
         drawn: Int[Tensor, "users batch ..."],
         phase: Phase,
+        noise: Float[Tensor, "users clusters"] | None = None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """Each user's mean loss, and its gradient with respect to the tensors that the phase trains.
 
@@ -109,8 +121,10 @@ class Steps(Federation):
         """
         whole, statistics = self.feed.counted(drawn), self.model.layout.only({STATISTICS}).slots
         if statistics and len(whole.unique()) > 1:
-            return self._gradient_by_size(rows, users, drawn, phase)
+            return self._gradient_by_size(rows, users, drawn, phase, noise)
         tensors, owners = self.tensors(rows), self.owners(users)
+        if noise is not None:  # the gradient at the logits with noise is that of the logits
+            tensors[CLIENT_ROUTER] = tensors[CLIENT_ROUTER] + noise
         for slot in statistics:  # changed in place, and views of what must not change
             tensors[slot.name] = tensors[slot.name].clone()
         trained = [slot.name for slot in self.model.layout.only(phase.roles).slots]
@@ -152,6 +166,7 @@ class Steps(Federation):
         users: Sequence[int],
         drawn: Int[Tensor, "users batch"],
         phase: Phase,
+        noise: Float[Tensor, "users clusters"] | None = None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """:meth:`gradient` of users with equal batches at a time: batch norm would see what fills the others."""
         sizes = self.feed.counted(drawn)
@@ -160,7 +175,8 @@ class Steps(Federation):
         for size in sizes.unique().tolist():
             at = (sizes == size).nonzero().flatten()
             some = rows[at]
-            total[at], found = self.gradient(some, [users[i] for i in at.tolist()], drawn[at, :size], phase)
+            own = None if noise is None else noise[at]
+            total[at], found = self.gradient(some, [users[i] for i in at.tolist()], drawn[at, :size], phase, own)
             rows[at] = some  # with the running statistics that this pass has changed
             for name, gradient in found.items():
                 gradients[name][at] = gradient

@@ -74,14 +74,13 @@ class StackedModel:
         return torch.ones(1, self.layout.columns, dtype=torch.bool, device=self.device).expand(self.users, -1)
 
     @cached_property
-    def _random(self) -> bool:
-        noisy = self.mixture is not None and self.mixture.noise > 0
-        return noisy or any(isinstance(m, nn.Dropout) for m in self.net.modules())
+    def _drops(self) -> bool:
+        return any(isinstance(m, nn.Dropout) for m in self.net.modules())
 
     @contextmanager
     def randomness(self, *key: object) -> Iterator[None]:
-        """Dropout and router noise draw from a stream of their own, so that a resumed run draws the same."""
-        if not self._random:
+        """Dropout draws from a stream of its own, so that a resumed run draws the same."""
+        if not self._drops:
             yield
             return
         devices = [self.device] if self.device.type == "cuda" else []
@@ -109,9 +108,9 @@ class StackedModel:
             return self._own_losses(tensors, batch, train), 0.0
         losses = self.component_losses(tensors, users, batch, train=train)
         if self.mixture.at == "samples":
-            own = self.shares(tensors, train).unsqueeze(2) if shares is None else shares
+            own = self.shares(tensors).unsqueeze(2) if shares is None else shares
             return (own * losses).sum(1), 0.0
-        return torch.einsum("uc,uc...->u...", self.shares(tensors, train), losses), 0.0
+        return torch.einsum("uc,uc...->u...", self.shares(tensors), losses), 0.0
 
     def _own_losses(self, tensors: Tree, batch: Any, train: bool) -> Float[Tensor, "users batch ..."]:
         """Losses of the users' models as they are, mixed or not."""
@@ -133,24 +132,21 @@ class StackedModel:
         """Outputs for inputs, in evaluation mode."""
         return self._outputs(tensors, batch, False)
 
-    def shares(self, tensors: Tree, train: bool = False) -> Float[Tensor, "users clusters"]:
-        """Each user's mixture: ``softmax((theta + noise) / temperature)``, the noise in training only."""
+    def shares(self, tensors: Tree) -> Float[Tensor, "users clusters"]:
+        """Each user's mixture; in training the engine has put the noise into the router's logits."""
         assert self.mixture is not None
-        theta = tensors[CLIENT_ROUTER]
-        if train and self.mixture.noise:
-            theta = theta + self.mixture.noise * torch.randn_like(theta)
-        return self.mixture.shares(theta)
+        return self.mixture.shares(tensors[CLIENT_ROUTER])
 
     def _outputs(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users batch ..."]:
         mixture = self.mixture
         if mixture is not None and mixture.of == "models":
-            outputs, shares = self._components(tensors, inputs, train), self.shares(tensors, train)
+            outputs, shares = self._components(tensors, inputs, train), self.shares(tensors)
             if self.mixes_probabilities:
                 return mix_probabilities(outputs, shares)
             return torch.einsum("uc,uc...->u...", shares, outputs)
         if mixture is None:
             return self._run(train, self._call, tensors, inputs)
-        shares = self.shares(tensors, train)
+        shares = self.shares(tensors)
         return self._run(train, lambda own, x, pi: self._call(own, x, mixture=pi), tensors, inputs, shares)
 
     def _components(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users clusters batch ..."]:
