@@ -11,6 +11,7 @@ from linear_task import EVERYONE, LINEAR, Own, batches, descend, sample_losses, 
 from torch import Tensor
 
 from comingle import nets
+from comingle.engines.mixing import mixtures
 from comingle.engines.rounds import run_rounds
 from comingle.engines.simulation import Simulation
 from comingle.errors import DivergenceError, RecipeError
@@ -252,3 +253,26 @@ def test_identical_models_are_refused_with_the_reason(federate_nets: Any, monkey
     monkeypatch.setattr(nets, "SEED_STEP", 0)
     with pytest.raises(RecipeError, match="2 models are identical, so merging weights could never move"):
         federate_nets({"name": "fedmerge", "models": 2})
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ({"name": "fedmerge", "models": 3}, True),
+        ({"name": "fedmerge", "models": 3, "softmax": False}, False),
+        ({"name": "ifca", "models": 3}, True),
+    ],
+    ids=["fedmerge", "unconstrained", "ifca"],
+)
+def test_evaluations_tell_the_merging_weights(federate_nets: Any, method: dict[str, Any], told: bool) -> None:
+    sim = federate_nets(method)
+    sim.local_round([0, 1, 2, 3], 0)
+    sim.exchange([0, 1, 2, 3])
+    weights = sim.method.merging(sim.state.server)
+    if not told:
+        weights[0, 0] = -0.5
+    event = mixtures(sim)
+    found = torch.tensor(list(event["mixtures"].values()), dtype=torch.float64)
+    torch.testing.assert_close(found, weights.double(), rtol=0, atol=1e-6)
+    assert event["clusters"] == {"user-0": 0, "user-1": 1, "user-2": 0, "user-3": 1}
+    assert ("router_entropy_nats" in event) == ("aggregation_mismatch" in event) == told

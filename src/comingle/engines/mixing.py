@@ -1,4 +1,4 @@
-"""What client-level routers have learnt: mixtures, their entropy, and how far aggregation is from the truth."""
+"""What client-level routers or a server have learnt: mixtures, their entropy, how far aggregation is from the truth."""
 
 from __future__ import annotations
 
@@ -22,19 +22,23 @@ def mixtures(sim: Simulation) -> dict[str, Any]:
     if found is None or found.shape[1] < 2:
         return {}
     names = [user.name for user in sim.users]
-    event: dict[str, Any] = {
-        "mixtures": dict(zip(names, [[round(p, PRECISION) for p in row] for row in found.tolist()], strict=True)),
-        "router_entropy_nats": round(float(entropy(found).mean()), PRECISION),
-    }
+    rows = [[round(p, PRECISION) for p in row] for row in found.tolist()]
+    event: dict[str, Any] = {"mixtures": dict(zip(names, rows, strict=True))}
+    of_shares = bool((found >= 0).all())  # merging weights without a softmax may be anything
+    if of_shares:
+        event["router_entropy_nats"] = round(float(entropy(found).mean()), PRECISION)
     truth = [getattr(user, "cluster", None) for user in sim.users]
     if None not in truth:
         event["clusters"] = dict(zip(names, truth, strict=True))
+    if None not in truth and of_shares:
         event["aggregation_mismatch"] = round(float(mismatch(found, torch.tensor(truth), sizes(sim)).mean()), PRECISION)
     return event
 
 
 def mixture_of(sim: Simulation) -> Float[Tensor, "users clusters"] | None:
-    """Each user's mixture, without noise."""
+    """Each user's mixture, without noise, or the weights by which the server merges models for it."""
+    if sim.method.merging is not None:
+        return sim.method.merging(sim.state.server).double().cpu()
     if sim.mixture is None:
         return None
     theta = sim.model.layout.views(sim.state.rows)[CLIENT_ROUTER][sim.row_of]

@@ -121,20 +121,20 @@ class Method:
     ``specialists`` is one number for all users or one per user. ``shared`` names the roles that are sent to the server
     in the rounds ``exchange_from``, then every ``exchange_every``-th; every other role that a phase trains is local,
     the rest is frozen. A role may be narrowed to one factor of its LoRA, as in "attention.a". ``gated`` says that
-    where nets are trained whole a user has a shared and a local one, and a gate. ``pooled`` trains a
-    single model on everybody's text (an upper bound that no federation may use). With ``peers`` every participant
-    downloads the others' uploads instead of one answer. ``copies`` sets of tensors are trained side by side on the same
-    text: only the first takes part in exchanges, and the last is the user's model. The server begins with ``starts``
-    differently initialised models; ``memory`` is what it keeps of them, and ``welcome`` what everybody downloads
-    before the first round. With ``picks`` users download so many models, try them on their training data, keep one and
-    say which. With ``tunes`` the model that counts is not what a user downloads, but what a local round of its own
-    makes of it, which is then forgotten. ``validates`` says that validation text is needed beyond the phases'.
-    ``proximal`` times the squared distance to where a round began is added to the users' objectives. Where the server
-    is ``forgiving``, users who leave the real numbers are left out of a round instead of ending the run.
-    ``mixture`` makes a user's model a mixture of components, and ``reroute`` sets its router after the local steps
-    where no phase trains it. ``report`` is what a user says to the server besides its shared tensors, out of all its
-    tensors. At the start of each round the roles in ``resets`` are as they were before any training, and the phases
-    ``before`` come once before the others.
+    where nets are trained whole a user has a shared and a local one, and a gate. ``pooled`` trains a single model on
+    everybody's text (an upper bound that no federation may use). With ``peers`` every participant downloads the
+    others' uploads instead of one answer. ``copies`` sets of tensors are trained side by side on the same text: only
+    the first takes part in exchanges, and the last is the user's model. The server begins with ``starts`` differently
+    initialised models; ``memory`` is what it keeps of them, ``welcome`` what everybody downloads before the first
+    round, and ``merging`` reads how much of each model a user has. With ``picks`` users download so many models, try
+    them on their training data, keep one and say which. With ``tunes`` the model that counts is not what a user
+    downloads, but what a local round of its own makes of it, which is then forgotten. ``validates`` says that
+    validation text is needed beyond the phases'. ``proximal`` times the squared distance to where a round began is
+    added to the users' objectives. Where the server is ``forgiving``, users who leave the real numbers are left out of
+    a round instead of ending the run. ``mixture`` makes a user's model a mixture of components, and ``reroute`` sets
+    its router after the local steps where no phase trains it. ``report`` is what a user says to the server besides its
+    shared tensors, out of all its tensors. At the start of each round the roles in ``resets`` are as they were before
+    any training, and the phases ``before`` come once before the others.
     """
 
     name: str
@@ -153,6 +153,7 @@ class Method:
     starts: int = 1
     memory: Callable[[Beginning], Tree] | None = None
     welcome: Welcome | None = None
+    merging: Callable[[Tree], Float[Tensor, "users models"]] | None = None
     proximal: float = 0.0
     forgiving: bool = False
     picks: int = 0

@@ -86,6 +86,7 @@ def fedmerge(
         starts=models,
         memory=memory,
         welcome=lambda kept, _: mix(soup_of(kept), _shares(kept[MERGING], softmax)),
+        merging=lambda kept: _shares(kept[MERGING], softmax),
         proximal=proximal,
         forgiving=True,
     )

@@ -54,6 +54,7 @@ def ifca(*, models: int = 5) -> Method:
         starts=models,
         memory=memory,
         welcome=_pick,
+        merging=lambda kept: kept[PICKED],
         picks=models,
     )
 
