@@ -250,6 +250,7 @@ def test_images_come_from_the_folder_or_the_hub(folder: Path) -> None:
 def test_the_size_of_nets_counted_by_hand() -> None:
     assert net_size("linear") == (10 * 3, 10 * 3 + 3)
     assert net_size("mlp") == (10 * 20 + 20, 10 * 20 + 20 + 20 + 1)
+    assert net_size("mnist-cluster", "mnist") == net_size("mnist")
     assert net_size("mnist") == (784 * 200 + 200 * 10, 784 * 200 + 200 + 200 * 10 + 10)
     convolutions = 28 * 28 * 32 * 3 * 25 + 12 * 12 * 64 * 32 * 9
     assert net_size("cifar10")[0] == convolutions + 1024 * 64 + 64 * 10

@@ -13,6 +13,7 @@ from comingle.data.tasks import REDUCED_MINIMUM, TASKS
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.nets import make_net
+from comingle.nets import PREFIX
 from comingle.recipes import Recipe, TaskSection
 
 _IMAGES = {"mnist": (60_000, 10_000), "cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000)}
@@ -42,9 +43,14 @@ def _weigh_task(recipe: Recipe, method: Method, task: TaskSection) -> float:
     training, (users, train, test) = recipe.training, count_samples(task)
     part = training.participation
     members = sum(map(len, part)) / len(part) if isinstance(part, list) else users * part
-    per_sample, parameters = net_size(task.name)
+    net = recipe.base.removeprefix(PREFIX) if recipe.base.startswith(PREFIX) else ""
+    per_sample, parameters = net_size(task.name, net)
     mixture = method.mixture
-    passes = mixture.clusters if mixture is not None and (mixture.of == "models" or mixture.at == "losses") else 1
+    passes = (
+        mixture.clusters
+        if mixture is not None and (mixture.of == "models" or mixture.at in ("losses", "samples"))
+        else 1
+    )
     steps = training.local_epochs * ceil(train / training.batch_size)
     own = 3 * training.local_epochs * train * per_sample + steps * _PARAMETER * parameters
     scored = users * test * per_sample
@@ -63,8 +69,8 @@ def count_samples(task: TaskSection) -> tuple[int, int, int]:
 
 @cache
 @torch.no_grad()
-def net_size(task: str) -> tuple[int, int]:
-    """Multiply-adds of one sample, and parameters, of the net that belongs to a task."""
+def net_size(task: str, net: str = "") -> tuple[int, int]:
+    """Multiply-adds of one sample, and parameters, of a net on a task, by default of the task's own."""
     setting = TASKS[task]
     shape = (DIMENSION,) if not setting.hub else (3, 32, 32) if setting.coloured else (1, 28, 28)
     outputs = setting.classes if setting.hub else {str(kind): size for kind, size in OUTPUTS.items()}[task]
@@ -74,8 +80,8 @@ def net_size(task: str) -> tuple[int, int]:
         if isinstance(module, nn.Linear | nn.Conv2d):  # every output channel is used once at each place
             found.append(module.weight.numel() * output.numel() // len(module.weight))
 
-    net = make_net(setting.net, shape, outputs, seed=0).eval()
-    for module in net.modules():
+    built = make_net(net or setting.net, shape, outputs, seed=0).eval()
+    for module in built.modules():
         module.register_forward_hook(count)
-    net(torch.zeros(1, *shape))
-    return sum(found), sum(parameter.numel() for parameter in net.parameters())
+    built(torch.zeros(1, *shape))
+    return sum(found), sum(parameter.numel() for parameter in built.parameters())
