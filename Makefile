@@ -26,8 +26,9 @@ $(VENV)/dev: $(VENV)/base
 demo: $(VENV)/demo
 	$(BIN)/comingle demo --force
 
+# One process a core, up to two: each keeps bases of its own in memory.
 test: $(VENV)/dev
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 # torch.compile cannot trace the run-time checks of annotations, which the other tests make.
 test-slow: $(VENV)/dev $(VENV)/demo
