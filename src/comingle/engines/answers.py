@@ -13,14 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from comingle.data.answers import Answers, UserAnswers, widen
 from comingle.data.batches import PAD
-from comingle.engines.feeds import Predict, Speak
+from comingle.engines.feeds import SCORED_PER_SLOT, Predict, Speak
 from comingle.engines.passes import PassFeed
 from comingle.engines.training import Portions, Training, portions
 from comingle.evaluation.answers import AnswerScore, judge, score_answers
 from comingle.evaluation.perplexity import Gates, score_windows
 from comingle.methods.base import Phase, Stream
-
-SCORED_PER_SLOT = 16
 
 
 class AnswerFeed(PassFeed):
@@ -79,10 +77,6 @@ class AnswerFeed(PassFeed):
         missing = max(0, width - windows.shape[-1])
         return torch.nn.functional.pad(windows, (0, missing), value=PAD)[..., :width]
 
-    def read(self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch window"]) -> Tensor:
-        """Windows are drawn as what they are."""
-        return drawn
-
     def counted(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
         """Targets that are neither hidden nor padding: the answers' tokens."""
         return (drawn[..., 1:] >= 0).flatten(1).sum(1)
@@ -91,7 +85,7 @@ class AnswerFeed(PassFeed):
         self, predict: Predict, sets: Sequence[Any], rows: Sequence[int], portions: Portions, gates: Gates | None
     ) -> list[AnswerScore]:
         """Losses of the answers of every set under its row's model, each token once."""
-        batch, slots = _room(portions)
+        batch, slots = portions.slots(SCORED_PER_SLOT)
         parts = [[_trim(part.windows[at]) for at in _by_width(part.windows).split(batch)] for part in sets]
         found = score_windows(predict, parts, rows, slots=slots, gates=gates)
         return [score_answers(score, len(part)) for score, part in zip(found, sets, strict=True)]
@@ -117,7 +111,7 @@ class AnswerFeed(PassFeed):
 
         An answer ends where the model ends it, or at the length of the longest answer that its user has.
         """
-        batch, slots = _room(portions)
+        batch, slots = portions.slots(SCORED_PER_SLOT)
         texts = [[""] * len(part) for part in sets]
         jobs = [
             _Job(i, at) for i, part in enumerate(sets) for at in part.prompt_tokens.argsort(stable=True).split(batch)
@@ -158,13 +152,6 @@ def _prompts(group: Sequence[_Job], sets: Sequence[Answers]) -> Int64[Tensor, "s
             prompt = prompts[min(row, len(prompts) - 1)]
             found[slot, row, width - len(prompt) :] = prompt
     return found
-
-
-def _room(portions: Portions) -> tuple[int, int]:
-    """How many questions are in a slot, and how many slots in a pass."""
-    room = portions.users * portions.sequences
-    batch = min(SCORED_PER_SLOT, room)
-    return batch, max(1, room // batch)
 
 
 def _width(windows: Int[Tensor, "*batch window"]) -> int:

@@ -27,6 +27,7 @@ from comingle.models.adapted import AdaptedModel
 from comingle.models.greedy import continue_prompts
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.stacked import StackedModel
+from comingle.routers.mixtures import NEVER
 from comingle.trees import ADAPTOR, CLIENT_ROUTER, Tree, assign
 
 AnyScore = Score | SampleScore | AnswerScore
@@ -34,9 +35,6 @@ AnyScore = Score | SampleScore | AnswerScore
 
 People = Sequence[UserData] | Sequence[UserSamples] | Sequence[UserAnswers]
 """Users have a name, and what they train, validate and test on."""
-
-NEVER = -1e4
-"""A logit whose share of a softmax beside zero is exactly zero."""
 
 
 class Federation:

@@ -27,6 +27,8 @@ Predict = Callable[[Sequence[int], Any], Tensor]
 Speak = Callable[[Sequence[int], Tensor, int], Tensor]
 """The tokens with which the models of the given rows go on after prompts, at most so many: see ``models.greedy``."""
 
+SCORED_PER_SLOT = 16
+
 
 class Feed(ABC):
     """The users' data as the engine needs it; ``trainers`` are numbers of those who own it."""
@@ -52,9 +54,9 @@ class Feed(ABC):
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch ..."]]:
         """Batches that stand for each trainer's training data as a whole."""
 
-    @abstractmethod
     def read(self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch ..."]) -> Any:
-        """What was drawn, as the model takes it."""
+        """What was drawn, as the model takes it: windows are drawn as what they are."""
+        return drawn
 
     @abstractmethod
     def counted(self, drawn: Int[Tensor, "users batch ..."]) -> Int[Tensor, " users"]:
@@ -123,10 +125,6 @@ class TextFeed(Feed):
         for step in range(self.training.local_steps):
             yield self.draw(trainers, Phase(roles=frozenset()), round_number, step, -1)
 
-    def read(self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch window"]) -> Tensor:
-        """Windows are drawn as what they are."""
-        return drawn
-
     def counted(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
         """Targets that are not padding."""
         return (drawn[..., 1:] != PAD).flatten(1).sum(1)
@@ -135,14 +133,13 @@ class TextFeed(Feed):
         self, predict: Predict, sets: Sequence[Any], rows: Sequence[int], portions: Portions, gates: Gates | None
     ) -> list[Score]:
         """Losses of whole streams, in one exact pass over each."""
-        room = portions.users * portions.sequences
-        batch = min(16, room)
+        batch, slots = portions.slots(SCORED_PER_SLOT)
         return score_streams(
             predict,
             sets,
             rows,
             context=self.training.context,
             batch=batch,
-            slots=max(1, room // batch),
+            slots=slots,
             gates=gates,
         )

@@ -58,8 +58,9 @@ class Simulation(Steps):
         losses: dict[int, float] = {}
         rejected: dict[int, str] = {}
         copies = range(self.method.copies)
-        began = self.began = self.state.rows.clone() if self._looks_back else None
-        for cohort in cohorts([c * len(self.trainers) + m for c in copies for m in members], self.portions.users):
+        working = [copy * len(self.trainers) + member for copy in copies for member in members]
+        began = self.began = self._remember(working) if self._looks_back else None
+        for cohort in cohorts(working, self.portions.users):
             part = self.state.take(cohort)
             self._begin(part, cohort, round_number)
             steps = torch.tensor([self.feed.steps(owner) for owner in self.owners(cohort)])
@@ -145,6 +146,12 @@ class Simulation(Steps):
 
     def _resize(self, resize: Resize, before: Float[Tensor, "users columns"], part: State) -> None:
         part.ranks.copy_(resize(self.model.layout.views(before), self.model.layout.views(part.rows), part.ranks))
+
+    def _remember(self, working: Sequence[int]) -> Float[Tensor, "rows columns"]:
+        """What some rows are now; memory that nobody looks at holds the place of the others."""
+        found = torch.empty_like(self.state.rows)
+        found[list(working)] = self.state.rows[list(working)]
+        return found
 
     def _leave_out(self, broken: dict[int, str], part: State, cohort: Sequence[int]) -> dict[int, str]:
         """Users who are not finite end the run; where the server is forgiving, they have not taken part."""

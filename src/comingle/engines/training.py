@@ -60,6 +60,12 @@ class Portions:
     users: int
     sequences: int
 
+    def slots(self, most: int) -> tuple[int, int]:
+        """For scoring, up to ``most`` sequences in a slot, and how many slots go through at once."""
+        room = self.users * self.sequences
+        batch = min(most, room)
+        return batch, max(1, room // batch)
+
 
 def portions(training: Training, device: torch.device, batch_size: int) -> Portions:
     """Fill in what the settings leave open: whole batches of as many users as a pass takes.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from comingle.adapters.inject import EXPERT_ROLES, ROUTER
+from comingle.adapters.inject import ATTENTION, EXPERT_ROLES, GENERALIST, ROUTER
 from comingle.methods.base import Phase, Stream
-from comingle.trees import BASE
+from comingle.trees import BASE, STATISTICS
+
+MODEL = frozenset({ATTENTION, GENERALIST, BASE, STATISTICS})
+"""All of a model that travels: LoRA beside a frozen base, or a net with its running statistics."""
 
 
 def joint(*, routed: bool) -> tuple[Phase, ...]:

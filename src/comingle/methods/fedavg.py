@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.methods.base import Method
-from comingle.methods.clients import joint
+from comingle.methods.clients import MODEL, joint
 from comingle.methods.servers import mean
-from comingle.trees import BASE, STATISTICS
 
 
 def fedavg() -> Method:
@@ -22,7 +20,7 @@ def fedavg() -> Method:
     return Method(
         name="fedavg",
         generalists=2,
-        shared=frozenset({ATTENTION, GENERALIST, BASE, STATISTICS}),
+        shared=MODEL,
         phases=joint(routed=False),
         server=mean,
     )

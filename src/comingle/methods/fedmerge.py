@@ -8,21 +8,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.data.seeds import generator
 from comingle.errors import RecipeError
 from comingle.methods.base import Beginning, Context, Method
-from comingle.methods.clients import joint
+from comingle.methods.clients import MODEL, joint
 from comingle.methods.merging import fixed_step, inner_products, logit_gradient, soup_gradient, weight_gradient
 from comingle.methods.servers import aggregation_weights, mix
 from comingle.methods.soups import MERGING, soup_of, start_soup
-from comingle.routers.mixtures import softmax_mixture
-from comingle.trees import BASE, STATISTICS, Tree, head
-
-SHARED = frozenset({ATTENTION, GENERALIST, BASE, STATISTICS})
-
-NEVER = -1e4
-"""A logit whose share of a softmax beside zero is exactly zero."""
+from comingle.routers.mixtures import NEVER, softmax_mixture
+from comingle.trees import Tree, head
 
 
 def fedmerge(
@@ -80,7 +74,7 @@ def fedmerge(
 
     return Method(
         name="fedmerge",
-        shared=SHARED,
+        shared=MODEL,
         phases=joint(routed=False),
         server=server,
         starts=models,

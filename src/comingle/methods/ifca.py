@@ -6,13 +6,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.data.seeds import generator
 from comingle.methods.base import Assess, Beginning, Context, Method
-from comingle.methods.clients import joint
+from comingle.methods.clients import MODEL, joint
 from comingle.methods.servers import mix
 from comingle.methods.soups import soup_of, start_soup
-from comingle.trees import BASE, STATISTICS, Tree
+from comingle.trees import Tree
 
 PICKED = "picked"
 """Which model each user has, one-hot: ``(users, models)``."""
@@ -48,7 +47,7 @@ def ifca(*, models: int = 5) -> Method:
 
     return Method(
         name="ifca",
-        shared=frozenset({ATTENTION, GENERALIST, BASE, STATISTICS}),
+        shared=MODEL,
         phases=joint(routed=False),
         server=server,
         starts=models,

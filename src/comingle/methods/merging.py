@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from comingle.methods.servers import mix
 from comingle.trees import Tree
 
 MOST_STEPS = 10_000
@@ -21,7 +22,7 @@ MOST_STEPS = 10_000
 
 def soup_gradient(shares: Float[Tensor, "users models"], updates: Tree) -> Tree:
     """``sum_i shares_ij g_i`` for every model j; with shares ``p_i w_ij`` that is eq. 5."""
-    return {name: torch.tensordot(shares.T.to(g), g, dims=1) for name, g in updates.items()}
+    return mix(updates, shares.T)
 
 
 def inner_products(soup: Tree, updates: Tree, names: Collection[str]) -> Float[Tensor, "users models"]:

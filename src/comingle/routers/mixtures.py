@@ -8,6 +8,9 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
+NEVER = -1e4
+"""A logit whose share of a softmax beside zero is exactly zero."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClientMixture:
