@@ -123,6 +123,7 @@ def load(folder: str | Path) -> Run:
     if sim.method.phases:
         sim.state = _newest(sim, folder, recipe)[0]
         sim.resized()
+        sim.choose()
     return Run(folder=folder, recipe=recipe, metrics=metrics, simulation=sim)
 
 
@@ -196,6 +197,7 @@ def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
         evaluate=recipe.evaluation.model,
         evaluate_every=recipe.evaluation.every,
         evaluate_first=recipe.evaluation.first,
+        select=recipe.evaluation.select,
         checkpoint_every=recipe.checkpoints.every,
     )
 

@@ -27,13 +27,15 @@ class Metrics:
 
     ``measure`` is what models are compared by: each user has ``test_<measure>``, and the run their mean,
     ``mean_test_<measure>``. ``unit`` is what data is counted in, tokens or samples: each user has ``train_<unit>`` and
-    so on, and the run ``<unit>_per_second``, over the time of local work.
+    so on, and the run ``<unit>_per_second``, over the time of local work. ``selected_round`` is the round with whose
+    models the run ended.
     """
 
     method: str
     seed: int
     base: str
     rounds: int
+    selected_round: int
     measure: str
     unit: str
     users: dict[str, dict[str, float | int | None]]

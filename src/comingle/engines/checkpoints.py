@@ -1,8 +1,8 @@
 """Checkpoints: everything that a run needs to go on as if nothing had happened.
 
 ``checkpoints/round-NNNN/`` holds ``state.safetensors`` (every user's named tensors, both moments, step counts and
-ranks, and what the server keeps) and ``checkpoint.json``. It is written under a temporary name and renamed, so that it
-exists whole or not at all. Nothing in it is ever executed.
+ranks, what the server keeps, and all of it in the best round where that is selected) and ``checkpoint.json``. It is
+written under a temporary name and renamed, so that it exists whole or not at all. Nothing in it is ever executed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from comingle.errors import RunError
 from comingle.records import write_json
 from comingle.trees import Layout, flatten
 
-_ROWS, _SERVER = "user/", "server/"
+_ROWS, _SERVER, _BEST = "user/", "server/", "best/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +106,16 @@ def load_checkpoint(folder: Path, layout: Layout, like: State) -> State:
     found = {name: t.to(like.rows.device) for name, t in found.items()}
     rows = flatten([found.pop(_ROWS + slot.name) for slot in layout.slots])
     server = {name: found.pop(_SERVER + name) for name in like.server}
-    return replace(like, rows=rows, server=server, **found)
+    best = {name: found.pop(_BEST + name) for name in like.best}
+    return replace(like, rows=rows, server=server, best=best, **found)
 
 
 def _named(layout: Layout, state: State) -> dict[str, Tensor]:
     """All tensors of a state by the names that they have in a file."""
     tensors = state.tensors()
     rows = {_ROWS + name: t for name, t in layout.views(tensors.pop("rows")).items()}
-    return rows | tensors | {_SERVER + name: t for name, t in state.server.items()}
+    kept = {_SERVER + name: t for name, t in state.server.items()}
+    return rows | tensors | kept | {_BEST + name: t for name, t in state.best.items()}
 
 
 def personal_tensors(layout: Layout, state: State, row: int) -> dict[str, Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any, cast
 
 import torch
@@ -18,7 +20,7 @@ from comingle.engines.feeds import Feed, TextFeed
 from comingle.engines.state import State, draw, initial_state
 from comingle.engines.surveys import Losses, Survey
 from comingle.engines.training import Training, cohorts
-from comingle.errors import RecipeError
+from comingle.errors import DataError, RecipeError
 from comingle.evaluation.answers import AnswerScore
 from comingle.evaluation.perplexity import Gates, Score
 from comingle.evaluation.samples import SampleScore
@@ -115,7 +117,17 @@ class Federation:
                 rows = state.rows[: len(names)]
                 first = method.welcome(state.server, lambda models: self.assess(models, rows))
                 assign(layout.views(rows), layout, method.shared, first)
+        if self.training.select == "best":
+            self._check_validation()
+            state.remember(0, math.inf)
         return state
+
+    def _check_validation(self) -> None:
+        if not any(len(user.valid) for user in self.users):
+            raise DataError(
+                "evaluation.select: best needs validation data and no user has any; give some (data.task.valid, "
+                "data.questions.valid or a valid split), or select: last"
+            )
 
     def _starts(self, rows: Float[Tensor, "rows columns"]) -> Float[Tensor, "starts columns"]:
         """The differently initialised models that the server begins with; the first is what users start from."""
@@ -177,6 +189,11 @@ class Federation:
         adapters = self.adapted.adapters
         with watching.watched(adapters):
             return self._examine(streams, lambda: watching.gates(adapters))
+
+    def validate(self) -> float:
+        """Mean over users, of those who have validation data, of the loss on it."""
+        held = [(row, user.valid) for row, user in zip(self.row_of, self.users, strict=True) if len(user.valid)]
+        return fmean(score.mean_loss for score in self.score([valid for _, valid in held], [row for row, _ in held]))
 
     def _examine(self, sets: Sequence[Any], gates: Gates | None) -> Sequence[AnyScore]:
         return self.feed.examine(self.predict, self.speak, sets, self.row_of, self.portions, gates)

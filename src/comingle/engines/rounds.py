@@ -61,7 +61,8 @@ def run_rounds(
 
     One round: every participant's local steps; then the exchange. Where the model that counts is the local one
     (``training.evaluate``), the last exchange is left out, so a run ends with the models that were evaluated. A method
-    that tunes starts from the exchanged model whatever the setting.
+    that tunes starts from the exchanged model whatever the setting. With ``training.select`` "best" the run ends with
+    the models of the evaluated round whose validation loss was lowest, and the last evaluation is theirs.
 
     Raises:
         DivergenceError: a user's loss or tensors are not finite.
@@ -91,6 +92,9 @@ def run_rounds(
             scores = _evaluate(sim, number + 1, observe)
         if last or (number + 1) % training.checkpoint_every == 0:
             checkpoint(number + 1, clock)
+    sim.choose()
+    if sim.chosen_round != rounds:
+        scores = sim.evaluate()  # an event tells of them already
     # Without rounds there is nothing but this; a run resumed after its last round has these events already.
     return scores or _evaluate(sim, rounds, observe if first_round == 0 else lambda event: None)
 
@@ -140,8 +144,18 @@ def _evaluate(sim: Simulation, done: int, observe: Observer) -> Sequence[AnyScor
         "users": users,
         f"mean_test_{measure_of(scores)}": mean_measure(scores),
     }
-    observe(event | _experts(sim, scores) | mixtures(sim))
+    observe(event | _validated(sim, done) | _experts(sim, scores) | mixtures(sim))
     return scores
+
+
+def _validated(sim: Simulation, done: int) -> dict[str, Any]:
+    """Where the best round is selected: the validation loss, and everything remembered if it is the lowest so far."""
+    if not sim.state.best:
+        return {}
+    loss = sim.validate(done)
+    if loss < sim.state.best["loss"]:
+        sim.state.remember(done, loss)
+    return {"mean_valid_loss": loss}
 
 
 def _experts(sim: Simulation, scores: Sequence[AnyScore]) -> dict[str, Any]:
@@ -193,6 +207,7 @@ def summarise(sim: Simulation, scores: Sequence[AnyScore], clock: Clock, *, base
         seed=sim.training.seed,
         base=base,
         rounds=sim.training.rounds if sim.method.phases else 0,
+        selected_round=sim.chosen_round,
         measure=measure_of(scores),
         unit=unit,
         users=users,

@@ -112,9 +112,10 @@ class SampleFeed(PassFeed):
         return score_samples(forward, bank, range(len(sets)), batch=SCORED_PER_SLOT, slots=slots)
 
     def _bank(self, sets: Sequence[Samples]) -> SampleBank:
-        """The sets in one tensor; the test sets are asked for again and again."""
+        """The sets in one tensor; the test and validation sets are asked for again and again, in turns."""
         key = tuple(id(part) for part in sets)
         if key not in self._scored:
             like = self.banks["train"].inputs
-            self._scored = {key: bank_of(sets, device=like.device, dtype=like.dtype)}
+            newest = dict(list(self._scored.items())[-1:])
+            self._scored = newest | {key: bank_of(sets, device=like.device, dtype=like.dtype)}
         return self._scored[key]

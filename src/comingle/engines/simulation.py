@@ -87,7 +87,7 @@ class Simulation(Steps):
         """Where the method tunes: everybody's tensors as another local round makes them, until the end of the block.
 
         Its batches have a random stream of their own, and nothing of it is left behind. Learning rates are those of the
-        round after ``done`` (None: of the last).
+        round after ``done`` (None: of the round with whose models the run ends; at most of the last).
         """
         if not self.method.tunes:
             yield
@@ -98,15 +98,34 @@ class Simulation(Steps):
         self.phases = [replace(phase, label="tuning") for phase in phases]
         try:
             everyone = range(len(self.trainers))
-            self.local_round(everyone if members is None else members, last if done is None else min(done, last))
+            done = self.chosen_round if done is None else done
+            self.local_round(everyone if members is None else members, min(done, last))
             yield
         finally:
             self.state, self.phases, self.round_number, self.began = state, phases, number, began
 
     def evaluate(self, done: int | None = None) -> Sequence[AnyScore]:
-        """Test score of every user with the model that it has after ``done`` rounds (None: after the last)."""
+        """Test score of every user with the model that it has after ``done`` rounds (None: at the end)."""
         with self.tuned(done):
             return super().evaluate()
+
+    def validate(self, done: int | None = None) -> float:
+        """Mean validation loss of the models that users have after ``done`` rounds (None: at the end)."""
+        with self.tuned(done):
+            return super().validate()
+
+    @property
+    def chosen_round(self) -> int:
+        """After how many rounds users have had the models with which the run ends."""
+        if self.state.best:
+            return int(self.state.best["round"])
+        return self.training.rounds if self.method.phases else 0
+
+    def choose(self) -> None:
+        """End with the models of the best round, where that is asked for."""
+        if self.state.best:
+            self.state = self.state.recalled()
+            self.resized()
 
     def _begin(self, part: State, cohort: Sequence[int], round_number: int) -> None:
         """What a round starts with: some columns as they were before any training, and phases before the others."""

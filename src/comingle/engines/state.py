@@ -21,7 +21,8 @@ class State:
     """Row i belongs to user i; with several copies of everybody's tensors the copies' users follow one another.
 
     ``iterations`` counts a user's local iterations, ``router_steps`` its router steps; ``ranks`` are the LoRA ranks
-    that it has now. ``server`` is what the server keeps. Updates happen in place on what :meth:`take` yields;
+    that it has now. ``server`` is what the server keeps. Where a run selects its best round, ``best`` is what everybody
+    had after it, with the number of the round and its loss. Updates happen in place on what :meth:`take` yields;
     :meth:`put` ends them.
     """
 
@@ -32,6 +33,7 @@ class State:
     router_steps: Int[Tensor, " users"]
     ranks: Int[Tensor, " users"]
     server: Tree = field(default_factory=dict)
+    best: Tree = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that has the users on its leading dimension, by name."""
@@ -40,6 +42,15 @@ class State:
     def copy(self) -> State:
         """The same, to be changed without changing this; what the server keeps is not copied."""
         return replace(self, **{name: t.clone() for name, t in self.tensors().items()})
+
+    def remember(self, done: int, loss: float) -> None:
+        """Keep a copy of everybody's tensors as the best of all rounds, after ``done`` rounds."""
+        copies = {name: t.clone() for name, t in self.tensors().items()}
+        self.best = {**copies, "round": torch.tensor(done), "loss": torch.tensor(loss, dtype=torch.float64)}
+
+    def recalled(self) -> State:
+        """As it was in the best round."""
+        return replace(self, **{name: self.best[name].clone() for name in _USERS})
 
     def take(self, users: Sequence[int]) -> State:
         """These users' rows: a view where they are consecutive, a copy otherwise."""

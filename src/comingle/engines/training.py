@@ -26,7 +26,8 @@ class Training:
     ``participation`` is a fraction of the users drawn each round, or a list of users (by number) for each round, which
     is repeated when it ends. ``evaluate`` says which model counts: "local", as a user has it after its local steps
     (Algorithm 1 of CoMiGS returns that one), or "exchanged", after the exchange that ends the round. With
-    ``evaluate_first`` there is an evaluation before any training too.
+    ``evaluate_first`` there is an evaluation before any training too. ``select`` says with which round's models a run
+    ends: the "last", or of those that were evaluated the "best", with the lowest validation loss, mean over users.
     """
 
     rounds: int = 20
@@ -44,6 +45,7 @@ class Training:
     evaluate: Literal["local", "exchanged"] = "local"
     evaluate_every: int = 5
     evaluate_first: bool = True
+    select: Literal["last", "best"] = "last"
     checkpoint_every: int = 5
     seed: int = 0
 

@@ -111,11 +111,13 @@ class TrainingSection(Section):
 
 
 class EvaluationSection(Section):
-    """When the test text is scored, and on which model: as it is after the local steps, or after the exchange."""
+    """When the test text is scored, on which model (as it is after the local steps, or after the exchange), and which
+    round's models the run ends with: the last, or those whose validation loss was the lowest."""
 
     every: Count = 5
     first: bool = True
     model: Literal["local", "exchanged"] = "local"
+    select: Literal["last", "best"] = "last"
 
 
 class CheckpointSection(Section):
@@ -180,8 +182,12 @@ class Recipe(Section):
 
     @property
     def computed(self) -> dict[str, Any]:
-        """What decides on the result: everything but the runtime and what is written when."""
-        without = {"runtime": True, "checkpoints": True, "evaluation": {"every", "first"}}
+        """What decides on the result: everything but the runtime and what is written when.
+
+        Where the best of the evaluated rounds is selected, so does when models are evaluated.
+        """
+        aside = {"select", "every", "first"} if self.evaluation.select == "last" else set[str]()
+        without = {"runtime": True, "checkpoints": True, "evaluation": aside}
         return self.model_dump(mode="json", exclude=without)
 
     @property

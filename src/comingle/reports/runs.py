@@ -21,6 +21,7 @@ _ASIDE = ("seed", "runtime", "checkpoints")
 class Evaluation:
     """One evaluation: what was measured of each user (None if not finite), and what its routers said.
 
+    ``valid_loss`` is the validation loss, where the run selects its best round by it.
     ``measure`` is what models are compared by, ``users[user][measure]`` each user's; some have others too, as accuracy
     and loss. ``scores[user][layer][expert]`` is a mean gate, ``experts[user]`` names the experts; both empty without
     routers.
@@ -32,6 +33,7 @@ class Evaluation:
     users: dict[str, dict[str, float | None]]
     experts: dict[str, list[str]]
     scores: dict[str, list[list[float]]]
+    valid_loss: float | None = None
 
     def value(self, user: str | None = None, measure: str = "") -> float | None:
         """What was measured of a user, or the mean over users; None where it is not known or not finite."""
@@ -68,6 +70,12 @@ class RunRecord:
         return f"{found['name']} ({', '.join(told)})" if told else found["name"]
 
     @property
+    def chosen(self) -> Evaluation:
+        """The evaluation of the models with which it ended: the last, or that with the lowest validation loss."""
+        known = [evaluation for evaluation in self.evaluations if evaluation.valid_loss is not None]
+        return min(known, key=lambda evaluation: evaluation.valid_loss or 0.0, default=self.evaluations[-1])
+
+    @property
     def measure(self) -> str:
         """What its models are compared by."""
         return self.evaluations[-1].measure
@@ -81,7 +89,8 @@ class RunRecord:
     def key(self) -> tuple[tuple[str, Any], ...]:
         """Everything that tells it from another run, but for the seed."""
         kept = {key: value for key, value in self.recipe.items() if key not in _ASIDE}
-        evaluation = {"model": (kept.pop("evaluation", None) or {}).get("model")}
+        asked = kept.pop("evaluation", None) or {}
+        evaluation = {"model": asked.get("model"), "select": asked.get("select", "last")}
         return tuple(sorted(_flat({**kept, "evaluation": evaluation}).items()))
 
 
@@ -192,6 +201,7 @@ def _evaluation(event: dict[str, Any], local_steps: int) -> Evaluation:
         users={name: _measures(user) for name, user in event["users"].items()},
         experts=event.get("experts", {}),
         scores=event.get("expert_scores", {}),
+        valid_loss=event.get("mean_valid_loss"),
     )
 
 

@@ -110,7 +110,7 @@ def _curve(entry: Entry, value: Any) -> Curve:
 
 def measured(entries: Sequence[Entry]) -> list[str]:
     """What was measured of every user at the end: what models are compared by, then what else all runs have."""
-    ends = [run.evaluations[-1] for entry in entries for run in entry.runs]
+    ends = [run.chosen for entry in entries for run in entry.runs]
     others = [name for name in MEASURES if all(name in user for end in ends for user in end.users.values())]
     return list(dict.fromkeys([ends[0].measure, *others]))
 
@@ -119,14 +119,14 @@ def measured(entries: Sequence[Entry]) -> list[str]:
 
 
 def final(entry: Entry, user: str | None = None) -> Spread | None:
-    """The last test result of a user, or the mean over users; None where a seed's is not finite."""
+    """The test result of a user, or the mean over users, at the end; None where a seed's is not finite."""
     values = [_last(run, user) for run in entry.runs]
     known = [value for value in values if value is not None]
     return spread(known) if len(known) == len(values) else None
 
 
 def _last(run: RunRecord, user: str | None) -> float | None:
-    return run.evaluations[-1].value(user)
+    return run.chosen.value(user)
 
 
 def gains(entry: Entry, baseline: Entry) -> list[Gain]:

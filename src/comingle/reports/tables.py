@@ -74,6 +74,8 @@ def render_run(metrics: dict[str, Any]) -> Table:
     table.caption = (
         f"{metrics['base']} · {place} · {speed} · {_seconds(metrics['wall_seconds'])} s · peak memory {peak}"
     )
+    if (chosen := metrics.get("selected_round", metrics["rounds"])) != metrics["rounds"]:
+        table.caption += f"\nmodels of round {chosen} of {metrics['rounds']}, whose validation loss is the lowest"
     table.caption_justify = "left"
     return table
 

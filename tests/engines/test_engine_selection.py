@@ -1,0 +1,107 @@
+"""Ending with the round whose validation loss was the lowest, instead of with the last."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comingle import experiment
+from comingle.errors import DataError
+from comingle.recipes import Recipe, parse_recipe
+from comingle.records import read_events
+from comingle.reports.runs import Entry, read_run
+from comingle.reports.series import final
+
+
+class StoppedError(Exception):
+    pass
+
+
+def recipe_of(method: str = "local", **changes: Any) -> Recipe:
+    """A few noisy samples that nets of many parameters learn by heart: validation losses fall, then rise."""
+    sgd = {"name": "sgd", "learning_rate": 0.05, "momentum": 0.9, "schedule": "constant", "weight_decay": 0}
+    content = {
+        "method": method,
+        "data": {"task": {"name": "mlp-norm", "users": 3, "clusters": 3, "test_samples": 40, "valid": 0.4}},
+        "training": {"rounds": 12, "batch_size": 8, "weighting": "samples", "experts": sgd},
+        "evaluation": {"every": 2, "model": "exchanged", "select": "best"},
+        "checkpoints": {"every": 1},
+        "runtime": {"dtype": "float32", "device": "cpu", "threads": 1},
+    }
+    return parse_recipe(content).with_changes({"data.task.fraction": 0.08, **changes})
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    return [event for event in read_events(folder) if event["event"] == "evaluation"]
+
+
+@pytest.mark.parametrize("method", ["local", "fedavg+", "ifca"])
+def test_a_run_ends_with_its_best_round(method: str, tmp_path: Path) -> None:
+    """Everything that can be asked of it is of that round: a run of so many rounds that ends with its last agrees."""
+    run = experiment.run(recipe_of(method), out=tmp_path / "best")
+    found = evaluations(tmp_path / "best")
+    lowest = min(found, key=lambda event: event["mean_valid_loss"])
+    metrics = run.metrics
+    assert metrics["selected_round"] == lowest["round"]
+    assert metrics["mean_test_loss"] == lowest["mean_test_loss"] != found[-1]["mean_test_loss"]
+    changes = {"training.rounds": lowest["round"], "evaluation.select": "last"}
+    short = experiment.run(recipe_of(method).with_changes(changes))
+    for name in run.users:  # a tuned model's last batches are drawn for the round after
+        expected = pytest.approx(metrics["users"][name]["test_loss"], rel=1e-6)
+        assert short.metrics["users"][name]["test_loss"] == expected
+    assert short.simulation.validate() == pytest.approx(lowest["mean_valid_loss"], rel=1e-6)
+    opened = experiment.load(tmp_path / "best")
+    for name in run.users:
+        test = next(user.test for user in opened.simulation.users if user.name == name)
+        assert opened.user(name).evaluate(test).mean_loss == pytest.approx(
+            metrics["users"][name]["test_loss"], rel=1e-5
+        )
+    record = read_run(tmp_path / "best")
+    assert record.chosen.round == lowest["round"]
+    told = final(Entry(label="best", runs=(record,)))
+    assert told is not None
+    assert told.mean == pytest.approx(metrics["mean_test_loss"])
+
+
+def test_the_validation_loss_is_the_mean_over_users() -> None:
+    run = experiment.run(recipe_of())
+    sim = run.simulation
+    own = [run.user(user.name).evaluate(user.valid).mean_loss for user in sim.users]
+    assert sim.validate() == pytest.approx(sum(own) / len(own), rel=1e-5)
+
+
+def test_a_resumed_run_knows_an_earlier_best(tmp_path: Path) -> None:
+    """Stopped after the best round, before the next checkpoint."""
+
+    def stop(event: dict[str, Any]) -> None:
+        if event["event"] == "step" and event["round"] == 11 and event["advance"]:
+            raise StoppedError
+
+    whole = experiment.run(recipe_of(), out=tmp_path / "whole")
+    assert 0 < whole.metrics["selected_round"] < 10
+    with pytest.raises(StoppedError):
+        experiment.run(recipe_of(), out=tmp_path / "parts", observers=[stop])
+    resumed = experiment.run(recipe_of(), out=tmp_path / "parts", resume=True)
+    assert resumed.metrics["users"] == whole.metrics["users"]
+    assert resumed.metrics["selected_round"] == whole.metrics["selected_round"]
+    assert evaluations(tmp_path / "parts") == evaluations(tmp_path / "whole")
+    again = experiment.run(recipe_of(), out=tmp_path / "whole", resume=True)
+    assert again.metrics["users"] == whole.metrics["users"]
+
+
+def test_without_validation_data_there_is_nothing_to_select_by() -> None:
+    with pytest.raises(
+        DataError, match=r"evaluation.select: best needs validation data and no user has any; give some"
+    ):
+        experiment.run(recipe_of(**{"data.task.valid": 0}))
+
+
+def test_when_models_are_evaluated_decides_only_on_what_is_selected() -> None:
+    often = {"evaluation.every": 1}
+    assert recipe_of().fingerprint != recipe_of(**often).fingerprint
+    last = {"evaluation.select": "last"}
+    assert recipe_of(**last).fingerprint == recipe_of(**last, **often).fingerprint
+    assert "select" not in json.dumps(recipe_of(**last).computed)
