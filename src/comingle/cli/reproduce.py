@@ -103,7 +103,8 @@ def _run(planned: Plan, out: Path, jobs: int | None, *, resume: bool, force: boo
         outcomes[outcome.cell.folder] = outcome
         estimate.learn(outcome)
         left = estimate.left(_left(cells, outcomes, out, force))
-        errors.print(_told(outcome, len(outcomes), len(cells), None if left is None else left / jobs))
+        told = _told(outcome, len(outcomes), len(cells), None if left is None else left / jobs)
+        errors.print(told, soft_wrap=True)  # a line a run, in a file too
         failed = [f"{o.cell.column}, {o.cell.row}: {o.diverged}" for o in outcomes.values() if o.diverged]
         table = build_table(planned, scores(outcomes, planned.cells, planned.experiment.metric), diverged=failed)
         write_tables(folder, table)
