@@ -5,6 +5,7 @@ import io
 import json
 import lzma
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,19 @@ def write_idx(path: Path, values: np.ndarray, *, kind: int = 8) -> Path:
     with OPENERS.get(path.suffix, open)(path, "wb") as file:
         file.write(content)
     return path
+
+
+def damage(path: Path, read: Callable[[Path], Any], step: int) -> list[str]:
+    """What is said of a file with one byte turned over, for every ``step``-th byte; "" where the damage is harmless."""
+    content, said = path.read_bytes(), []
+    for place in range(0, len(content), step):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
+        try:
+            read(path)
+            said.append("")
+        except DataError as error:
+            said.append(str(error))
+    return said
 
 
 def pictures(count: int = 4, *, shape: tuple[int, ...] = (5, 6), seed: int = 0) -> np.ndarray:
@@ -73,6 +87,14 @@ def test_cut_off_compressed_files_are_said(tmp_path: Path, suffix: str, keep: fl
     path.write_bytes(content[: int(keep * len(content))] or b"no archive")
     with pytest.raises(DataError, match="cannot be read"):
         read_idx(path)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz"])
+def test_damaged_compressed_files_are_said_wherever_the_damage_is(tmp_path: Path, suffix: str) -> None:
+    path = write_idx(tmp_path / f"images-ubyte{suffix}", pictures(9))
+    found = list(filter(None, damage(path, read_idx, 7)))  # gzip's time stamp is nothing to us
+    assert len(found) > 20
+    assert all(said.startswith(f"{path}: ") and "\n" not in said for said in found)
 
 
 def test_files_that_do_not_belong_together_are_said(tmp_path: Path) -> None:
@@ -143,6 +165,9 @@ def broken(**changes: Any) -> dict[str, np.ndarray]:
         ({"images": pictures(), "labels": classes() + 0.5}, "labels are float64; allowed: whole numbers"),
         (jpegs((8, 6), (6, 8)), "images must be of one size and mode, got 6 x 8 x 3, 8 x 6 x 3"),
         (broken(jpeg=jpegs((8, 6))["jpeg"]), "offset should rise from 0 to"),
+        ({"images": np.array(["a"] * 4), "labels": classes()}, "images are <U1 with 1 axes; allowed: uint8 with 3"),
+        ({"images": np.uint8(1), "labels": np.array(0)}, "images are uint8 with 0 axes; allowed: uint8 with 3"),
+        (broken(offset=np.array(["a", "b", "c"])), "offset should rise from 0 to"),
         (broken(jpeg=np.zeros_like(jpegs((8, 6), (8, 6))["jpeg"])), "a damaged JPEG image"),
     ],
 )
@@ -170,6 +195,15 @@ def test_files_that_are_no_npz_are_said(tmp_path: Path) -> None:
             read_npz(path)
     with pytest.raises(DataError, match="not a readable npz file"):
         read_npz(tmp_path / "c.npz")
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_damaged_archives_are_said_wherever_the_damage_is(tmp_path: Path, save: Any) -> None:
+    path = tmp_path / "a.npz"
+    save(path, images=pictures(9), labels=classes(9))
+    found = list(filter(None, every := damage(path, read_npz, 5)))  # dates and the like are nothing to us
+    assert len(found) > len(every) / 2
+    assert all(said.startswith(f"{path}: ") and "\n" not in said for said in found)
 
 
 def test_a_folder_is_searched_under_mnists_own_names(tmp_path: Path) -> None:
@@ -264,6 +298,11 @@ def test_images_in_domains(tmp_path: Path, named: bool) -> None:
         (
             {"domain": np.array([0, 1, 2, 0]), "domains": np.array(["art", "photo"])},
             "domains go from 0 to 2; allowed: 0 to 1, those with names",
+        ),
+        ({"domain": np.zeros(4)}, "domains are float64; allowed: whole numbers, or names"),
+        (
+            {"domain": np.zeros(4, int), "domains": np.array("art")},
+            "domains has 0 axes; allowed: 1, a name for each number in domain",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -231,11 +232,75 @@ def test_partitions_that_leave_somebody_out_are_said(make_folder: MakeFolder) ->
     folder = make_folder("pacs", train=30, test=6, labels=7)
     with pytest.raises(RecipeError, match="task 'pacs': users=3; allowed: from 4, one for each domain"):
         make_task("pacs", seed=0, users=3, path=folder)
-    with pytest.raises(DataError, match=r"task 'pacs': \d+ images for 15 users, so some would have none; allo"):
+    with pytest.raises(
+        DataError, match=r"task 'pacs', domain 'art_painting': \d+ images for 15 users; allowed: at least "
+    ):
         make_task("pacs", seed=0, users=60, path=folder)
-    said = "user 'art_painting-0': no two of 2 images have one label, so none can be spared for testing; allowed: few"
+    said = "user 'art_painting-0': no two of 2 images have one label, so none can be spared for testing; allowed: more"
     with pytest.raises(DataError, match=said):
         make_task("pacs", seed=0, users=20, path=folder)
+
+
+def test_groups_without_images_are_named(make_folder: MakeFolder) -> None:
+    folder = make_folder("mnist", train=60, test=12, labels=2)  # two of ten labels
+    with pytest.raises(DataError) as error:
+        make_task("mnist-cluster", seed=0, users=5, path=folder)
+    said = re.fullmatch(
+        r"task 'mnist-cluster', cluster \d \(labels (\d), (\d)\): 0 images for 1 user; allowed: at least one for each, "
+        r"so more images, or fewer users",
+        str(error.value),
+    )
+    assert said is not None, error.value
+    assert not {said[1], said[2]} & {"0", "1"}
+    with np.load(make_folder("pacs", labels=7) / "pacs32.npz") as file:
+        arrays = dict(file)
+    number = list(map(str, arrays["domains"])).index("photo")
+    kept = arrays["domain"] != number
+    np.savez(
+        folder / "pacs32.npz",
+        **{key: value[kept] if len(value) == len(kept) else value for key, value in arrays.items()},
+    )
+    with pytest.raises(DataError, match="task 'pacs', domain 'photo': 0 images for 1 user; allowed: at least one for"):
+        make_task("pacs", seed=0, path=folder)
+
+
+def test_where_to_put_images_is_said_when_the_hub_is_out_of_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: Any, **__: Any) -> Any:
+        raise DataError("hub:somebody/something: cannot be loaded as a data set: no connection")
+
+    monkeypatch.setattr("comingle.data.images.iterate_values", unreachable)
+    monkeypatch.delenv("COMINGLE_DATA", raising=False)
+    said = "no connection; without the hub, give data.task.path or $COMINGLE_DATA/images ($COMINGLE_DATA is not set)"
+    with pytest.raises(DataError) as error:
+        make_task("pacs", seed=0)
+    assert str(error.value).endswith(said)
+    monkeypatch.setenv("COMINGLE_DATA", str(tmp_path))
+    for name, files in (("mnist-cluster", "mnist"), ("cifar100", "cifar100"), ("pacs", "pacs")):
+        with pytest.raises(DataError) as error:
+            make_task(name, seed=0)
+        assert str(error.value).endswith(f"({tmp_path / 'images'} has no images of {files})")
+    with pytest.raises(DataError) as error:
+        make_task("pacs", seed=0, path="hub:somebody/something")
+    assert str(error.value).endswith("no connection")
+
+
+def test_labels_that_florals_users_do_not_train_on_are_said_and_not_refused(
+    make_folder: MakeFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = make_task("mnist", seed=0, users=8, clusters=4, fraction=0.01, path=make_folder("mnist", labels=10))
+    lacking = [u for u in task.users if set(u.test.targets.tolist()) - set(u.train.targets.tolist())]
+    assert len(lacking) > 3
+    (line,) = caplog.messages
+    assert line.startswith(
+        f"{len(lacking)} of 8 users are validated or tested on labels that their train samples lack: "
+    )
+    assert all(f"{user.name!r} on " in line for user in lacking[:3])
+    assert line.endswith(f"; and {len(lacking) - 3} more users")
+    caplog.clear()
+    make_task("mlp", seed=0, users=4)
+    assert not caplog.messages
 
 
 def test_images_that_do_not_fit_the_task_are_said(make_folder: MakeFolder) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from comingle.data.samples import Samples, UserSamples
 from comingle.data.seeds import generator
-from comingle.data.splits import check_labels, hold_out, hold_out_valid
+from comingle.data.splits import check_labels, hold_out, hold_out_valid, warn_unseen
 from comingle.errors import DataError
 
 
@@ -99,3 +101,17 @@ def test_labels_that_are_not_trained_on_are_said() -> None:
     assert str(error.value) == ("user 'ann': test holds labels that train does not: 1, 5; allowed: those of train")
     with pytest.raises(DataError, match=r"valid holds labels that train does not: 1, 2, 3, 4, 5 \.\.\.; allowed"):
         check_labels([user([0], valid=[6, 5, 4, 3, 2, 1])])
+
+
+def test_labels_that_are_dealt_and_not_trained_on_are_said_once_for_all_users(caplog: pytest.LogCaptureFixture) -> None:
+    people = [user([0, 1, 2], test=[2, 0], valid=[1]), replace(user([0], test=[1, 5, 1], valid=[7]), name="bob")]
+    warn_unseen(people[:1])
+    assert not caplog.messages
+    warn_unseen(people)
+    said = "are validated or tested on labels that their train samples lack"
+    assert caplog.messages == [f"1 of 2 users {said}: 'bob' on 1, 5, 7"]
+    assert caplog.records[0].levelno == logging.WARNING
+    caplog.clear()
+    warn_unseen([replace(people[1], name=f"user-{k}") for k in range(5)])
+    named = "; ".join(f"'user-{k}' on 1, 5, 7" for k in range(3))
+    assert caplog.messages == [f"5 of 5 users {said}: {named}; and 2 more users"]

@@ -101,8 +101,11 @@ def deal(
     *,
     alpha: float | None,
     key: Key,
+    names: Sequence[str] = (),
 ) -> list[Int64[Tensor, " _"]]:
     """The images of each user, in random order: group g is dealt to ``sizes[g]`` users, evenly without ``alpha``.
+
+    ``names`` say in errors which group it is, where there are several.
 
     Raises:
         DataError: some user gets nothing, or Dirichlet shares cannot be drawn.
@@ -110,13 +113,15 @@ def deal(
     parts: list[Tensor] = []
     for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
         own = _shuffled(group, *key, "group", number)
+        where = ", ".join([f"task {key[0]!r}", *names[number : number + 1]])
         if len(own) < size:
-            got = f"{len(own)} images for {size} users"
-            raise DataError(f"task {key[0]!r}: {got}, so some would have none; allowed: fewer users, or more images")
+            got = f"{len(own)} images for {size} user{'s' * (size > 1)}"
+            raise DataError(f"{where}: {got}; allowed: at least one for each, so more images, or fewer users")
         if alpha is None or size == 1:
             parts += own.tensor_split(size)
         else:
-            parts += [own[part] for part in draw_dirichlet(labels[own], size, alpha=alpha, key=(*key, number))]
+            shares = draw_dirichlet(labels[own], size, alpha=alpha, key=(*key, number), where=where)
+            parts += [own[part] for part in shares]
     return parts
 
 
@@ -124,7 +129,9 @@ def _shuffled(places: Int64[Tensor, " n"], *key: str | int) -> Int64[Tensor, " n
     return places[torch.randperm(len(places), generator=generator(*key))]
 
 
-def draw_dirichlet(labels: Int64[Tensor, " n"], users: int, *, alpha: float, key: Key) -> list[Int64[Tensor, " _"]]:
+def draw_dirichlet(
+    labels: Int64[Tensor, " n"], users: int, *, alpha: float, key: Key, where: str = ""
+) -> list[Int64[Tensor, " _"]]:
     """Each label's samples parted among the users by shares drawn from Dir(alpha), in random order for each user.
 
     As in FedMerge's public code, users who have their average number of samples get no more, and the whole draw is
@@ -151,7 +158,7 @@ def draw_dirichlet(labels: Int64[Tensor, " n"], users: int, *, alpha: float, key
         if torch.equal(torch.cat(parts).sort().values, torch.arange(len(labels))):
             return parts
     got = f"no draw of alpha={alpha} gives each of {users} users {least} of {len(labels)} images"
-    raise DataError(f"task {key[0]!r}: {got}; allowed: fewer users, a larger alpha or more images")
+    raise DataError(f"{where or f'task {key[0]!r}'}: {got}; allowed: fewer users, a larger alpha or more images")
 
 
 def _load_all(partitioner: Any, users: int) -> list[Int64[Tensor, " _"]]:

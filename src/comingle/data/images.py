@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import is_zipfile
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from comingle.data.hub import HUB_PREFIX
 from comingle.data.idx import OPENERS, read_idx
-from comingle.data.rows import list_names
+from comingle.data.rows import describe, list_names
 from comingle.data.sources import iterate_values
 from comingle.errors import DataError
 
@@ -175,15 +175,7 @@ def read_npz(path: Path, *, split: str | None = None) -> Images:
     Raises:
         DataError: no such file, no npz file, arrays missing, of the wrong type or of different lengths.
     """
-    try:
-        # Opened here: numpy leaves a file open that turns out to be no archive.
-        with path.open("rb") as raw, np.load(raw) as file:
-            arrays = {key: file[key] for key in file.files}
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file") from error
-    except (OSError, EOFError, ValueError, TypeError, AttributeError, BadZipFile) as error:
-        # A plain .npy gives an array, which is no context; pickles are refused.
-        raise DataError(f"{path}: not a readable npz file: {error}") from error
+    arrays = _read_arrays(path)
     labels = arrays[_choose(arrays, _LABEL_KEYS, split, path, "labels")]
     if {"jpeg", "offset"} <= set(arrays):
         images = _pair(_decode(arrays["jpeg"], arrays["offset"], path), labels, str(path))
@@ -192,13 +184,28 @@ def read_npz(path: Path, *, split: str | None = None) -> Images:
     if "domain" not in arrays:
         return images
     names = arrays.get("domains")
+    if names is not None and names.ndim != 1:
+        raise DataError(f"{path}: domains has {names.ndim} axes; allowed: 1, a name for each number in domain")
     return _with_domains(images, arrays["domain"], None if names is None else list(map(str, names)), str(path))
+
+
+def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+    if not is_zipfile(path):  # numpy would take it for a pickle, or for a single array
+        problem = "not a readable npz file: no complete zip archive" if path.is_file() else "no such file"
+        raise DataError(f"{path}: {problem}")
+    try:
+        with path.open("rb") as raw, np.load(raw) as file:  # numpy leaves open what turns out to be damaged
+            return {key: file[key] for key in file.files}
+    except Exception as error:  # numpy, zipfile, zlib and tokenize each have errors of their own
+        raise DataError(f"{path}: not a readable npz file: {describe(error)}") from error
 
 
 def _with_domains(images: Images, domains: np.ndarray, names: Sequence[str] | None, where: str) -> Images:
     """``domains`` are numbers of ``names``, or names, which are then numbered in the order of the alphabet."""
     if domains.shape != (len(images),):
         raise DataError(f"{where}: {len(images)} images but domains of shape {domains.shape}; needs one for each")
+    if domains.dtype.kind not in "iuUS":
+        raise DataError(f"{where}: domains are {domains.dtype}; allowed: whole numbers, or names")
     if domains.dtype.kind not in "iu":
         unique, domains = np.unique(domains.astype(str), return_inverse=True)
         names = unique.tolist()
@@ -220,10 +227,9 @@ def _choose(arrays: Mapping[str, Any], keys: Sequence[str], split: str | None, p
 
 def _decode(jpeg: np.ndarray, offset: np.ndarray, path: Path) -> np.ndarray:
     """The images of a file of JPEG bytes, all of one size."""
-    from PIL import UnidentifiedImageError
-
     if (
         offset.ndim != 1
+        or offset.dtype.kind not in "iu"
         or len(offset) < 2
         or int(offset[-1]) != len(jpeg)
         or bool((np.diff(offset.astype(int)) < 0).any())
@@ -233,8 +239,8 @@ def _decode(jpeg: np.ndarray, offset: np.ndarray, path: Path) -> np.ndarray:
     places = zip(offset[:-1].tolist(), offset[1:].tolist(), strict=True)
     try:
         images = [_open_image(content[start:stop]) for start, stop in places]
-    except (OSError, UnidentifiedImageError) as error:
-        raise DataError(f"{path}: a damaged JPEG image: {error}") from error
+    except Exception as error:  # Pillow's readers raise what they come across
+        raise DataError(f"{path}: a damaged JPEG image: {describe(error)}") from error
     return _stack(images, str(path))
 
 
@@ -282,12 +288,13 @@ def _pair(pixels: Any, labels: Any, where: str) -> Images:
     labels = np.asarray(labels)
     if labels.dtype.kind not in "iu":
         raise DataError(f"{where}: labels are {labels.dtype}; allowed: whole numbers")
-    pixels, labels = torch.as_tensor(pixels), torch.as_tensor(labels.astype(np.int64))
+    pixels, labels = np.asarray(pixels), torch.as_tensor(labels.astype(np.int64))
     labels = labels.flatten() if labels.dim() == 2 and labels.shape[1] == 1 else labels  # CIFAR's (n, 1) in Keras
-    if pixels.dtype != torch.uint8 or pixels.dim() not in (3, 4):
-        got = f"{str(pixels.dtype).removeprefix('torch.')} with {pixels.dim()} axes"
+    if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4):
+        got = f"{pixels.dtype} with {pixels.ndim} axes"
         raise DataError(f"{where}: images are {got}; allowed: uint8 with 3 (grey) or 4 axes")
     if labels.dim() != 1 or len(labels) != len(pixels):
         raise DataError(f"{where}: {len(pixels)} images but labels of shape {tuple(labels.shape)}; needs one for each")
+    pixels = torch.as_tensor(pixels)
     last = pixels.dim() == 4 and pixels.shape[-1] in (1, 3) and pixels.shape[1] not in (1, 3)
     return Images(pixels=pixels.permute(0, 3, 1, 2).contiguous() if last else pixels, labels=labels)

@@ -29,7 +29,7 @@ from comingle.data.groups import Key, choose_labels, cluster_sizes, deal, group_
 from comingle.data.images import Images
 from comingle.data.samples import Samples, UserSamples
 from comingle.data.settings import REDUCED_MINIMUM, TEST_SHARE, Setting
-from comingle.data.splits import hold_out
+from comingle.data.splits import hold_out, list_labels
 from comingle.data.transforms import normalise
 from comingle.errors import DataError, RecipeError
 
@@ -68,8 +68,8 @@ def make_skewed(
         DataError: a user without images, or with too few of each label to hold any out.
     """
     key: Key = (name, seed)
-    groups, sizes = _group(setting, images, users, clusters, labels_per_cluster, key)
-    parts = deal(groups, sizes, images.labels, alpha=alpha, key=key)
+    groups, sizes, called = _group(setting, images, users, clusters, labels_per_cluster, key)
+    parts = deal(groups, sizes, images.labels, alpha=alpha, key=key, names=called)
     owners = [group for group, size in enumerate(sizes) for _ in range(size)]
     names = _names(images, sizes)
     found = []
@@ -89,24 +89,26 @@ def make_skewed(
 
 def _group(
     setting: Setting, images: Images, users: int, clusters: int, labels_per_cluster: int | None, key: Key
-) -> tuple[list[Int64[Tensor, " _"]], list[int]]:
-    """The images of each group, and how many users share them."""
+) -> tuple[list[Int64[Tensor, " _"]], list[int], list[str]]:
+    """The images of each group, how many users share them, and what it is called where there are several."""
     if setting.partition == "personal":
-        return [torch.arange(len(images))], [users]
+        return [torch.arange(len(images))], [users], []
     if setting.partition == "domain":
         return _group_by_domain(images, users, key)
     sizes = cluster_sizes(users, clusters)
     chosen = choose_labels(setting.classes, clusters, labels_per_cluster, key)
-    return group_by_labels(images.labels, chosen, sizes, key), sizes
+    called = [f"cluster {number} (labels {list_labels(own)})" for number, own in enumerate(chosen)]
+    return group_by_labels(images.labels, chosen, sizes, key), sizes, called
 
 
-def _group_by_domain(images: Images, users: int, key: Key) -> tuple[list[Int64[Tensor, " _"]], list[int]]:
+def _group_by_domain(images: Images, users: int, key: Key) -> tuple[list[Int64[Tensor, " _"]], list[int], list[str]]:
     assert images.domains is not None
     count = len(images.domain_names)
     if users < count:
         raise RecipeError(f"task {key[0]!r}: users={users}; allowed: from {count}, one for each domain")
     groups = [(images.domains == domain).nonzero().flatten() for domain in range(count)]
-    return groups, [len(part) for part in torch.arange(users).tensor_split(count)]
+    called = [f"domain {name!r}" for name in images.domain_names]
+    return groups, [len(part) for part in torch.arange(users).tensor_split(count)], called
 
 
 def _names(images: Images, sizes: Sequence[int]) -> list[str]:
@@ -126,7 +128,9 @@ def _split(
     kept, held = hold_out(labels[part], TEST_SHARE)
     if not len(held):
         got = f"no two of {len(part)} images have one label, so none can be spared for testing"
-        raise DataError(f"user {name!r}: {got}; allowed: fewer users, a larger alpha or more images")
+        raise DataError(
+            f"user {name!r}: {got}; allowed: more images, fewer users, or a larger alpha where there is one"
+        )
     train = part[kept]
     wanted = max(REDUCED_MINIMUM, round(fraction * len(train)))
     return train[hold_out(labels[train], 1 - wanted / len(train))[0]], part[held]

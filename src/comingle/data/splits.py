@@ -3,10 +3,15 @@
 A label that is only in a user's test or validation samples would ask for what the user cannot have learnt. So samples
 are held out label by label, about the same share of each, and never the last one of a label: rare labels stay in
 training, as if they had been refilled from what was to be held out. (FedMerge's public code holds out at random.)
+
+Where test samples are not held out of a user's own but dealt (FLoRAL's tasks), or come from elsewhere, a label may be
+missing from training all the same. There it is part of the setting, as the others of a federation can teach what a user
+has no sample of, so it is said and not refused.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,7 +22,10 @@ from torch import Tensor
 from comingle.data.samples import Samples, UserSamples
 from comingle.errors import DataError
 
+logger = logging.getLogger("comingle")
+
 _LISTED = 5
+_NAMED = 3
 
 
 def hold_out(labels: Int64[Tensor, " n"], share: float) -> tuple[Int64[Tensor, " kept"], Int64[Tensor, " held_out"]]:
@@ -77,9 +85,37 @@ def check_labels(users: Sequence[UserSamples]) -> None:
     """
     for user in users:
         for split, samples in (("valid", user.valid), ("test", user.test)):
-            unseen = samples.targets[~torch.isin(samples.targets, user.train.targets)].unique().tolist()
-            if unseen:
-                labels = ", ".join(map(str, unseen[:_LISTED])) + (" ..." if len(unseen) > _LISTED else "")
+            if unseen := _find_unseen(user, samples):
                 raise DataError(
-                    f"user {user.name!r}: {split} holds labels that train does not: {labels}; allowed: those of train"
+                    f"user {user.name!r}: {split} holds labels that train does not: {list_labels(unseen)}; "
+                    "allowed: those of train"
                 )
+
+
+def warn_unseen(users: Sequence[UserSamples]) -> None:
+    """Say in one line who is validated or tested on labels without a sample to train on, and on which."""
+    unseen = {
+        user.name: found
+        for user in users
+        if (found := sorted({*_find_unseen(user, user.valid), *_find_unseen(user, user.test)}))
+    }
+    if not unseen:
+        return
+    named = [f"{name!r} on {list_labels(found)}" for name, found in unseen.items()]
+    more = f"; and {len(named) - _NAMED} more users" if len(named) > _NAMED else ""
+    logger.warning(
+        "%d of %d users are validated or tested on labels that their train samples lack: %s%s",
+        len(unseen),
+        len(users),
+        "; ".join(named[:_NAMED]),
+        more,
+    )
+
+
+def _find_unseen(user: UserSamples, samples: Samples) -> list[int]:
+    return samples.targets[~torch.isin(samples.targets, user.train.targets)].unique().tolist()
+
+
+def list_labels(labels: Sequence[int]) -> str:
+    """Labels in one line, the first five of them."""
+    return ", ".join(map(str, labels[:_LISTED])) + (" ..." if len(labels) > _LISTED else "")

@@ -11,10 +11,10 @@ of those that are kept.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 from jaxtyping import Float
@@ -26,11 +26,13 @@ from comingle.data.samples import UserSamples, check
 from comingle.data.settings import CIFAR10_COLOURS, REDUCED_MINIMUM, TASKS, Setting, Shift
 from comingle.data.shifted import make_shifted
 from comingle.data.skewed import make_skewed, pool_images
-from comingle.data.splits import check_labels, hold_out_valid
+from comingle.data.splits import check_labels, hold_out_valid, warn_unseen
 from comingle.data.synthetic import DIMENSION, OUTPUTS, Kind, make_synthetic
-from comingle.errors import RecipeError, did_you_mean
+from comingle.errors import DataError, RecipeError, did_you_mean
 
 FOLDER_VARIABLE = "COMINGLE_DATA"
+
+Found = TypeVar("Found", Images, dict[str, Images])
 
 DOMAIN_SIDE = 64
 """To this FedMerge's public code scales the images of PACS, which are 227 x 227 on the hub."""
@@ -146,6 +148,8 @@ def _finish(task: Task, setting: Setting, *, fraction: float, valid: float) -> T
     check(people, classes=task.classes if task.loss == "cross_entropy" else None)
     if setting.partition:
         check_labels(people)
+    elif task.loss == "cross_entropy":
+        warn_unseen(people)
     return replace(task, users=people)
 
 
@@ -237,7 +241,7 @@ def _shifted(name: str, path: str | Path | None, *, clusters: int, shift: Shift 
 def _skewed(name: str, path: str | Path | None, **options: Any) -> Task:
     setting = TASKS[name]
     if setting.partition == "domain":
-        images = read_domains(setting.images, path or _find_source(setting.images, setting), largest=DOMAIN_SIDE)
+        images = _read(lambda source: read_domains(setting.images, source, largest=DOMAIN_SIDE), name, path)
         check_images(images, classes=setting.classes, coloured=setting.coloured, where=f"task {name!r}: images")
         options["clusters"] = len(images.domain_names)
     else:
@@ -259,16 +263,29 @@ def _of_images(setting: Setting, people: tuple[UserSamples, ...], clusters: int,
 
 
 def _read_splits(name: str, setting: Setting, path: str | Path | None) -> dict[str, Images]:
-    files = setting.images or name
-    found = read_images(files, path if path is not None else _find_source(files, setting))
+    found = _read(lambda source: read_images(setting.images or name, source), name, path)
     for split, images in found.items():
         where = f"task {name!r}: {split} images"
         check_images(images, classes=setting.classes, coloured=setting.coloured, where=where)
     return found
 
 
-def _find_source(files: str, setting: Setting) -> str | Path:
-    """``$COMINGLE_DATA/images``, where that holds the task's images, else the hub."""
-    named = os.environ.get(FOLDER_VARIABLE, "")
+def _read(read: Callable[[str | Path], Found], name: str, path: str | Path | None) -> Found:
+    """The images of a task from a path, else from ``$COMINGLE_DATA/images`` where that holds them, else from the hub.
+
+    Raises:
+        DataError: as ``read``; where nobody asked for the hub it is said what there is instead.
+    """
+    files, named = TASKS[name].images or name, os.environ.get(FOLDER_VARIABLE, "")
     folder = Path(named).expanduser() / "images"
-    return folder if named and has_images(files, folder) else setting.hub
+    if path is not None:
+        return read(path)
+    if named and has_images(files, folder):
+        return read(folder)
+    try:
+        return read(TASKS[name].hub)
+    except DataError as error:
+        why = f"{folder} has no images of {files}" if named else f"${FOLDER_VARIABLE} is not set"
+        raise DataError(
+            f"{error}; without the hub, give data.task.path or ${FOLDER_VARIABLE}/images ({why})"
+        ) from error
