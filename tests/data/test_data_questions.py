@@ -307,14 +307,98 @@ def test_sources_without_questions_are_refused(folder: Path) -> None:
     assert problem(DataError, "xnli", folder / "empty").endswith("no file xnli*.jsonl in it (.xz and .gz allowed)")
     assert "no row in language 'fr'" in problem(DataError, "xnli", folder, languages=["en", "fr"])
     (folder / "torn.jsonl").write_text('{"id": 1, "la')
-    assert "torn.jsonl: cannot be read as JSON lines" in problem(DataError, "xnli", folder / "torn.jsonl")
+    assert "torn.jsonl: line 1 is not JSON: " in problem(DataError, "xnli", folder / "torn.jsonl")
     (folder / "torn.xz").write_bytes(lzma.compress(b"{}\n" * 99)[:40])
     assert "torn.xz: cannot be read as JSON lines" in problem(DataError, "xnli", folder / "torn.xz")
     list_rows = write(folder / "list.jsonl", [[1, 2]])
     assert "list.jsonl: line 1 is no mapping" in problem(DataError, "xnli", list_rows)
-    assert "not rows of xquad: KeyError" in problem(DataError, "xquad", folder / "xnli_dev.jsonl.xz", languages=["en"])
-    unlabelled = write(folder / "unlabelled.jsonl", [row | {"label": "maybe"} for row in xnli_rows()])
-    assert "not rows of xnli" in problem(DataError, "xnli", unlabelled)
+    other = problem(DataError, "xquad", folder / "xnli_dev.jsonl.xz", languages=["en"])
+    assert other.endswith("xnli_dev.jsonl.xz: line 1 is no row of xquad: context is None; allowed: text")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"label": "maybe"}, "label is 'maybe'; allowed: entailment, neutral, contradiction, or their numbers 0 to 2"),
+        ({"label": -1}, "label is -1; allowed: entailment"),
+        ({"label": True}, "label is True; allowed: entailment"),
+        ({"label": ["neutral"]}, "label is ['neutral']; allowed: entailment"),
+        ({"label": ""}, "label is ''; allowed: entailment"),
+        ({"premise": None}, "premise is None; allowed: text"),
+        ({"hypothesis": 3}, "hypothesis is 3; allowed: text"),
+        ({"premise": "\ud800"}, "'utf-8' codec can't encode character"),
+        ({"id": None}, "no id; allowed: a name or number, the same in all languages"),
+        ({"id": 0}, "id '0' has been there before; allowed: once in a language"),
+    ],
+)
+def test_a_wrong_row_of_xnli_is_named(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    rows = xnli_rows(["en", "de"])
+    rows[1] |= change
+    path = write(tmp_path / "xnli.jsonl", rows)
+    assert problem(DataError, "xnli", path).startswith(f"{path}: line 2 is no row of xnli: {said}")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"answer": ""}, "answer is ''; allowed: text"),
+        ({"answer": " \n"}, "answer is ' \\n'; allowed: text"),
+        ({"answer": None}, "answer is None; allowed: text"),
+        ({"answer": ["a"]}, "answer is ['a']; allowed: text"),
+        ({"question": None}, "question is None; allowed: text"),
+        ({"id": None}, "no id; allowed"),
+    ],
+)
+def test_a_wrong_question_of_xquad_is_named(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    rows = xquad_rows()
+    rows[2]["qas"][1] |= change
+    path = write(tmp_path / "xquad.jsonl", rows)
+    assert problem(DataError, "xquad", path).startswith(f"{path}: line 3 is no row of xquad: {said}")
+
+
+@pytest.mark.parametrize("answers", [None, [], {"text": []}, {"text": None}, {"text": [""]}])
+def test_a_question_of_the_hub_without_an_answer_is_named(tmp_path: Path, answers: Any) -> None:
+    row = {"id": "a", "lang": "en", "context": "c", "question": "q", "answers": answers}
+    path = write(tmp_path / "xquad.jsonl", [row])
+    said = problem(DataError, "xquad", path)
+    assert said.startswith(f"{path}: line 1 is no row of xquad: answer is ")
+    paragraph = write(tmp_path / "xquad.jsonl", [{"lang": "en", "context": "c", "qas": "q"}])
+    assert "line 1 is no row of xquad: qas is 'q'; allowed: a list of" in problem(DataError, "xquad", paragraph)
+
+
+def test_rows_of_other_languages_are_nobodys_business(tmp_path: Path) -> None:
+    rows: list[Any] = [*xnli_rows(["en", "de"]), {"lang": "fr"}, {"lang": ["en"]}, {}]
+    path = write(tmp_path / "xnli.jsonl", rows)
+    path.write_text(path.read_text().replace("\n", "\n\n"))  # nor are blank lines
+    assert len(make("xnli", path, train=4, test=3)[0].train) == 4
+
+
+def test_questions_that_no_two_languages_share_are_said(tmp_path: Path) -> None:
+    path = write(tmp_path / "xnli.jsonl", [row | {"id": f"{row['lang']}{row['id']}"} for row in xnli_rows()])
+    assert problem(DataError, "xnli", path) == (
+        "xnli: no question is there in each of en, de; allowed: one id in all languages"
+    )
+
+
+def test_damaged_compressed_questions_are_said(tmp_path: Path) -> None:
+    path = write(tmp_path / "xnli.jsonl.gz", xnli_rows())
+    content = path.read_bytes()
+    for place in range(len(content) // 3, len(content), 9):  # behind the header, some of which nobody reads
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
+        assert problem(DataError, "xnli", path, train=4, test=3).startswith(f"{path}: ")
+
+
+def test_where_to_put_questions_is_said_when_the_hub_is_out_of_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: Any, **__: Any) -> Any:
+        raise DataError("hub:somebody/something: no connection")
+
+    monkeypatch.setattr("comingle.data.questions.iterate_values", unreachable)
+    monkeypatch.setenv("COMINGLE_DATA", str(tmp_path))
+    said = "no connection; without the hub, give data.questions.path or the folder $COMINGLE_DATA/xquad"
+    assert problem(DataError, "xquad", None).endswith(said)
+    assert problem(DataError, "xquad", "hub:somebody/something").endswith("no connection")
 
 
 # ---------------------------------------------------------------- the real ones

@@ -11,12 +11,10 @@ instruction and labels are English in all languages.
 
 from __future__ import annotations
 
-import gzip
-import json
 import logging
-import lzma
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from comingle.data.answers import Encoded, Question, UserAnswers, as_answers, encode
 from comingle.data.hub import HUB_PREFIX
+from comingle.data.json_lines import Row, read_json_lines
 from comingle.data.seeds import generator
 from comingle.data.sources import iterate_values
 from comingle.errors import DataError, RecipeError, did_you_mean
@@ -105,13 +104,17 @@ def make_questions(
 
     Raises:
         RecipeError: no such set or language.
-        DataError: unreadable rows, or too few questions that are short enough.
+        DataError: unreadable rows, a question without text or answer, or too few that are short enough.
     """
     wanted = choose_languages(name, languages)
     setting = QUESTIONS[name]
     found = _read(name, setting, path, wanted)
     shared = set.intersection(*(set(own) for own in found.values()))
     keys = [key for key in next(iter(found.values())) if key in shared]
+    if not keys:
+        raise DataError(
+            f"{name}: no question is there in each of {', '.join(wanted)}; allowed: one id in all languages"
+        )
     encoded = {who: encode([own[key] for key in keys], tokenizer) for who, own in found.items()}
     short = [i for i in range(len(keys)) if all(len(own[i]) <= context for own in encoded.values())]
     if len(short) < len(keys):
@@ -178,30 +181,34 @@ def _read(name: str, setting: QuestionSet, path: str | Path | None, languages: S
     """The questions of each language, in the order of the languages.
 
     Raises:
-        DataError: no such source, rows that are not of this set, or a language without any.
+        DataError: no such source, rows that are not of this set, a question twice, or a language without any.
     """
-    source = path if path is not None else _find_source(name, setting)
+    folder = Path(os.environ.get(FOLDER_VARIABLE) or "-").expanduser() / name
+    source = path if path is not None else folder if folder.is_dir() else setting.hub
     found: Found = {language: {} for language in languages}
     if str(source).startswith(HUB_PREFIX):
-        rows = _hub_rows(name, str(source), setting, languages)
+        rows = _hub_rows(name, str(source), setting, languages, asked_for=path is not None)
     else:
-        rows = _local_rows(_find_file(name, Path(source).expanduser()))
-    for row in rows:
-        if (own := found.get(row.get("lang", ""))) is not None:
-            try:
-                own |= dict(_QUESTIONS_OF[name](row, setting.instruction))
-            except (KeyError, TypeError, IndexError) as error:
-                raise DataError(f"{source}: not rows of {name}: {type(error).__name__} {error}") from None
+        source = _find_file(name, Path(source).expanduser())
+        rows = read_json_lines(source)
+    for place, row in rows:
+        if (own := found.get(str(row.get("lang")))) is None:
+            continue
+        try:
+            _note(own, _QUESTIONS_OF[name](row, setting.instruction))
+        except ValueError as error:
+            raise DataError(f"{source}: {place} is no row of {name}: {error}") from None
     for language, own in found.items():
         if not own:
             raise DataError(f"{source}: no row in language {language!r}; every user needs some")
     return found
 
 
-def _find_source(name: str, setting: QuestionSet) -> str | Path:
-    """``$COMINGLE_DATA/NAME`` where there is one, else the hub."""
-    folder = Path(os.environ.get(FOLDER_VARIABLE) or "-").expanduser() / name
-    return folder if folder.is_dir() else setting.hub
+def _note(own: dict[str, Question], more: Iterator[tuple[str, Question]]) -> None:
+    for key, question in more:
+        if key in own:
+            raise ValueError(f"id {key!r} has been there before; allowed: once in a language")
+        own[key] = question
 
 
 def _find_file(name: str, path: Path) -> Path:
@@ -215,46 +222,76 @@ def _find_file(name: str, path: Path) -> Path:
     return found[0]
 
 
-def _local_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file of JSON lines."""
-    opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise DataError(f"{path}: line {number} is no mapping of columns to values")
-                yield row
-    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as JSON lines: {error}") from None
-
-
-def _hub_rows(name: str, source: str, setting: QuestionSet, languages: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _hub_rows(
+    name: str, source: str, setting: QuestionSet, languages: Sequence[str], *, asked_for: bool
+) -> Iterator[tuple[str, Row]]:
     """The hub's rows of each language, with the columns that local files have."""
     columns = _COLUMNS[name]
     for language in languages:
         address = f"{source}?config={setting.config.format(language)}&split=validation"
-        for number, values in enumerate(iterate_values(address, [[c] for c in columns], split="validation")):
-            yield {"id": number, "lang": language, **dict(zip(columns, values, strict=True))}
+        try:
+            for number, values in enumerate(iterate_values(address, [[c] for c in columns], split="validation")):
+                row = {"id": number, "lang": language, **dict(zip(columns, values, strict=True))}
+                yield f"row {number} in language {language!r}", row
+        except DataError as error:
+            if asked_for:
+                raise
+            instead = f"give data.questions.path or the folder ${FOLDER_VARIABLE}/{name}"
+            raise DataError(f"{error}; without the hub, {instead}") from error
 
 
 _COLUMNS = {"xnli": ("premise", "hypothesis", "label"), "xquad": ("id", "context", "question", "answers")}
 
 
-def _xnli(row: Mapping[str, Any], instruction: str) -> Iterator[tuple[str, Question]]:
-    """The question of a row; a label is a word, or its number."""
-    label = row["label"]
-    answer = label if label in LABELS else LABELS[label]
-    text = f"Premise: {row['premise']}\nHypothesis: {row['hypothesis']}"
-    yield str(row["id"]), Question(prompt=ask(instruction, text), answer=answer)
+def _xnli(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
+    """The question of a row; a label is a word, or its number.
+
+    Raises:
+        ValueError: what is wrong with the row.
+    """
+    label = row.get("label")
+    if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(LABELS):
+        label = LABELS[label]
+    if label not in LABELS:
+        raise ValueError(f"label is {reprlib.repr(label)}; allowed: {', '.join(LABELS)}, or their numbers 0 to 2")
+    text = f"Premise: {_text(row, 'premise')}\nHypothesis: {_text(row, 'hypothesis')}"
+    yield _id(row), Question(prompt=ask(instruction, text), answer=label)
 
 
-def _xquad(row: Mapping[str, Any], instruction: str) -> Iterator[tuple[str, Question]]:
-    """The questions of a row: one with SQuAD's columns, or all of a paragraph under ``qas``."""
-    for one in row.get("qas", [row]):
-        answer = one["answer"] if "answer" in one else one["answers"]["text"][0]
-        text = f"Text: {row['context']}\nQuestion: {one['question']}"
-        yield str(one["id"]), Question(prompt=ask(instruction, text), answer=answer)
+def _xquad(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
+    """The questions of a row: one with SQuAD's columns, or all of a paragraph under ``qas``.
+
+    Raises:
+        ValueError: what is wrong with the row.
+    """
+    asked = row.get("qas", [row])
+    if not isinstance(asked, list) or not all(isinstance(one, dict) for one in asked):
+        raise ValueError(f"qas is {reprlib.repr(asked)}; allowed: a list of questions")
+    for one in asked:
+        text = f"Text: {_text(row, 'context')}\nQuestion: {_text(one, 'question')}"
+        answer = _text(one if "answer" in one else {"answer": _first_answer(one.get("answers"))}, "answer")
+        yield _id(one), Question(prompt=ask(instruction, text), answer=answer)
 
 
-_QUESTIONS_OF = {"xnli": _xnli, "xquad": _xquad}
+def _first_answer(answers: Any) -> Any:
+    """Of SQuAD's ``{"text": [...]}``."""
+    texts = answers.get("text") if isinstance(answers, dict) else None
+    return texts[0] if isinstance(texts, list) and texts else None
+
+
+def _id(row: Row) -> str:
+    if row.get("id") is None:
+        raise ValueError("no id; allowed: a name or number, the same in all languages")
+    return str(row["id"])
+
+
+def _text(row: Row, key: str) -> str:
+    """What stands in a column; an answer has to say something, as the loss and the measures are on it."""
+    found = row.get(key)
+    if not isinstance(found, str) or (key == "answer" and not found.strip()):
+        raise ValueError(f"{key} is {reprlib.repr(found)}; allowed: text")
+    found.encode()  # half a pair of surrogates is no text
+    return found
+
+
+_QUESTIONS_OF: Mapping[str, Callable[[Row, str], Iterator[tuple[str, Question]]]] = {"xnli": _xnli, "xquad": _xquad}
