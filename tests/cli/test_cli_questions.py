@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ import pytest
 import yaml
 
 from comingle.data.questions import LABELS, QUESTIONS, ask
+from comingle.evaluation.costs.measured import counted
+from comingle.experiment import build
+from comingle.materials import prepare
+from comingle.recipes import load_recipe
 
 
 @pytest.fixture
@@ -89,7 +94,8 @@ def test_what_was_interrupted_is_resumed_from_the_command_line(comingle: Any, re
         ("run", "training.local_steps=3", "training.local_steps: got 3, which is not read for data.questions"),
         ("run", "base=net:mlp", "base: got 'net:mlp' for text; allowed: a language model"),
         ("run", "method=ensemble", "method ensemble: mixes whole models, which are small nets; give data.task"),
-        ("cost", "seed=1", "data.questions: costs are counted for text and tasks only"),
+        ("cost", "seed=1", "data.questions: costs follow the lengths of the questions, which are not read here; for"),
+        ("cost", "data.questions.name=xnly", "no questions 'xnly'. Did you mean 'xnli'?"),
     ],
 )
 def test_mistakes_are_said_in_one_line(comingle: Any, recipe: Path, verb: str, change: str, said: str) -> None:
@@ -98,6 +104,25 @@ def test_mistakes_are_said_in_one_line(comingle: Any, recipe: Path, verb: str, c
     assert said in found.err
     assert len(found.err.strip().splitlines()) == 1
     assert not (recipe.parent / "runs").exists()
+
+
+def test_the_most_that_questions_cost_is_counted_as_cost_says(comingle: Any, recipe: Path) -> None:
+    """Four questions a user in batches of four, twice a round."""
+    said = comingle("cost", recipe, "--set", "training.local_epochs=2").err
+    words = shlex.split(said[said.index("--set") :])
+    assert words[-4:] == ["--users", "2", "--set", "training.local_steps=2"]
+    found = comingle("cost", recipe, "--set", "training.local_epochs=2", *words, "--json")
+    assert found.code == 0, found.err
+    (user,) = json.loads(found.out)["methods"][0]["users"]
+    run = comingle("run", recipe, "--set", "training.local_epochs=2", "--out", recipe.parent / "run")
+    assert run.code == 0, run.err
+    metrics = json.loads((recipe.parent / "run" / "metrics.json").read_text())["users"].values()
+    assert {one["trainable_parameters"] for one in metrics} == {user["trainable_parameters"]}
+    assert {one["upload_bytes_per_round"] for one in metrics} == {user["upload_bytes"]}
+    read = load_recipe(recipe).with_changes({"training.local_epochs": 2})
+    sim = build(read, prepare(read))
+    spent, most = counted(lambda: sim.local_round([0], 0)), user["training_flops_per_round"]["total"]
+    assert 0.5 * most < spent < most
 
 
 def test_a_method_that_validates_asks_for_questions_to_validate_with(comingle: Any, recipe: Path) -> None:

@@ -16,6 +16,7 @@ from comingle.costing.stacked import count_stacked, text_load
 from comingle.costing.summaries import summarise, with_method
 from comingle.costing.tasks import plan_task
 from comingle.data.pack import UserData
+from comingle.data.questions import QUESTIONS, choose_languages
 from comingle.data.sources import read_dataset
 from comingle.engines.simulation import Simulation
 from comingle.engines.training import portions
@@ -27,6 +28,7 @@ from comingle.methods import make
 from comingle.models.base import Base
 from comingle.models.skeleton import load_skeleton
 from comingle.recipes import Recipe
+from comingle.recipes.data import QuestionsSection
 
 
 def plan(recipe: Recipe, methods: Sequence[str] = (), *, users: int | None = None) -> Plan:
@@ -45,7 +47,7 @@ def plan(recipe: Recipe, methods: Sequence[str] = (), *, users: int | None = Non
     if recipe.data.task is not None:
         return plan_task(recipes, users)
     if recipe.data.questions is not None:
-        raise RecipeError("data.questions: costs are counted for text and tasks only; allowed: users, dataset or task")
+        raise RecipeError(_instead_of_questions(recipe, recipe.data.questions))
     names = user_names(recipe, users)
     runtime = recipe.runtime
     base = load_skeleton(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
@@ -65,6 +67,21 @@ def plan(recipe: Recipe, methods: Sequence[str] = (), *, users: int | None = Non
         free_bytes=free,
         methods=tuple(found),
         table3=tuple(compare_with_paper(recipe, base)),
+    )
+
+
+def _instead_of_questions(recipe: Recipe, asked: QuestionsSection) -> str:
+    """Why questions are not counted, and how to count the most that they can cost.
+
+    Batches of questions are as wide as the longest in them, which only their tokens say; none is wider than the
+    context, which all windows of text are.
+    """
+    users = len(choose_languages(asked.name, asked.languages))
+    batches = -(-(asked.train or QUESTIONS[asked.name].train) // recipe.training.batch_size)
+    text = f"--set 'data={{users: {{any: text}}}}' --users {users} --set training.local_steps="
+    return (
+        "data.questions: costs follow the lengths of the questions, which are not read here; for the most that their "
+        f"training can cost, count text as long as the context: {text}{batches * recipe.training.local_epochs}"
     )
 
 
