@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from comingle import experiment
+from comingle.data.samples import Split, UserSamples
 from comingle.errors import DataError
+from comingle.models.personal_net import PersonalNet
 from comingle.recipes import Recipe, parse_recipe
 from comingle.records import read_events
 from comingle.reports.runs import Entry, read_run
@@ -20,7 +22,7 @@ class StoppedError(Exception):
     pass
 
 
-def recipe_of(method: str = "local", **changes: Any) -> Recipe:
+def recipe_of(method: str = "local", changes: dict[str, Any] | None = None) -> Recipe:
     """A few noisy samples that nets of many parameters learn by heart: validation losses fall, then rise."""
     sgd = {"name": "sgd", "learning_rate": 0.05, "momentum": 0.9, "schedule": "constant", "weight_decay": 0}
     content = {
@@ -31,11 +33,19 @@ def recipe_of(method: str = "local", **changes: Any) -> Recipe:
         "checkpoints": {"every": 1},
         "runtime": {"dtype": "float32", "device": "cpu", "threads": 1},
     }
-    return parse_recipe(content).with_changes({"data.task.fraction": 0.08, **changes})
+    return parse_recipe(content).with_changes({"data.task.fraction": 0.08, **(changes or {})})
 
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:
     return [event for event in read_events(folder) if event["event"] == "evaluation"]
+
+
+def loss_of(run: experiment.Run, name: str, split: Split) -> float:
+    """What a user's net, taken out of the run, loses on the user's samples."""
+    net, user = run.user(name), next(user for user in run.simulation.users if user.name == name)
+    assert isinstance(net, PersonalNet)
+    assert isinstance(user, UserSamples)
+    return net.evaluate(user.split(split)).mean_loss
 
 
 @pytest.mark.parametrize("method", ["local", "fedavg+", "ifca"])
@@ -55,10 +65,8 @@ def test_a_run_ends_with_its_best_round(method: str, tmp_path: Path) -> None:
     assert short.simulation.validate() == pytest.approx(lowest["mean_valid_loss"], rel=1e-6)
     opened = experiment.load(tmp_path / "best")
     for name in run.users:
-        test = next(user.test for user in opened.simulation.users if user.name == name)
-        assert opened.user(name).evaluate(test).mean_loss == pytest.approx(
-            metrics["users"][name]["test_loss"], rel=1e-5
-        )
+        expected = pytest.approx(metrics["users"][name]["test_loss"], rel=1e-5)
+        assert loss_of(opened, name, "test") == expected
     record = read_run(tmp_path / "best")
     assert record.chosen.round == lowest["round"]
     told = final(Entry(label="best", runs=(record,)))
@@ -69,7 +77,7 @@ def test_a_run_ends_with_its_best_round(method: str, tmp_path: Path) -> None:
 def test_the_validation_loss_is_the_mean_over_users() -> None:
     run = experiment.run(recipe_of())
     sim = run.simulation
-    own = [run.user(user.name).evaluate(user.valid).mean_loss for user in sim.users]
+    own = [loss_of(run, name, "valid") for name in run.users]
     assert sim.validate() == pytest.approx(sum(own) / len(own), rel=1e-5)
 
 
@@ -96,12 +104,12 @@ def test_without_validation_data_there_is_nothing_to_select_by() -> None:
     with pytest.raises(
         DataError, match=r"evaluation.select: best needs validation data and no user has any; give some"
     ):
-        experiment.run(recipe_of(**{"data.task.valid": 0}))
+        experiment.run(recipe_of(changes={"data.task.valid": 0}))
 
 
 def test_when_models_are_evaluated_decides_only_on_what_is_selected() -> None:
     often = {"evaluation.every": 1}
-    assert recipe_of().fingerprint != recipe_of(**often).fingerprint
+    assert recipe_of().fingerprint != recipe_of(changes=often).fingerprint
     last = {"evaluation.select": "last"}
-    assert recipe_of(**last).fingerprint == recipe_of(**last, **often).fingerprint
-    assert "select" not in json.dumps(recipe_of(**last).computed)
+    assert recipe_of(changes=last).fingerprint == recipe_of(changes={**last, **often}).fingerprint
+    assert "select" not in json.dumps(recipe_of(changes=last).computed)
