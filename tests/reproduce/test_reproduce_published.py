@@ -47,7 +47,7 @@ def test_every_table_and_figure_of_the_paper_is_there() -> None:
     tables = [f"comigs/table{i}" for i in (1, 2, 3, 5, 6)]
     figures = [f"comigs/figure{i}" for i in range(4, 14)]
     of_floral = [*(f"floral/table{i}" for i in range(1, 6)), *(f"floral/figure{i}" for i in range(3, 11))]
-    of_fedmerge = [*(f"fedmerge/table{i}" for i in (2, 3, 4)), *(f"fedmerge/figure{i}" for i in (5, 7))]
+    of_fedmerge = [*(f"fedmerge/table{i}" for i in range(2, 6)), *(f"fedmerge/figure{i}" for i in range(3, 8))]
     assert list(EXPERIMENTS) == [*tables, *figures, *of_fedmerge, *of_floral]
     for name, one in EXPERIMENTS.items():
         assert ("figure" in name) == (one.plot is not None), name
@@ -62,13 +62,18 @@ def test_every_method_exists(name: str) -> None:
 @pytest.mark.parametrize(("name", "scale"), PLANS)
 def test_every_cell_is_a_valid_recipe(name: str, scale: str, tmp_path: Path) -> None:
     of_images = not name.startswith("comigs/")
-    if of_images and scale == "smoke":  # which asks whether the images are there, and reads none
-        (tmp_path / "images").mkdir()
+    if of_images and scale == "smoke":  # which asks whether images and questions are there, and reads none
+        for folder in ("images", "xnli", "xquad"):
+            (tmp_path / folder).mkdir()
         for images in ("mnist", "cifar10", "cifar100", "pacs"):
             (tmp_path / "images" / f"{images}.npz").touch()
     one = EXPERIMENTS[name]
     found = planned(name, scale, data=tmp_path if of_images else None)
+    shrunk = one.scales[scale].columns if scale in one.scales else {}
+    without = {(row, column) for row in one.rows for column in one.rows[row].without}
+    without |= {(row, column) for column, scaled in shrunk.items() for row in scaled.without}
     cells = [(row, column, seed) for seed in found.seeds for column in found.columns for row in found.rows]
+    cells = [cell for cell in cells if cell[:2] not in without]
     seeds = {column: {cell.seed for cell in found.cells if cell.column == column} for column in found.columns}
     assert [(c.row, c.column, c.seed) for c in found.cells] == [cell for cell in cells if cell[2] in seeds[cell[1]]]
     assert set(found.columns) | set(found.left_out) == set(one.column_names)
@@ -80,6 +85,16 @@ def test_every_cell_is_a_valid_recipe(name: str, scale: str, tmp_path: Path) -> 
         stand_ins = {column for column in one.column_names if column.endswith("-mnist")}
         assert set(found.left_out) == stand_ins
         assert found.seeds == ((0,) if one.kind == "cost" else (0, 1, 2))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_what_is_left_out_is_there(name: str) -> None:
+    study, one = load_experiment(name)
+    for row in one.rows.values():
+        assert set(row.without) <= study.columns.keys() | set(one.column_names)
+    for scale in one.scales.values():
+        for column in scale.columns.values():
+            assert set(column.without) <= one.rows.keys()
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -246,6 +261,10 @@ def test_a_data_set_is_of_text_or_of_a_task() -> None:
         DataSet(label="x", users=["a"], task={"name": "linear"})
     with pytest.raises(ValueError, match="or a task alone"):
         DataSet(label="x", users=["a"], hub={"users": {}})
+    with pytest.raises(ValueError, match="or questions alone"):
+        DataSet(label="x", task={"name": "linear"}, questions={"name": "xnli"})
+    with pytest.raises(ValueError, match=r"questions without a name; give one, as \{name: xnli\}"):
+        DataSet(label="x", questions={"train": 3})
 
 
 def test_rows_and_notes_fit_the_columns() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from comingle.errors import RunError
 from comingle.reproduce.plan import Plan
 from comingle.reproduce.runner import Outcome
+from comingle.reproduce.usage import draw_usage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +33,12 @@ def draw(plan: Plan, outcomes: Mapping[str, Outcome], folder: Path) -> list[Path
     except ImportError:
         raise RunError('figures need the package matplotlib: pip install "comingle[reports]"') from None
     assert plan.experiment.plot is not None
-    kinds: dict[str, Callable[[Plan, Entries], Figures]] = {"curves": _curves, "scores": _scores, "sweep": _sweep}
+    kinds: dict[str, Callable[[Plan, Entries], Figures]] = {
+        "curves": _curves,
+        "scores": _scores,
+        "sweep": _sweep,
+        "usage": lambda plan, entries: draw_usage(plan, entries, folder),
+    }
     stem = plan.name.partition("/")[2]
     found = list(kinds[plan.experiment.plot.kind](plan, read_entries(plan, outcomes)))
     if not found:

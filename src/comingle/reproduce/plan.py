@@ -73,6 +73,10 @@ class Plan:
         own, of = _columns_of(self.study, self.experiment, column)
         return own.label or of.label
 
+    def column_of(self, column: str) -> Column:
+        """The study's column that a column is of."""
+        return _columns_of(self.study, self.experiment, column)[1]
+
 
 def plan(name: str, wanted: Wanted) -> Plan:
     """The runs of a published table or figure.
@@ -96,10 +100,12 @@ def plan(name: str, wanted: Wanted) -> Plan:
         for column in columns
         if seed in seeds[column]
         for row in rows
+        if _is_run(study, experiment, scale, column, row)
         for recipe in [_recipe(study, experiment, scale, column, experiment.rows[row], seed, folder, wanted)]
     )
     if not cells:
         reasons = [f"{c}: {why}" for c, why in left_out.items()] + [f"{m}: no such method yet" for m in missing]
+        reasons += [f"{c}: no such row at scale {wanted.scale}" for c in columns]
         raise RecipeError(f"reproduce {name}: nothing to run; {'; '.join(reasons)}")
     return Plan(
         name=name,
@@ -126,10 +132,20 @@ def _scale(study: Study, experiment: Experiment, name: str) -> Scale:
     return Scale.model_validate(merge(*parts))
 
 
+def _scaled(study: Study, experiment: Experiment, scale: Scale, column: str) -> ScaledColumn:
+    """What the scale changes of a column."""
+    own, _ = _columns_of(study, experiment, column)
+    return scale.columns.get(own.of or column, ScaledColumn())
+
+
+def _is_run(study: Study, experiment: Experiment, scale: Scale, column: str, row: str) -> bool:
+    """Whether a column has a row, and has it at this scale too."""
+    return column not in experiment.rows[row].without and row not in _scaled(study, experiment, scale, column).without
+
+
 def _seeds(study: Study, experiment: Experiment, scale: Scale, column: str, wanted: Wanted) -> Sequence[int]:
     """A column's seeds: those asked for, else the scale's for this column, else the scale's."""
-    own, _ = _columns_of(study, experiment, column)
-    fewer = scale.columns.get(own.of or column, ScaledColumn()).seeds
+    fewer = _scaled(study, experiment, scale, column).seeds
     return next(seeds for seeds in (wanted.seeds, fewer, scale.seeds) if seeds is not None)
 
 
@@ -177,14 +193,14 @@ def _recipe(
 ) -> Recipe:
     """All overlays in their order, as a checked recipe."""
     own, of = _columns_of(study, experiment, column)
-    shrunk = scale.columns.get(own.of or column, ScaledColumn())
+    shrunk = _scaled(study, experiment, scale, column)
     overlays = [study, of, own, scale, shrunk, row]
     data, names = data_section(study, study.data[of.data], folder, demo=scale.text == "demo")
     known = settings_of(row.method)
     settings = {k: v for part in overlays for k, v in part.settings.items() if k in known}
     if unknown := sorted(set(row.settings) - set(known)):
         raise RecipeError(f"reproduce: method {row.method} has no setting {unknown[0]!r}; it has: {', '.join(known)}")
-    base = wanted.base or scale.base or of.base
+    base = row.base or wanted.base or scale.base or of.base
     content = merge({"data": data}, *(part.recipe for part in overlays))
     content = {
         **content,

@@ -40,6 +40,7 @@ class DataSet(Section):
 
     ``tokens`` are the paper's, for each split one number for each user. A ``task`` that makes its users (a recipe's
     ``data.task``) has none of these; its ``images``, if it needs any, are below the folder's ``images`` or on the hub.
+    ``questions`` (a recipe's ``data.questions``) are below the folder by their name, or on the hub.
     """
 
     label: str
@@ -49,13 +50,17 @@ class DataSet(Section):
     tokens: dict[Literal["train", "valid", "test"], list[int]] = Field(default_factory=dict)
     task: dict[str, Any] | None = None
     images: str = ""
+    questions: dict[str, Any] | None = None
     note: str = ""
 
     @model_validator(mode="after")
-    def _text_or_task(self) -> DataSet:
-        text = [self.users, self.hub, self.local, self.tokens]
-        if not (all(text) if self.task is None else not any(text)):
-            raise ValueError("give users, hub, local and tokens of text, or a task alone")
+    def _one_kind(self) -> DataSet:
+        text, others = [self.users, self.hub, self.local, self.tokens], [self.task, self.questions]
+        alone = [one for one in others if one is not None]
+        if not (not any(text) and len(alone) == 1 if alone else all(text)):
+            raise ValueError("give users, hub, local and tokens of text, or a task alone, or questions alone")
+        if self.questions is not None and "name" not in self.questions:
+            raise ValueError("questions without a name; give one, as {name: xnli}")
         return self
 
 
@@ -73,10 +78,15 @@ class Column(Overlay):
 
 
 class Row(Overlay):
-    """A method, with what the paper printed for each column; ``~`` where it printed nothing."""
+    """A method, with what the paper printed for each column; ``~`` where it printed nothing.
+
+    ``base`` is what it trains, where that is not the column's; in the columns ``without`` it is not run.
+    """
 
     method: str
     label: str = ""
+    base: str = ""
+    without: list[str] = Field(default_factory=list)
     paper: list[str | None] | None = None
 
     @field_validator("paper", mode="before")
@@ -92,9 +102,10 @@ class Row(Overlay):
 
 
 class ScaledColumn(Overlay):
-    """What a scale changes of a column; ``seeds`` are fewer ones, for a column that takes long."""
+    """What a scale changes of a column that takes long: ``seeds`` are fewer ones, ``without`` are rows left out."""
 
     seeds: list[int] | None = None
+    without: list[str] = Field(default_factory=list)
 
 
 class Scale(Overlay):
@@ -126,14 +137,23 @@ class Plot(Section):
     """What a figure shows; ``x`` and ``series`` are a sweep's two settings.
 
     Curves are of ``measure``, by default what models are compared by; with ``mixtures`` the routers of users who mix
-    adaptors are drawn too, users x clusters over rounds.
+    adaptors are drawn too, users x clusters over rounds. ``usage`` is what results are shown against, one row of panels
+    for each: how much the server keeps, how much a user sends (communicate), how much a user stores and trains
+    (client). Rows whose labels are alike up to a comma are points of one line.
     """
 
-    kind: Literal["curves", "scores", "sweep"]
+    kind: Literal["curves", "scores", "sweep", "usage"]
     measure: str = ""
     mixtures: bool = False
     x: str = ""
     series: str = ""
+    usage: list[Literal["server", "communicate", "client"]] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _against_something(self) -> Plot:
+        if (self.kind == "usage") != bool(self.usage):
+            raise ValueError("kind usage and what usage: give both or neither")
+        return self
 
 
 class Experiment(Section):

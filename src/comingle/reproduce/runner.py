@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from comingle import experiment
 from comingle.engines.events import Observer
@@ -126,7 +128,7 @@ def check_out(out: Path, name: str, *, resume: bool, force: bool) -> Path:
 def scores(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) -> dict[tuple[str, str], list[float]]:
     """The metric of every run of a cell, by (row, column); runs that are missing or diverged have none.
 
-    Accuracies are in per cent, as papers print them.
+    Accuracies are in per cent, as papers print them. A metric that models are not compared by is the mean over users.
     """
     factor = 100 if metric.endswith("_accuracy") else 1
     found: dict[tuple[str, str], list[float]] = {}
@@ -135,8 +137,14 @@ def scores(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) 
         if outcome is None or outcome.diverged:
             continue
         metrics = json.loads((outcome.folder / "metrics.json").read_text(encoding="utf-8"))
-        found.setdefault((cell.row, cell.column), []).append(factor * metrics[metric])
+        found.setdefault((cell.row, cell.column), []).append(factor * _read(metrics, metric))
     return found
+
+
+def _read(metrics: Mapping[str, Any], metric: str) -> float:
+    """A metric of a run, or the mean of what it has of every user: ROUGE-1 where models are compared by accuracy."""
+    own = metric.removeprefix("mean_")
+    return metrics[metric] if metric in metrics else statistics.fmean(user[own] for user in metrics["users"].values())
 
 
 def _diverged(folder: Path) -> str:

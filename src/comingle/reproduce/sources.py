@@ -36,8 +36,8 @@ def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
     """Why the text or the images of a column cannot be had; empty where they can."""
     if scale.text == "demo":
         return ""
-    if data.task is not None:
-        at_hand = not data.images or _images(data, folder) is not None
+    if data.task is not None or data.questions is not None:
+        at_hand = not (data.images or data.questions) or _found_below(data, folder) is not None
         return "" if at_hand or scale.text == "real" else _without(data, folder)
     if folder is None:
         return "" if scale.text == "real" else _without(data, folder)
@@ -45,14 +45,24 @@ def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
     return f"{folder / absent[0]} does not exist" if absent else ""
 
 
-def _images(data: DataSet, folder: Path | None) -> Path | None:
-    """Where the images are, if they are below the folder; otherwise the task takes them from the hub."""
-    images = folder / IMAGES if folder is not None else None
-    return images if images is not None and has_images(data.images, images) else None
+def _found_below(data: DataSet, folder: Path | None) -> Path | None:
+    """Where the images or the questions are, if they are below the folder; otherwise they are the hub's."""
+    if folder is None:
+        return None
+    if data.questions is not None:
+        questions = folder / data.questions["name"]
+        return questions if questions.is_dir() else None
+    images = folder / IMAGES
+    return images if has_images(data.images, images) else None
 
 
 def _without(data: DataSet, folder: Path | None) -> str:
-    what = f"{folder / IMAGES} has no {data.images}" if folder is not None else "there is no folder; give --data FOLDER"
+    if folder is None:
+        what = "there is no folder; give --data FOLDER"
+    elif data.questions is not None:
+        what = f"{folder / data.questions['name']} does not exist"
+    else:
+        what = f"{folder / IMAGES} has no {data.images}"
     return f"{what}, and this scale takes nothing from the hub"
 
 
@@ -65,9 +75,10 @@ def _local_paths(data: DataSet) -> list[str]:
 
 def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool) -> tuple[dict[str, Any], list[str]]:
     """The section ``data`` and the users' names in the paper's order."""
-    if data.task is not None:
-        images = _images(data, folder) if data.images else None
-        return {"task": {**data.task, **({} if images is None else {"path": str(images)})}}, []
+    if data.task is not None or data.questions is not None:
+        found = _found_below(data, folder) if data.images or data.questions else None
+        own = {**(data.task or data.questions or {}), **({} if found is None else {"path": str(found)})}
+        return {"questions" if data.task is None else "task": own}, []
     if demo:
         texts = dict(zip(data.users, study.demo, strict=True))
         held_out = {key: data.local[key] for key in ("held_out",) if key in data.local}

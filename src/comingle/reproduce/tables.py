@@ -15,7 +15,7 @@ from comingle.reproduce.orders import Entry, compare_orders, ranks, sentence
 from comingle.reproduce.plan import Plan
 from comingle.reproduce.published import Note, printed
 
-_FORMATS = {"mean_test_accuracy": ",.1f", "mean_test_loss": ",.3g"}
+_FORMATS = {"mean_test_accuracy": ",.1f", "mean_test_rouge1": ".3f", "mean_test_loss": ",.3g"}
 _FORMAT = ",.2f"
 
 Scores = Mapping[tuple[str, str], Sequence[float]]

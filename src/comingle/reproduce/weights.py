@@ -8,13 +8,14 @@ from math import ceil
 import torch
 from torch import Tensor, nn
 
+from comingle.data.questions import QUESTIONS
 from comingle.data.synthetic import DIMENSION, OUTPUTS
 from comingle.data.tasks import REDUCED_MINIMUM, TASKS
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.nets import make_net
 from comingle.nets import PREFIX
-from comingle.recipes import Recipe, TaskSection
+from comingle.recipes import QuestionsSection, Recipe, TaskSection
 
 _IMAGES = {"mnist": (60_000, 10_000), "cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000)}
 """Train and test images of the data sets, as on the hub."""
@@ -26,7 +27,9 @@ _STEP, _PARAMETER = 2e7, 20
 def weigh(recipe: Recipe) -> float:
     """Tokens through a language model, or multiply-adds of a net; a trained one counts three times."""
     method = make(recipe.method.name, **recipe.method.settings)
-    task = recipe.data.task
+    task, questions = recipe.data.task, recipe.data.questions
+    if questions is not None:
+        return _weigh_questions(recipe, method, questions)
     return _weigh_text(recipe, method) if task is None else _weigh_task(recipe, method, task)
 
 
@@ -37,6 +40,19 @@ def _weigh_text(recipe: Recipe, method: Method) -> float:
     batch = training.batch_size * training.context * users
     steps = training.rounds * training.local_steps * sum(phase.steps / phase.every for phase in method.phases)
     return steps * batch + scored * (1 + training.rounds // recipe.evaluation.every * bool(method.phases))
+
+
+def _weigh_questions(recipe: Recipe, method: Method, asked: QuestionsSection) -> float:
+    """As if every question filled the context.
+
+    To score one takes about as long as to train on it: it is read twice and answered token by token.
+    """
+    setting, training = QUESTIONS[asked.name], recipe.training
+    users, train = len(asked.languages or setting.languages), asked.train or setting.train
+    rounds = training.rounds if method.phases else 0
+    evaluations = max(1, ceil(rounds / recipe.evaluation.every) + (rounds > 0 and recipe.evaluation.first))
+    passed = rounds * training.local_epochs * train + evaluations * (asked.test or setting.test or train)
+    return users * training.context * passed
 
 
 def _weigh_task(recipe: Recipe, method: Method, task: TaskSection) -> float:
