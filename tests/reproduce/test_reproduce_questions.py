@@ -98,7 +98,7 @@ def test_the_cpu_scale_is_small_and_has_its_own_base_and_rate() -> None:
     assert planned("cpu").seeds == (0, 1, 2)
     for recipe in found.values():  # one evaluation, as models answer slowly
         assert recipe.evaluation.every == recipe.training.rounds
-        assert not recipe.evaluation.first
+        assert (recipe.evaluation.first, recipe.evaluation.select) == (False, "last")
 
 
 # ---------------------------------------------------------------- where questions come from
