@@ -13,6 +13,7 @@ from comingle.data.pack import UserData, check, pack, pool
 from comingle.data.partition import Overlap, UserText, find_overlap, mix_held_out, split_by_fractions, split_given
 from comingle.data.questions import choose_languages, make_questions
 from comingle.data.sources import read_dataset, read_documents
+from comingle.data.splits import warn_unseen
 from comingle.data.tasks import Task
 from comingle.engines.answers import AnswerFeed
 from comingle.engines.runtime import keep_buffers
@@ -35,6 +36,10 @@ class Materials:
     users: tuple[UserData, ...]
     task: Task | None = None
     answers: tuple[UserAnswers, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.task is not None and self.task.loss == "cross_entropy":
+            warn_unseen(self.task.users)
 
     def overlaps(self) -> list[Overlap]:
         """Users whose held-out documents also occur in their training text."""

@@ -91,7 +91,7 @@ def read_metrics(run: Path) -> dict[str, Any]:
     """The metrics of a finished run.
 
     Raises:
-        RunError: no such run, or one that has not finished.
+        RunError: no such run, one that has not finished, or a damaged file.
     """
     path = run / "metrics.json"
     if not run.is_dir():
@@ -100,7 +100,10 @@ def read_metrics(run: Path) -> dict[str, Any]:
         unfinished = (run / "events.jsonl").exists()
         hint = f"continue it with `comingle run --resume {run}`" if unfinished else "it is not a run folder"
         raise RunError(f"{run}: no metrics.json; {hint}")
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunError(f"{path}: not JSON ({error}); delete it and `comingle run --resume {run}`") from None
 
 
 def read_events(run: Path) -> Iterator[dict[str, Any]]:

@@ -195,6 +195,14 @@ def test_a_checkpoint_without_a_word_of_what_it_is(folder: Path, content: str | 
     assert "delete it to resume from an older one" in message
 
 
+@pytest.mark.parametrize(("key", "value"), [("round", '"two"'), ("events_bytes", "1.5"), ("wall_seconds", "null")])
+def test_what_a_checkpoint_says_is_of_the_right_kind(folder: Path, key: str, value: str) -> None:
+    path = folder / "checkpoint.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: json.loads(value)}))
+    with pytest.raises(RunError, match=f"{folder}: not a checkpoint of comingle [(]{key} is "):
+        read_progress(folder)
+
+
 def test_the_newest_is_the_one_of_the_highest_round(tmp_path: Path) -> None:
     for number in (9999, 10_000, 2, 10_001):
         (tmp_path / "checkpoints" / f"round-{number:04d}").mkdir(parents=True)

@@ -179,3 +179,6 @@ def test_an_unfinished_run_cannot_be_opened(stopped: Path, tmp_path: Path) -> No
         experiment.load(stopped)
     with pytest.raises(RunError, match="no such run folder"):
         experiment.load(tmp_path / "nowhere")
+    (stopped / "metrics.json").write_text('{"mean_test')
+    with pytest.raises(RunError, match=r"metrics.json: not JSON .*; delete it and `comingle run --resume"):
+        experiment.load(stopped)

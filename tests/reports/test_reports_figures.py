@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
+from matplotlib.patches import Patch
 
 from comingle.reports import figures
-from comingle.reports.canvas import svg
+from comingle.reports.canvas import draw, legend_above, svg
 from comingle.reports.colours import expert_class, expert_css, layer_colours, rgb, styles
 from comingle.reports.runs import read_entries
 from comingle.reports.tokens import Text, TokenView, tokens_figure, visible
@@ -35,6 +36,19 @@ def entries(write_run: Any) -> Any:
             write_run("c", "comigs-1g1s", curve(3, 7), scores=SCORES, experts=EXPERTS, upload_bytes=5),
         ]
     )
+
+
+@pytest.mark.parametrize("width", [2.9, 5.8, 11.6])
+def test_a_legend_is_no_wider_than_its_figure(width: float) -> None:
+    names = [f"{kind} expert, layer {number}" for kind in ("generalist", "specialist") for number in range(4)]
+
+    def paint(figure: Any, axes: list[Any]) -> None:
+        legend_above(figure, [Patch() for _ in names], names)
+
+    figure = draw(1, 1, (width, 4.0), paint)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert legend.get_window_extent().x1 <= figure.bbox.x1
 
 
 def test_curves_have_a_panel_for_the_mean_and_for_each_user(entries: Any) -> None:

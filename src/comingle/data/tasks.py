@@ -26,7 +26,7 @@ from comingle.data.samples import UserSamples, check
 from comingle.data.settings import CIFAR10_COLOURS, REDUCED_MINIMUM, TASKS, Setting, Shift
 from comingle.data.shifted import make_shifted
 from comingle.data.skewed import make_skewed, pool_images
-from comingle.data.splits import check_labels, hold_out_valid, warn_unseen
+from comingle.data.splits import check_labels, hold_out_valid
 from comingle.data.synthetic import DIMENSION, OUTPUTS, Kind, make_synthetic
 from comingle.errors import DataError, RecipeError, did_you_mean
 
@@ -148,8 +148,6 @@ def _finish(task: Task, setting: Setting, *, fraction: float, valid: float) -> T
     check(people, classes=task.classes if task.loss == "cross_entropy" else None)
     if setting.partition:
         check_labels(people)
-    elif task.loss == "cross_entropy":
-        warn_unseen(people)
     return replace(task, users=people)
 
 

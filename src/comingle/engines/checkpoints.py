@@ -12,6 +12,7 @@ import os
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import get_type_hints
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -79,7 +80,11 @@ def read_progress(folder: Path) -> Progress:
         RunError: unreadable or not a checkpoint of comingle.
     """
     try:
-        return Progress(**json.loads((folder / "checkpoint.json").read_text(encoding="utf-8")))
+        content = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
+        for name, kind in get_type_hints(Progress).items():
+            if name in content and not isinstance(content[name], (int, float) if kind is float else kind):
+                raise TypeError(f"{name} is {content[name]!r}")
+        return Progress(**content)
     except (OSError, ValueError, TypeError) as error:
         raise RunError(
             f"{folder}: not a checkpoint of comingle ({error}); delete it to resume from an older one"

@@ -77,6 +77,16 @@ def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> s
     return re.sub(r"<svg [^>]*>", f'{opening} xmlns:xlink="http://www.w3.org/1999/xlink">', text, count=1)
 
 
+def legend_above(figure: Figure, handles: Sequence[Any], labels: Sequence[str], **options: Any) -> None:
+    """A legend over all axes, in as many columns as the figure is wide."""
+    room, widest = (
+        72 * figure.get_figwidth(),
+        5.6 * max(map(len, labels)) + 44,
+    )  # a mark before each label, a gap behind
+    columns = max(1, min(len(labels), 5, int(room // widest)))
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns, **options)
+
+
 def label_points(figure: Figure, axis: Axes, points: Sequence[tuple[float, float, str]]) -> None:
     """Write each point's label beside it, on the first of four sides where it covers no other label and no point."""
     figure.draw_without_rendering()  # the axes have their place only then

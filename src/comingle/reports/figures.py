@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from comingle.records import MEASURES
-from comingle.reports.canvas import draw, label_points, save
+from comingle.reports.canvas import draw, label_points, legend_above, save
 from comingle.reports.colours import INK, PAPER, Style, layer_colours, styles
 from comingle.reports.measures import axis_label, byte_unit, change_label, is_worse, tick
 from comingle.reports.runs import Entry
@@ -118,7 +118,7 @@ def _outer_labels(axes: Sequence[Axes], used: int, columns: int, below: str, lef
 
 def _legend(figure: Figure, labels: Sequence[str], looks: Sequence[Style]) -> None:
     handles = [Line2D([], [], color=s.colour.light, linestyle=s.line, marker=s.marker) for s in looks]
-    figure.legend(handles, labels, loc="outside upper left", ncols=min(5, len(labels)))
+    legend_above(figure, handles, labels)
 
 
 # -------------------------------------------------------------------- expert scores (Figures 4 and 10)
@@ -173,7 +173,7 @@ def _layer_legend(figure: Figure, names: Sequence[str], layers: int) -> None:
         for layer in sorted({0, layers - 1}):
             handles.append(Line2D([], [], color=colours[layer].light, linewidth=3))
             labels.append(f"{name}, layer {layer}")
-    figure.legend(handles, labels, loc="outside upper left", ncols=min(4, len(labels)))
+    legend_above(figure, handles, labels)
 
 
 # -------------------------------------------------------------------- users
@@ -209,7 +209,7 @@ def users_figure(entries: Sequence[Entry], baseline: Entry) -> Figure | None:
         axis.grid(visible=False, axis="y")
         axis.set_xlabel(change_label(measure, baseline.label))
         handles = [_swatch(looks[entry.label]) for entry, _ in rows]
-        figure.legend(handles, [entry.label for entry, _ in rows], loc="outside upper left", ncols=min(5, len(rows)))
+        legend_above(figure, handles, [entry.label for entry, _ in rows])
 
     return draw(1, 1, (8.2, 1.1 + 0.17 * len(kept) * (len(rows) + 0.8)), paint)
 

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from comingle.reports.canvas import draw
+from comingle.reports.canvas import draw, legend_above
 from comingle.reports.colours import expert_class, expert_colour
 
 COLUMNS = 56
@@ -89,7 +89,7 @@ def tokens_figure(view: TokenView, layer: int) -> Figure:
             axis.set_title(f"text: {text.name}, model: {user}{own}", fontsize=7)
         names = max(view.experts, key=len)
         patches = [_patch(name) for name in names]
-        figure.legend(patches, names, loc="outside upper left", ncols=len(names), title=f"{view.label}, layer {layer}")
+        legend_above(figure, patches, names, title=f"{view.label}, layer {layer}")
         _fit(figure, axes)
 
     return draw(len(view.texts), len(view.users), (3.6, max(1.1, 0.35 + 0.115 * lines)), paint)

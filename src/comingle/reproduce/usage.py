@@ -6,7 +6,6 @@ multiples of the column's net, so that FedAvg on it is at 1.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -235,13 +234,8 @@ def _label(axis: Axes, measure: str, below: str) -> None:
 def _legend(figure: Figure, looks: Mapping[str, Style]) -> None:
     from matplotlib.lines import Line2D
 
+    from comingle.reports.canvas import legend_above
+
     handles = [Line2D([], [], color=s.colour.light, linestyle=s.line, marker=s.marker) for s in looks.values()]
-    rows = math.ceil(len(looks) / int(figure.get_figwidth() / 1.2))
-    figure.legend(
-        handles,
-        list(looks),
-        loc="outside upper left",
-        ncols=math.ceil(len(looks) / rows),
-        title="larger marks: more models, or a larger net",
-        alignment="left",
-    )
+    about = "larger marks: more models, or a larger net"
+    legend_above(figure, handles, list(looks), title=about, alignment="left")
