@@ -5,6 +5,7 @@ Users whose updates are no numbers are left out, and the round goes on.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 from collections.abc import Callable
@@ -40,25 +41,24 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def write_recipe(path: Path, images: Path, task: dict[str, Any] | None = None, **content: Any) -> Path:
+    """A recipe of FedMerge on ten users in clusters of labels; ``task`` and ``content`` replace parts of it."""
+    recipe = {
+        "base": "net:mnist",
+        "method": {"name": "fedmerge", "models": 3},
+        "data": {"task": {"name": "mnist-cluster", "users": 10, "path": str(images), **(task or {})}},
+        "training": {"rounds": 1, "batch_size": 20, "weighting": "samples", "experts": SGD},
+        "runtime": RUNTIME,
+        **content,
+    }
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return path
+
+
 @pytest.fixture
 def recipe_of(tmp_path: Path, images: Path) -> Callable[..., Path]:
-    """Writes a recipe of FedMerge on ten users in clusters of labels; ``task`` and ``content`` replace parts of it."""
-
-    def write(task: dict[str, Any] | None = None, **content: Any) -> Path:
-        own = {"name": "mnist-cluster", "users": 10, "path": str(images), **(task or {})}
-        recipe = {
-            "base": "net:mnist",
-            "method": {"name": "fedmerge", "models": 3},
-            "data": {"task": own},
-            "training": {"rounds": 1, "batch_size": 20, "weighting": "samples", "experts": SGD},
-            "runtime": RUNTIME,
-            **content,
-        }
-        path = tmp_path / "fedmerge.yaml"
-        path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-        return path
-
-    return write
+    """Writes that recipe."""
+    return functools.partial(write_recipe, tmp_path / "fedmerge.yaml", images)
 
 
 @pytest.fixture
@@ -252,16 +252,8 @@ FOREIGN = {
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, images: Path) -> Path:
     """A finished run."""
-    content = {
-        "base": "net:mnist",
-        "method": {"name": "fedmerge", "models": 3},
-        "data": {"task": {"name": "mnist-cluster", "users": 10, "path": str(images)}},
-        "training": {"rounds": 1, "batch_size": 20, "experts": SGD},
-        "runtime": RUNTIME,
-    }
     folder = tmp_path_factory.mktemp("trained")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
-    experiment.run(folder / "recipe.yaml", out=folder / "run")
+    experiment.run(write_recipe(folder / "recipe.yaml", images), out=folder / "run")
     return folder / "run"
 
 

@@ -76,6 +76,11 @@ def test_a_compressed_text_file_is_read(tmp_path: Path, suffix: str, opener):
         ("blank.txt", b" \n\n \t", "no text in it"),
         ("broken.txt.gz", b"no gzip", "cannot be read: Not a gzipped file"),
         ("broken.txt.xz", b"no xz at all", "cannot be read: Input format not supported"),
+        (
+            "bent.txt.gz",
+            gzip.compress(b"text" * 999)[:20] + b"\xff" * 20,
+            "cannot be read: Error -3 while decompressing",
+        ),
         ("short.txt.xz", lzma.compress(b"text" * 999)[:40], "cannot be read: Compressed file ended before"),
     ],
 )

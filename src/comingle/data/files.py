@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 import logging
-import lzma
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from comingle.data.compressed import UNREADABLE, open_bytes
 from comingle.errors import DataError
 
 _LOG = logging.getLogger(__name__)
@@ -29,7 +28,7 @@ def read_text_file(path: Path) -> list[str]:
     """
     try:
         return cut_paragraphs(_decode(_read_bytes(path)))
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except UNREADABLE as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text ({_describe(error)}); convert it to UTF-8 first") from error
@@ -71,8 +70,7 @@ def _visible_files(folder: Path) -> Iterator[Path]:
 
 
 def _read_bytes(path: Path) -> bytes:
-    openers = {".xz": lzma.open, ".gz": gzip.open}
-    with openers.get(path.suffix.lower(), open)(path, "rb") as file:
+    with open_bytes(path) as file:
         return file.read()
 
 

@@ -8,6 +8,10 @@ from urllib.parse import parse_qsl
 from comingle.errors import DataError, did_you_mean
 
 HUB_PREFIX = "hub:"
+
+FOLDER_VARIABLE = "COMINGLE_DATA"
+"""Names a folder with local data, which is asked before the hub."""
+
 _KEYS = ("config", "split", "files", "documents")
 
 

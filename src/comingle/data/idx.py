@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
-import lzma
 import struct
-import zlib
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from comingle.data.compressed import UNREADABLE, open_bytes
 from comingle.errors import DataError
 
-OPENERS: Mapping[str, Callable[[Path], Any]] = {"": lambda path: path.open("rb"), ".gz": gzip.open, ".xz": lzma.open}
-"""How a file is opened, by its suffix."""
 _IDX_BYTES = 0x08
 
 
@@ -46,11 +40,10 @@ def read_idx(path: Path) -> UInt8[Tensor, "*shape"]:
 
 
 def _read_bytes(path: Path) -> bytes:
-    opener = OPENERS.get(path.suffix.lower(), OPENERS[""])
     try:
-        with opener(path) as file:
+        with open_bytes(path) as file:
             return file.read()
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+    except UNREADABLE as error:
         raise DataError(f"{path}: cannot be read: {error}") from error

@@ -23,8 +23,9 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
+from comingle.data.compressed import OPENERS
 from comingle.data.hub import HUB_PREFIX
-from comingle.data.idx import OPENERS, read_idx
+from comingle.data.idx import read_idx
 from comingle.data.rows import describe, list_names
 from comingle.data.sources import iterate_values
 from comingle.errors import DataError

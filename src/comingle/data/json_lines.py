@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import lzma
-import zlib
 from collections.abc import Iterator, Mapping
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+from comingle.data.compressed import UNREADABLE, open_bytes
 from comingle.errors import DataError
 
 Row = Mapping[str, Any]
@@ -21,13 +20,12 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, Row]]:
     Raises:
         DataError: the file cannot be read, or a line is no mapping.
     """
-    opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
     try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
+        with TextIOWrapper(open_bytes(path), encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield f"line {number}", _row(line, f"{path}: line {number}")
-    except (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
+    except (*UNREADABLE, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as JSON lines: {error}") from None
 
 

@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from comingle.data.answers import Encoded, Question, UserAnswers, as_answers, encode
-from comingle.data.hub import HUB_PREFIX
+from comingle.data.hub import FOLDER_VARIABLE, HUB_PREFIX
 from comingle.data.json_lines import Row, read_json_lines
 from comingle.data.seeds import generator
 from comingle.data.sources import iterate_values
@@ -31,7 +31,6 @@ from comingle.errors import DataError, RecipeError, did_you_mean
 
 logger = logging.getLogger("comingle")
 
-FOLDER_VARIABLE = "COMINGLE_DATA"
 LABELS = ("entailment", "neutral", "contradiction")
 """By number, as the hub has them."""
 
@@ -109,12 +108,7 @@ def make_questions(
     wanted = choose_languages(name, languages)
     setting = QUESTIONS[name]
     found = _read(name, setting, path, wanted)
-    shared = set.intersection(*(set(own) for own in found.values()))
-    keys = [key for key in next(iter(found.values())) if key in shared]
-    if not keys:
-        raise DataError(
-            f"{name}: no question is there in each of {', '.join(wanted)}; allowed: one id in all languages"
-        )
+    keys = _shared_keys(name, found)
     encoded = {who: encode([own[key] for key in keys], tokenizer) for who, own in found.items()}
     short = [i for i in range(len(keys)) if all(len(own[i]) <= context for own in encoded.values())]
     if len(short) < len(keys):
@@ -145,6 +139,15 @@ def choose_languages(name: str, languages: Sequence[str] | None) -> tuple[str, .
         if language in (languages or ())[:i]:
             raise RecipeError(f"{name}: language {language!r} twice; allowed: each once, as it names a user")
     return tuple(languages or known)
+
+
+def _shared_keys(name: str, found: Found) -> list[str]:
+    """Of which questions there is one in every language, in the order of the first."""
+    shared = set.intersection(*(set(own) for own in found.values()))
+    keys = [key for key in next(iter(found.values())) if key in shared]
+    if not keys:
+        raise DataError(f"{name}: no question is there in each of {', '.join(found)}; allowed: one id in all languages")
+    return keys
 
 
 def _check_counts(

@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.data import transforms
+from comingle.data.hub import FOLDER_VARIABLE
 from comingle.data.images import Images, check_images, has_images, read_domains, read_images
 from comingle.data.samples import UserSamples, check
 from comingle.data.settings import CIFAR10_COLOURS, REDUCED_MINIMUM, TASKS, Setting, Shift
@@ -29,8 +30,6 @@ from comingle.data.skewed import make_skewed, pool_images
 from comingle.data.splits import check_labels, hold_out_valid
 from comingle.data.synthetic import DIMENSION, OUTPUTS, Kind, make_synthetic
 from comingle.errors import DataError, RecipeError, did_you_mean
-
-FOLDER_VARIABLE = "COMINGLE_DATA"
 
 Found = TypeVar("Found", Images, dict[str, Images])
 

@@ -132,7 +132,8 @@ def _local(sim: Simulation, members: list[int], number: int, observe: Observer, 
 
 def _evaluate(sim: Simulation, done: int, observe: Observer) -> Sequence[AnyScore]:
     observe({"event": "step", "advance": 0, "round": done, "evaluating": True})
-    scores = sim.evaluate(done)
+    with sim.tuned(done):  # once for both
+        scores, loss = sim.evaluate(), sim.validate() if sim.state.best else None
     for user, score in zip(sim.users, scores, strict=True):
         if not math.isfinite(score.mean_loss):
             raise diverged(user.name, f"test loss is {score.mean_loss} after round {done}")
@@ -144,15 +145,14 @@ def _evaluate(sim: Simulation, done: int, observe: Observer) -> Sequence[AnyScor
         "users": users,
         f"mean_test_{measure_of(scores)}": mean_measure(scores),
     }
-    observe(event | _validated(sim, done) | _experts(sim, scores) | mixtures(sim))
+    observe(event | _validated(sim, done, loss) | _experts(sim, scores) | mixtures(sim))
     return scores
 
 
-def _validated(sim: Simulation, done: int) -> dict[str, Any]:
+def _validated(sim: Simulation, done: int, loss: float | None) -> dict[str, Any]:
     """Where the best round is selected: the validation loss, and everything remembered if it is the lowest so far."""
-    if not sim.state.best:
+    if loss is None:
         return {}
-    loss = sim.validate(done)
     if loss < sim.state.best["loss"]:
         sim.state.remember(done, loss)
     return {"mean_valid_loss": loss}

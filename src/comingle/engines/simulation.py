@@ -26,6 +26,9 @@ from comingle.engines.training import cohorts
 from comingle.methods.base import Context, Reroute, Resize
 from comingle.trees import CLIENT_ROUTER
 
+TUNING = "tuning"
+"""Label of the phases that tune: their batches have a random stream of their own."""
+
 Tick = Callable[[], None]
 """Called after every local iteration of a cohort."""
 
@@ -87,15 +90,16 @@ class Simulation(Steps):
         """Where the method tunes: everybody's tensors as another local round makes them, until the end of the block.
 
         Its batches have a random stream of their own, and nothing of it is left behind. Learning rates are those of the
-        round after ``done`` (None: of the round with whose models the run ends; at most of the last).
+        round after ``done`` (None: of the round with whose models the run ends; at most of the last). Another one
+        within such a block changes nothing.
         """
-        if not self.method.tunes:
+        if not self.method.tunes or any(phase.label == TUNING for phase in self.phases):
             yield
             return
         last = self.training.rounds - 1
         state, phases, number, began = self.state, self.phases, self.round_number, self.began
         self.state = state.copy()
-        self.phases = [replace(phase, label="tuning") for phase in phases]
+        self.phases = [replace(phase, label=TUNING) for phase in phases]
         try:
             everyone = range(len(self.trainers))
             done = self.chosen_round if done is None else done

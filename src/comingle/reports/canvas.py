@@ -79,11 +79,8 @@ def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> s
 
 def legend_above(figure: Figure, handles: Sequence[Any], labels: Sequence[str], **options: Any) -> None:
     """A legend over all axes, in as many columns as the figure is wide."""
-    room, widest = (
-        72 * figure.get_figwidth(),
-        5.6 * max(map(len, labels)) + 44,
-    )  # a mark before each label, a gap behind
-    columns = max(1, min(len(labels), 5, int(room // widest)))
+    widest = 5.6 * max(map(len, labels)) + 44  # points; a mark comes before each label, a gap behind it
+    columns = max(1, min(len(labels), 5, int(72 * figure.get_figwidth() // widest)))
     figure.legend(handles, labels, loc="outside upper left", ncols=columns, **options)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from comingle.data.hub import FOLDER_VARIABLE
 from comingle.data.images import has_images
-from comingle.data.tasks import FOLDER_VARIABLE
 from comingle.errors import RecipeError
 from comingle.reproduce.published import DataSet, Scale, Study
 
