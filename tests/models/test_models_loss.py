@@ -137,6 +137,14 @@ def test_logits_of_one_chunk_are_the_largest_tensor(softcap: float | None, monke
     assert 3 * VOCAB <= largest.entries <= max(3 * VOCAB, 15 * WIDTH)
 
 
+def test_positions_without_a_target_never_meet_the_head() -> None:
+    targets, head = torch.full(SHAPE, -1), make_head()
+    targets[0, 0], targets[2, 1:4] = 3, 5
+    with Largest(head) as largest:
+        cross_entropy(draw(*SHAPE, WIDTH, seed=3).requires_grad_(), head, targets).sum().backward()
+    assert largest.entries == 4 * VOCAB
+
+
 @pytest.mark.parametrize("grad", [True, False])
 def test_only_a_gradient_of_the_size_of_the_hidden_states_is_kept(grad: bool) -> None:
     saved: list[Tensor] = []

@@ -5,7 +5,8 @@ pass, chunk by chunk, while a chunk's logits are at hand: for one position with 
 
     loss = log sum_v exp(W_v h) - W_t h          d loss / d h = sum_v softmax(W h)_v W_v - W_t
 
-The memory is one chunk of logits, whatever the batch. Scale, bias and soft cap of a family's head are included.
+The memory is one chunk of logits, whatever the batch, and positions without a target (prompts, padding) have none.
+Scale, bias and soft cap of a family's head are included.
 """
 
 from __future__ import annotations
@@ -32,8 +33,12 @@ def cross_entropy(
 
     Differentiable in ``hidden`` only.
     """
-    flat = cast(Tensor, _HeadLoss.apply(hidden.flatten(0, -2), targets.flatten(), head))
-    return flat.view(targets.shape)
+    states, ids = hidden.flatten(0, -2), targets.flatten()
+    (counted,) = torch.nonzero(ids >= 0, as_tuple=True)
+    if len(counted) == len(ids):
+        return cast(Tensor, _HeadLoss.apply(states, ids, head)).view(targets.shape)
+    losses = cast(Tensor, _HeadLoss.apply(states[counted], ids[counted], head))
+    return losses.new_zeros(len(ids)).index_put((counted,), losses).view(targets.shape)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -42,8 +47,8 @@ class _HeadLoss(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         losses = torch.empty(len(targets), dtype=wide, device=hidden.device)
         grads = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        parts = math.ceil(len(targets) * head.weight.shape[0] * hidden.element_size() / CHUNK_BYTES)
-        size = math.ceil(len(targets) / parts)  # equal parts: a short last one would need a kernel of its own
+        parts = max(1, math.ceil(len(targets) * head.weight.shape[0] * hidden.element_size() / CHUNK_BYTES))
+        size = max(1, math.ceil(len(targets) / parts))  # equal parts: a short last one would need a kernel of its own
         for start in range(0, len(targets), size):
             part = slice(start, start + size)
             losses[part], grad = _chunk(hidden[part], targets[part], head, grads is not None)
@@ -58,9 +63,8 @@ class _HeadLoss(torch.autograd.Function):
         return grads * d_losses.unsqueeze(1).to(grads.dtype), None, None
 
 
-def _chunk(hidden: Tensor, targets: Tensor, head: Head, keep: bool) -> tuple[Tensor, Tensor | None]:
+def _chunk(hidden: Tensor, ids: Tensor, head: Head, keep: bool) -> tuple[Tensor, Tensor | None]:
     """Losses of one chunk, and with ``keep`` their gradient with respect to ``hidden``."""
-    ids = targets.clamp(min=0)
     raw = F.linear(hidden, head.weight, head.bias)
     if head.softcap is None and head.scale == 1.0:
         loss, weights, total = softmax_parts(raw, ids)
@@ -68,17 +72,15 @@ def _chunk(hidden: Tensor, targets: Tensor, head: Head, keep: bool) -> tuple[Ten
     else:
         logits, slope = _transform(raw, head)
         loss, weights, total = softmax_parts(logits, ids)
-    loss = loss.masked_fill(targets < 0, 0.0)
     if not keep:
         return loss, None
-    live = (targets >= 0).to(weights.dtype).unsqueeze(1)
     if slope is None:
         # W_t is subtracted after the product, so the softmax needs no second pass to mark the targets.
         mean = (weights @ head.weight) / total.unsqueeze(1)
-        return loss, ((mean - head.weight[ids]) * live).to(hidden.dtype)
+        return loss, (mean - head.weight[ids]).to(hidden.dtype)
     d_logits = weights / total.unsqueeze(1).to(weights.dtype)
     d_logits[torch.arange(len(ids), device=ids.device), ids] -= 1
-    return loss, ((d_logits * slope) @ head.weight) * live
+    return loss, (d_logits * slope) @ head.weight
 
 
 @fused
