@@ -9,6 +9,9 @@ from typing import Any
 
 from comingle.adapters.inject import AdapterSettings, ExpertCounts
 from comingle.adapters.layouts import Targets
+from comingle.data.answers import UserAnswers
+from comingle.data.batches import PAD
+from comingle.data.pack import UserData
 from comingle.engines.checkpoints import (
     Progress,
     list_checkpoints,
@@ -148,12 +151,20 @@ def build(recipe: Recipe, materials: Materials) -> Simulation:
     if method.mixture is not None:
         model = mix_base(recipe, materials.base, method, len(trainers))
     else:
-        model = adapt_base(recipe, materials.base, method, len(trainers), training)
+        model = adapt_base(recipe, materials.base, method, len(trainers), training_tokens(trainers, training))
     return Simulation(model, method, training, trainers=trainers, users=users, feed=feed)
 
 
-def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, training: Training) -> AdaptedModel:
-    """The base with the adapters that the recipe and the method ask for."""
+def training_tokens(trainers: Sequence[UserData | UserAnswers], training: Training) -> int:
+    """How many tokens trainers who are there in every round train on."""
+    asked = [trainer.train.windows for trainer in trainers if isinstance(trainer, UserAnswers)]
+    if asked:
+        return training.rounds * training.local_epochs * sum(int((windows != PAD).sum()) for windows in asked)
+    return len(trainers) * training.iterations * training.batch_size * training.context
+
+
+def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens: int) -> AdaptedModel:
+    """The base with the adapters that the recipe and the method ask for, for so many trainers and training tokens."""
     section = recipe.adapters
     targets = Targets(**_as_settings(section.targets, Targets)) if section.targets else None
     settings = AdapterSettings(**{**_as_settings(section, AdapterSettings), "targets": targets})
@@ -162,10 +173,7 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, traini
     specialists = method.specialists_of(trainers)
     counts = ExpertCounts(generalists=method.generalists, specialists=specialists)
     compiled = recipe.runtime.compile
-    if compiled == "auto" and recipe.data.questions is not None:
-        compiled = False  # batches have all widths, each of which would be compiled
     if compiled == "auto":
-        tokens = trainers * training.iterations * training.batch_size * training.context
         compiled = bool(method.phases) and tokens * base.model.num_parameters() >= COMPILE_FROM
     return adapt(base, settings, counts, routed=method.routed, compiled=bool(compiled))
 

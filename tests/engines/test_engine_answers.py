@@ -16,6 +16,7 @@ from torch import Tensor
 from comingle import experiment
 from comingle.data.answers import Answers, Question, UserAnswers, as_answers, encode
 from comingle.data.batches import PAD
+from comingle.data.pack import UserData
 from comingle.data.questions import LABELS
 from comingle.data.seeds import generator
 from comingle.engines.answers import AnswerFeed
@@ -112,6 +113,14 @@ def test_a_round_asks_every_question_once(ask: Ask, name: str) -> None:
 def present(windows: Tensor) -> list[tuple[int, ...]]:
     """The windows of real questions, without padding."""
     return [tuple(row[row != PAD].tolist()) for row in windows if bool((row != PAD).any())]
+
+
+def test_training_tokens_are_those_of_all_passes_without_padding(ask: Ask) -> None:
+    sim = ask("fedavg", [make_user("ann"), make_user("bob", train=3)], **{"training.local_epochs": 3})
+    own = [len(user.train.tokens(number)) for user in sim.trainers for number in range(len(user.train))]
+    assert experiment.training_tokens(sim.trainers, sim.training) == 2 * 3 * sum(own)
+    text = UserData(name="eve", **{split: torch.zeros(99, dtype=torch.int32) for split in ("train", "valid", "test")})
+    assert experiment.training_tokens([text] * 3, sim.training) == 3 * 2 * sim.training.local_steps * 2 * 24
 
 
 def test_batches_are_as_wide_as_their_longest_question_unless_tokens_are_routed(ask: Ask) -> None:

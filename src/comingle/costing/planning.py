@@ -23,7 +23,7 @@ from comingle.engines.training import portions
 from comingle.errors import DataError, RecipeError
 from comingle.evaluation.costs.memory import free_bytes
 from comingle.evaluation.costs.paper import Account, Difference, Sizes, table3
-from comingle.experiment import adapt_base, training_settings
+from comingle.experiment import adapt_base, training_settings, training_tokens
 from comingle.methods import make
 from comingle.models.base import Base
 from comingle.models.skeleton import load_skeleton
@@ -128,7 +128,7 @@ def federate(recipe: Recipe, base: Base, names: tuple[str, ...]) -> Simulation:
     if method.mixture is not None:
         model = bare_mixture(recipe, base, method, len(trainers))
     else:
-        model = adapt_base(recipe, base, method, len(trainers), training)
+        model = adapt_base(recipe, base, method, len(trainers), training_tokens(trainers, training))
     return Simulation(model, method, training, trainers=trainers, users=people)
 
 
