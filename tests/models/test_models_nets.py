@@ -17,7 +17,7 @@ USERS = 3
 SHAPES = {"linear": ((10,), 3), "mlp": ((10,), 1), "mlp-norm": ((10,), 1), "mnist": ((1, 28, 28), 10)}
 IMAGE = ((3, 32, 32), 10)
 # The deep nets that differ from another in the number of blocks alone.
-SHORT = [name for name in NETS if name not in ("resnet34", "resnet101", "resnet152")]
+SHORT = [name for name in NETS if name.removesuffix("-group") not in ("resnet34", "resnet101", "resnet152")]
 
 
 def make(name: str, seed: int) -> nn.Module:
@@ -50,6 +50,7 @@ def test_every_net_has_the_papers_size() -> None:
         "resnet101": 678_226,
         "resnet152": 927_698,
     }
+    sizes |= {f"{name}-group": size for name, size in sizes.items() if name.startswith("resnet")}
     assert {name: sum(p.numel() for p in make(name, 0).parameters()) for name in NETS} == sizes
 
 
@@ -134,6 +135,7 @@ def test_without_a_seed_two_nets_differ() -> None:
     [
         ("resnet10", (3, 32, 32), "no net 'resnet10'. Did you mean 'resnet101'?"),
         ("resnet9", (3, 32, 7), "net 'resnet9': inputs of shape (3, 32, 7); allowed: (channels, height, width) with"),
+        ("resnet9-group", (3, 7, 32), "net 'resnet9-group': inputs of shape (3, 7, 32); allowed: (channels, height,"),
         ("mnst", (1, 28, 28), "no net 'mnst'. Did you mean 'mnist'? Allowed: linear, mlp, mlp-norm, mnist, cifar10"),
         ("linear", (1, 28, 28), "net 'linear': inputs of shape (1, 28, 28); allowed: (d,)"),
         ("mnist", (784,), "net 'mnist': inputs of shape (784,); allowed: (channels, height, width) with sides of at"),

@@ -78,9 +78,10 @@ def test_shapes_on_the_way_through(layers: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("layers", [9, 50])
-def test_a_block_is_what_he_et_al_say(layers: int) -> None:
+@pytest.mark.parametrize("kind", ["batch", "group"])
+def test_a_block_is_what_he_et_al_say(layers: int, kind: str) -> None:
     """The first block of the second stage, written out in functions of torch."""
-    block = make_resnet(layers, channels=3, outputs=2).double().eval().get_submodule("stage2.0")
+    block = make_resnet(layers, channels=3, outputs=2, norm=kind).double().eval().get_submodule("stage2.0")
     values = dict(block.named_parameters())
     count = 2 if layers == 9 else 3
     wide = 8 if layers == 9 else 32
@@ -89,8 +90,14 @@ def test_a_block_is_what_he_et_al_say(layers: int) -> None:
     def run(x: Tensor, convolution: str, norm: str, stride: int) -> Tensor:
         weight = values[f"{convolution}.weight"]
         x = torch.conv2d(x, weight, stride=stride, padding=1 if weight.shape[-1] == 3 else 0)
-        shape = (1, -1, 1, 1)  # fresh running statistics are mean 0 and variance 1
-        return x / math.sqrt(1 + 1e-5) * values[f"{norm}.weight"].view(shape) + values[f"{norm}.bias"].view(shape)
+        shape = (1, -1, 1, 1)
+        if kind == "group":  # each image's own statistics, over four channels
+            own = x.unflatten(1, (-1, 4)).flatten(2)
+            own = (own - own.mean(2, keepdim=True)) / (own.var(2, keepdim=True, correction=0) + 1e-5).sqrt()
+            x = own.view(x.shape)
+        else:  # fresh running statistics are mean 0 and variance 1
+            x = x / math.sqrt(1 + 1e-5)
+        return x * values[f"{norm}.weight"].view(shape) + values[f"{norm}.bias"].view(shape)
 
     y = x
     for number in range(count):

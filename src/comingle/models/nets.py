@@ -123,9 +123,10 @@ def _vgg8_norm(input_shape: Shape, outputs: int) -> nn.Module:
     return _vgg8(input_shape, outputs, norm=True)
 
 
-def _resnet(layers: int, input_shape: Shape, outputs: int) -> nn.Module:
-    channels, _, _ = _need(input_shape, f"resnet{layers}", 3, smallest=8)
-    return make_resnet(layers, channels=channels, outputs=outputs)
+def _resnet(layers: int, norm: str, input_shape: Shape, outputs: int) -> nn.Module:
+    name = f"resnet{layers}" if norm == "batch" else f"resnet{layers}-{norm}"
+    channels, _, _ = _need(input_shape, name, 3, smallest=8)
+    return make_resnet(layers, channels=channels, outputs=outputs, norm=norm)
 
 
 def _need(shape: Shape, net: str, axes: int, *, smallest: int = 1) -> Shape:
@@ -144,6 +145,7 @@ NETS: Mapping[str, Build] = {
     "cifar10": _cifar10,
     "vgg8": _vgg8,
     "vgg8-norm": _vgg8_norm,
-    **{f"resnet{layers}": partial(_resnet, layers) for layers in STAGES},
+    **{f"resnet{layers}": partial(_resnet, layers, "batch") for layers in STAGES},
+    **{f"resnet{layers}-group": partial(_resnet, layers, "group") for layers in STAGES},
 }
 """Builders by name, of an input shape and a number of outputs."""
