@@ -25,6 +25,7 @@ from comingle.adapters.lora import init_zero
 from comingle.data.seeds import derive
 from comingle.evaluation.samples import sample_losses
 from comingle.models.gated import GatedPair, place
+from comingle.models.side_by_side import FusedNorms, channels_last
 from comingle.routers.mixtures import ClientMixture, mix_probabilities
 from comingle.trees import ADAPTOR, BASE, CLIENT_ROUTER, STATISTICS, Init, Layout, Slot, Tree
 
@@ -171,7 +172,9 @@ class StackedModel:
 
     def _run(self, train: bool, call: Callable[..., Tensor], *stacked: Any) -> Tensor:
         self.net.train(train)
-        return vmap(call, randomness="different")(*stacked)
+        tensors, *others = stacked
+        with FusedNorms():
+            return vmap(call, randomness="different")(channels_last(tensors), *others)
 
     def _call(self, own: Tree, inputs: Tensor, **options: Any) -> Tensor:
         return functional_call(self.net, own, (inputs,), options)

@@ -1,0 +1,113 @@
+"""Norms of all users at once against a loop over the users, with gradients and running statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import vmap
+
+from comingle.data.seeds import generator
+from comingle.models.side_by_side import FusedNorms, channels_last
+
+USERS, SETS, BATCH, CHANNELS = 3, 2, 5, 8
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=generator("norms", seed, *shape), dtype=torch.float64)
+
+
+def gradients(loss: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad((loss * draw(*loss.shape, seed=9)).sum(), leaves)
+
+
+def agree(found: Tensor, expected: Tensor, *leaves: Tensor) -> None:
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(found, *leaves), gradients(expected, *leaves))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(BATCH, CHANNELS), (BATCH, CHANNELS, 4, 3)])
+def test_batch_norm_of_all_users_is_that_of_each(shape: tuple[int, ...], training: bool) -> None:
+    x = draw(USERS, *shape).requires_grad_()
+    weight, bias = (draw(USERS, CHANNELS, seed=seed).requires_grad_() for seed in (1, 2))
+    mean, var = draw(USERS, CHANNELS, seed=3), draw(USERS, CHANNELS, seed=4).exp()
+    own_mean, own_var = mean.clone(), var.clone()
+
+    def norm(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.batch_norm(x, mean, var, weight, bias, training, momentum=0.3)
+
+    with FusedNorms():
+        found = vmap(norm)(x, mean, var, weight, bias)
+    expected = torch.stack([norm(*each) for each in zip(x, own_mean, own_var, weight, bias, strict=True)])
+    agree(found, expected, x, weight, bias)
+    torch.testing.assert_close([mean, var], [own_mean, own_var])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_batch_norm_in_two_axes_of_vmap_is_that_of_a_loop(shared: bool) -> None:
+    """Users, each with several sets of gamma and beta, on the same input or on one for each set."""
+    x = draw(USERS, *(() if shared else (SETS,)), BATCH, CHANNELS, 2, 2).requires_grad_()
+    weight, bias = (draw(USERS, SETS, CHANNELS, seed=seed).requires_grad_() for seed in (1, 2))
+    mean, var = torch.zeros(USERS, CHANNELS).double(), torch.ones(USERS, CHANNELS).double()
+
+    def norm(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.batch_norm(x, mean, var, weight, bias)
+
+    inner = vmap(norm, in_dims=(None if shared else 0, None, None, 0, 0))
+    with FusedNorms():
+        found = vmap(inner)(x, mean, var, weight, bias)
+    pairs = [(user, part) for user in range(USERS) for part in range(SETS)]
+    alone = [norm(x[u] if shared else x[u, c], mean[u], var[u], weight[u, c], bias[u, c]) for u, c in pairs]
+    agree(found, torch.stack(alone).view(USERS, SETS, BATCH, CHANNELS, 2, 2), x, weight, bias)
+
+
+def test_norms_without_gamma_and_with_shared_gamma_are_those_of_each() -> None:
+    x, weight = draw(USERS, BATCH, CHANNELS, 3, 3).requires_grad_(), draw(CHANNELS, seed=1).requires_grad_()
+    kinds: list[Callable[[Tensor], Tensor]] = [
+        lambda x: F.batch_norm(x, None, None, training=True),
+        lambda x: F.batch_norm(x, None, None, weight, training=True),
+        lambda x: F.group_norm(x, num_groups=2),
+        lambda x: F.group_norm(x, 4, weight),
+    ]
+    for norm in kinds:
+        with FusedNorms():
+            found = vmap(norm)(x)
+        agree(found, torch.stack([norm(each) for each in x]), x)
+
+
+def test_group_norm_of_all_users_is_that_of_each() -> None:
+    x = draw(USERS, BATCH, CHANNELS, 4, 3).requires_grad_()
+    weight, bias = (draw(USERS, CHANNELS, seed=seed).requires_grad_() for seed in (1, 2))
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.group_norm(x, 2, weight, bias)
+
+    with FusedNorms():
+        found = vmap(norm)(x, weight, bias)
+    expected = torch.stack([norm(*each) for each in zip(x, weight, bias, strict=True)])
+    agree(found, expected, x, weight, bias)
+
+
+def test_one_call_takes_all_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = draw(USERS, BATCH, CHANNELS, 3, 3), draw(USERS, CHANNELS, seed=1)
+    seen: list[tuple[int, ...]] = []
+    plain = torch.batch_norm
+    monkeypatch.setattr(torch, "batch_norm", lambda x, *rest: (seen.append(tuple(x.shape)), plain(x, *rest))[1])
+    with FusedNorms():
+        vmap(lambda x, weight: F.batch_norm(x, None, None, weight, training=True))(x, weight)
+    assert seen == [(BATCH, USERS * CHANNELS, 3, 3)]
+
+
+@pytest.mark.parametrize("axes", [(USERS,), (USERS, SETS)])
+def test_channels_last_changes_the_layout_of_convolutions_alone(axes: tuple[int, ...]) -> None:
+    tensors = {"conv": draw(*axes, 4, 6, 3, 3).requires_grad_(), "linear": draw(USERS, 4, 6), "norm": draw(USERS, 4)}
+    found = channels_last(tensors)
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert found["conv"].flatten(0, -4).is_contiguous(memory_format=torch.channels_last)
+    assert found["linear"] is tensors["linear"]
+    assert found["norm"] is tensors["norm"]
+    torch.testing.assert_close(gradients(found["conv"], tensors["conv"]), (draw(*axes, 4, 6, 3, 3, seed=9),))
