@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from comingle.data.seeds import generator
-from comingle.models.side_by_side import FusedNorms, channels_last
+from comingle.models.side_by_side import FEW, FusedNorms, channels_last
 
 USERS, SETS, BATCH, CHANNELS = 3, 2, 5, 8
 
@@ -103,11 +103,11 @@ def test_one_call_takes_all_users(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("axes", [(USERS,), (USERS, SETS)])
-def test_channels_last_changes_the_layout_of_convolutions_alone(axes: tuple[int, ...]) -> None:
+def test_channels_last_changes_the_layout_of_small_convolutions_alone(axes: tuple[int, ...]) -> None:
     tensors = {"conv": draw(*axes, 4, 6, 3, 3).requires_grad_(), "linear": draw(USERS, 4, 6), "norm": draw(USERS, 4)}
+    tensors["wide"] = draw(*axes, FEW, 6, 3, 3)
     found = channels_last(tensors)
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
     assert found["conv"].flatten(0, -4).is_contiguous(memory_format=torch.channels_last)
-    assert found["linear"] is tensors["linear"]
-    assert found["norm"] is tensors["norm"]
+    assert all(found[name] is tensors[name] for name in ("linear", "norm", "wide"))
     torch.testing.assert_close(gradients(found["conv"], tensors["conv"]), (draw(*axes, 4, 6, 3, 3, seed=9),))
