@@ -121,17 +121,24 @@ def test_questions_come_from_the_folder_or_the_hub(folder: Path) -> None:
         planned("smoke")
 
 
+def test_a_table_tells_what_its_own_scale_is() -> None:
+    found = build_table(planned("cpu", seeds=[0]), {})
+    assert found["about_scale"].startswith("SmolLM2-135M in place of LLaMA3-8B")
+    studys = build_table(plan("fedmerge/table4", Wanted(scale="cpu", seeds=[0])), {})
+    assert studys["about_scale"].startswith("MNIST in place of CIFAR-100")
+
+
 def test_estimates_grow_with_rounds_users_and_questions() -> None:
     def weight(column: str = "xnli", **changes: Any) -> float:
         named = {key.replace("__", "."): value for key, value in changes.items()}
         (cell,) = planned("cpu", seeds=[0], methods=["fedit"], columns=[column], changes=named).cells
         return cell.weight
 
-    questions = 5 * 32 + 20  # five rounds, and one evaluation
+    questions = 5 * 200 + 50  # five rounds, and one evaluation
     assert weight() == pytest.approx(4 * 512 * questions)
     assert weight(data__questions__languages=["en", "de"]) == pytest.approx(2 * 512 * questions)
-    assert weight(training__rounds=10) == pytest.approx(4 * 512 * (10 * 32 + 2 * 20))
-    assert weight(evaluation__first=True) == pytest.approx(4 * 512 * (questions + 20))
+    assert weight(training__rounds=10) == pytest.approx(4 * 512 * (10 * 200 + 2 * 50))
+    assert weight(evaluation__first=True) == pytest.approx(4 * 512 * (questions + 50))
     assert weight("xquad", data__questions__test=None) > weight("xquad", data__questions__test=1)
 
 

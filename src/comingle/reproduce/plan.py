@@ -57,6 +57,8 @@ class Plan:
     study: Study
     experiment: Experiment
     scale: str
+    about: str
+    """What the scale changes, as the table tells its readers."""
     jobs: int
     """Runs at a time, unless something else is asked for."""
     seeds: tuple[int, ...]
@@ -112,6 +114,7 @@ def plan(name: str, wanted: Wanted) -> Plan:
         study=study,
         experiment=experiment,
         scale=wanted.scale,
+        about=scale.about,
         jobs=(os.cpu_count() or 1) if scale.jobs == "cores" else 1,
         seeds=tuple(dict.fromkeys(cell.seed for cell in cells)),
         rows=tuple(rows),
