@@ -113,9 +113,9 @@ class Simulation(Steps):
         with self.tuned(done):
             return super().evaluate()
 
-    def validate(self, done: int | None = None) -> float:
-        """Mean validation loss of the models that users have after ``done`` rounds (None: at the end)."""
-        with self.tuned(done):
+    def validate(self) -> float:
+        """Mean validation loss of the models that users have at the end, or in the block of :meth:`tuned`."""
+        with self.tuned():
             return super().validate()
 
     @property
