@@ -111,14 +111,14 @@ def test_a_block_is_what_he_et_al_say(layers: int, kind: str) -> None:
 @pytest.mark.parametrize("layers", [9, 50])
 def test_stacked_users_have_the_losses_and_statistics_of_each_alone(layers: int) -> None:
     """Through the model that the engine trains: one step of batch norm in training, then in evaluation."""
-    nets = [build(layers, 5, 8, seed).double() for seed in range(3)]
-    model = stack([build(layers, 5, 8).double()], name="net", users=3, dtype=torch.float64)
+    nets = [build(layers, 5, 16, seed).double() for seed in range(3)]
+    model = stack([build(layers, 5, 16).double()], name="net", users=3, dtype=torch.float64)
     tensors = {
         slot.name: torch.stack([net.state_dict()[slot.name].clone() for net in nets]) for slot in model.layout.slots
     }
     roles = {slot.name.rpartition(".")[2]: slot.roles[0] for slot in model.layout.slots}
     assert roles == {"weight": BASE, "bias": BASE, "running_mean": STATISTICS, "running_var": STATISTICS}
-    x = images(3, 6, 3, 8, 8)
+    x = images(3, 6, 3, 16, 16)
     targets = torch.arange(18).view(3, 6) % 5
     present = torch.ones(3, 6, dtype=torch.bool)
     for train in (True, False):

@@ -80,6 +80,14 @@ class Residual(nn.Module):
         return F.relu(self.body(x) + self.shortcut(x))
 
 
+class Average(nn.Module):
+    """Each channel's mean over the image, by an operation that ``vmap`` batches in every memory layout."""
+
+    def forward(self, x: Float[Tensor, "n c h w"]) -> Float[Tensor, "n c"]:
+        """PyTorch's adaptive pooling of images with channels last falls back to a loop over users."""
+        return x.mean((-2, -1))
+
+
 def make_resnet(layers: int, *, channels: int, outputs: int, norm: str = "batch") -> nn.Module:
     """A net of :data:`STAGES` with :data:`NORMS` for images with so many channels; its last layer is named ``head``."""
     bottleneck, convolution = layers >= _THREE_CONVOLUTIONS_FROM, partial(_convolution, NORMS[norm])
@@ -92,7 +100,7 @@ def make_resnet(layers: int, *, channels: int, outputs: int, norm: str = "batch"
             stage.append(_block(convolution, wide, narrow, stride, bottleneck))
             wide = narrow * (EXPANSION if bottleneck else 1)
         parts[f"stage{number + 1}"] = nn.Sequential(*stage)
-    parts |= {"pool": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten(), "head": nn.Linear(wide, outputs)}
+    parts |= {"pool": Average(), "head": nn.Linear(wide, outputs)}
     return nn.Sequential(parts)
 
 
