@@ -218,6 +218,23 @@ def test_a_scale_leaves_rows_out(planned: Any) -> None:
         planned(small, methods=["fedmerge-3"], columns=["mlp"])
 
 
+def test_a_scale_has_stand_ins_for_bases(planned: Any) -> None:
+    """For the columns' and the rows' own, but not for the one asked for; the unit is the stand-in too."""
+    small = published(scales={"smoke": {"bases": {"net:mlp": "net:mlp-norm", "net:mlp-norm": "net:mlp"}}})
+    bases = {cell.row: cell.recipe.base for cell in planned(small, columns=["mlp"]).cells}
+    assert bases == {row: "net:mlp" if row == "fedavg-norm" else "net:mlp-norm" for row in ROWS}
+    asked = {cell.row: cell.recipe.base for cell in planned(small, columns=["mlp"], base="net:mlp").cells}
+    assert set(asked.values()) == {"net:mlp"}
+    alone = plan_usage(planned(small, methods=["fedavg-norm"], columns=["mlp"]))
+    assert alone["fedavg-norm", "mlp"].client == NET / (NET + 80)
+
+
+def test_at_scale_cpu_images_of_domains_have_group_norm() -> None:
+    for name in ("table2", "table3", "figure4", "figure6"):
+        found = plan(f"fedmerge/{name}", Wanted(scale="cpu", columns=["domain"], data=Path("tests")))
+        assert {cell.recipe.base for cell in found.cells} <= {"net:resnet9-group", "net:resnet18-group"}
+
+
 def test_a_plot_of_usage_says_of_what() -> None:
     for content in ({"kind": "usage"}, {"kind": "curves", "usage": ["server"]}):
         with pytest.raises(ValueError, match="kind usage and what usage: give both or neither"):

@@ -58,6 +58,7 @@ class Plan:
     experiment: Experiment
     scale: str
     about: str
+    bases: Mapping[str, str]
     """What the scale changes, as the table tells its readers."""
     jobs: int
     """Runs at a time, unless something else is asked for."""
@@ -115,6 +116,7 @@ def plan(name: str, wanted: Wanted) -> Plan:
         experiment=experiment,
         scale=wanted.scale,
         about=scale.about,
+        bases=scale.bases,
         jobs=(os.cpu_count() or 1) if scale.jobs == "cores" else 1,
         seeds=tuple(dict.fromkeys(cell.seed for cell in cells)),
         rows=tuple(rows),
@@ -203,7 +205,7 @@ def _recipe(
     settings = {k: v for part in overlays for k, v in part.settings.items() if k in known}
     if unknown := sorted(set(row.settings) - set(known)):
         raise RecipeError(f"reproduce: method {row.method} has no setting {unknown[0]!r}; it has: {', '.join(known)}")
-    base = row.base or wanted.base or scale.base or of.base
+    base = _base(row, wanted, scale, of)
     content = merge({"data": data}, *(part.recipe for part in overlays))
     content = {
         **content,
@@ -217,6 +219,14 @@ def _recipe(
     recipe = recipe.with_changes(wanted.changes) if wanted.changes else recipe
     make(recipe.method.name, **recipe.method.settings)  # every mistake is found before the first run
     return recipe
+
+
+def _base(row: Row, wanted: Wanted, scale: Scale, column: Column) -> str:
+    """What a run trains: a row's own base, else the one asked for, else the scale's, else the column's."""
+    if wanted.base and not row.base:
+        return wanted.base
+    published = row.base or scale.base or column.base
+    return scale.bases.get(published, published)
 
 
 def _filled(content: Any, values: Mapping[str, Any]) -> Any:

@@ -109,7 +109,8 @@ class ScaledColumn(Overlay):
 
 
 class Scale(Overlay):
-    """How large everything is. ``{data}`` in ``base`` is the folder with local text.
+    """How large everything is. ``{data}`` in ``base`` is the folder with local text; ``bases`` are stand-ins by what
+    they stand for.
 
     ``text: demo`` gives everybody one of the study's demo texts, ``local`` takes nothing from the hub. ``only`` and
     ``columns`` restrict, or change, columns.
@@ -119,6 +120,7 @@ class Scale(Overlay):
     about: str = ""
     seeds: list[int] = Field(default=[0])
     base: str | None = None
+    bases: dict[str, str] = Field(default_factory=dict)
     text: Literal["real", "local", "demo"] = "real"
     jobs: Literal["one", "cores"] = "one"
     only: list[str] | None = None

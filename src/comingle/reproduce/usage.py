@@ -113,7 +113,8 @@ def column_net(plan: Plan, column: str) -> str:
     """The net that a column's rows train unless they name their own."""
     cells = _cells(plan, column)
     named = [cell.recipe.base for row, cell in cells.items() if not plan.experiment.rows[row].base]
-    return (named[0] if named else plan.column_of(column).base).removeprefix(PREFIX)
+    published = plan.column_of(column).base
+    return (named[0] if named else plan.bases.get(published, published)).removeprefix(PREFIX)
 
 
 def _cells(plan: Plan, column: str) -> dict[str, Cell]:
