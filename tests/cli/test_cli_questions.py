@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from comingle.costing.planning import QUESTIONS_NOTE
 from comingle.data.questions import LABELS, QUESTIONS, ask
 from comingle.evaluation.costs.measured import counted
 from comingle.experiment import build
@@ -94,7 +94,6 @@ def test_what_was_interrupted_is_resumed_from_the_command_line(comingle: Any, re
         ("run", "training.local_steps=3", "training.local_steps: got 3, which is not read for data.questions"),
         ("run", "base=net:mlp", "base: got 'net:mlp' for text; allowed: a language model"),
         ("run", "method=ensemble", "method ensemble: mixes whole models, which are small nets; give data.task"),
-        ("cost", "seed=1", "data.questions: costs follow the lengths of the questions, which are not read here; for"),
         ("cost", "data.questions.name=xnly", "no questions 'xnly'. Did you mean 'xnli'?"),
     ],
 )
@@ -106,23 +105,30 @@ def test_mistakes_are_said_in_one_line(comingle: Any, recipe: Path, verb: str, c
     assert not (recipe.parent / "runs").exists()
 
 
-def test_the_most_that_questions_cost_is_counted_as_cost_says(comingle: Any, recipe: Path) -> None:
-    """Four questions a user in batches of four, twice a round."""
-    said = comingle("cost", recipe, "--set", "training.local_epochs=2").err
-    words = shlex.split(said[said.index("--set") :])
-    assert words[-4:] == ["--users", "2", "--set", "training.local_steps=2"]
-    found = comingle("cost", recipe, "--set", "training.local_epochs=2", *words, "--json")
+def test_questions_cost_at_most_what_text_does(comingle: Any, recipe: Path) -> None:
+    """Four questions a user in batches of four, twice a round; who has everybody's has twice as many."""
+    changes = ("--set", "training.local_epochs=2", "--json")
+    found = comingle("cost", recipe, "--method", "fedavg,centralized", *changes)
     assert found.code == 0, found.err
-    (user,) = json.loads(found.out)["methods"][0]["users"]
+    plan = json.loads(found.out)
+    assert (plan["users"], plan["local_steps"], plan["note"]) == (["en", "de"], 2, QUESTIONS_NOTE)
+    text = ("--set", "data={users: {any: text}}", "--users", 2)
+    for method, steps in (("fedavg", 2), ("centralized", 4)):
+        same = comingle("cost", recipe, "--method", method, *text, *changes, "--set", f"training.local_steps={steps}")
+        (cost,) = [one for one in plan["methods"] if one["method"] == method]
+        (alike,) = json.loads(same.out)["methods"]
+        assert [one | {"names": []} for one in cost["users"]] == [one | {"names": []} for one in alike["users"]]
     run = comingle("run", recipe, "--set", "training.local_epochs=2", "--out", recipe.parent / "run")
     assert run.code == 0, run.err
     metrics = json.loads((recipe.parent / "run" / "metrics.json").read_text())["users"].values()
+    (user,) = plan["methods"][0]["users"]
     assert {one["trainable_parameters"] for one in metrics} == {user["trainable_parameters"]}
     assert {one["upload_bytes_per_round"] for one in metrics} == {user["upload_bytes"]}
     read = load_recipe(recipe).with_changes({"training.local_epochs": 2})
     sim = build(read, prepare(read))
     spent, most = counted(lambda: sim.local_round([0], 0)), user["training_flops_per_round"]["total"]
     assert 0.5 * most < spent < most
+    assert QUESTIONS_NOTE in " ".join(comingle("cost", recipe).out.split())
 
 
 def test_a_method_that_validates_asks_for_questions_to_validate_with(comingle: Any, recipe: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 
 import torch
 
@@ -30,6 +31,8 @@ from comingle.models.skeleton import load_skeleton
 from comingle.recipes import Recipe
 from comingle.recipes.data import QuestionsSection
 
+QUESTIONS_NOTE = "Questions are not read: they count as long as the context, the most that training on them can cost."
+
 
 def plan(recipe: Recipe, methods: Sequence[str] = (), *, users: int | None = None) -> Plan:
     """The costs of a recipe's method, or of several; ``users`` is their number where the text is out of reach.
@@ -46,8 +49,10 @@ def plan(recipe: Recipe, methods: Sequence[str] = (), *, users: int | None = Non
         make(one.method.name, **one.method.settings)
     if recipe.data.task is not None:
         return plan_task(recipes, users)
-    if recipe.data.questions is not None:
-        raise RecipeError(_instead_of_questions(recipe, recipe.data.questions))
+    note = ""
+    if (asked := recipe.data.questions) is not None:
+        recipes = [text_in_place_of_questions(one, asked) for one in recipes]
+        recipe, note = recipes[0], QUESTIONS_NOTE
     names = user_names(recipe, users)
     runtime = recipe.runtime
     base = load_skeleton(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
@@ -67,22 +72,22 @@ def plan(recipe: Recipe, methods: Sequence[str] = (), *, users: int | None = Non
         free_bytes=free,
         methods=tuple(found),
         table3=tuple(compare_with_paper(recipe, base)),
+        note=note,
     )
 
 
-def _instead_of_questions(recipe: Recipe, asked: QuestionsSection) -> str:
-    """Why questions are not counted, and how to count the most that they can cost.
+def text_in_place_of_questions(recipe: Recipe, asked: QuestionsSection) -> Recipe:
+    """Users with text as long as the context, and as many steps of it as they have batches of questions.
 
-    Batches of questions are as wide as the longest in them, which only their tokens say; none is wider than the
-    context, which all windows of text are.
+    That is the most that questions can cost: a batch is as wide as its longest question, which only the questions'
+    tokens say, and none is wider than the context.
     """
-    users = len(choose_languages(asked.name, asked.languages))
-    batches = -(-(asked.train or QUESTIONS[asked.name].train) // recipe.training.batch_size)
-    text = f"--set 'data={{users: {{any: text}}}}' --users {users} --set training.local_steps="
-    return (
-        "data.questions: costs follow the lengths of the questions, which are not read here; for the most that their "
-        f"training can cost, count text as long as the context: {text}{batches * recipe.training.local_epochs}"
-    )
+    names = choose_languages(asked.name, asked.languages)
+    pooled = make(recipe.method.name, **recipe.method.settings).pooled
+    questions = (asked.train or QUESTIONS[asked.name].train) * (len(names) if pooled else 1)
+    steps = ceil(questions / recipe.training.batch_size) * recipe.training.local_epochs
+    text = {"users": dict.fromkeys(names, "not read")}
+    return recipe.with_changes({"data": text, "training.local_steps": steps})
 
 
 def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:

@@ -127,7 +127,7 @@ class Plan:
     """A recipe's costs. ``base_flops`` is a token's forward pass through the frozen base alone.
 
     For a task the base is its net, ``unit`` is "sample", ``local_steps`` are those of the user who takes most, and
-    there is no context and no Table 3.
+    there is no context and no Table 3. ``note`` says what the numbers leave out.
     """
 
     base: str
@@ -144,6 +144,7 @@ class Plan:
     methods: tuple[MethodCost, ...]
     table3: tuple[Difference, ...]
     unit: str = "token"
+    note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """As nested dictionaries, for JSON."""
@@ -151,7 +152,7 @@ class Plan:
             key: getattr(self, key)
             for key in (
                 "base", "base_parameters", "dtype", "device", "users", "rounds", "local_steps", "batch_size", "context",
-                "free_bytes", "unit",
+                "free_bytes", "unit", "note",
             )
         }  # fmt: skip
         return {

@@ -47,6 +47,7 @@ def _head(plan: dict[str, Any]) -> str:
         f"[bold]{plan['base']}[/bold], {size} parameters, {plan['dtype']} on "
         f"{plan['device']}; {len(plan['users'])} users: {names}\n"
         f"{plan['rounds']} rounds of {work} for each user. {read} MB = 10^6 bytes.\n"
+        + (f"{plan['note']}\n" if plan["note"] else "")
     )
 
 
