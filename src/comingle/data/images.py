@@ -11,7 +11,6 @@ A data set in domains has no splits: NAME.npz, or NAME with the length of its im
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch import Tensor
 from comingle.data.compressed import OPENERS
 from comingle.data.hub import HUB_PREFIX
 from comingle.data.idx import read_idx
+from comingle.data.pictures import decode, scale, stack
 from comingle.data.rows import describe, list_names
 from comingle.data.sources import iterate_values
 from comingle.errors import DataError
@@ -179,7 +179,7 @@ def read_npz(path: Path, *, split: str | None = None) -> Images:
     arrays = _read_arrays(path)
     labels = arrays[_choose(arrays, _LABEL_KEYS, split, path, "labels")]
     if {"jpeg", "offset"} <= set(arrays):
-        images = _pair(_decode(arrays["jpeg"], arrays["offset"], path), labels, str(path))
+        images = _pair(decode(arrays["jpeg"], arrays["offset"], path), labels, str(path))
     else:
         images = _pair(arrays[_choose(arrays, _IMAGE_KEYS, split, path, "images")], labels, str(path))
     if "domain" not in arrays:
@@ -226,32 +226,6 @@ def _choose(arrays: Mapping[str, Any], keys: Sequence[str], split: str | None, p
     raise DataError(f"{path}: no {what} in it; found: {list_names(arrays)}; allowed names: {', '.join(wanted)}")
 
 
-def _decode(jpeg: np.ndarray, offset: np.ndarray, path: Path) -> np.ndarray:
-    """The images of a file of JPEG bytes, all of one size."""
-    if (
-        offset.ndim != 1
-        or offset.dtype.kind not in "iu"
-        or len(offset) < 2
-        or int(offset[-1]) != len(jpeg)
-        or bool((np.diff(offset.astype(int)) < 0).any())
-    ):
-        raise DataError(f"{path}: offset should rise from 0 to {len(jpeg)}, the length of jpeg; truncated or damaged")
-    content = jpeg.tobytes()
-    places = zip(offset[:-1].tolist(), offset[1:].tolist(), strict=True)
-    try:
-        images = [_open_image(content[start:stop]) for start, stop in places]
-    except Exception as error:  # Pillow's readers raise what they come across
-        raise DataError(f"{path}: a damaged JPEG image: {describe(error)}") from error
-    return _stack(images, str(path))
-
-
-def _open_image(content: bytes) -> np.ndarray:
-    from PIL import Image
-
-    with Image.open(io.BytesIO(content)) as image:
-        return np.asarray(image)
-
-
 def read_hub(source: str, split: str, *, largest: int | None = None, domains: bool = False) -> Images:
     """One split of a data set ``hub:NAME?config=C``, or of a folder laid out like one.
 
@@ -263,25 +237,11 @@ def read_hub(source: str, split: str, *, largest: int | None = None, domains: bo
     images, labels, owners, where = [], [], [], f"{source} {split}"
     columns = (_IMAGE_KEYS, _LABEL_KEYS, *((_DOMAIN_KEYS,) if domains else ()))
     for image, label, *domain in iterate_values(source, columns, split=split):
-        images.append(np.asarray(image if largest is None else _scale(image, largest)))
+        images.append(np.asarray(image if largest is None else scale(image, largest)))
         labels.append(label)
         owners += domain
-    found = _pair(_stack(images, where), np.asarray(labels), where)
+    found = _pair(stack(images, where), np.asarray(labels), where)
     return _with_domains(found, np.asarray(owners), None, where) if domains else found
-
-
-def _scale(image: Any, largest: int) -> Any:
-    from PIL import Image
-
-    return image.resize((largest, largest), Image.Resampling.LANCZOS) if max(image.size) > largest else image
-
-
-def _stack(images: Sequence[np.ndarray], where: str) -> np.ndarray:
-    shapes = dict.fromkeys(image.shape for image in images)
-    if len(shapes) != 1:
-        got = list_names(" x ".join(map(str, shape)) for shape in shapes) or "none"
-        raise DataError(f"{where}: images must be of one size and mode, got {got}")
-    return np.stack(images)
 
 
 def _pair(pixels: Any, labels: Any, where: str) -> Images:
