@@ -92,6 +92,32 @@ def test_group_norm_of_all_users_is_that_of_each() -> None:
     agree(found, expected, x, weight, bias)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_group_norm_in_two_axes_of_vmap_is_that_of_a_loop(layout: torch.memory_format) -> None:
+    """PyTorch's own asks in ``vmap`` whether channels are last, which is not implemented there.
+
+    With one weight for all sets the inner ``vmap`` sees no axis of its own.
+    """
+    x = draw(USERS * SETS * BATCH, CHANNELS, 4, 3).contiguous(memory_format=layout).requires_grad_()
+    weight, bias = (draw(USERS, SETS, CHANNELS, seed=seed).requires_grad_() for seed in (1, 2))
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.group_norm(x, 2, weight, bias)
+
+    parts = x.view(USERS, SETS, BATCH, CHANNELS, 4, 3)
+    with FusedNorms():
+        found = vmap(vmap(norm))(parts, weight, bias)
+        inner = vmap(lambda one, *of: one * norm(*of), in_dims=(0, None, None, None))
+        same = vmap(inner, in_dims=(None, 0, 0, 0))(torch.ones(SETS), parts[:, 0], weight[:, 0], bias[:, 0])
+
+    def loop(sets: list[int]) -> Tensor:
+        alone = [norm(parts[u, c], weight[u, c], bias[u, c]) for u in range(USERS) for c in sets]
+        return torch.stack(alone).view(USERS, SETS, BATCH, CHANNELS, 4, 3)
+
+    agree(found, loop(list(range(SETS))), x, weight, bias)
+    agree(same, loop([0] * SETS), x, weight, bias)
+
+
 def test_one_call_takes_all_users(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = draw(USERS, BATCH, CHANNELS, 3, 3), draw(USERS, CHANNELS, seed=1)
     seen: list[tuple[int, ...]] = []

@@ -7,12 +7,14 @@ users' channels side by side has the same values in one, because no channel (or 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from inspect import Signature, signature
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor  # no public name tells whether a vmap is left
 from torch.overrides import TorchFunctionMode
 
 from comingle.trees import Tree
@@ -51,13 +53,16 @@ class _SideBySide(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
-        """One norm of all users' channels; settings are those of one user."""
+        """One norm of all users' channels, by way of the next ``vmap`` where there is one; settings are one user's."""
         (norm, x, *own), users = args, info.batch_size
         x = x.movedim(in_dims[1], 1) if in_dims[1] is not None else x.unsqueeze(1).expand(-1, users, *x.shape[1:])
         own = [_join(v, at, users) if isinstance(v, Tensor) else v for v, at in zip(own, in_dims[2:], strict=True)]
         if norm is F.group_norm:
             own[0] *= users
-        return norm(x.flatten(1, 2), *own).unflatten(1, (users, -1)), 1
+        side_by_side = [x.flatten(1, 2), *own]
+        deeper = any(isinstance(value, Tensor) and is_batchedtensor(value) for value in side_by_side)
+        run = partial(_SideBySide.apply, norm) if deeper else norm
+        return run(*side_by_side).unflatten(1, (users, -1)), 1
 
 
 def _join(values: Tensor, users_at: int | None, users: int) -> Tensor:
