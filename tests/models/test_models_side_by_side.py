@@ -98,13 +98,13 @@ def test_group_norm_in_two_axes_of_vmap_is_that_of_a_loop(layout: torch.memory_f
 
     With one weight for all sets the inner ``vmap`` sees no axis of its own.
     """
-    x = draw(USERS * SETS * BATCH, CHANNELS, 4, 3).contiguous(memory_format=layout).requires_grad_()
+    x = draw(BATCH, USERS * SETS * CHANNELS, 4, 3).contiguous(memory_format=layout).requires_grad_()
     weight, bias = (draw(USERS, SETS, CHANNELS, seed=seed).requires_grad_() for seed in (1, 2))
 
     def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.group_norm(x, 2, weight, bias)
 
-    parts = x.view(USERS, SETS, BATCH, CHANNELS, 4, 3)
+    parts = x.view(BATCH, USERS, SETS, CHANNELS, 4, 3).permute(1, 2, 0, 3, 4, 5)
     with FusedNorms():
         found = vmap(vmap(norm))(parts, weight, bias)
         inner = vmap(lambda one, *of: one * norm(*of), in_dims=(0, None, None, None))
