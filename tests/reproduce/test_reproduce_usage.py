@@ -178,9 +178,11 @@ def test_every_row_and_column_is_one_point_of_its_methods_line(planned: Any, tmp
     paths = draw(found, outcomes, tmp_path / "figure1")
     assert [path.name for path in paths] == ["figure1-usage.png", "figure1-usage.svg"]
     text = paths[1].read_text(encoding="utf-8")
-    words = ("FedAvg", "FedMerge", "Synthetic MLP", "test loss", "kept by the server, multiples of mlp")
-    assert [word for word in (*words, "held by a user, multiples of linear") if f">{word}<" not in text] == []
+    words = ("FedAvg", "FedMerge", "Synthetic MLP", "test loss", "kept by the server,", "multiples of mlp")
+    assert [word for word in (*words, "held by a user,", "multiples of linear") if f">{word}<" not in text] == []
     assert ">FedMerge, 3 models<" not in text
+    few = usage_figure(found, {key: entry for key, entry in entries.items() if key[0] == "fedavg"}, used)
+    assert [label.get_text() for label in few.legends[0].get_texts()] == ["FedAvg"]
     kept = json.loads((tmp_path / "figure1" / "usage.json").read_text())
     assert kept["mlp"]["fedmerge-3"]["server"] == used["fedmerge-3", "mlp"].server
     told = (tmp_path / "figure1" / "usage.md").read_text()

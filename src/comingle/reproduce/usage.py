@@ -167,12 +167,13 @@ def usage_figure(plan: Plan, entries: Mapping[tuple[str, str], Any], used: Mappi
             kind, column = kinds[number // len(plan.columns)], plan.columns[number % len(plan.columns)]
             for name, rows in lines.items():
                 _line(axis, _points(rows, column, kind, entries, used), looks[name])
-            _label(axis, measure, f"{WORDS[kind]}, multiples of {column_net(plan, column)}")
+            _label(axis, measure, f"{WORDS[kind]},\nmultiples of {column_net(plan, column)}")
             if number < len(plan.columns):
                 axis.set_title(plan.label(column))
             if number % len(plan.columns) == 0:
                 axis.set_ylabel(axis_label(measure))
-        _legend(figure, looks)
+        shown = {row for row, _ in entries}
+        _legend(figure, {name: looks[name] for name, rows in lines.items() if any(row in shown for row in rows)})
 
     alone = len(kinds) * len(plan.columns) == 1
     return draw(len(kinds), len(plan.columns), (4.6, 3.2) if alone else (3.3, 2.5), paint)
