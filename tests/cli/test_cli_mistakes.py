@@ -140,6 +140,17 @@ def test_a_recipe_with_an_unknown_key_is_named(comingle: Any, recipe_file: Path)
     assert line.startswith(f"{recipe_file}: unknown key 'training.local_step'. Did you mean 'local_steps'? Allowed: ")
 
 
+@pytest.mark.parametrize("both", [("--resume", "--force"), ("--force", "--resume")])
+@pytest.mark.parametrize("verb", ["run", "compare", "demo", "reproduce"])
+def test_a_folder_is_kept_or_replaced(
+    comingle: Any, recipe_file: Path, tmp_path: Path, verb: str, both: tuple[str, str]
+) -> None:
+    given = {"run": (recipe_file,), "compare": (recipe_file, "--methods", "local"), "reproduce": ("comigs/table1",)}
+    line = one_line(comingle(verb, *given.get(verb, ()), "--out", tmp_path / "out", *both))
+    assert line == "--resume and --force: got both; --resume keeps what is there, --force replaces it"
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_run_folder_is_not_overwritten(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
     command = ("run", recipe_file, "--out", tmp_path / "run", "--set", "method=pretrained")
     assert comingle(*command).code == 0

@@ -17,8 +17,17 @@ Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a key, as training.rounds=3.")
 ]
 Out = Annotated[Path | None, typer.Option("--out", help="Folder to write to (default: below runs/).")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace what is in the folder.")]
+
+
+def _not_both(context: Any, given: bool) -> bool:
+    """Called for each of the two; the first that was read is among the parameters by then."""
+    if given and (context.params.get("resume") or context.params.get("force")):
+        raise RecipeError("--resume and --force: got both; --resume keeps what is there, --force replaces it")
+    return given
+
+
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.", callback=_not_both)]
+Force = Annotated[bool, typer.Option("--force", help="Replace what is in the folder.", callback=_not_both)]
 
 
 def changes(sets: list[str] | None) -> dict[str, Any]:
