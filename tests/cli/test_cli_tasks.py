@@ -213,6 +213,7 @@ def test_data_shows_the_users_of_a_task(comingle: Any, task_file: Path) -> None:
     rows = [line.split() for line in answer.out.splitlines()]
     assert rows[0] == ["net:mlp-norm:", "samples", "of", "10"]
     assert rows[2:] == [[f"user-{k}", str(k % 2), "97", "0", "9"] for k in range(4)]
+    assert comingle("data", task_file, "--set", "base=net:mlp").out.startswith("net:mlp: samples of 10")
 
 
 # ---------------------------------------------------------------- users that come from elsewhere

@@ -23,11 +23,12 @@ def data(recipe: RecipePath, sets: Sets = None) -> None:
     from comingle.cli.training import warn_overlaps
     from comingle.data.preview import summarise
     from comingle.materials import prepare
+    from comingle.nets import net_name
 
     with status("reading and tokenising"):
         materials = prepare(read)
     if materials.task is not None:
-        console.print(_samples(materials.task))
+        console.print(_samples(net_name(read, materials.task), materials.task))
         return
     if materials.answers:
         console.print(_questions(read.base, materials.answers))
@@ -48,12 +49,12 @@ def data(recipe: RecipePath, sets: Sets = None) -> None:
     warn_overlaps(materials)
 
 
-def _samples(task: Task) -> Table:
-    """How many samples each user of a task has, and its true cluster where there is one."""
+def _samples(net: str, task: Task) -> Table:
+    """The net that is trained, how many samples each user of a task has, and its true cluster where there is one."""
     from rich.table import Table
 
     shape = " x ".join(str(size) for size in task.input_shape)
-    table = Table("user", "cluster", title=f"net:{task.net}: samples of {shape}", title_justify="left", box=None)
+    table = Table("user", "cluster", title=f"net:{net}: samples of {shape}", title_justify="left", box=None)
     for split in ("train", "valid", "test"):
         table.add_column(split, justify="right")
     for user in task.users:
