@@ -57,9 +57,8 @@ class Plan:
     study: Study
     experiment: Experiment
     scale: str
-    about: str
-    bases: Mapping[str, str]
-    """What the scale changes, as the table tells its readers."""
+    scaled: Scale
+    """The study's scale of that name with the experiment's changes."""
     jobs: int
     """Runs at a time, unless something else is asked for."""
     seeds: tuple[int, ...]
@@ -115,8 +114,7 @@ def plan(name: str, wanted: Wanted) -> Plan:
         study=study,
         experiment=experiment,
         scale=wanted.scale,
-        about=scale.about,
-        bases=scale.bases,
+        scaled=scale,
         jobs=(os.cpu_count() or 1) if scale.jobs == "cores" else 1,
         seeds=tuple(dict.fromkeys(cell.seed for cell in cells)),
         rows=tuple(rows),
@@ -225,8 +223,7 @@ def _base(row: Row, wanted: Wanted, scale: Scale, column: Column) -> str:
     """What a run trains: a row's own base, else the one asked for, else the scale's, else the column's."""
     if wanted.base and not row.base:
         return wanted.base
-    published = row.base or scale.base or column.base
-    return scale.bases.get(published, published)
+    return scale.stand_in(row.base or scale.base or column.base)
 
 
 def _filled(content: Any, values: Mapping[str, Any]) -> Any:

@@ -126,6 +126,10 @@ class Scale(Overlay):
     only: list[str] | None = None
     columns: dict[str, ScaledColumn] = Field(default_factory=dict)
 
+    def stand_in(self, base: str) -> str:
+        """What is trained in place of a published base, mostly itself."""
+        return self.bases.get(base, base)
+
 
 class Note(Section):
     """What is odd about some of the paper's cells, or, without rows and columns, about all of them."""

@@ -34,7 +34,7 @@ def build_table(plan: Plan, scores: Scores, *, diverged: Sequence[str] = ()) -> 
         "reference": experiment.reference,
         "better": experiment.better,
         "scale": plan.scale,
-        "about_scale": plan.about,
+        "about_scale": plan.scaled.about,
         "seeds": list(plan.seeds),
         "rows": {row: experiment.rows[row].label or row for row in experiment.rows if row not in plan.missing},
         "columns": columns,

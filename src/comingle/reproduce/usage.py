@@ -113,8 +113,7 @@ def column_net(plan: Plan, column: str) -> str:
     """The net that a column's rows train unless they name their own."""
     cells = _cells(plan, column)
     named = [cell.recipe.base for row, cell in cells.items() if not plan.experiment.rows[row].base]
-    published = plan.column_of(column).base
-    return (named[0] if named else plan.bases.get(published, published)).removeprefix(PREFIX)
+    return (named[0] if named else plan.scaled.stand_in(plan.column_of(column).base)).removeprefix(PREFIX)
 
 
 def _cells(plan: Plan, column: str) -> dict[str, Cell]:
