@@ -38,6 +38,11 @@ Federate = Callable[..., Simulation]
 MakeUser = Callable[..., UserData]
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes never name a test: compressed ones may hold the time, and each worker of pytest-xdist makes them anew."""
+    return argname if isinstance(val, bytes) else None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """Tiny tensors gain nothing from threads, and on a busy machine they lose a lot."""
