@@ -18,7 +18,9 @@ from comingle.engines.checkpoints import list_checkpoints
 from comingle.recipes import load_recipe
 from comingle.records import read_events
 
-COMINGLE = [sys.executable, "-c", "from comingle.cli import main; main()"]
+# What a shell starts in the background ignores Ctrl-C, and so do its children: the program is told to hear it again.
+HEAR = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+COMINGLE = [sys.executable, "-c", HEAR + "from comingle.cli import main; main()"]
 VERBS = ["demo", "run", "compare", "methods", "data", "cost", "show", "theory"]
 HEAVY = ["torch", "transformers", "datasets", "numpy", "scipy", "matplotlib", "safetensors", "yaml", "jaxtyping"]
 
