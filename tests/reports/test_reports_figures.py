@@ -63,6 +63,13 @@ def test_curves_have_a_panel_for_the_mean_and_for_each_user(entries: Any) -> Non
     assert [list(line.get_xdata()) for line in late.axes[1].lines] == [[20]] * 3
 
 
+def test_curves_of_many_users_say_how_many_they_leave_out(write_run: Any) -> None:
+    crowd = {f"user{i}": float(i + 1) for i in range(30)}
+    figure = figures.curves_figure(read_entries([write_run("f", "fedavg", {0: crowd, 2: crowd})]))
+    titles = [axis.get_title("left") for axis in figure.axes if axis.axison]
+    assert titles == ["mean over 30 users (24 shown)", *list(crowd)[:24]]
+
+
 def test_scores_are_drawn_for_every_layer_darker_for_deeper(entries: Any) -> None:
     ann, bob = figures.scores_figure(entries[-1]).axes
     assert [list(line.get_ydata())[-1] for line in ann.lines[::2]] == [0.3, 0.4, 0.7, 0.6]

@@ -34,13 +34,14 @@ def curves_figure(entries: Sequence[Entry], *, start: bool = True, measure: str 
     out the first evaluation of trained runs, so that late differences can be seen.
     """
     measure = measure or entries[0].first.measure
-    users = list(entries[0].first.users)[:MAX_PANELS]
-    panels: list[str | None] = [None, *users]
+    users = list(entries[0].first.users)
+    panels: list[str | None] = [None, *users[:MAX_PANELS]]
+    mean = f"mean over {len(users)} users ({MAX_PANELS} shown)" if len(users) > MAX_PANELS else "mean over users"
     columns = min(4, len(panels))
 
     def paint(figure: Figure, axes: list[Axes]) -> None:
         for axis, user in zip(axes, panels, strict=False):
-            axis.set_title("mean over users" if user is None else user)
+            axis.set_title(mean if user is None else user)
             _curves_panel(axis, entries, user, start, measure)
         for axis in axes[len(panels) :]:
             axis.set_axis_off()
