@@ -34,9 +34,9 @@ def test_every_measure_says_its_unit_and_which_way_is_better() -> None:
 @pytest.mark.parametrize(
     ("measure", "value", "cell", "at_a_tick"),
     [
-        ("perplexity", 1234.567, "1,234.57", "1,234.6"),
+        ("perplexity", 1234.567, "1,234.57", "1,234.57"),
         ("perplexity", 200.0, "200.00", "200"),
-        ("accuracy", 0.1234, "12.3%", "12.3"),
+        ("accuracy", 0.1234, "12.3%", "12.34"),
         ("accuracy", 0.825, "82.5%", "82.5"),
         ("accuracy", 0.55, "55.0%", "55"),
         ("accuracy", 0.005, "0.5%", "0.5"),

@@ -32,7 +32,7 @@ def axis_label(measure: str) -> str:
 def tick(value: float, measure: str) -> str:
     """A measure at the tick of an axis."""
     value = 100 * value if measure == "accuracy" else value
-    return f"{value:,.1f}".removesuffix(".0") if value >= 10 else f"{value:g}"
+    return f"{value:,.2f}".rstrip("0").removesuffix(".") if value >= 10 else f"{value:g}"
 
 
 def byte_unit(largest: float) -> tuple[float, str]:
