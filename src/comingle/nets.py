@@ -21,7 +21,7 @@ from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import Base
 from comingle.models.gated import gated_pair
-from comingle.models.hardware import resolve_device, resolve_dtype
+from comingle.models.hardware import require_room, resolve_device, resolve_dtype
 from comingle.models.mixed import MixedLanguageModel, mix_language_model
 from comingle.models.nets import make_net
 from comingle.models.stacked import StackedModel, stack
@@ -88,7 +88,9 @@ def _model(
     def net(number: int) -> nn.Module:
         return make_net(name, task.input_shape, task.classes, seed=recipe.seed + SEED_STEP * number)
 
-    nets = [net(number) for number in range(many)]
+    first = net(0)
+    require_room(f"method {method.name}", many, sum(p.numel() for p in first.parameters()))
+    nets = [first, *(net(number) for number in range(1, many))]
     if mixture is not None and mixture.of == "adaptors":
         settings = recipe.floral.model_dump()
         if settings["rank"] is None and settings["budget"] is None:

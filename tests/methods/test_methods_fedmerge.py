@@ -249,6 +249,14 @@ def test_models_of_the_server_have_one_rank(federate: Any, name: str) -> None:
             federate({"name": name, "models": models}, changes={"adapters.rank": [2, 4, 2]})
 
 
+@pytest.mark.parametrize("build", ["federate", "federate_nets"])
+def test_more_models_than_the_memory_holds_are_refused_before_they_are_drawn(
+    build: str, request: pytest.FixtureRequest
+) -> None:
+    with pytest.raises(RecipeError, match=r"method fedmerge: 3,000,000,000 models of [\d,]+ parameters are .* at most"):
+        request.getfixturevalue(build)({"name": "fedmerge", "models": 3_000_000_000})
+
+
 def test_identical_models_are_refused_with_the_reason(federate_nets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nets, "SEED_STEP", 0)
     with pytest.raises(RecipeError, match="2 models are identical, so merging weights could never move"):

@@ -27,6 +27,7 @@ from comingle.evaluation.samples import SampleScore
 from comingle.methods.base import Beginning, Method
 from comingle.models.adapted import AdaptedModel
 from comingle.models.greedy import continue_prompts
+from comingle.models.hardware import require_room
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.stacked import StackedModel
 from comingle.routers.mixtures import NEVER
@@ -135,6 +136,7 @@ class Federation:
         if isinstance(self.model, StackedModel):
             found = torch.cat([rows[:1].cpu(), self.model.other_starts])
         else:
+            require_room(f"method {self.method.name}", count, self.model.layout.columns)
             found = torch.stack([draw(self.model.layout, self.training.seed, f"server/{n}") for n in range(count)])
             found[0] = rows[0]
         return found.to(rows)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import torch
 
-from comingle.errors import BaseModelError
+from comingle.errors import BaseModelError, RecipeError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 ATTENTIONS = ("eager", "sdpa")
@@ -70,6 +71,20 @@ def resolve_attention(attention: str, device: torch.device) -> str | None:
     if attention not in ATTENTIONS:
         raise BaseModelError(f"attention: got {attention!r}, allowed are auto, {', '.join(ATTENTIONS)}.")
     return attention
+
+
+def require_room(what: str, count: int, parameters: int) -> None:
+    """See that so many models fit into this machine's memory, in float32 and with nothing else in it.
+
+    Raises:
+        RecipeError: they do not, so that drawing them would end with the process killed.
+    """
+    needed, there = 4 * count * parameters, psutil.virtual_memory().total
+    if needed > there:
+        raise RecipeError(
+            f"{what}: {count:,} models of {parameters:,} parameters are {needed / 2**30:,.0f} GiB; this machine has "
+            f"{there / 2**30:,.0f}, so at most {there // (4 * parameters):,} fit"
+        )
 
 
 def fast_bf16(device: torch.device) -> bool:
