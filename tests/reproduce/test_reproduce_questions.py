@@ -86,10 +86,11 @@ def test_numbers_are_those_of_the_paper(shared_data: Path) -> None:
         assert [float((row.paper or [])[number] or "nan") for row in rows.values()] == [*map(float, printed[column])]
 
 
-def test_the_cpu_scale_is_small_and_has_its_own_base_and_rate() -> None:
+def test_the_cpu_scale_is_small_and_has_its_own_base_and_rates() -> None:
     found = recipes("cpu")
     assert {recipe.base for recipe in found.values()} == {"smollm2-135m"}
-    assert {recipe.training.experts.learning_rate for recipe in found.values()} == {2e-3}
+    rates = {column: recipe.training.experts.learning_rate for column, recipe in found.items()}
+    assert rates == {"xnli": 1e-3, "xquad": 2e-3}
     asked = {column: recipe.data.questions for column, recipe in found.items()}
     assert {column: one.languages for column, one in asked.items() if one is not None} == {
         "xnli": ["en", "fr", "es", "de"],
@@ -134,11 +135,11 @@ def test_estimates_grow_with_rounds_users_and_questions() -> None:
         (cell,) = planned("cpu", seeds=[0], methods=["fedit"], columns=[column], changes=named).cells
         return cell.weight
 
-    questions = 5 * 200 + 50  # five rounds, and one evaluation
+    questions = 5 * 500 + 200  # five rounds, and one evaluation
     assert weight() == pytest.approx(4 * 512 * questions)
     assert weight(data__questions__languages=["en", "de"]) == pytest.approx(2 * 512 * questions)
-    assert weight(training__rounds=10) == pytest.approx(4 * 512 * (10 * 200 + 2 * 50))
-    assert weight(evaluation__first=True) == pytest.approx(4 * 512 * (questions + 50))
+    assert weight(training__rounds=10) == pytest.approx(4 * 512 * (10 * 500 + 2 * 200))
+    assert weight(evaluation__first=True) == pytest.approx(4 * 512 * (questions + 200))
     assert weight("xquad", data__questions__test=None) > weight("xquad", data__questions__test=1)
 
 
