@@ -167,6 +167,8 @@ def mixtures_figure(found: Mixtures) -> Figure:
             axis.imshow(found.values[at], vmin=0, vmax=1, cmap=_SHADES, aspect="auto", interpolation="none")
             axis.set_title(_title(found, at))
             axis.set_xticks(range(len(found.order)), [str(name) for name in found.order])
+            if len(found.order) > 10:  # numbers of two digits run into each other unless they stand upright
+                axis.tick_params(axis="x", labelrotation=90, labelsize=min(8.0, 110 / len(found.order)))
             axis.set_xlabel(found.component)
             axis.grid(visible=False)
             _mark_clusters(axis, found, labels=at == panels[0])
