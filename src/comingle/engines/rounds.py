@@ -60,9 +60,10 @@ def run_rounds(
     """Train from ``first_round`` (from 0) to the end and return the last evaluation.
 
     One round: every participant's local steps; then the exchange. Where the model that counts is the local one
-    (``training.evaluate``), the last exchange is left out, so a run ends with the models that were evaluated. A method
-    that tunes starts from the exchanged model whatever the setting. With ``training.select`` "best" the run ends with
-    the models of the evaluated round whose validation loss was lowest, and the last evaluation is theirs.
+    (``training.evaluate``), the last exchange is left out, so a run ends with the models that were evaluated. Whatever
+    the setting, a method that tunes starts from the exchanged model, and one that makes final models makes them after
+    the last exchange. With ``training.select`` "best" the run ends with the models of the evaluated round whose
+    validation loss was lowest, and the last evaluation is theirs.
 
     Raises:
         DivergenceError: a user's loss or tensors are not finite.
@@ -79,14 +80,12 @@ def run_rounds(
         members = _local(sim, members, number, observe, clock)
         last = number + 1 == rounds
         due = last or (number + 1) % training.evaluate_every == 0
-        before = training.evaluate == "local" and not method.tunes
-        if last and before:
-            sim.finish()
+        before = training.evaluate == "local" and not (method.tunes or method.finish)
         if due and before:
             scores = _evaluate(sim, number + 1, observe)
         if method.exchanges(number + 1) and not (last and before):
             sim.exchange(members)
-        if last and not before:
+        if last:
             sim.finish()
         if due and not before:
             scores = _evaluate(sim, number + 1, observe)

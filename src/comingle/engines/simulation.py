@@ -212,7 +212,7 @@ class Simulation(Steps):
             self.state.rows.mul_(self.mask)
 
     def finish(self) -> None:
-        """What a method does once, after the last local steps: the last copies become the users' models."""
+        """What a method does once, after the last exchange: the last copies become the users' models."""
         finish = self.method.finish
         if finish is None:
             return

@@ -71,7 +71,7 @@ Reroute = Callable[[Float[Tensor, "users clusters"], float], Float[Tensor, "user
 """Maps each user's loss under each component, and the router's learning rate, to the users' new router logits."""
 
 Finish = Callable[[Float[Tensor, "copies users columns"], Validate], Float[Tensor, "users columns"]]
-"""Maps the users' copies at the end of training to their final models."""
+"""Maps the users' copies, after the last exchange, to their final models."""
 
 Welcome = Callable[[Tree, Assess], Tree]
 """Maps what the server keeps, in place, to the stacked downloads before the first round."""
