@@ -120,14 +120,14 @@ class Method:
 
     ``specialists`` is one number for all users or one per user. ``shared`` names the roles that are sent to the server
     in the rounds ``exchange_from``, then every ``exchange_every``-th; every other role that a phase trains is local,
-    the rest is frozen. A role may be narrowed to one factor of its LoRA, as in "attention.a". ``gated`` says that
-    where nets are trained whole a user has a shared and a local one, and a gate. ``pooled`` trains a single model on
-    everybody's text (an upper bound that no federation may use). With ``peers`` every participant downloads the
-    others' uploads instead of one answer. ``copies`` sets of tensors are trained side by side on the same text: only
-    the first takes part in exchanges, and the last is the user's model. The server begins with ``starts`` differently
-    initialised models; ``memory`` is what it keeps of them, ``welcome`` what everybody downloads before the first
-    round, and ``merging`` reads how much of each model a user has. With ``picks`` users download so many models, try
-    them on their training data, keep one and say which. With ``tunes`` the model that counts is not what a user
+    the rest is frozen. A role may be narrowed to one factor of its LoRA, as in "attention.a". ``gated`` says that where
+    nets are trained whole a user has a shared and a local feature extractor, a gate and a head. ``pooled`` trains a
+    single model on everybody's text (an upper bound that no federation may use). With ``peers`` every participant
+    downloads the others' uploads instead of one answer. ``copies`` sets of tensors are trained side by side on the same
+    text: only the first takes part in exchanges, and the last is the user's model. The server begins with ``starts``
+    differently initialised models; ``memory`` is what it keeps of them, ``welcome`` what everybody downloads before the
+    first round, and ``merging`` reads how much of each model a user has. With ``picks`` users download so many models,
+    try them on their training data, keep one and say which. With ``tunes`` the model that counts is not what a user
     downloads, but what a local round of its own makes of it, which is then forgotten. ``validates`` says that
     validation text is needed beyond the phases'. ``proximal`` times the squared distance to where a round began is
     added to the users' objectives. Where the server is ``forgiving``, users who leave the real numbers are left out of
