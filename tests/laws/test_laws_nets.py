@@ -64,7 +64,7 @@ def test_only_what_is_shared_leaves(federate_nets: Any, netted: dict[str, Any]) 
     assert set(uploads) == sent
     clusters = sim.mixture.clusters if sim.method.report else 0
     entries = sum(t[0].numel() for t in uploads.values())
-    said = clusters + bool(sim.method.picks)  # which model it took
+    said = clusters + bool(sim.method.picks) + 1  # which model it took, and how many samples it trains on
     assert sim.upload_bytes() == [4 * (entries + said) * bool(uploads)] * 4 or not uploads
 
 

@@ -35,14 +35,14 @@ USERS = 20
 
 COUNTED = {
     "local": (0, 0, 0, NET),
-    "fedavg": (NET, NET, NET, NET),
-    "fedavg+": (NET, NET, NET, NET),
-    "pfedmoe": (FEATURES, FEATURES, FEATURES, NET + FEATURES + GATE),
-    "fedem": (4 * NET, 4 * NET, 4 * NET, 4 * NET + 4),
-    "ifca": (4 * NET + 4 * USERS, NET + 1, 4 * NET, NET),
-    "fedmerge": (4 * NET + 4 * USERS, NET, NET, NET),
+    "fedavg": (NET, NET + 1, NET, NET),
+    "fedavg+": (NET, NET + 1, NET, NET),
+    "pfedmoe": (FEATURES, FEATURES + 1, FEATURES, NET + FEATURES + GATE),
+    "fedem": (4 * NET, 4 * NET + 1, 4 * NET, 4 * NET + 4),
+    "ifca": (4 * NET + 4 * USERS, NET + 2, 4 * NET, NET),
+    "fedmerge": (4 * NET + 4 * USERS, NET + 1, NET, NET),
 }
-"""Server, sent, received and held, with four models where there are several."""
+"""Server, sent, received and held, with four models where there are several; a count of samples is sent along."""
 
 
 def recipe_of(method: str, net: str = "mlp", **settings: Any) -> Recipe:

@@ -1,4 +1,9 @@
-"""What leaves a user: the one place where uploads are built and their bytes counted."""
+"""What leaves a user: the one place where uploads are built and their bytes counted.
+
+An upload is the shared tensors, what the method reports, which model a user took, and, where means are weighted by it,
+how much data it trains on. Nothing else is needed by any server. Losses in the log are the simulation's own record, and
+between peers each user scores the others' models for itself.
+"""
 
 from __future__ import annotations
 
@@ -20,35 +25,67 @@ def build_uploads(method: Method, layout: Layout, rows: Float[Tensor, "users col
     return restrict(layout.views(rows), layout, method.shared)
 
 
-def build_reports(method: Method, layout: Layout, rows: Float[Tensor, "users columns"]) -> Tree:
-    """What users say to the server besides their shared tensors."""
-    return method.report(layout.views(rows)) if method.report is not None else {}
+def build_reports(method: Method, layout: Layout, rows: Float[Tensor, "users columns"], members: Sequence[int]) -> Tree:
+    """What members say to the server besides their shared tensors; zeros for the absent."""
+    if method.report is None:
+        return {}
+    absent = torch.tensor(absentees(members, len(rows)), dtype=torch.int64, device=rows.device)
+    return {name: t.index_fill(0, absent, 0) for name, t in method.report(layout.views(rows)).items()}
 
 
-def exchange(method: Method, layout: Layout, rows: Float[Tensor, "users columns"], context: Context) -> None:
-    """Upload, let the server answer, download: in place on ``rows``."""
-    if method.shared:
-        downloads = method.server(build_uploads(method, layout, rows), context)
-        assign(layout.views(rows), layout, method.shared, downloads)
+def absentees(members: Sequence[int], users: int) -> list[int]:
+    """Who of so many users sits the round out."""
+    present = set(members)
+    return [user for user in range(users) if user not in present]
 
 
-def upload_bytes(method: Method, layout: Layout, mask: Bool[Tensor, "users columns"]) -> list[int]:
-    """Bytes of one upload of each user: real parameters of shared roles, no padding, what it reports and picks."""
+def exchange(
+    method: Method, layout: Layout, rows: Float[Tensor, "users columns"], context: Context, members: Sequence[int]
+) -> None:
+    """Members upload, the server answers, everybody downloads: in place on ``rows``.
+
+    Of the absent the server sees zeros, whatever they hold. Between peers they keep what they have.
+    """
+    if not method.shared:
+        return
+    uploads = build_uploads(method, layout, rows)
+    absent = absentees(members, len(rows))
+    own = {name: t[absent] for name, t in uploads.items()} if method.peers else {}
+    for t in uploads.values() if absent else ():
+        t[absent] = 0  # which may be their rows: all that is shared is downloaded
+    downloads = method.server(uploads, context)
+    for name, t in own.items():
+        downloads[name][absent] = t
+    assign(layout.views(rows), layout, method.shared, downloads)
+
+
+def upload_bytes(
+    method: Method, layout: Layout, mask: Bool[Tensor, "users columns"], *, weighted: bool = False
+) -> list[int]:
+    """Bytes of one upload of each user: real parameters of shared roles, no padding, and what it says besides."""
     shared = layout.mask(method.shared).to(mask.device)
-    reports = build_reports(method, layout, torch.zeros(1, layout.columns))
-    said = sum(t.numel() for t in reports.values()) + bool(method.picks)
-    return [(int(n) + said) * WIRE_DTYPE.itemsize for n in (mask & shared).sum(1)]
+    said = said_bytes(method, layout, weighted=weighted)
+    return [int(n) * WIRE_DTYPE.itemsize + said for n in (mask & shared).sum(1)]
 
 
-def download_bytes(method: Method, own: int, everything: int) -> int:
-    """Bytes that a user receives who sends ``own`` of ``everything`` that is sent.
+def said_bytes(method: Method, layout: Layout, *, weighted: bool) -> int:
+    """Bytes of the numbers beside the tensors of an upload: see the head of this page."""
+    if not layout.mask(method.shared).any():
+        return 0
+    reports = build_reports(method, layout, torch.zeros(1, layout.columns), [0])
+    numbers = sum(t.numel() for t in reports.values()) + bool(method.picks) + (weighted and not method.peers)
+    return numbers * WIRE_DTYPE.itemsize
 
-    An answer is as large as an upload. Between peers everybody receives what everybody else sends; who picks receives
-    every model, without anybody's choice.
+
+def download_bytes(method: Method, own: int, everything: int, *, said: int) -> int:
+    """Bytes that a user receives who sends ``own`` of ``everything`` that is sent, ``said`` of it beside the tensors.
+
+    An answer is as large as the tensors of an upload. Between peers everybody receives what everybody else sends; who
+    picks receives every model.
     """
     if method.peers:
         return everything - own
-    return method.picks * (own - WIRE_DTYPE.itemsize) if method.picks else own
+    return max(1, method.picks) * (own - said)
 
 
 def averaging_weights(

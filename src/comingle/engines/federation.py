@@ -15,7 +15,7 @@ from comingle.adapters import watching
 from comingle.data.answers import UserAnswers
 from comingle.data.pack import UserData
 from comingle.data.samples import UserSamples
-from comingle.engines.exchange import build_uploads, download_bytes, upload_bytes
+from comingle.engines.exchange import build_uploads, download_bytes, said_bytes, upload_bytes
 from comingle.engines.feeds import Feed, TextFeed
 from comingle.engines.state import State, draw, initial_state
 from comingle.engines.surveys import Losses, Survey
@@ -166,6 +166,11 @@ class Federation:
         """Whether tokens are routed to experts."""
         return isinstance(self.model, AdaptedModel) and watching.routed(self.model.adapters)
 
+    @property
+    def weighted(self) -> bool:
+        """Whether means are weighted by how much users train on."""
+        return self.training.weighting != "uniform"
+
     def owners(self, rows: Sequence[int]) -> list[int]:
         """The trainer to whom each row belongs."""
         return [row % len(self.trainers) for row in rows]
@@ -255,11 +260,16 @@ class Federation:
 
     def upload_bytes(self) -> list[int]:
         """Bytes that each user sends in an exchange in which it takes part."""
-        sent = upload_bytes(self.method, self.model.layout, self.mask)
+        sent = upload_bytes(self.method, self.model.layout, self.mask, weighted=self.weighted)
         return [sent[owner] for owner in self.owners(self.row_of)]
+
+    def download_bytes(self, own: int, everything: int) -> int:
+        """Bytes that a user receives who sends ``own`` of ``everything`` that is sent in an exchange."""
+        said = said_bytes(self.method, self.model.layout, weighted=self.weighted)
+        return download_bytes(self.method, own, everything, said=said)
 
     def exchanged_bytes(self, members: Sequence[int]) -> tuple[int, int]:
         """Bytes that ``members`` send and receive together in an exchange."""
         all_sent = self.upload_bytes()
         own = [all_sent[m] for m in members]
-        return sum(own), sum(download_bytes(self.method, sent, sum(own)) for sent in own)
+        return sum(own), sum(self.download_bytes(sent, sum(own)) for sent in own)

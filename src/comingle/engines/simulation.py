@@ -191,7 +191,7 @@ class Simulation(Steps):
         """The exchange that ends a round: members upload, the server answers, everybody can download."""
         users = len(self.trainers)
         tokens = [len(t.train) for t in self.trainers]
-        weights = averaging_weights(members, tokens, weighted=self.training.weighting != "uniform")
+        weights = averaging_weights(members, tokens, weighted=self.weighted)
         device = self.state.rows.device
         context = Context(
             weights=weights.to(device),
@@ -200,10 +200,10 @@ class Simulation(Steps):
             validate=lambda: self.cross_validate(members),
             memory=self.state.server,
             assess=lambda models: self.assess(models, self.state.rows[:users]),
-            reports=build_reports(self.method, self.model.layout, self.state.rows[:users]),
+            reports=build_reports(self.method, self.model.layout, self.state.rows[:users], members),
             clustered=self.clustered,
         )
-        exchange(self.method, self.model.layout, self.state.rows[:users], context)
+        exchange(self.method, self.model.layout, self.state.rows[:users], context, members)
         if self.mixture is not None and self.mixture.centre:
             views = self.model.layout.views(self.state.rows)
             for name, centred in self.stacked.centre(views).items():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from comingle.costing.summaries import with_method
 from comingle.data.samples import UserSamples
 from comingle.data.tasks import Task
-from comingle.engines.exchange import WIRE_DTYPE, download_bytes
+from comingle.engines.exchange import WIRE_DTYPE
 from comingle.engines.simulation import Simulation
 from comingle.experiment import training_settings
 from comingle.methods import make
@@ -71,7 +71,7 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
     return Usage(
         server=_server(sim, len(task.users)),
         communicate=sent / size,
-        received=download_bytes(method, sent, sent) / size,
+        received=sim.download_bytes(sent, sent) / size,
         client=int(sim.mask[0].sum()),
     )
 
