@@ -7,7 +7,7 @@ from torch import Tensor
 
 from comingle.errors import RecipeError
 from comingle.methods.base import ROUTERS, Method, Phase
-from comingle.methods.mixtures import SHARED, at_rates, client_mixture, first_upload
+from comingle.methods.mixtures import TRAINED, at_rates, client_mixture, first_upload
 from comingle.routers.mixtures import ClientMixture
 
 
@@ -46,7 +46,7 @@ def floral(
         ClientMixture(
             clusters=clusters, temperature=temperature, noise=noise, precondition=precondition, centre=centre
         ),
-        phases=(Phase(roles=SHARED | ROUTERS, optimizer="both"),),
+        phases=(Phase(roles=TRAINED | ROUTERS, optimizer="both"),),
         server=at_rates(*rates),
         memory=None if rates == (1.0, 1.0) else first_upload,
         resets=ROUTERS if stateless else frozenset(),
@@ -63,7 +63,7 @@ def floral_optimal(*, clusters: int = 4, precondition: bool = True, centre: bool
     Differs from the paper: none known.
     """
     mixture = ClientMixture(clusters=clusters, optimal=True, precondition=precondition, centre=centre)
-    return client_mixture("floral-optimal", mixture, phases=(Phase(roles=SHARED),))
+    return client_mixture("floral-optimal", mixture, phases=(Phase(roles=TRAINED),))
 
 
 def floral_mfl(*, clusters: int = 4, precondition: bool = True, centre: bool = False) -> Method:
@@ -77,7 +77,7 @@ def floral_mfl(*, clusters: int = 4, precondition: bool = True, centre: bool = F
     Differs from the paper: a user's model for tests mixes the adaptors in the weights, as (FML) does.
     """
     mixture = ClientMixture(clusters=clusters, at="losses", precondition=precondition, centre=centre)
-    return client_mixture("floral-mfl", mixture, phases=(Phase(roles=SHARED),), reroute=entropic)
+    return client_mixture("floral-mfl", mixture, phases=(Phase(roles=TRAINED),), reroute=entropic)
 
 
 def entropic(losses: Float[Tensor, "users clusters"], rate: float) -> Float[Tensor, "users clusters"]:

@@ -9,9 +9,12 @@ import torch
 from comingle.methods.base import Beginning, Context, Method, Phase, Server
 from comingle.methods.servers import mean_by_cluster
 from comingle.routers.mixtures import ClientMixture
-from comingle.trees import ADAPTOR, BASE, CLIENT_ROUTER, Tree
+from comingle.trees import ADAPTOR, BASE, BASE_STATISTICS, CLIENT_ROUTER, Tree
 
-SHARED = frozenset({BASE, ADAPTOR})
+TRAINED = frozenset({BASE, ADAPTOR})
+
+SHARED = TRAINED | {BASE_STATISTICS}
+"""What of a mixture travels; the adaptors' own running statistics stay at home (FLoRAL App. F.2)."""
 
 
 def client_mixture(

@@ -271,12 +271,14 @@ def _models(nets: Sequence[nn.Module]) -> list[Slot]:
 def _adapted(model: FloralModel) -> list[Slot]:
     """Base, adaptors, router and statistics of a net with adaptors in it."""
     draws, values = initialisers(model), dict(model.named_parameters()) | dict(model.named_buffers())
-    slots = []
+    slots, layers = [], model.layers()
     for name, role in roles(model).items():
         value = values[name].detach()
         kinds = (role,) * (model.num_clusters if role == ADAPTOR else 1)
         init = draws.get(name, _given(value))
-        slots.append(Slot(name=name, shape=tuple(value.shape), roles=kinds, init=init))
+        # Whose statistics these are: an adapted norm's own, or those of a base, with adaptors or without.
+        factor = ("adaptor" if name.rpartition(".")[0] in layers else "base") if role == STATISTICS else ""
+        slots.append(Slot(name=name, shape=tuple(value.shape), roles=kinds, init=init, factor=factor))
     return slots
 
 
