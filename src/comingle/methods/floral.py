@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from jaxtyping import Float
-from torch import Tensor
-
 from comingle.errors import RecipeError
 from comingle.methods.base import ROUTERS, Method, Phase
-from comingle.methods.mixtures import TRAINED, at_rates, client_mixture, first_upload
+from comingle.methods.mixtures import TRAINED, at_rates, client_mixture, entropic, first_upload
 from comingle.routers.mixtures import ClientMixture
 
 
@@ -78,8 +75,3 @@ def floral_mfl(*, clusters: int = 4, precondition: bool = True, centre: bool = F
     """
     mixture = ClientMixture(clusters=clusters, at="losses", precondition=precondition, centre=centre)
     return client_mixture("floral-mfl", mixture, phases=(Phase(roles=TRAINED),), reroute=entropic)
-
-
-def entropic(losses: Float[Tensor, "users clusters"], rate: float) -> Float[Tensor, "users clusters"]:
-    """Logits of ``pi_c ~ exp(-rate f_c)``, which minimises ``sum_c pi_c f_c + (1/rate) pi_c log pi_c`` (eq. 5, 34)."""
-    return -rate * losses

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from comingle.methods.base import Beginning, Context, Method, Phase, Server
-from comingle.methods.servers import mean_by_cluster
+from comingle.methods.servers import centred, mean_by_cluster
 from comingle.routers.mixtures import ClientMixture
 from comingle.trees import ADAPTOR, BASE, BASE_STATISTICS, CLIENT_ROUTER, Tree
 
@@ -32,7 +34,13 @@ def client_mixture(
         return {"mixture": mixture.shares(tensors[CLIENT_ROUTER])}
 
     reports = report if ADAPTOR in shared else None
+    server = centred(server) if mixture.centre else server
     return Method(name=name, mixture=mixture, phases=phases, shared=shared, server=server, report=reports, **options)
+
+
+def entropic(losses: Float[Tensor, "users clusters"], rate: float) -> Float[Tensor, "users clusters"]:
+    """Logits of ``pi_c ~ exp(-rate f_c)``, which minimises ``sum_c pi_c f_c + (1/rate) pi_c log pi_c`` (eq. 5, 34)."""
+    return -rate * losses
 
 
 def first_upload(beginning: Beginning) -> Tree:
