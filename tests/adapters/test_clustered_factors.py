@@ -101,6 +101,18 @@ def test_users_before_the_clusters_change_nothing(base: nn.Module, function: str
             torch.testing.assert_close(together[name][i], tensor)
 
 
+@pytest.mark.parametrize("base", [nn.Linear(5, 4), nn.Conv2d(4, 6, 3)], ids=["linear", "conv"])
+def test_the_input_side_starts_random_and_the_output_side_zero(base: nn.Module) -> None:
+    """LoRA's and the public code's choice, against section 3.2; so the output side alone has a gradient at first."""
+    layer = only_layer(floral(base, num_clusters=2, rank=2))
+    assert isinstance(layer, LowRankLayer)
+    assert layer.a is not None
+    assert layer.b is not None
+    assert layer.b.count_nonzero() == 0
+    assert layer.a.count_nonzero() == layer.a.numel()
+    assert not torch.allclose(layer.a[0], layer.a[1])
+
+
 def test_a_gradient_where_nothing_has_been_learnt_yet_stays_zero() -> None:
     model = floral(nn.Linear(5, 4), num_clusters=2, rank=2)  # float32, the outer factor is zero
     tensors = tensors_of(model)

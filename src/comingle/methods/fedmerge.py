@@ -42,7 +42,9 @@ def fedmerge(
     products are over the last layer ("head", the paper's pruning), or over all ("all", and always so for LoRA).
     Differs from the paper: with eq. 5 the models would move d times less than "the global model is replaced" says, so
     what moves a model is a mean over users, as in the public code (``column_normalize``; false is eq. 5).  That code
-    moves the weights first, and its ``proximal`` is 0.01.  The search for the step is in closed form.
+    moves the weights first, and its ``proximal`` is 0.01.  The search for the step is in closed form.  Users' shares in
+    eq. 5 and 6 are ``training.weighting``, one setting for all methods that a recipe compares: equal by default, the
+    paper's n_i / n with ``samples`` (or ``tokens``), as the published recipes say.
     """
 
     def move_models(soup: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:

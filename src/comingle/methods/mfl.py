@@ -20,7 +20,7 @@ def mfl(*, clusters: int = 4) -> Method:
     router's learning rate; then descent on every f(w_c) by itself, C passes a step.  Server: each model by p(k|c), with
     the pi of the round's start.
     Differs from the paper: a user predicts sum_c pi_c f_c(x), of which the paper says nothing.  Models start at
-    different values, or all would stay one; p(k) is ``training.weighting``, equal shares by default.
+    different values, or all would stay one; p(k) and the user's own loss for f_c as by ``floral-mfl``.
     """
     mixture = ClientMixture(clusters=clusters, of="models", at="losses")
     return client_mixture("mfl", mixture, phases=(Phase(roles=MODELS),), shared=MODELS | {STATISTICS}, reroute=entropic)
@@ -33,8 +33,8 @@ def fml(*, clusters: int = 4, temperature: float = 1.0) -> Method:
     Shared: C models with their running statistics.  Local: one logit for each.  Frozen: nothing.
     Client: simultaneous descent on f(sum_c pi_c w_c), models and router (its own learning rate).  Server: each model by
     p(k|c).
-    Differs from the paper: models start at different values; p(k) is ``training.weighting``, equal shares by default;
-    running statistics are those of the mixed model.
+    Differs from the paper: models start at different values; p(k) as by ``floral``; all models of a user have the
+    running statistics of the mixed one.
     """
     mixture = ClientMixture(clusters=clusters, of="models", temperature=temperature)
     phase = Phase(roles=MODELS | ROUTERS, optimizer="both")

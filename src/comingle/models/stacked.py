@@ -157,9 +157,10 @@ class StackedModel:
     def _merged_outputs(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users batch ..."]:
         """Outputs of the one model ``sum_c pi_c w_c``, whose running statistics then are all components'."""
         merged = merge_models(tensors, self.shares(tensors))
-        outputs = self._run(train, self._call, merged, inputs)
-        for slot in self.layout.only({STATISTICS}).slots if train else ():
-            tensors[slot.name].copy_(merged[slot.name].unsqueeze(1).expand_as(tensors[slot.name]))
+        statistics = {s.name: merged[s.name].detach() for s in self.layout.only({STATISTICS}).slots}
+        outputs = self._run(train, self._call, merged | statistics, inputs)
+        for name, value in statistics.items() if train else ():
+            tensors[name].copy_(value.unsqueeze(1).expand_as(tensors[name]))
         return outputs
 
     def _components(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users clusters batch ..."]:
