@@ -31,7 +31,7 @@ from comingle.models.hardware import require_room
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.stacked import StackedModel
 from comingle.routers.mixtures import NEVER
-from comingle.trees import ADAPTOR, CLIENT_ROUTER, Tree, assign
+from comingle.trees import ADAPTOR, CLIENT_ROUTER, STATISTICS, Slot, Tree, assign
 
 AnyScore = Score | SampleScore | AnswerScore
 """Text, samples and answers are scored alike: ``mean_loss`` and ``measures``."""
@@ -72,12 +72,17 @@ class Federation:
         self.iterations = training.rounds * self.local_steps
         # Where nobody has more than one expert there is no router, and nothing to do in its phase.
         self.phases = [phase for phase in method.phases if model.layout.only(phase.roles).slots]
-        self.clustered = frozenset(slot.name for slot in model.layout.slots if set(slot.roles) == {ADAPTOR})
+        self.clustered = frozenset(slot.name for slot in model.layout.slots if self._is_clustered(slot))
         self.round_number = -1  # none has begun
         initial = self._initial()
         self.start = initial.rows.clone() if method.resets else initial.rows[:0]
         self.state = state or initial
         self.resized()
+
+    def _is_clustered(self, slot: Slot) -> bool:
+        """Whether the tensor's leading axis is a mixture's components; whole models have statistics of their own."""
+        whole = self.mixture is not None and self.mixture.of == "models"
+        return set(slot.roles) == {ADAPTOR} or (whole and set(slot.roles) == {STATISTICS})
 
     def resized(self) -> None:
         """Take note of the users' ranks, which are part of the state."""

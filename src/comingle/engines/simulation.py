@@ -75,8 +75,6 @@ class Simulation(Steps):
             rejected |= self._leave_out(find_broken(found, part.rows, round_number), part, cohort)
             if self.method.resize is not None and began is not None:
                 self._resize(self.method.resize, began[cohort], part)
-            if self.method.reroute is not None:
-                self._reroute(part, cohort, round_number, self.method.reroute)
             self.state.put(cohort, part)
             losses |= dict(zip(self.owners(cohort), (found.sum(0) / steps).tolist(), strict=True))
         if self.method.resize:
@@ -154,13 +152,15 @@ class Simulation(Steps):
         self.model.layout.views(part.rows)[CLIENT_ROUTER].copy_(means.clamp(min=smallest).log())
 
     @torch.no_grad()
-    def _reroute(self, part: State, cohort: Sequence[int], round_number: int, reroute: Reroute) -> None:
-        """A user's router out of each component's loss on its training data."""
-        owners, tensors = self.owners(cohort), self.tensors(part.rows)
-        survey = Survey(self.feed, owners, round_number, self.portions, part.rows.device)
-        losses = survey.means(lambda batch: self.stacked.component_losses(tensors, owners, batch))
-        rate = learning_rate(self.training.router, round_number, self.training.rounds)
-        self.model.layout.views(part.rows)[CLIENT_ROUTER].copy_(reroute(losses, rate))
+    def _reroute(self, reroute: Reroute) -> None:
+        """Everybody's router out of each received component's loss on the own training data."""
+        rate = learning_rate(self.training.router, self.round_number, self.training.rounds)
+        theta = self.model.layout.views(self.state.rows)[CLIENT_ROUTER]
+        for cohort in cohorts([i for i, t in enumerate(self.trainers) if len(t.train)], self.portions.users):
+            tensors = self.tensors(self.state.rows[cohort])
+            survey = Survey(self.feed, cohort, self.round_number, self.portions, self.state.rows.device)
+            losses = survey.means(lambda batch, c=cohort, t=tensors: self.stacked.component_losses(t, c, batch))
+            theta[cohort] = reroute(losses, rate).to(theta)
 
     @property
     def _looks_back(self) -> bool:
@@ -202,12 +202,11 @@ class Simulation(Steps):
             assess=lambda models: self.assess(models, self.state.rows[:users]),
             reports=build_reports(self.method, self.model.layout, self.state.rows[:users], members),
             clustered=self.clustered,
+            centre=None if self.mixture is None else self.stacked.centre,
         )
         exchange(self.method, self.model.layout, self.state.rows[:users], context, members)
-        if self.mixture is not None and self.mixture.centre:
-            views = self.model.layout.views(self.state.rows)
-            for name, centred in self.stacked.centre(views).items():
-                views[name].copy_(centred)
+        if self.method.reroute is not None:
+            self._reroute(self.method.reroute)
         if self.padded:  # a server may answer users of unequal size alike
             self.state.rows.mul_(self.mask)
 

@@ -23,6 +23,7 @@ from comingle.methods.floral import floral, floral_mfl, floral_optimal
 from comingle.methods.hetlora import hetlora
 from comingle.methods.ifca import ifca
 from comingle.methods.local import local
+from comingle.methods.mfl import fml, mfl
 from comingle.methods.moe import fedavg_moe, fedavg_moe_tr, local_moe, local_moe_tr
 from comingle.methods.pcl import pcl
 from comingle.methods.pfedmoe import pfedmoe
@@ -56,6 +57,8 @@ REGISTRY: dict[str, Callable[..., Method]] = {
     "local-adaptor": local_adaptor,
     "ensemble": ensemble,
     "ensemble-optimal": ensemble_optimal,
+    "mfl": mfl,
+    "fml": fml,
     "fedmerge": fedmerge,
     "fedmerge-fixed": fedmerge_fixed,
     "fedavg+": fedavg_plus,

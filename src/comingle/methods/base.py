@@ -24,6 +24,10 @@ The users do this, each on its own data; a user without any has zeros.
 """
 
 
+Centre = Callable[[Tree, Float[Tensor, " clusters"]], Tree]
+"""Maps aggregated base and components, and the components' p(c), to the same with the components' mean in the base."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Context:
     """What a server knows in an exchange besides the uploads.
@@ -33,7 +37,7 @@ class Context:
     mean loss in nats of user j's model on user i's text, NaN where either is absent. ``memory`` is what the server
     itself keeps between rounds, changed in place. ``assess`` has models of the server's tried on training data.
     ``reports`` is what users said besides their tensors (:attr:`Method.report`), and ``clustered`` names the uploads
-    whose second dimension is a mixture's components.
+    whose second dimension is a mixture's components; ``centre`` knows which adaptor belongs to which base weight.
     """
 
     weights: Float[Tensor, " users"]
@@ -44,6 +48,7 @@ class Context:
     assess: Assess
     reports: Tree = field(default_factory=dict)
     clustered: frozenset[str] = frozenset()
+    centre: Centre | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +137,9 @@ class Method:
     validation text is needed beyond the phases'. ``proximal`` times the squared distance to where a round began is
     added to the users' objectives. Where the server is ``forgiving``, users who leave the real numbers are left out of
     a round instead of ending the run. ``mixture`` makes a user's model a mixture of components, and ``reroute`` sets
-    its router after the local steps where no phase trains it. ``report`` is what a user says to the server besides its
-    shared tensors, out of all its tensors. At the start of each round the roles in ``resets`` are as they were before
-    any training, and the phases ``before`` come once before the others.
+    its router, where no phase trains it, out of the components' losses as soon as it has received them. ``report`` is
+    what a user says to the server besides its shared tensors, out of all its tensors. At the start of each round the
+    roles in ``resets`` are as they were before any training, and the phases ``before`` come once before the others.
     """
 
     name: str

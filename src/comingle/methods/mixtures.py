@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from comingle.methods.base import Beginning, Context, Method, Phase, Server
-from comingle.methods.servers import mean_by_cluster
+from comingle.methods.servers import centred, mean_by_cluster
 from comingle.routers.mixtures import ClientMixture
-from comingle.trees import ADAPTOR, BASE, CLIENT_ROUTER, Tree
+from comingle.trees import ADAPTOR, BASE, BASE_STATISTICS, CLIENT_ROUTER, Tree
 
-SHARED = frozenset({BASE, ADAPTOR})
+TRAINED = frozenset({BASE, ADAPTOR})
+
+SHARED = TRAINED | {BASE_STATISTICS}
+"""What of a mixture travels; the adaptors' own running statistics stay at home (FLoRAL App. F.2)."""
 
 
 def client_mixture(
@@ -29,7 +34,13 @@ def client_mixture(
         return {"mixture": mixture.shares(tensors[CLIENT_ROUTER])}
 
     reports = report if ADAPTOR in shared else None
+    server = centred(server) if mixture.centre else server
     return Method(name=name, mixture=mixture, phases=phases, shared=shared, server=server, report=reports, **options)
+
+
+def entropic(losses: Float[Tensor, "users clusters"], rate: float) -> Float[Tensor, "users clusters"]:
+    """Logits of ``pi_c ~ exp(-rate f_c)``, which minimises ``sum_c pi_c f_c + (1/rate) pi_c log pi_c`` (eq. 5, 34)."""
+    return -rate * losses
 
 
 def first_upload(beginning: Beginning) -> Tree:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.methods.base import Context
+from comingle.methods.base import Context, Server
 from comingle.trees import Tree
 
 
@@ -39,6 +39,26 @@ def aggregation_weights(
     joint = mixtures.to(weights) * weights.unsqueeze(1)
     total = joint.sum(0)
     return torch.where(total > EMPTY, joint / total.clamp(min=EMPTY), weights.unsqueeze(1))
+
+
+def cluster_weights(
+    mixtures: Float[Tensor, "users clusters"], weights: Float[Tensor, " users"]
+) -> Float[Tensor, " clusters"]:
+    """``p(c) = sum_k p(k) pi_c^k`` (FLoRAL eq. 2)."""
+    return weights @ mixtures.to(weights)
+
+
+def centred(server: Server) -> Server:
+    """``server``, and then the components' mean under p(c) moves into the base (FLoRAL App. E, eq. 30 and 37)."""
+
+    def serve(uploads: Tree, context: Context) -> Tree:
+        assert context.centre is not None
+        downloads = server(uploads, context)
+        one = {name: t[:1] for name, t in downloads.items()}
+        found = context.centre(one, cluster_weights(context.reports["mixture"], context.weights))
+        return {name: found[name].expand(t.shape) for name, t in downloads.items()}
+
+    return serve
 
 
 EMPTY = 1e-12
