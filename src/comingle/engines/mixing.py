@@ -23,7 +23,7 @@ def mixtures(sim: Simulation) -> dict[str, Any]:
         return {}
     names = [user.name for user in sim.users]
     rows = [[round(p, PRECISION) for p in row] for row in found.tolist()]
-    event: dict[str, Any] = {"mixtures": dict(zip(names, rows, strict=True))}
+    event: dict[str, Any] = {"mixtures": dict(zip(names, rows, strict=True)), "component": component_of(sim)}
     of_shares = bool((found >= 0).all())  # merging weights without a softmax may be anything
     if of_shares:
         event["router_entropy_nats"] = round(float(entropy(found).mean()), PRECISION)
@@ -33,6 +33,12 @@ def mixtures(sim: Simulation) -> dict[str, Any]:
     if None not in truth and of_shares:
         event["aggregation_mismatch"] = round(float(mismatch(found, torch.tensor(truth), sizes(sim)).mean()), PRECISION)
     return event
+
+
+def component_of(sim: Simulation) -> str:
+    """What is mixed, in words for reports: some methods have whole models."""
+    whole = sim.mixture is None or sim.mixture.of == "models"
+    return "model" if whole else "adaptor set"
 
 
 def mixture_of(sim: Simulation) -> Float[Tensor, "users clusters"] | None:

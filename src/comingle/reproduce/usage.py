@@ -66,7 +66,9 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
     user = _with_few(task.users[0])
     recipe = with_method(recipe, recipe.method.name)  # where participation names others
     method = make(recipe.method.name, **recipe.method.settings)
-    sim = build_nets(recipe, replace(task, users=(user,)), method, training_settings(recipe, [user.name]))
+    # Weighted means need a count of samples, which is no parameter.
+    settings = replace(training_settings(recipe, [user.name]), weighting="uniform")
+    sim = build_nets(recipe, replace(task, users=(user,)), method, settings)
     sent, size = sim.upload_bytes()[0], WIRE_DTYPE.itemsize
     return Usage(
         server=_server(sim, len(task.users)),
