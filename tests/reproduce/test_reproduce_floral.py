@@ -341,6 +341,7 @@ def test_accuracies_are_in_per_cent(tmp_path: Path) -> None:
     assert scores({cell.folder: outcome}, [cell], "mean_test_accuracy") == {("fedavg", "linear"): [87.5]}
 
 
+@pytest.mark.slow
 def test_vgg_with_batch_norm_runs_on_images_in_every_form(tmp_path: Path) -> None:
     draw, labels = np.random.default_rng(0), np.arange(400) % 100
     pixels = draw.integers(0, 255, (400, 32, 32, 3), dtype=np.uint8)
