@@ -22,6 +22,7 @@ from comingle.engines.checkpoints import (
     save_checkpoint,
 )
 from comingle.engines.events import EventLog, Observer, tensorboard
+from comingle.engines.naming import check_names, reorder
 from comingle.engines.optimizers import OptimizerSettings
 from comingle.engines.rounds import Clock, run_rounds, summarise
 from comingle.engines.simulation import Simulation
@@ -246,6 +247,7 @@ def execute(
         progress = Progress(
             round=done,
             fingerprint=recipe.fingerprint,
+            trainers=[trainer.name for trainer in sim.trainers],
             events_bytes=log.size_bytes,
             wall_seconds=clock.wall_seconds,
             **{key: getattr(clock, key) for key in Clock.COUNTS},
@@ -293,4 +295,7 @@ def _newest(sim: Simulation, folder: Path, recipe: Recipe) -> tuple[State, Progr
     progress = read_progress(found[-1])
     if progress.fingerprint != recipe.fingerprint:
         raise RunError(f"{found[-1]}: belongs to another recipe ({progress.fingerprint}, not {recipe.fingerprint})")
-    return load_checkpoint(found[-1], sim.model.layout, sim.state), progress
+    names = [trainer.name for trainer in sim.trainers]
+    check_names(found[-1], progress.trainers, names)
+    state = load_checkpoint(found[-1], sim.model.layout, sim.state)
+    return reorder(state, progress.trainers, names, sim.method.kept_by_user), progress

@@ -12,7 +12,7 @@ import os
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -28,10 +28,14 @@ _ROWS, _SERVER, _BEST = "user/", "server/", "best/"
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run has come. ``fingerprint`` names the recipe; ``events_bytes`` is the length of the event log."""
+    """How far a run has come. ``fingerprint`` names the recipe; ``events_bytes`` is the length of the event log.
+
+    ``trainers`` are the names of those to whom the rows belong, in the rows' order.
+    """
 
     round: int
     fingerprint: str
+    trainers: list[str]
     events_bytes: int
     train_seconds: float
     wall_seconds: float
@@ -82,13 +86,19 @@ def read_progress(folder: Path) -> Progress:
     try:
         content = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
         for name, kind in get_type_hints(Progress).items():
-            if name in content and not isinstance(content[name], (int, float) if kind is float else kind):
+            if name in content and not _is_of(content[name], kind):
                 raise TypeError(f"{name} is {content[name]!r}")
         return Progress(**content)
     except (OSError, ValueError, TypeError) as error:
         raise RunError(
             f"{folder}: not a checkpoint of comingle ({error}); delete it to resume from an older one"
         ) from None
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if kind == list[str]:
+        return isinstance(value, list) and all(isinstance(one, str) for one in value)
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def load_checkpoint(folder: Path, layout: Layout, like: State) -> State:
