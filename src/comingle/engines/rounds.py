@@ -75,7 +75,7 @@ def run_rounds(
     if rounds and first_round == 0 and training.evaluate_first:
         _evaluate(sim, 0, observe)  # where every curve starts: the pretrained model
     for number in range(first_round, rounds):
-        members = participants(training, number, len(sim.trainers))
+        members = participants(training, number, [trainer.name for trainer in sim.trainers])
         members = _local(sim, members, number, observe, clock)
         last = number + 1 == rounds
         due = last or (number + 1) % training.evaluate_every == 0
