@@ -134,7 +134,7 @@ def rename(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def widen(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["user/layers.1.mlp.up.b"] = tensors["user/layers.1.mlp.up.b"].double()
+    tensors["iterations"] = tensors["iterations"].double()
 
 
 def cut(tensors: dict[str, torch.Tensor]) -> None:
@@ -153,10 +153,7 @@ def add(tensors: dict[str, torch.Tensor]) -> None:
     ("damage", "said"),
     [
         (rename, "tensor 'user/layers.0.mlp.op.a': got ((3, 3, 2, 32), torch.float32), this recipe has nothing"),
-        (
-            widen,
-            "tensor 'user/layers.1.mlp.up.b': got ((3, 3, 2, 88), torch.float64), this recipe has ((3, 3, 2, 88), ",
-        ),
+        (widen, "tensor 'iterations': got ((3,), torch.float64), this recipe has ((3,), torch.int64)"),
         (cut, "tensor 'user/layers.1.mlp.up.b': got ((3, 2, 2, 88), torch.float32), this recipe has ((3, 3, 2, 88), "),
         (drop, "tensor 'iterations': got nothing, this recipe has ((3,), torch.int64)"),
         (add, "tensor 'zeta': got ((1,), torch.float32), this recipe has nothing"),
