@@ -30,7 +30,7 @@ from comingle.engines.state import State
 from comingle.engines.training import Training
 from comingle.errors import DataError, RecipeError, RunError
 from comingle.folders import check_folder, open_folder
-from comingle.materials import Materials, gather, prepare
+from comingle.materials import Materials, describe, gather, prepare
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.adapted import AdaptedModel, adapt
@@ -39,6 +39,7 @@ from comingle.models.mixed import MixedLanguageModel
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import PersonalNet, personal_net
 from comingle.nets import build_nets, mix_base, warn_unread
+from comingle.opening import reopen
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import read_metrics, write_json
 
@@ -107,23 +108,26 @@ def run(
         check_folder(folder, recipe, resume=resume, force=force)
     elif resume:
         raise RunError("resume: no run folder; give out=FOLDER of the run to go on with")
-    sim = build(recipe, materials or prepare(recipe))
+    materials = materials or prepare(recipe)
+    sim = build(recipe, materials)
     warn_unread(recipe)
     if folder is not None:
-        open_folder(folder, recipe, resume=resume, force=force)
+        open_folder(folder, recipe, describe(materials, recipe), resume=resume, force=force)
     return execute(sim, recipe, folder, resume=resume, observers=observers)
 
 
 def load(folder: str | Path) -> Run:
-    """Open a finished run, to talk to its users' models or predict with them.
+    """Open a finished run, to talk to its users' models or predict with them, out of its folder and its base alone.
+
+    The users' data is read when something asks for it: to score models on it, or for methods that tune on it.
 
     Raises:
-        RunError: not a finished run of comingle.
+        RunError: not a finished run of comingle, or the base changed.
     """
     folder = Path(folder)
     metrics = read_metrics(folder)
     recipe = load_recipe(folder)
-    sim = build(recipe, prepare(recipe))
+    sim = build(recipe, reopen(folder, recipe))
     if sim.method.phases:
         sim.state = _newest(sim, folder, recipe)[0]
         sim.resized()
@@ -143,7 +147,8 @@ def build(recipe: Recipe, materials: Materials) -> Simulation:
     method = make(recipe.method.name, **recipe.method.settings)
     if materials.task is not None:
         names = [user.name for user in materials.task.users]
-        return build_nets(recipe, materials.task, method, training_settings(recipe, names))
+        training = training_settings(recipe, names)
+        return build_nets(recipe, materials.task, method, training, unread=materials.unread)
     training = training_settings(recipe, [user.name for user in materials.users or materials.answers])
     if method.pooled:  # the one trainer is always there
         training = replace(training, participation=1.0)
@@ -152,8 +157,10 @@ def build(recipe: Recipe, materials: Materials) -> Simulation:
     if method.mixture is not None:
         model = mix_base(recipe, materials.base, method, len(trainers))
     else:
-        model = adapt_base(recipe, materials.base, method, len(trainers), training_tokens(trainers, training))
-    return Simulation(model, method, training, trainers=trainers, users=users, feed=feed)
+        asked_later = materials.unread and materials.answers  # only they could say how many tokens they have
+        tokens = 0 if asked_later else training_tokens(trainers, training)
+        model = adapt_base(recipe, materials.base, method, len(trainers), tokens)
+    return Simulation(model, method, training, trainers=trainers, users=users, feed=feed, reads=not materials.unread)
 
 
 def training_tokens(trainers: Sequence[UserData | UserAnswers], training: Training) -> int:
