@@ -24,7 +24,7 @@ from comingle.engines.checkpoints import (
 from comingle.engines.events import EventLog, Observer, tensorboard
 from comingle.engines.naming import check_names, reorder
 from comingle.engines.optimizers import OptimizerSettings
-from comingle.engines.rounds import Clock, run_rounds, summarise
+from comingle.engines.rounds import Clock, run_rounds, start_event, summarise
 from comingle.engines.simulation import Simulation
 from comingle.engines.state import State
 from comingle.engines.training import Training
@@ -263,7 +263,7 @@ def execute(
         prune_checkpoints(folder, recipe.checkpoints.keep)
 
     if start == 0:
-        observe(_start_event(sim, recipe))
+        observe(start_event(sim))
     try:
         scores = run_rounds(sim, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
         metrics = summarise(sim, scores, clock, base=sim.model.name).as_dict()
@@ -276,18 +276,6 @@ def execute(
     if folder is not None:
         write_json(folder / "metrics.json", metrics)
     return Run(folder=folder, recipe=recipe, metrics=metrics, simulation=sim)
-
-
-def _start_event(sim: Simulation, recipe: Recipe) -> dict[str, Any]:
-    unit = sim.feed.unit
-    return {
-        "event": "start",
-        "method": sim.method.name,
-        "seed": recipe.seed,
-        "base": sim.model.name,
-        "rounds": sim.training.rounds if sim.method.phases else 0,
-        "users": {u.name: {f"train_{unit}": len(u.train), f"test_{unit}": len(u.test)} for u in sim.users},
-    }
 
 
 def _newest(sim: Simulation, folder: Path, recipe: Recipe) -> tuple[State, Progress]:

@@ -176,6 +176,19 @@ def _measured(score: AnyScore) -> dict[str, float]:
     return {f"test_{name}": value for name, value in score.measures.items()}
 
 
+def start_event(sim: Simulation) -> dict[str, Any]:
+    """What a run says first: what it is, and how much everybody has."""
+    unit = sim.feed.unit
+    return {
+        "event": "start",
+        "method": sim.method.name,
+        "seed": sim.training.seed,
+        "base": sim.model.name,
+        "rounds": sim.training.rounds if sim.method.phases else 0,
+        "users": {u.name: {f"train_{unit}": len(u.train), f"test_{unit}": len(u.test)} for u in sim.users},
+    }
+
+
 def measure_of(scores: Sequence[AnyScore]) -> str:
     """What models are compared by."""
     return next(iter(scores[0].measures))
