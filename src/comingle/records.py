@@ -1,6 +1,6 @@
 """What a run writes down: plain records that reports can read without torch.
 
-A run folder holds ``recipe.yaml``, ``events.jsonl`` (one event a line, in order), ``metrics.json`` (written at the end)
+A run folder holds ``recipe.yaml``, ``inputs.json``, ``events.jsonl`` (one event a line, in order), ``metrics.json`` (written at the end)
 and ``checkpoints/round-NNNN/``.
 """
 
