@@ -22,14 +22,15 @@ from comingle.engines.checkpoints import (
     save_checkpoint,
 )
 from comingle.engines.events import EventLog, Observer, tensorboard
+from comingle.engines.naming import check_names, reorder
 from comingle.engines.optimizers import OptimizerSettings
-from comingle.engines.rounds import Clock, run_rounds, summarise
+from comingle.engines.rounds import Clock, run_rounds, start_event, summarise
 from comingle.engines.simulation import Simulation
 from comingle.engines.state import State
 from comingle.engines.training import Training
 from comingle.errors import DataError, RecipeError, RunError
 from comingle.folders import check_folder, open_folder
-from comingle.materials import Materials, gather, prepare
+from comingle.materials import Materials, describe, gather, prepare
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.adapted import AdaptedModel, adapt
@@ -38,6 +39,7 @@ from comingle.models.mixed import MixedLanguageModel
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import PersonalNet, personal_net
 from comingle.nets import build_nets, mix_base, warn_unread
+from comingle.opening import reopen
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import read_metrics, write_json
 
@@ -106,23 +108,26 @@ def run(
         check_folder(folder, recipe, resume=resume, force=force)
     elif resume:
         raise RunError("resume: no run folder; give out=FOLDER of the run to go on with")
-    sim = build(recipe, materials or prepare(recipe))
+    materials = materials or prepare(recipe)
+    sim = build(recipe, materials)
     warn_unread(recipe)
     if folder is not None:
-        open_folder(folder, recipe, resume=resume, force=force)
+        open_folder(folder, recipe, describe(materials, recipe), resume=resume, force=force)
     return execute(sim, recipe, folder, resume=resume, observers=observers)
 
 
 def load(folder: str | Path) -> Run:
-    """Open a finished run, to talk to its users' models or predict with them.
+    """Open a finished run, to talk to its users' models or predict with them, out of its folder and its base alone.
+
+    The users' data is read when something asks for it: to score models on it, or for methods that tune on it.
 
     Raises:
-        RunError: not a finished run of comingle.
+        RunError: not a finished run of comingle, or the base changed.
     """
     folder = Path(folder)
     metrics = read_metrics(folder)
     recipe = load_recipe(folder)
-    sim = build(recipe, prepare(recipe))
+    sim = build(recipe, reopen(folder, recipe))
     if sim.method.phases:
         sim.state = _newest(sim, folder, recipe)[0]
         sim.resized()
@@ -142,7 +147,8 @@ def build(recipe: Recipe, materials: Materials) -> Simulation:
     method = make(recipe.method.name, **recipe.method.settings)
     if materials.task is not None:
         names = [user.name for user in materials.task.users]
-        return build_nets(recipe, materials.task, method, training_settings(recipe, names))
+        training = training_settings(recipe, names)
+        return build_nets(recipe, materials.task, method, training, unread=materials.unread)
     training = training_settings(recipe, [user.name for user in materials.users or materials.answers])
     if method.pooled:  # the one trainer is always there
         training = replace(training, participation=1.0)
@@ -151,8 +157,10 @@ def build(recipe: Recipe, materials: Materials) -> Simulation:
     if method.mixture is not None:
         model = mix_base(recipe, materials.base, method, len(trainers))
     else:
-        model = adapt_base(recipe, materials.base, method, len(trainers), training_tokens(trainers, training))
-    return Simulation(model, method, training, trainers=trainers, users=users, feed=feed)
+        asked_later = materials.unread and materials.answers  # only they could say how many tokens they have
+        tokens = 0 if asked_later else training_tokens(trainers, training)
+        model = adapt_base(recipe, materials.base, method, len(trainers), tokens)
+    return Simulation(model, method, training, trainers=trainers, users=users, feed=feed, reads=not materials.unread)
 
 
 def training_tokens(trainers: Sequence[UserData | UserAnswers], training: Training) -> int:
@@ -246,6 +254,7 @@ def execute(
         progress = Progress(
             round=done,
             fingerprint=recipe.fingerprint,
+            trainers=[trainer.name for trainer in sim.trainers],
             events_bytes=log.size_bytes,
             wall_seconds=clock.wall_seconds,
             **{key: getattr(clock, key) for key in Clock.COUNTS},
@@ -254,7 +263,7 @@ def execute(
         prune_checkpoints(folder, recipe.checkpoints.keep)
 
     if start == 0:
-        observe(_start_event(sim, recipe))
+        observe(start_event(sim))
     try:
         scores = run_rounds(sim, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
         metrics = summarise(sim, scores, clock, base=sim.model.name).as_dict()
@@ -269,18 +278,6 @@ def execute(
     return Run(folder=folder, recipe=recipe, metrics=metrics, simulation=sim)
 
 
-def _start_event(sim: Simulation, recipe: Recipe) -> dict[str, Any]:
-    unit = sim.feed.unit
-    return {
-        "event": "start",
-        "method": sim.method.name,
-        "seed": recipe.seed,
-        "base": sim.model.name,
-        "rounds": sim.training.rounds if sim.method.phases else 0,
-        "users": {u.name: {f"train_{unit}": len(u.train), f"test_{unit}": len(u.test)} for u in sim.users},
-    }
-
-
 def _newest(sim: Simulation, folder: Path, recipe: Recipe) -> tuple[State, Progress]:
     """The newest checkpoint of a run.
 
@@ -293,4 +290,7 @@ def _newest(sim: Simulation, folder: Path, recipe: Recipe) -> tuple[State, Progr
     progress = read_progress(found[-1])
     if progress.fingerprint != recipe.fingerprint:
         raise RunError(f"{found[-1]}: belongs to another recipe ({progress.fingerprint}, not {recipe.fingerprint})")
-    return load_checkpoint(found[-1], sim.model.layout, sim.state), progress
+    names = [trainer.name for trainer in sim.trainers]
+    check_names(found[-1], progress.trainers, names)
+    state = load_checkpoint(found[-1], sim.model.layout, sim.state)
+    return reorder(state, progress.trainers, names, sim.method.kept_by_user), progress

@@ -7,26 +7,40 @@ from pathlib import Path
 from typing import Any
 
 from comingle.errors import RunError
+from comingle.inputs import INPUTS, Inputs, check_inputs, read_inputs, write_inputs
+from comingle.methods import make
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import write_text
 
-RUN_FILES = ("recipe.yaml", "events.jsonl", "metrics.json", "checkpoints", "tensorboard", "report.html", "figures")
+RUN_FILES = (
+    "recipe.yaml",
+    INPUTS,
+    "events.jsonl",
+    "metrics.json",
+    "checkpoints",
+    "tensorboard",
+    "report.html",
+    "figures",
+)
 """What a run folder holds, with the report and the figures that may be made of it."""
 
 
-def open_folder(folder: Path, recipe: Recipe, *, resume: bool, force: bool) -> None:
+def open_folder(folder: Path, recipe: Recipe, inputs: Inputs, *, resume: bool, force: bool) -> None:
     """Make a run folder, or take one up again; after everything that could be wrong with the recipe has been checked.
 
     Raises:
-        RunError: as :func:`check_folder`, or it cannot be written to.
+        RunError: as :func:`check_folder` and :func:`check_inputs`, or it cannot be written to.
     """
     check_folder(folder, recipe, resume=resume, force=force)
     if resume:
+        pooled = make(recipe.method.name, **recipe.method.settings).pooled
+        check_inputs(folder, read_inputs(folder), inputs, pooled=recipe.method.name if pooled else "")
         return
     try:
         if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
+        write_inputs(folder, inputs)
         write_text(folder / "recipe.yaml", recipe.as_yaml())
     except OSError as error:
         raise RunError(f"{folder}: cannot be written to: {error.strerror}") from None

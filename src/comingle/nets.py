@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from comingle.adapters.clustered import floral
 from comingle.adapters.lora import lora_scale
-from comingle.data.samples import check, pool_samples
+from comingle.data.later import later
+from comingle.data.samples import UserSamples, check, pool_samples
 from comingle.data.tasks import Task, make_task
 from comingle.engines.samples import SampleFeed
 from comingle.engines.simulation import Simulation
@@ -40,8 +42,10 @@ def prepare_task(section: TaskSection, seed: int) -> Task:
     return make_task(section.name, **section.model_dump(exclude={"name"}, exclude_unset=True), seed=seed)
 
 
-def build_nets(recipe: Recipe, task: Task, method: Method, training: Training) -> Simulation:
+def build_nets(recipe: Recipe, task: Task, method: Method, training: Training, *, unread: bool = False) -> Simulation:
     """Everybody's copy of the task's net, with adaptors where the method mixes them.
+
+    ``unread`` leaves the users' samples where they are until something asks for them.
 
     Raises:
         RecipeError: a base that is no net, a method for language models, fewer components than true clusters for
@@ -49,20 +53,24 @@ def build_nets(recipe: Recipe, task: Task, method: Method, training: Training) -
         DataError: users whose samples cannot share the task.
     """
     users = list(task.users)
-    _check_users(task)
+    if not unread:
+        _check_users(task)
     _check_on_nets(method)
     _check_clusters(task, method)
     if method.pooled:  # the one trainer is always there
         training = replace(training, participation=1.0)
     device = resolve_device(recipe.runtime.device)
     dtype = torch.float32 if recipe.runtime.dtype == "auto" else resolve_dtype(recipe.runtime.dtype, device)
-    trainers = [pool_samples(users)] if method.pooled else users
+    pooled = later(UserSamples, "everyone", lambda: pool_samples(users)) if unread else None
+    trainers = [pooled or pool_samples(users)] if method.pooled else users
     model = _model(recipe, task, method, len(trainers), device, dtype)
     size = training.batch_size * (len(users) if method.pooled else 1)
     least = _least_batch(model, training, size)
     augment = task.augmented if task.augment and not method.pooled else None
-    feed = SampleFeed(trainers, training, size, device=device, dtype=dtype, augment=augment, least=least)
-    return Simulation(model, method, training, trainers=trainers, users=users, feed=feed)
+    feed = partial(SampleFeed, trainers, training, size, device=device, dtype=dtype, augment=augment, least=least)
+    return Simulation(
+        model, method, training, trainers=trainers, users=users, feed=feed if unread else feed(), reads=not unread
+    )
 
 
 def net_name(recipe: Recipe, task: Task) -> str:

@@ -1,7 +1,7 @@
 """What a run writes down: plain records that reports can read without torch.
 
-A run folder holds ``recipe.yaml``, ``events.jsonl`` (one event a line, in order), ``metrics.json`` (written at the end)
-and ``checkpoints/round-NNNN/``.
+A run folder holds ``recipe.yaml``, ``inputs.json`` (:mod:`comingle.inputs`), ``events.jsonl`` (one event a line, in
+order), ``metrics.json`` (written at the end) and ``checkpoints/round-NNNN/``.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ def progress(number: int) -> Progress:
     return Progress(
         round=number,
         fingerprint="abc",
+        trainers=["ann", "bob", "cem"],
         events_bytes=17,
         train_seconds=1.5,
         wall_seconds=2.25,
@@ -133,7 +134,7 @@ def rename(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def widen(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["user/layers.1.mlp.up.b"] = tensors["user/layers.1.mlp.up.b"].double()
+    tensors["iterations"] = tensors["iterations"].double()
 
 
 def cut(tensors: dict[str, torch.Tensor]) -> None:
@@ -152,10 +153,7 @@ def add(tensors: dict[str, torch.Tensor]) -> None:
     ("damage", "said"),
     [
         (rename, "tensor 'user/layers.0.mlp.op.a': got ((3, 3, 2, 32), torch.float32), this recipe has nothing"),
-        (
-            widen,
-            "tensor 'user/layers.1.mlp.up.b': got ((3, 3, 2, 88), torch.float64), this recipe has ((3, 3, 2, 88), ",
-        ),
+        (widen, "tensor 'iterations': got ((3,), torch.float64), this recipe has ((3,), torch.int64)"),
         (cut, "tensor 'user/layers.1.mlp.up.b': got ((3, 2, 2, 88), torch.float32), this recipe has ((3, 3, 2, 88), "),
         (drop, "tensor 'iterations': got nothing, this recipe has ((3,), torch.int64)"),
         (add, "tensor 'zeta': got ((1,), torch.float32), this recipe has nothing"),
@@ -195,7 +193,10 @@ def test_a_checkpoint_without_a_word_of_what_it_is(folder: Path, content: str | 
     assert "delete it to resume from an older one" in message
 
 
-@pytest.mark.parametrize(("key", "value"), [("round", '"two"'), ("events_bytes", "1.5"), ("wall_seconds", "null")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("round", '"two"'), ("events_bytes", "1.5"), ("wall_seconds", "null"), ("trainers", '["ann", 1]')],
+)
 def test_what_a_checkpoint_says_is_of_the_right_kind(folder: Path, key: str, value: str) -> None:
     path = folder / "checkpoint.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), key: json.loads(value)}))
@@ -225,6 +226,7 @@ def test_old_checkpoints_and_drafts_are_pruned(tmp_path: Path) -> None:
 def test_progress_is_plain_json(folder: Path) -> None:
     found = json.loads((folder / "checkpoint.json").read_text())
     assert found == {
-        "round": 3, "fingerprint": "abc", "events_bytes": 17, "train_seconds": 1.5, "wall_seconds": 2.25, "tokens": 300,
+        "round": 3, "fingerprint": "abc", "trainers": ["ann", "bob", "cem"],
+        "events_bytes": 17, "train_seconds": 1.5, "wall_seconds": 2.25, "tokens": 300,
         "upload_bytes": 21, "download_bytes": 27, "user_rounds": 9,
     }  # fmt: skip

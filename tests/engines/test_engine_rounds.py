@@ -17,7 +17,7 @@ from comingle.engines.rounds import mean_measure, run_rounds
 from comingle.engines.simulation import Simulation
 from comingle.errors import ComingleError, DivergenceError
 from comingle.folders import open_folder
-from comingle.materials import prepare
+from comingle.materials import describe, prepare
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import read_events
 
@@ -152,8 +152,9 @@ def recipe(recipe_file: Path) -> Recipe:
 
 def stopped(recipe: Recipe, folder: Path, spoil: Callable[[Simulation, dict[str, Any]], None] | None = None) -> str:
     """The one line with which a run stops; ``spoil`` may touch the simulation at every event."""
-    open_folder(folder, recipe, resume=False, force=False)
-    sim = experiment.build(recipe, prepare(recipe))
+    materials = prepare(recipe)
+    open_folder(folder, recipe, describe(materials, recipe), resume=False, force=False)
+    sim = experiment.build(recipe, materials)
     observers = [lambda event: spoil(sim, event)] if spoil else []
     with pytest.raises(DivergenceError) as caught:
         experiment.execute(sim, recipe, folder, observers=observers)

@@ -39,7 +39,7 @@ def compare_methods(
     from comingle.cli.progress import console, progress_bars, status
     from comingle.cli.training import bar, warn_overlaps
     from comingle.folders import check_folder, open_folder
-    from comingle.materials import prepare
+    from comingle.materials import describe, prepare
     from comingle.nets import check_method
     from comingle.reports.tables import render_comparison, write_comparison
 
@@ -62,7 +62,7 @@ def compare_methods(
             for method in methods:
                 one, place, goes_on = recipes[method, seed], folders[method, seed], again[method, seed]
                 sim = experiment.build(one, materials)
-                open_folder(place, one, resume=goes_on, force=force)
+                open_folder(place, one, describe(materials, one), resume=goes_on, force=force)
                 runs.append(experiment.execute(sim, one, place, resume=goes_on, observers=[bar(progress, sim)]))
     table = write_comparison(folder, list(folders.values()))
     console.print(render_comparison(table))

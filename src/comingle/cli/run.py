@@ -23,7 +23,7 @@ def run(
     from comingle.cli.progress import console, progress_bars, status
     from comingle.cli.training import bar, warn_overlaps
     from comingle.folders import check_folder, open_folder
-    from comingle.materials import prepare
+    from comingle.materials import describe, prepare
     from comingle.nets import warn_unread
     from comingle.reports.tables import render_run
 
@@ -34,7 +34,7 @@ def run(
     warn_overlaps(materials)
     sim = experiment.build(read, materials)
     warn_unread(read)
-    open_folder(folder, read, resume=resume, force=force)
+    open_folder(folder, read, describe(materials, read), resume=resume, force=force)
     with progress_bars() as progress:
         done = experiment.execute(sim, read, folder, resume=resume, observers=[bar(progress, sim)])
     console.print(render_run(done.metrics))

@@ -12,10 +12,10 @@ from comingle.materials import Materials
 
 def bar(progress: Progress, sim: Simulation) -> ProgressBar:
     """A progress bar for a run: its total is the number of local iterations of cohorts."""
-    training, count = sim.training, len(sim.trainers)
+    training, names = sim.training, [trainer.name for trainer in sim.trainers]
     rounds = range(training.rounds if sim.method.phases else 0)
     copies = sim.method.copies
-    groups = [len(cohorts(participants(training, r, count) * copies, sim.portions.users)) for r in rounds]
+    groups = [len(cohorts(participants(training, r, names) * copies, sim.portions.users)) for r in rounds]
     return ProgressBar(progress, f"{sim.method.name:<14} seed {training.seed}", sum(groups) * sim.local_steps)
 
 

@@ -12,8 +12,9 @@ import os
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -28,10 +29,14 @@ _ROWS, _SERVER, _BEST = "user/", "server/", "best/"
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run has come. ``fingerprint`` names the recipe; ``events_bytes`` is the length of the event log."""
+    """How far a run has come. ``fingerprint`` names the recipe; ``events_bytes`` is the length of the event log.
+
+    ``trainers`` are the names of those to whom the rows belong, in the rows' order.
+    """
 
     round: int
     fingerprint: str
+    trainers: list[str]
     events_bytes: int
     train_seconds: float
     wall_seconds: float
@@ -82,13 +87,19 @@ def read_progress(folder: Path) -> Progress:
     try:
         content = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
         for name, kind in get_type_hints(Progress).items():
-            if name in content and not isinstance(content[name], (int, float) if kind is float else kind):
+            if name in content and not _is_of(content[name], kind):
                 raise TypeError(f"{name} is {content[name]!r}")
         return Progress(**content)
     except (OSError, ValueError, TypeError) as error:
         raise RunError(
             f"{folder}: not a checkpoint of comingle ({error}); delete it to resume from an older one"
         ) from None
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if kind == list[str]:
+        return isinstance(value, list) and all(isinstance(one, str) for one in value)
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def load_checkpoint(folder: Path, layout: Layout, like: State) -> State:
@@ -104,15 +115,23 @@ def load_checkpoint(folder: Path, layout: Layout, like: State) -> State:
         raise RunError(f"{path}: truncated or not safetensors ({error}); delete {folder} to use an older one") from None
     expected = {name: (tuple(t.shape), t.dtype) for name, t in _named(layout, like).items()}
     for name in sorted(expected.keys() | found.keys()):
-        got = (tuple(found[name].shape), found[name].dtype) if name in found else "nothing"
-        wanted = expected.get(name, "nothing")
-        if got != wanted:
-            raise RunError(f"{path}: foreign checkpoint, tensor {name!r}: got {got}, this recipe has {wanted}")
-    found = {name: t.to(like.rows.device) for name, t in found.items()}
+        got = (tuple(found[name].shape), found[name].dtype) if name in found else None
+        wanted = expected.get(name)
+        if not _fits(got, wanted):
+            said = [part or "nothing" for part in (got, wanted)]
+            raise RunError(f"{path}: foreign checkpoint, tensor {name!r}: got {said[0]}, this recipe has {said[1]}")
+    found = {name: t.to(like.rows.device, expected[name][1]) for name, t in found.items()}
     rows = flatten([found.pop(_ROWS + slot.name) for slot in layout.slots])
     server = {name: found.pop(_SERVER + name) for name in like.server}
     best = {name: found.pop(_BEST + name) for name in like.best}
     return replace(like, rows=rows, server=server, best=best, **found)
+
+
+def _fits(got: tuple[Any, torch.dtype] | None, wanted: tuple[Any, torch.dtype] | None) -> bool:
+    """Equal; but ``runtime.dtype`` may have changed, so that any floating format takes on any other."""
+    if got is None or wanted is None or got == wanted:
+        return got == wanted
+    return got[0] == wanted[0] and got[1].is_floating_point and wanted[1].is_floating_point
 
 
 def _named(layout: Layout, state: State) -> dict[str, Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from statistics import fmean
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from comingle.engines.exchange import build_uploads, download_bytes, said_bytes,
 from comingle.engines.feeds import Feed, TextFeed
 from comingle.engines.state import State, draw, initial_state
 from comingle.engines.surveys import Losses, Survey
-from comingle.engines.training import Training, cohorts
+from comingle.engines.training import Portions, Training, cohorts
 from comingle.errors import DataError, RecipeError
 from comingle.evaluation.answers import AnswerScore
 from comingle.evaluation.perplexity import Gates, Score
@@ -45,7 +46,9 @@ class Federation:
 
     ``trainers`` own rows of the state: the users themselves, or the single pooled trainer of an upper bound; where a
     method keeps several copies, row ``copy * trainers + i`` is a copy of trainer i. ``users`` are always the real ones;
-    ``row_of`` maps each to the row whose model it uses.
+    ``row_of`` maps each to the row whose model it uses. Without ``reads``, nobody's data is asked for before something
+    needs it, and then ``feed`` may be what makes the feed: a state is to be restored, as what a server begins with can
+    depend on data.
     """
 
     def __init__(
@@ -56,8 +59,9 @@ class Federation:
         *,
         trainers: People,
         users: People,
-        feed: Feed | None = None,
+        feed: Feed | Callable[[], Feed] | None = None,
         state: State | None = None,
+        reads: bool = True,
     ):
         self.model, self.method, self.training = model, method, training
         self.trainers, self.users = list(trainers), list(users)
@@ -65,11 +69,9 @@ class Federation:
         self.row_of = [last] * len(users) if method.pooled else list(range(last, last + len(users)))
         # A pooled trainer sees as many sequences a step as its users would have together.
         self.batch_size = training.batch_size * (len(users) if method.pooled else 1)
-        self.feed = feed or TextFeed(cast(list[UserData], self.trainers), training, self.batch_size)
-        self.portions = self.feed.portions(model.device, model.layout.columns)
+        self._feed = feed or TextFeed(cast(list[UserData], self.trainers), training, self.batch_size)
+        self._reads = reads
         self.mixture = method.mixture
-        self.local_steps = max(self.feed.steps(i) for i in range(len(trainers)))
-        self.iterations = training.rounds * self.local_steps
         # Where nobody has more than one expert there is no router, and nothing to do in its phase.
         self.phases = [phase for phase in method.phases if model.layout.only(phase.roles).slots]
         self.clustered = frozenset(slot.name for slot in model.layout.slots if self._is_clustered(slot))
@@ -83,6 +85,26 @@ class Federation:
         """Whether the tensor's leading axis is a mixture's components; whole models have statistics of their own."""
         whole = self.mixture is not None and self.mixture.of == "models"
         return set(slot.roles) == {ADAPTOR} or (whole and set(slot.roles) == {STATISTICS})
+
+    @cached_property
+    def feed(self) -> Feed:
+        """The trainers' data."""
+        return self._feed if isinstance(self._feed, Feed) else self._feed()
+
+    @cached_property
+    def portions(self) -> Portions:
+        """What goes through the model at once."""
+        return self.feed.portions(self.model.device, self.model.layout.columns)
+
+    @cached_property
+    def local_steps(self) -> int:
+        """Local iterations of a round, of the trainer who has most."""
+        return max(self.feed.steps(i) for i in range(len(self.trainers)))
+
+    @property
+    def iterations(self) -> int:
+        """Local iterations of the whole run."""
+        return self.training.rounds * self.local_steps
 
     def resized(self) -> None:
         """Take note of the users' ranks, which are part of the state."""
@@ -119,12 +141,13 @@ class Federation:
             starts = build_uploads(method, layout, self._starts(state.rows))
             kept = method.memory(Beginning(starts=starts, users=names, seed=self.training.seed))
             state.server = {name: t.to(state.rows.device) for name, t in kept.items()}
-            if method.welcome is not None:
+            if method.welcome is not None and self._reads:
                 rows = state.rows[: len(names)]
                 first = method.welcome(state.server, lambda models: self.assess(models, rows))
                 assign(layout.views(rows), layout, method.shared, first)
         if self.training.select == "best":
-            self._check_validation()
+            if self._reads:
+                self._check_validation()
             state.remember(0, math.inf)
         return state
 

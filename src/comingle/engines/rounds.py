@@ -76,7 +76,7 @@ def run_rounds(
     if rounds and first_round == 0 and training.evaluate_first:
         _evaluate(sim, 0, observe)  # where every curve starts: the pretrained model
     for number in range(first_round, rounds):
-        members = participants(training, number, len(sim.trainers))
+        members = participants(training, number, [trainer.name for trainer in sim.trainers])
         members = _local(sim, members, number, observe, clock)
         last = number + 1 == rounds
         due = last or (number + 1) % training.evaluate_every == 0
@@ -173,6 +173,19 @@ def _experts(sim: Simulation, scores: Sequence[AnyScore]) -> dict[str, Any]:
 
 def _measured(score: AnyScore) -> dict[str, float]:
     return {f"test_{name}": value for name, value in score.measures.items()}
+
+
+def start_event(sim: Simulation) -> dict[str, Any]:
+    """What a run says first: what it is, and how much everybody has."""
+    unit = sim.feed.unit
+    return {
+        "event": "start",
+        "method": sim.method.name,
+        "seed": sim.training.seed,
+        "base": sim.model.name,
+        "rounds": sim.training.rounds if sim.method.phases else 0,
+        "users": {u.name: {f"train_{unit}": len(u.train), f"test_{unit}": len(u.test)} for u in sim.users},
+    }
 
 
 def measure_of(scores: Sequence[AnyScore]) -> str:

@@ -140,6 +140,7 @@ class Method:
     its router, where no phase trains it, out of the components' losses as soon as it has received them. ``report`` is
     what a user says to the server besides its shared tensors, out of all its tensors. At the start of each round the
     roles in ``resets`` are as they were before any training, and the phases ``before`` come once before the others.
+    ``kept_by_user`` names what of ``memory`` has the users on its leading dimension.
     """
 
     name: str
@@ -157,6 +158,7 @@ class Method:
     copies: int = 1
     starts: int = 1
     memory: Callable[[Beginning], Tree] | None = None
+    kept_by_user: frozenset[str] = frozenset()
     welcome: Welcome | None = None
     merging: Callable[[Tree], Float[Tensor, "users models"]] | None = None
     proximal: float = 0.0

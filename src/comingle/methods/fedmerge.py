@@ -89,6 +89,7 @@ def fedmerge(
         server=server,
         starts=models,
         memory=memory,
+        kept_by_user=frozenset({MERGING}),
         welcome=lambda kept, _: mix(soup_of(kept), _shares(kept[MERGING], softmax)),
         merging=lambda kept: _shares(kept[MERGING], softmax),
         proximal=proximal,

@@ -58,12 +58,23 @@ def mean_factors(
     left, singular, right = torch.linalg.svd(r @ t.mT, full_matrices=False)
     new_a = _first((q @ left).mT, rank)
     new_b = _first(singular.unsqueeze(-1) * (right @ p.mT), rank)
+    signs = _signs(new_a)
+    new_a, new_b = new_a * signs, new_b * signs
     shares = scales.to(b).view(-1, *[1] * (b.dim() - 1))
     return new_a.expand(users, *new_a.shape), new_b / shares
 
 
 def _side_by_side(factors: Float[Tensor, "users *experts rank width"]) -> Float[Tensor, "*experts ranks width"]:
     return torch.cat(factors.unbind(0), dim=-2)
+
+
+def _signs(rows: Float[Tensor, "*experts rank width"]) -> Float[Tensor, "*experts rank 1"]:
+    """-1 or 1 for each row, so that its largest entry becomes positive.
+
+    A decomposition leaves the sign open, and optimisers remember it: it must not follow from who is first.
+    """
+    largest = rows.gather(-1, rows.abs().argmax(-1, keepdim=True))
+    return torch.where(largest < 0, -1.0, 1.0).to(rows)
 
 
 def _first(factors: Float[Tensor, "*experts found width"], rank: int) -> Float[Tensor, "*experts rank width"]:

@@ -52,6 +52,7 @@ def ifca(*, models: int = 5) -> Method:
         server=server,
         starts=models,
         memory=memory,
+        kept_by_user=frozenset({PICKED}),
         welcome=_pick,
         merging=lambda kept: kept[PICKED],
         picks=models,

@@ -24,7 +24,7 @@ def is_complete(folder: Path) -> bool:
     if not (folder / "config.json").is_file() or not has_tokenizer(folder):
         return False
     try:
-        return all(path.is_file() for path in _weight_files(folder))
+        return all(path.is_file() for path in weight_files(folder))
     except BaseModelError:
         return False
 
@@ -43,7 +43,7 @@ def read_folder(
         BaseModelError: no configuration, not a causal or a quantised model, weights missing, pickled or damaged.
     """
     check_config(folder, _read_json(folder / "config.json"))
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         _check_weights(path)
     return _load_model(folder, dtype=dtype, attention=attention), _load_tokenizer(folder)
 
@@ -83,7 +83,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The files of the weights, which may be missing.
+
+    Raises:
+        BaseModelError: none are named, or they are pickled.
+    """
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     if (folder / _INDEX).is_file():

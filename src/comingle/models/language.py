@@ -48,14 +48,14 @@ def load_base(name: str, *, dtype: str = "auto", device: str = "auto", attention
     with _quiet_transformers():
         if name.startswith(PREFIX):
             model = random_base(name, dtype=number, attention=style, seed=seed)
-            tokenizer, source = byte_tokenizer(), name
+            tokenizer, source, origin = byte_tokenizer(), name, f"{name} seed {seed}"
         else:
             found = locate(name)
             model, tokenizer = read_folder(found.folder, dtype=number, attention=style)
-            source = found.name
+            source, origin = found.name, found.folder
         freeze(model, tokenizer)
     torch.nn.Module.to(model, place)
-    return Base(model=model, tokenizer=tokenizer, name=source, dtype=number, device=place)
+    return Base(model=model, tokenizer=tokenizer, name=source, dtype=number, device=place, origin=origin)
 
 
 @contextmanager

@@ -184,11 +184,21 @@ class Recipe(Section):
     def computed(self) -> dict[str, Any]:
         """What decides on the result: everything but the runtime and what is written when.
 
-        Where the best of the evaluated rounds is selected, so does when models are evaluated.
+        Where the best of the evaluated rounds is selected, so does when models are evaluated. The order of the users
+        does not: a value for each of them stands under the name.
         """
         aside = {"select", "every", "first"} if self.evaluation.select == "last" else set[str]()
         without = {"runtime": True, "checkpoints": True, "evaluation": aside}
-        return self.model_dump(mode="json", exclude=without)
+        content = self.model_dump(mode="json", exclude=without)
+        for section, key in ((content["adapters"], "rank"), (content["method"]["settings"], "specialists")):
+            if key in section:
+                section[key] = self._by_name(section[key])
+        return content
+
+    def _by_name(self, value: Any) -> Any:
+        """A list with a value for each of the users named in the recipe as what each of them has."""
+        names = list(self.data.users or {})
+        return dict(zip(names, value, strict=True)) if isinstance(value, list) and len(value) == len(names) else value
 
     @property
     def fingerprint(self) -> str:

@@ -16,7 +16,7 @@ from comingle.engines.events import Observer
 from comingle.engines.simulation import Simulation
 from comingle.errors import DivergenceError, RunError
 from comingle.folders import check_folder, open_folder
-from comingle.materials import Materials, prepare
+from comingle.materials import Materials, describe, prepare
 from comingle.models.language import Base
 from comingle.recipes import Recipe
 from comingle.reproduce.plan import Cell
@@ -101,7 +101,7 @@ def run_cells(
         started = time.perf_counter()
         (folder / DIVERGED).unlink(missing_ok=True)
         sim = experiment.build(cell.recipe, materials)
-        open_folder(folder, cell.recipe, resume=resume, force=force)
+        open_folder(folder, cell.recipe, describe(materials, cell.recipe), resume=resume, force=force)
         try:
             experiment.execute(sim, cell.recipe, folder, resume=resume, observers=observers(sim))
         except DivergenceError as error:
