@@ -21,6 +21,7 @@ from comingle.engines.checkpoints import (
     read_progress,
     save_checkpoint,
 )
+from comingle.engines.checksums import resume_command
 from comingle.engines.events import EventLog, Observer, tensorboard
 from comingle.engines.optimizers import OptimizerSettings
 from comingle.engines.rounds import Clock, run_rounds, summarise
@@ -124,7 +125,8 @@ def load(folder: str | Path) -> Run:
     recipe = load_recipe(folder)
     sim = build(recipe, prepare(recipe))
     if sim.method.phases:
-        sim.state = _newest(sim, folder, recipe)[0]
+        sim.state, progress = _newest(sim, folder, recipe)
+        _check_round(folder, metrics, progress)
         sim.resized()
         sim.choose()
     return Run(folder=folder, recipe=recipe, metrics=metrics, simulation=sim)
@@ -279,6 +281,15 @@ def _start_event(sim: Simulation, recipe: Recipe) -> dict[str, Any]:
         "rounds": sim.training.rounds if sim.method.phases else 0,
         "users": {u.name: {f"train_{unit}": len(u.train), f"test_{unit}": len(u.test)} for u in sim.users},
     }
+
+
+def _check_round(folder: Path, metrics: dict[str, Any], progress: Progress) -> None:
+    newest = list_checkpoints(folder)[-1]
+    if progress.round != metrics["rounds"]:
+        raise RunError(
+            f"{newest}: the run has {metrics['rounds']} rounds, its last checkpoint {progress.round}; "
+            f"{resume_command(newest)} goes on from there"
+        )
 
 
 def _newest(sim: Simulation, folder: Path, recipe: Recipe) -> tuple[State, Progress]:
