@@ -245,6 +245,7 @@ def execute(
     def checkpoint(done: int, clock: Clock) -> None:
         if folder is None or log is None:
             return
+        log.to_disk()
         progress = Progress(
             round=done,
             fingerprint=recipe.fingerprint,
@@ -255,7 +256,7 @@ def execute(
         save_checkpoint(folder, sim.model.layout, sim.state, progress)
         prune_checkpoints(folder, recipe.checkpoints.keep)
 
-    if start == 0:
+    if (log is not None and log.size_bytes == 0) or start == 0:  # a log that was lost begins anew
         observe(_start_event(sim, recipe))
     try:
         scores = run_rounds(sim, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)

@@ -59,7 +59,8 @@ def save_checkpoint(run: Path, layout: Layout, state: State, progress: Progress)
         if folder.exists():
             shutil.rmtree(folder)
         draft.rename(folder)
-        _to_disk(folder.parent)
+        for parent in (folder.parent, run):
+            _to_disk(parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         why = error.strerror if isinstance(error, OSError) else error

@@ -1,6 +1,6 @@
 """Whether a checkpoint is what was written: ``SHA256SUMS`` lists a sum of every other file in its folder.
 
-``sha256sum --check SHA256SUMS`` reads it too. A folder is whole if that file is, to the byte, what its other files give.
+``sha256sum --check SHA256SUMS`` reads it too. A folder is whole if that file is, to the byte, what the others give.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def verify(folder: Path, name: str | None = None) -> None:
 
 
 def advise(folder: Path) -> str:
-    """What to do about a checkpoint that cannot be used: the newest older one that is whole, and how to go on from it."""
+    """What to do about a checkpoint that cannot be used: which older one is whole, and how to go on from it."""
     found = list_checkpoints(folder.parent.parent)
     spoilt = found[found.index(folder) :] if folder in found else [folder]
     while len(spoilt) < len(found) and _find_damage(older := found[-len(spoilt) - 1]):
