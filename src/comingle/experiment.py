@@ -109,9 +109,10 @@ def run(
         raise RunError("resume: no run folder; give out=FOLDER of the run to go on with")
     sim = build(recipe, materials or prepare(recipe))
     warn_unread(recipe)
-    if folder is not None:
-        open_folder(folder, recipe, resume=resume, force=force)
-    return execute(sim, recipe, folder, resume=resume, observers=observers)
+    if folder is None:
+        return execute(sim, recipe, None, observers=observers)
+    with open_folder(folder, recipe, resume=resume, force=force):
+        return execute(sim, recipe, folder, resume=resume, observers=observers)
 
 
 def load(folder: str | Path) -> Run:

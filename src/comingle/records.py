@@ -6,12 +6,14 @@ and ``checkpoints/round-NNNN/``.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import os
 import secrets
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,12 @@ logger = logging.getLogger("comingle")
 
 DRAFT = ".draft"
 """How the temporary name of a file ends that is being written."""
+
+_DISK = {
+    getattr(errno, name)
+    for name in ("EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EFBIG", "EIO", "ELOOP", "ENOTDIR", "ENAMETOOLONG")
+    if hasattr(errno, name)
+}
 
 MEASURES = {"perplexity": "lower", "accuracy": "higher", "rouge1": "higher", "loss": "lower"}
 """What models are compared by, and which way is better."""
@@ -80,6 +88,21 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def told_in_one_line(folder: Path) -> Iterator[None]:
+    """A disk that takes nothing (full, read-only, forbidden, broken) is a user's to mend, wherever it is noticed.
+
+    Raises:
+        RunError: instead of such an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        raise RunError(f"{error.filename or folder}: cannot be written to: {os.strerror(error.errno)}") from None
 
 
 def write_json(path: Path, content: Any) -> None:

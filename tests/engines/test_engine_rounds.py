@@ -152,10 +152,9 @@ def recipe(recipe_file: Path) -> Recipe:
 
 def stopped(recipe: Recipe, folder: Path, spoil: Callable[[Simulation, dict[str, Any]], None] | None = None) -> str:
     """The one line with which a run stops; ``spoil`` may touch the simulation at every event."""
-    open_folder(folder, recipe, resume=False, force=False)
     sim = experiment.build(recipe, prepare(recipe))
     observers = [lambda event: spoil(sim, event)] if spoil else []
-    with pytest.raises(DivergenceError) as caught:
+    with open_folder(folder, recipe, resume=False, force=False), pytest.raises(DivergenceError) as caught:
         experiment.execute(sim, recipe, folder, observers=observers)
     assert isinstance(caught.value, ComingleError)
     assert "\n" not in str(caught.value)

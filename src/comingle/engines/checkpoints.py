@@ -64,7 +64,8 @@ def save_checkpoint(run: Path, layout: Layout, state: State, progress: Progress)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         why = error.strerror if isinstance(error, OSError) else error
-        raise RunError(f"{folder}: cannot be written: {why}; then {resume_command(folder)} goes on") from None
+        goes_on = f"once it can be, {resume_command(folder)} goes on"
+        raise RunError(f"{folder}: cannot be written to: {why}; {goes_on}") from None
     return folder
 
 
