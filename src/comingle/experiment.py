@@ -264,6 +264,10 @@ def execute(
         metrics = summarise(sim, scores, clock, base=sim.model.name).as_dict()
         measure = f"mean_test_{metrics['measure']}"
         observe({"event": "end", measure: metrics[measure]})
+    except DivergenceError as error:
+        if folder is None or not (found := list_checkpoints(folder)):
+            raise
+        raise DivergenceError(f"{error}; the last checkpoint is kept, {found[-1].name}") from error
     finally:
         for sink in (log, board):
             if sink is not None:

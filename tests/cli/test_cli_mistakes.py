@@ -70,7 +70,7 @@ SETTINGS = {
     "a base that is a text": ("base=texts/ann.txt", "base model 'texts/ann.txt': a file must be a .gguf"),
     "a rate beyond reason": (
         "training.experts.learning_rate=1e30",
-        "user 'ann': training loss is nan in round 1, local step 2; the last checkpoint is kept; try a smaller ",
+        "user 'ann': training loss is nan in round 1, local step 2; try a smaller ",
     ),
 }
 

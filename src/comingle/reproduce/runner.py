@@ -106,7 +106,7 @@ def run_cells(
             try:
                 experiment.execute(sim, cell.recipe, folder, resume=resume, observers=observers(sim))
             except DivergenceError as error:
-                write_text(folder / DIVERGED, f"{error}\n")
+                write_text(folder / DIVERGED, f"{error.__cause__ or error}\n")  # the cause names no checkpoint
             if cell.recipe.data.task is not None:
                 shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         yield Outcome(
