@@ -28,7 +28,7 @@ from comingle.engines.rounds import Clock, run_rounds, summarise
 from comingle.engines.simulation import Simulation
 from comingle.engines.state import State
 from comingle.engines.training import Training
-from comingle.errors import DataError, RecipeError, RunError
+from comingle.errors import DataError, DivergenceError, RecipeError, RunError
 from comingle.folders import check_folder, open_folder
 from comingle.materials import Materials, gather, prepare
 from comingle.methods import make

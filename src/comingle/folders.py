@@ -28,17 +28,14 @@ def open_folder(folder: Path, recipe: Recipe, *, resume: bool, force: bool) -> I
         RunError: as :func:`check_folder`, or it cannot be written to.
     """
     check_folder(folder, recipe, resume=resume, force=force)
-    with told_in_one_line(folder):
-        if not folder.exists():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            folder.mkdir(mode=0o700)
-        with locked(folder):
-            check_folder(folder, recipe, resume=resume, force=force, mine=True)  # somebody may have been faster
-            _refuse_links(folder)
-            if not resume:
-                _clear(folder)
-                write_text(folder / "recipe.yaml", recipe.as_yaml())
-            yield
+    _make(folder)
+    with told_in_one_line(folder), locked(folder):
+        check_folder(folder, recipe, resume=resume, force=force, mine=True)  # somebody may have been faster
+        _refuse_links(folder)
+        if not resume:
+            _clear(folder)
+            write_text(folder / "recipe.yaml", recipe.as_yaml())
+        yield
 
 
 def check_folder(folder: Path, recipe: Recipe, *, resume: bool, force: bool, mine: bool = False) -> None:
@@ -90,6 +87,14 @@ def _content(folder: Path) -> set[str]:
     """The names in a folder, but for what a process leaves that was stopped before it had a recipe in there."""
     names = {path.name for path in folder.iterdir()} - {LOCK, HOLDER}
     return {n for n in names if not (n.startswith((".recipe.yaml.", f".{HOLDER}.")) and n.endswith(DRAFT))}
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{folder}: cannot be written to: {error.strerror}") from None
 
 
 def _clear(folder: Path) -> None:

@@ -27,7 +27,19 @@ DRAFT = ".draft"
 
 _DISK = {
     getattr(errno, name)
-    for name in ("EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EFBIG", "EIO", "ELOOP", "ENOTDIR", "ENAMETOOLONG")
+    for name in (
+        "EACCES",
+        "EEXIST",
+        "EPERM",
+        "EROFS",
+        "ENOSPC",
+        "EDQUOT",
+        "EFBIG",
+        "EIO",
+        "ELOOP",
+        "ENOTDIR",
+        "ENAMETOOLONG",
+    )
     if hasattr(errno, name)
 }
 
