@@ -29,7 +29,6 @@ _DISK = {
     getattr(errno, name)
     for name in (
         "EACCES",
-        "EEXIST",
         "EPERM",
         "EROFS",
         "ENOSPC",
