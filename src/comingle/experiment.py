@@ -21,6 +21,7 @@ from comingle.engines.checkpoints import (
     read_progress,
     save_checkpoint,
 )
+from comingle.engines.checksums import resume_command
 from comingle.engines.events import EventLog, Observer, tensorboard
 from comingle.engines.naming import check_names, reorder
 from comingle.engines.optimizers import OptimizerSettings
@@ -28,7 +29,7 @@ from comingle.engines.rounds import Clock, run_rounds, start_event, summarise
 from comingle.engines.simulation import Simulation
 from comingle.engines.state import State
 from comingle.engines.training import Training
-from comingle.errors import DataError, RecipeError, RunError
+from comingle.errors import DataError, DivergenceError, RecipeError, RunError
 from comingle.folders import check_folder, open_folder
 from comingle.materials import Materials, describe, gather, prepare
 from comingle.methods import make
@@ -111,9 +112,10 @@ def run(
     materials = materials or prepare(recipe)
     sim = build(recipe, materials)
     warn_unread(recipe)
-    if folder is not None:
-        open_folder(folder, recipe, describe(materials, recipe), resume=resume, force=force)
-    return execute(sim, recipe, folder, resume=resume, observers=observers)
+    if folder is None:
+        return execute(sim, recipe, None, observers=observers)
+    with open_folder(folder, recipe, describe(materials, recipe), resume=resume, force=force):
+        return execute(sim, recipe, folder, resume=resume, observers=observers)
 
 
 def load(folder: str | Path) -> Run:
@@ -129,7 +131,8 @@ def load(folder: str | Path) -> Run:
     recipe = load_recipe(folder)
     sim = build(recipe, reopen(folder, recipe))
     if sim.method.phases:
-        sim.state = _newest(sim, folder, recipe)[0]
+        sim.state, progress = _newest(sim, folder, recipe)
+        _check_round(folder, metrics, progress)
         sim.resized()
         sim.choose()
     return Run(folder=folder, recipe=recipe, metrics=metrics, simulation=sim)
@@ -251,6 +254,7 @@ def execute(
     def checkpoint(done: int, clock: Clock) -> None:
         if folder is None or log is None:
             return
+        log.to_disk()
         progress = Progress(
             round=done,
             fingerprint=recipe.fingerprint,
@@ -262,13 +266,17 @@ def execute(
         save_checkpoint(folder, sim.model.layout, sim.state, progress)
         prune_checkpoints(folder, recipe.checkpoints.keep)
 
-    if start == 0:
+    if (log is not None and log.size_bytes == 0) or start == 0:  # a log that was lost begins anew
         observe(start_event(sim))
     try:
         scores = run_rounds(sim, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
         metrics = summarise(sim, scores, clock, base=sim.model.name).as_dict()
         measure = f"mean_test_{metrics['measure']}"
         observe({"event": "end", measure: metrics[measure]})
+    except DivergenceError as error:
+        if folder is None or not (found := list_checkpoints(folder)):
+            raise
+        raise DivergenceError(f"{error}; the last checkpoint is kept, {found[-1].name}") from error
     finally:
         for sink in (log, board):
             if sink is not None:
@@ -276,6 +284,15 @@ def execute(
     if folder is not None:
         write_json(folder / "metrics.json", metrics)
     return Run(folder=folder, recipe=recipe, metrics=metrics, simulation=sim)
+
+
+def _check_round(folder: Path, metrics: dict[str, Any], progress: Progress) -> None:
+    newest = list_checkpoints(folder)[-1]
+    if progress.round != metrics["rounds"]:
+        raise RunError(
+            f"{newest}: the run has {metrics['rounds']} rounds, its last checkpoint {progress.round}; "
+            f"{resume_command(newest)} goes on from there"
+        )
 
 
 def _newest(sim: Simulation, folder: Path, recipe: Recipe) -> tuple[State, Progress]:

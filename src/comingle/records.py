@@ -6,16 +6,41 @@ order), ``metrics.json`` (written at the end) and ``checkpoints/round-NNNN/``.
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from comingle.errors import RunError
+
+logger = logging.getLogger("comingle")
+
+DRAFT = ".draft"
+"""How the temporary name of a file ends that is being written."""
+
+_DISK = {
+    getattr(errno, name)
+    for name in (
+        "EACCES",
+        "EPERM",
+        "EROFS",
+        "ENOSPC",
+        "EDQUOT",
+        "EFBIG",
+        "EIO",
+        "ELOOP",
+        "ENOTDIR",
+        "ENAMETOOLONG",
+    )
+    if hasattr(errno, name)
+}
 
 MEASURES = {"perplexity": "lower", "accuracy": "higher", "rouge1": "higher", "loss": "lower"}
 """What models are compared by, and which way is better."""
@@ -64,13 +89,31 @@ def measure_of(record: dict[str, Any]) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file under a temporary name, then rename: a reader or a crash sees the old file or the new one."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.chmod(name, 0o644)
-    os.replace(name, path)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}{DRAFT}")
+    try:
+        with draft.open("x", encoding="utf-8") as file:  # the umask says who may read it
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def told_in_one_line(folder: Path) -> Iterator[None]:
+    """A disk that takes nothing (full, read-only, forbidden, broken) is a user's to mend, wherever it is noticed.
+
+    Raises:
+        RunError: instead of such an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        raise RunError(f"{error.filename or folder}: cannot be written to: {os.strerror(error.errno)}") from None
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -107,12 +150,29 @@ def read_metrics(run: Path) -> dict[str, Any]:
 
 
 def read_events(run: Path) -> Iterator[dict[str, Any]]:
-    """The events of a run, in order; a last line torn by a crash is skipped."""
+    """The events of a run, in order; a last line torn by a crash is skipped, and damage before it is told of."""
     path = run / "events.jsonl"
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            return
+    *lines, last = path.read_bytes().split(b"\n")
+    damaged = []
+    for number, line in enumerate(lines, 1):
+        event = parse_event(line)
+        if event is None:
+            damaged.append(number)
+        else:
+            yield event
+    if (event := parse_event(last)) is not None:
+        yield event
+    if damaged:
+        told = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
+        logger.warning("%s: damaged, so %d of %d events are missing: line %s", path, len(damaged), len(lines), told)
+
+
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """A line of an event log; None if it is not one."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None

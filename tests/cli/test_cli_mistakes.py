@@ -70,7 +70,7 @@ SETTINGS = {
     "a base that is a text": ("base=texts/ann.txt", "base model 'texts/ann.txt': a file must be a .gguf"),
     "a rate beyond reason": (
         "training.experts.learning_rate=1e30",
-        "user 'ann': training loss is nan in round 1, local step 2; the last checkpoint is kept; try a smaller ",
+        "user 'ann': training loss is nan in round 1, local step 2; try a smaller ",
     ),
 }
 
@@ -177,7 +177,8 @@ def test_resume_refuses_a_damaged_checkpoint(comingle: Any, recipe_file: Path, t
     comingle(*command)
     state = tmp_path / "run" / "checkpoints" / "round-0001" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-10])
-    assert one_line(comingle(*command, "--resume")).startswith(f"{state}: truncated or not safetensors")
+    said = f"{state.parent}: damaged, state.safetensors and SHA256SUMS do not agree; no older one is whole"
+    assert one_line(comingle(*command, "--resume")).startswith(said)
 
 
 def test_out_must_be_a_folder(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:

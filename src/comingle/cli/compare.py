@@ -62,8 +62,9 @@ def compare_methods(
             for method in methods:
                 one, place, goes_on = recipes[method, seed], folders[method, seed], again[method, seed]
                 sim = experiment.build(one, materials)
-                open_folder(place, one, describe(materials, one), resume=goes_on, force=force)
-                runs.append(experiment.execute(sim, one, place, resume=goes_on, observers=[bar(progress, sim)]))
+                read = describe(materials, one)
+                with open_folder(place, one, read, resume=goes_on, force=force):
+                    runs.append(experiment.execute(sim, one, place, resume=goes_on, observers=[bar(progress, sim)]))
     table = write_comparison(folder, list(folders.values()))
     console.print(render_comparison(table))
     console.print(f"[dim]{folder}/  table.md · table.json · one run folder for each method and seed[/dim]")

@@ -34,8 +34,8 @@ def run(
     warn_overlaps(materials)
     sim = experiment.build(read, materials)
     warn_unread(read)
-    open_folder(folder, read, describe(materials, read), resume=resume, force=force)
-    with progress_bars() as progress:
+    inputs = describe(materials, read)
+    with open_folder(folder, read, inputs, resume=resume, force=force), progress_bars() as progress:
         done = experiment.execute(sim, read, folder, resume=resume, observers=[bar(progress, sim)])
     console.print(render_run(done.metrics))
     console.print(f"[dim]{folder}/  metrics.json · events.jsonl · checkpoints/ · tensorboard/[/dim]")

@@ -11,7 +11,7 @@ from comingle.errors import DivergenceError
 def diverged(user: str, what: str) -> DivergenceError:
     """The error for a user who has left the real numbers."""
     advice = "try a smaller training.experts.learning_rate, or training.experts.clip_norm: 1.0"
-    return DivergenceError(f"user {user!r}: {what}; the last checkpoint is kept; {advice}")
+    return DivergenceError(f"user {user!r}: {what}; {advice}")
 
 
 def find_broken(

@@ -15,10 +15,11 @@ from comingle import experiment
 from comingle.engines.events import Observer
 from comingle.engines.simulation import Simulation
 from comingle.errors import DivergenceError, RunError
-from comingle.folders import check_folder, open_folder
+from comingle.folders import check_recipe, open_folder
 from comingle.materials import Materials, describe, prepare
 from comingle.models.language import Base
 from comingle.recipes import Recipe
+from comingle.records import write_text
 from comingle.reproduce.plan import Cell
 
 RUNS = "runs"
@@ -71,7 +72,7 @@ def finished(folder: Path, recipe: Recipe) -> bool:
     """Whether a folder holds the result of this recipe."""
     if not ((folder / "metrics.json").exists() or (folder / DIVERGED).exists()):
         return False
-    check_folder(folder, recipe, resume=True, force=False)  # refuses a foreign one
+    check_recipe(folder, recipe)  # refuses a foreign one
     return True
 
 
@@ -101,13 +102,13 @@ def run_cells(
         started = time.perf_counter()
         (folder / DIVERGED).unlink(missing_ok=True)
         sim = experiment.build(cell.recipe, materials)
-        open_folder(folder, cell.recipe, describe(materials, cell.recipe), resume=resume, force=force)
-        try:
-            experiment.execute(sim, cell.recipe, folder, resume=resume, observers=observers(sim))
-        except DivergenceError as error:
-            (folder / DIVERGED).write_text(f"{error}\n", encoding="utf-8")
-        if cell.recipe.data.task is not None:
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        with open_folder(folder, cell.recipe, describe(materials, cell.recipe), resume=resume, force=force):
+            try:
+                experiment.execute(sim, cell.recipe, folder, resume=resume, observers=observers(sim))
+            except DivergenceError as error:
+                write_text(folder / DIVERGED, f"{error.__cause__ or error}\n")  # the cause names no checkpoint
+            if cell.recipe.data.task is not None:
+                shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         yield Outcome(
             cell=cell, folder=folder, seconds=time.perf_counter() - started, ran=True, diverged=_diverged(folder)
         )
