@@ -178,7 +178,7 @@ def test_a_broken_file_is_one_line_and_nothing_else(tmp_path: Path):
     [
         ({"user": "whom"}, "no column 'whom'; found: text, who, part. Did you mean 'who'?"),
         ({"user": "who", "text": "body"}, "no column 'body'; found: text, who, part."),
-        ({"user": "who", "split": "splat"}, "no column 'splat'; found: text, who, part. Did you mean 'part'?"),
+        ({"user": "who", "split": "parts"}, "no column 'parts'; found: text, who, part. Did you mean 'part'?"),
         ({"user": "who", "users": ["anna", "bern"]}, "no user 'bern'; found: anna, ben. Did you mean 'ben'?"),
         ({"user": "who", "users": ["carl"]}, "no user 'carl'; found: anna, ben."),
     ],

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from comingle.errors import RecipeError
+from comingle.methods import make
 from comingle.recipes import load_recipe, parse_recipe
 
 USERS = {"users": {"ann": {"path": "a.txt"}}}
@@ -56,6 +57,13 @@ def test_an_unknown_key_at_every_level_gets_the_nearest_known_one(key: str, near
     message = problem(content(key, 1))
     assert message.startswith(f"unknown key {key!r}. Did you mean {nearest!r}? Allowed: ")
     assert nearest in message.partition("Allowed: ")[2].split(", ")
+
+
+@pytest.mark.parametrize("name", ["fedprox", "fedadam", "fedopt", "scaffold"])
+def test_a_method_that_is_not_here_is_not_taken_for_another(name: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        make(name)
+    assert str(caught.value).startswith(f"method: no method {name!r}. Allowed: pretrained, ")
 
 
 def test_an_unknown_key_that_is_near_nothing_gets_the_list() -> None:

@@ -43,7 +43,11 @@ def compare_methods(
     from comingle.nets import check_method
     from comingle.reports.tables import render_comparison, write_comparison
 
-    recipes = {(m, s): recipe.with_changes({"method": _method(recipe, m), "seed": s}) for s in seeds for m in methods}
+    recipes = {
+        (m, s): recipe.with_changes({"method": _method(recipe, m), "seed": s}, where="--seeds")
+        for s in seeds
+        for m in methods
+    }
     for one in recipes.values():  # every mistake in the settings is found before the first hour of training
         check_method(one)
     folders = {key: folder / f"{key[0]}-seed{key[1]}" for key in recipes}

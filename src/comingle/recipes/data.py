@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from comingle.data.names import name_problem
 from comingle.recipes.fields import Count, Fraction, Positive, Section, Source, TokenLimit
 
 
@@ -42,6 +43,13 @@ class DatasetSource(Section):
     users: list[str] | None = None
     config: str | None = None
     max_documents: Count | None = None
+
+    @field_validator("users")
+    @classmethod
+    def _names(cls, users: Any) -> Any:
+        if isinstance(users, list) and (problem := name_problem(users) or ("" if users else "zero users; name one")):
+            raise ValueError(problem)
+        return users
 
 
 class SplitSection(Section):
@@ -100,6 +108,8 @@ class DataSection(Section):
     def _plain_paths(cls, users: Any) -> Any:
         if not isinstance(users, Mapping):
             return users
+        if problem := name_problem(str(name) for name in users):
+            raise ValueError(problem)
         return {str(name): {"path": s} if isinstance(s, str) else s for name, s in users.items()}
 
     @field_validator("task", "questions", mode="before")

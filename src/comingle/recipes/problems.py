@@ -29,6 +29,8 @@ def first_problem(error: ValidationError, model: type[BaseModel]) -> str:
     )
     got = problem.get("input")
     shown = "" if isinstance(got, dict | list | BaseModel) else f"; got {got!r}"
+    if problem["type"] == "string_type" and got is not None and shown:  # what YAML makes of no, 1 or 2024-01-01
+        shown += "; in quotes it would be text"
     return f"{place or 'recipe'}: {reason}{shown}"
 
 
