@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from comingle.data.answers import UserAnswers, check_answers, pool_answers
+from comingle.data.limits import most_bytes
 from comingle.data.pack import UserData, check, pack, pool
 from comingle.data.partition import Overlap, UserText, find_overlap, mix_held_out, split_by_fractions, split_given
 from comingle.data.questions import choose_languages, make_questions
@@ -165,21 +166,35 @@ def read_users(data: DataSection, seed: int) -> list[UserText]:
         )
         texts = [_split_group(name, splits, data.split, seed) for name, splits in groups.items()]
     else:
-        texts = [_read_user(name, source, data.split, seed) for name, source in (data.users or {}).items()]
+        users = data.users or {}
+        limits = token_limits(data, list(users))
+        texts = [_read_user(name, source, data.split, seed, limits[name]) for name, source in users.items()]
     return mix_held_out(texts, seed=seed) if data.held_out == "mixture" else texts
 
 
-def _read_user(name: str, source: UserSource, split: SplitSection, seed: int) -> UserText:
+def _read_user(
+    name: str, source: UserSource, split: SplitSection, seed: int, kept: Mapping[str, int | None]
+) -> UserText:
+    """A user's documents in splits; ``kept`` are the user's limits, beyond which nothing need be read."""
+    train, valid, test = (kept[f"max_{one}_tokens"] for one in ("train", "valid", "test"))
+    rest = 1 - split.valid - split.test
     if source.path is not None:
-        documents = read_documents(source.path, column=source.column)
+        most = most_bytes(train=(train, rest), valid=(valid, split.valid), test=(test, split.test))
+        documents = read_documents(source.path, column=source.column, most=most)
         return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
+    carved = split.valid if source.valid is None else 0.0
+    most = {
+        "train": most_bytes(train=(train, 1 - carved), valid=(valid, carved)),
+        "valid": most_bytes(train=(valid, 1.0)),
+        "test": most_bytes(train=(test, 1.0)),
+    }
     parts = {
-        key: read_documents(path, column=source.column)
+        key: read_documents(path, column=source.column, most=most[key])
         for key in ("train", "valid", "test")
         if (path := getattr(source, key)) is not None
     }
     given = "valid" if "valid" in parts else None
-    return split_given(parts, name=name, valid=given, valid_fraction=0.0 if given else split.valid, seed=seed)
+    return split_given(parts, name=name, valid=given, valid_fraction=carved, seed=seed)
 
 
 def _split_group(name: str, splits: Mapping[str, list[str]], split: SplitSection, seed: int) -> UserText:

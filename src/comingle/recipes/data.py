@@ -40,7 +40,7 @@ class DatasetSource(Section):
     user: str
     text: str = "text"
     split: str | None = None
-    users: list[str] | None = None
+    users: list[str] | Count | None = None
     config: str | None = None
     max_documents: Count | None = None
 

@@ -74,7 +74,7 @@ def _anchor(recipe: Recipe, folder: Path) -> Recipe:
         if not isinstance(source, str) or source.startswith(("demo:", "hub:")):
             return source
         source = os.path.expandvars(os.path.expanduser(source))
-        return str((folder / source).resolve()) if (folder / source).exists() else source
+        return str((folder / source).resolve()) if os.path.exists(folder / source) else source
 
     data = content["data"]
     others = [data[key] for key in ("dataset", "questions") if data.get(key)]
@@ -82,6 +82,6 @@ def _anchor(recipe: Recipe, folder: Path) -> Recipe:
         for key in ("path", "train", "valid", "test"):
             if entry.get(key) is not None:
                 entry[key] = anchored(entry[key])
-    if (folder / recipe.base).exists():
+    if os.path.exists(folder / recipe.base):
         content["base"] = anchored(recipe.base)
     return Recipe.model_validate(content)
