@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from comingle.data.answers import UserAnswers, check_answers, pool_answers
 from comingle.data.limits import most_bytes
-from comingle.data.pack import UserData, check, pack, pool
-from comingle.data.partition import Overlap, UserText, find_overlap, mix_held_out, split_by_fractions, split_given
+from comingle.data.pack import UserData, check, find_shortage, list_small, pack, pool
+from comingle.data.partition import (
+    NoTextError,
+    Overlap,
+    UserText,
+    find_overlap,
+    mix_held_out,
+    split_by_fractions,
+    split_given,
+)
 from comingle.data.questions import choose_languages, make_questions
 from comingle.data.sources import read_dataset, read_documents
 from comingle.data.splits import warn_unseen
@@ -20,12 +30,15 @@ from comingle.engines.answers import AnswerFeed
 from comingle.engines.runtime import keep_buffers
 from comingle.engines.training import Training
 from comingle.errors import DataError, RecipeError, did_you_mean
+from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import PreTrainedTokenizerBase
 from comingle.models.language import Base, load_base
 from comingle.nets import PREFIX, check_method, prepare_task
 from comingle.recipes import DataSection, Recipe, SplitSection, UserSource
 from comingle.recipes.unused import check_used
+
+logger = logging.getLogger("comingle")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +50,8 @@ class Materials:
     users: tuple[UserData, ...]
     task: Task | None = None
     answers: tuple[UserAnswers, ...] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Users who were left out, as ``data.on_small_user`` asks for, and what they have too little of."""
 
     def __post_init__(self) -> None:
         if self.task is not None and self.task.loss == "cross_entropy":
@@ -47,8 +62,10 @@ class Materials:
         return [found for text in self.texts if (found := find_overlap(text)).total]
 
 
-def prepare(recipe: Recipe, *, base: Base | None = None) -> Materials:
+def prepare(recipe: Recipe, *, base: Base | None = None, validates: bool | None = None) -> Materials:
     """Load the base (unless it is given), read, split and tokenise everybody's text.
+
+    ``validates`` says whether users need validation text to be large enough; without it the method says so.
 
     Raises:
         RecipeError: the method is none, or not for such users, or a setting would not be read; said before loading.
@@ -71,7 +88,32 @@ def prepare(recipe: Recipe, *, base: Base | None = None) -> Materials:
     base = base or load_base(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
     if asked:
         return Materials(base=base, texts=(), users=(), answers=read_questions(recipe, base))
-    return Materials(base=base, texts=tuple(texts), users=tuple(tokenise_users(recipe.data, texts, base)))
+    skipped: dict[str, str] = {}
+    if recipe.data.on_small_user == "skip":
+        method = make(recipe.method.name, **recipe.method.settings)
+        texts, skipped = leave_out(recipe, texts, base, method.needs_validation if validates is None else validates)
+    if recipe.data.held_out == "mixture":
+        texts = mix_held_out(texts, seed=recipe.seed)
+    users = tokenise_users(recipe.data, texts, base, known=[text.name for text in texts] + list(skipped))
+    return Materials(base=base, texts=tuple(texts), users=tuple(users), skipped=skipped)
+
+
+def leave_out(
+    recipe: Recipe, texts: Sequence[UserText], base: Base, validates: bool
+) -> tuple[list[UserText], dict[str, str]]:
+    """Users with enough text of their own, and what each of the others has too little of, which a warning says.
+
+    Raises:
+        DataError: nobody has enough.
+    """
+    users, context = tokenise_users(recipe.data, texts, base), recipe.training.context
+    found = {u.name: s.what for u in users if (s := find_shortage(u, context=context, needs_validation=validates))}
+    if len(found) == len(users):
+        raise DataError(f"all {len(users)} users have too little text: {list_small(found)}")
+    if found:
+        told = f"{len(found)} of {len(users)} users are left out, as they have too little text: {list_small(found)}"
+        logger.warning("%s", told)
+    return [text for text in texts if text.name not in found], found
 
 
 def gather(materials: Materials, method: Method, training: Training) -> tuple[list[Any], list[Any], AnswerFeed | None]:
@@ -82,8 +124,7 @@ def gather(materials: Materials, method: Method, training: Training) -> tuple[li
     """
     users: list[Any] = list(materials.users or materials.answers)
     if not materials.answers:
-        for user in users:
-            check(user, context=training.context, needs_validation=method.needs_validation)
+        check(users, context=training.context, needs_validation=method.needs_validation)
         return users, [pool(users)] if method.pooled else users, None
     assert materials.base is not None
     for user in users:
@@ -113,15 +154,17 @@ def _tokenizer(base: Base) -> PreTrainedTokenizerBase:
     return base.tokenizer
 
 
-def tokenise_users(data: DataSection, texts: Sequence[UserText], base: Base) -> list[UserData]:
-    """Everybody's text as token streams, cut to the recipe's limits.
+def tokenise_users(
+    data: DataSection, texts: Sequence[UserText], base: Base, *, known: Sequence[str] | None = None
+) -> list[UserData]:
+    """Everybody's text as token streams, cut to the recipe's limits, which may be for all who are ``known``.
 
     Raises:
         DataError: the base has no tokenizer.
         RecipeError: a limit is for somebody who is not a user.
     """
     tokenizer = _tokenizer(base)
-    limits = token_limits(data, [text.name for text in texts])
+    limits = token_limits(data, known or [text.name for text in texts])
     return [pack(text, tokenizer, **limits[text.name]) for text in texts]
 
 
@@ -148,28 +191,49 @@ def token_limits(data: DataSection, names: Sequence[str]) -> dict[str, dict[str,
 
 
 def read_users(data: DataSection, seed: int) -> list[UserText]:
-    """Everybody's documents, in splits.
+    """Everybody's documents, in splits of their own; who has none is refused, or has none in what is returned.
 
     Raises:
-        DataError: a source is missing, empty or unreadable.
+        DataError: a source is missing or unreadable, or users without text are refused.
     """
-    if data.dataset is not None:
-        source = data.dataset
-        groups = read_dataset(
-            source.path,
-            user=source.user,
-            text=source.text,
-            split=source.split,
-            users=source.users,
-            name=source.config,
-            max_documents=source.max_documents,
-        )
-        texts = [_split_group(name, splits, data.split, seed) for name, splits in groups.items()]
-    else:
-        users = data.users or {}
-        limits = token_limits(data, list(users))
-        texts = [_read_user(name, source, data.split, seed, limits[name]) for name, source in users.items()]
-    return mix_held_out(texts, seed=seed) if data.held_out == "mixture" else texts
+    readers = _dataset_readers(data, seed) if data.dataset is not None else _user_readers(data, seed)
+    texts, empty = [], dict[str, str]()
+    for name, read in readers.items():
+        try:
+            texts.append(read())
+        except NoTextError as error:
+            empty[name] = str(error)
+            texts.append(UserText(name=name, train=()))
+    if not empty or (data.on_small_user == "skip" and len(empty) < len(texts)):
+        return texts
+    if len(empty) == 1:
+        raise DataError(next(iter(empty.values())))
+    raise DataError(f"{len(empty)} of {len(texts)} users have no text: {list_small(empty)}")
+
+
+Reader = Callable[[], UserText]
+"""Reads and splits the text of one user."""
+
+
+def _dataset_readers(data: DataSection, seed: int) -> dict[str, Reader]:
+    source = data.dataset
+    assert source is not None
+    groups = read_dataset(
+        source.path,
+        user=source.user,
+        text=source.text,
+        split=source.split,
+        users=source.users,
+        name=source.config,
+        max_documents=source.max_documents,
+    )
+    return {name: partial(_split_group, name, splits, data.split, seed) for name, splits in groups.items()}
+
+
+def _user_readers(data: DataSection, seed: int) -> dict[str, Reader]:
+    users = data.users or {}
+    limits = token_limits(data, list(users))
+    return {name: partial(_read_user, name, source, data.split, seed, limits[name]) for name, source in users.items()}
 
 
 def _read_user(

@@ -99,6 +99,7 @@ class DataSection(Section):
     questions: QuestionsSection | None = None
     split: SplitSection = SplitSection()
     held_out: Literal["own", "mixture"] = "own"
+    on_small_user: Literal["refuse", "skip"] = "refuse"
     max_train_tokens: TokenLimit = None
     max_valid_tokens: TokenLimit = None
     max_test_tokens: TokenLimit = None
