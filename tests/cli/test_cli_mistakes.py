@@ -23,15 +23,15 @@ SETTINGS = {
     "an unknown demo user": ("data.users.ann=demo:libary", "no demo user 'libary'; there are: library, reference, "),
     "too little text": (
         "training.context=2000",
-        "user 'ann': train holds 1142 tokens, needs at least 2001 for one window of context 2000; give the user more "
-        "text or shorten the context",
+        "3 of 3 users have too little text: 'ann' (train holds 1142 tokens, needs at least 2001), 'bob' (train holds ",
     ),
     "no validation text": (
         "data.split.valid=0",
-        "user 'ann': valid holds 0 tokens, needs at least 17 for one window of context 16; give a valid split or "
-        "fraction, or choose a method without validation data",
+        "3 of 3 users have too little text: 'ann' (valid holds 0 tokens, needs at least 17), 'bob' (valid holds 0 "
+        "tokens, needs at least 17), 'cem' (valid holds 0 tokens, needs at least 17) for one window of context 16; "
+        "give a valid split or fraction, or choose a method without validation data",
     ),
-    "no test text": ("data.split.test=0", "user 'ann': test holds 0 tokens, needs at least 2 to measure perplexity"),
+    "no test text": ("data.split.test=0", "3 of 3 users have too little text: 'ann' (test holds 0 tokens, needs"),
     "fractions without a rest": (
         "data.split={valid: 0.5, test: 0.5}",
         "user 'ann': split fractions valid=0.5, test=0.5",

@@ -42,10 +42,10 @@ def test_all_who_are_too_small_are_named_at_once(small: Path) -> None:
         "3 of 6 users have too little text: 'dan' (train holds 5 tokens, needs at least 17), 'eve' (train holds "
     )
     assert (
-        "'fay' (valid holds 16 tokens, needs at least 17); give them more text, shorten training.context, or "
+        "'fay' (valid holds 16 tokens, needs at least 17); give them more text or shorten training.context; or "
         in message
     )
-    assert message.endswith("or leave them out with data.on_small_user: skip")
+    assert message.endswith("; or leave such users out with data.on_small_user: skip")
 
 
 def test_all_who_have_no_text_are_named_at_once(small: Path) -> None:
@@ -64,7 +64,7 @@ def test_the_first_ten_are_named_and_the_others_counted(recipe_file: Path) -> No
         )
     )
     assert message.startswith("25 of 25 users have too little text: 'u0' (")
-    assert "'u9' (train holds 5 tokens, needs at least 17) and 15 more; give" in message
+    assert "'u9' (train holds 5 tokens, needs at least 17) and 15 more for one window of context 16; give" in message
     assert "'u10'" not in message
 
 

@@ -60,15 +60,14 @@ def check(users: Sequence[UserData], *, context: int, needs_validation: bool) ->
     found = {u.name: s for u in users if (s := find_shortage(u, context=context, needs_validation=needs_validation))}
     if not found:
         return
+    skip = "; or leave such users out with data.on_small_user: skip" if len(found) < len(users) else ""
     if len(found) == 1:
         ((name, shortage),) = found.items()
-        more = "; or leave such users out with data.on_small_user: skip" if len(users) > 1 else ""
-        raise DataError(f"user {name!r}: {shortage.what}{shortage.advice}{more}")
+        raise DataError(f"user {name!r}: {shortage.what}{shortage.advice}{skip}")
     listed = list_small({name: shortage.what for name, shortage in found.items()})
-    raise DataError(
-        f"{len(found)} of {len(users)} users have too little text: {listed}; "
-        "give them more text, shorten training.context, or leave them out with data.on_small_user: skip"
-    )
+    advice, *others = {shortage.advice for shortage in found.values()}
+    advice = "; give them more text or shorten training.context" if others else advice
+    raise DataError(f"{len(found)} of {len(users)} users have too little text: {listed}{advice}{skip}")
 
 
 def find_shortage(user: UserData, *, context: int, needs_validation: bool) -> Shortage | None:
@@ -81,7 +80,7 @@ def find_shortage(user: UserData, *, context: int, needs_validation: bool) -> Sh
         return Shortage(what="no text in train, valid or test", advice="; give it text or remove the user")
     window = context + 1
     purpose = f" for one window of context {context};"
-    wanted = [("train", user.train, window, f"{purpose} give the user more text or shorten the context")]
+    wanted = [("train", user.train, window, f"{purpose} give more text or shorten training.context")]
     if needs_validation:
         advice = "give a valid split or fraction, or choose a method without validation data"
         wanted.append(("valid", user.valid, window, f"{purpose} {advice}"))
