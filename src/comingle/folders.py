@@ -8,7 +8,7 @@ from typing import Any
 
 from comingle.errors import RunError
 from comingle.recipes import Recipe, load_recipe
-from comingle.records import write_text
+from comingle.records import check_name, write_text
 
 RUN_FILES = ("recipe.yaml", "events.jsonl", "metrics.json", "checkpoints", "tensorboard", "report.html", "figures")
 """What a run folder holds, with the report and the figures that may be made of it."""
@@ -36,8 +36,10 @@ def check_folder(folder: Path, recipe: Recipe, *, resume: bool, force: bool) -> 
     """Whether a run may be written to a folder; touches nothing.
 
     Raises:
-        RunError: it exists and neither ``resume`` nor ``force`` is given, or it belongs to another recipe.
+        RunError: it exists and neither ``resume`` nor ``force`` is given, it belongs to another recipe, or no folder
+            can have its name.
     """
+    check_name(folder)
     if resume:
         if not (folder / "recipe.yaml").exists():
             raise RunError(f"{folder}: nothing to resume, no recipe.yaml in it")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from comingle.errors import RecipeError
+from comingle.errors import RecipeError, RunError
 
 if TYPE_CHECKING:
     from comingle.recipes import Recipe
@@ -18,7 +18,27 @@ RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe fil
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a key, as training.rounds=3.")
 ]
-Out = Annotated[Path | None, typer.Option("--out", help="Folder to write to (default: below runs/).")]
+
+
+def possible(out: Path | None) -> Path | None:
+    """Whether a folder can have the name given by ``--out``.
+
+    Raises:
+        RunError: it cannot.
+    """
+    if out is not None:
+        from comingle.records import check_name
+
+        try:
+            check_name(out)
+        except RunError as error:
+            raise RunError(f"--out {error}") from None
+    return out
+
+
+Out = Annotated[
+    Path | None, typer.Option("--out", help="Folder to write to (default: below runs/).", callback=possible)
+]
 
 
 def _not_both(context: Any, given: bool) -> bool:

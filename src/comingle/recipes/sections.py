@@ -141,7 +141,7 @@ class RuntimeSection(Section):
     dtype: str = "auto"
     attention: str = "auto"
     compile: Literal["auto"] | bool = "auto"
-    threads: Count | None = None
+    threads: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
     users_per_step: Count | None = None
     micro_batch: Count | None = None
 
