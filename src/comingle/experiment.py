@@ -259,7 +259,7 @@ def execute(
         observe(_start_event(sim, recipe))
     try:
         scores = run_rounds(sim, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
-        metrics = summarise(sim, scores, clock, base=sim.model.name).as_dict() | _skipped(sim)
+        metrics = summarise(sim, scores, clock, base=sim.model.name).as_dict() | sim.left_out()
         measure = f"mean_test_{metrics['measure']}"
         observe({"event": "end", measure: metrics[measure]})
     finally:
@@ -280,12 +280,8 @@ def _start_event(sim: Simulation, recipe: Recipe) -> dict[str, Any]:
         "base": sim.model.name,
         "rounds": sim.training.rounds if sim.method.phases else 0,
         "users": {u.name: {f"train_{unit}": len(u.train), f"test_{unit}": len(u.test)} for u in sim.users},
-        **_skipped(sim),
+        **sim.left_out(),
     }
-
-
-def _skipped(sim: Simulation) -> dict[str, Any]:
-    return {"skipped_users": dict(sim.skipped)} if sim.skipped else {}
 
 
 def _newest(sim: Simulation, folder: Path, recipe: Recipe) -> tuple[State, Progress]:

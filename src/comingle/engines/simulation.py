@@ -53,6 +53,10 @@ class Simulation(Steps):
     skipped: Mapping[str, str] = MappingProxyType({})
     """Users who were left out beforehand, and why."""
 
+    def left_out(self) -> dict[str, dict[str, str]]:
+        """They as the start event and the metrics have them; nothing where nobody was."""
+        return {"skipped_users": dict(self.skipped)} if self.skipped else {}
+
     # ---------------------------------------------------------------- local work
 
     def local_round(self, members: Sequence[int], round_number: int, tick: Tick = lambda: None) -> LocalRound:
