@@ -163,7 +163,10 @@ def build(recipe: Recipe, materials: Materials) -> Simulation:
         asked_later = materials.unread and materials.answers  # only they could say how many tokens they have
         tokens = 0 if asked_later else training_tokens(trainers, training)
         model = adapt_base(recipe, materials.base, method, len(trainers), tokens)
-    return Simulation(model, method, training, trainers=trainers, users=users, feed=feed, reads=not materials.unread)
+    reads = not materials.unread
+    sim = Simulation(model, method, training, trainers=trainers, users=users, feed=feed, reads=reads)
+    sim.skipped = materials.skipped
+    return sim
 
 
 def training_tokens(trainers: Sequence[UserData | UserAnswers], training: Training) -> int:
@@ -270,7 +273,7 @@ def execute(
         observe(start_event(sim))
     try:
         scores = run_rounds(sim, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
-        metrics = summarise(sim, scores, clock, base=sim.model.name).as_dict()
+        metrics = summarise(sim, scores, clock, base=sim.model.name).as_dict() | sim.left_out()
         measure = f"mean_test_{metrics['measure']}"
         observe({"event": "end", measure: metrics[measure]})
     except DivergenceError as error:

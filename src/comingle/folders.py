@@ -13,7 +13,7 @@ from comingle.inputs import INPUTS, Inputs, check_inputs, read_inputs, write_inp
 from comingle.locks import HOLDER, LOCK, check_free, locked
 from comingle.methods import make
 from comingle.recipes import Recipe, load_recipe
-from comingle.records import DRAFT, told_in_one_line, write_text
+from comingle.records import DRAFT, check_name, told_in_one_line, write_text
 
 RUN_FILES = (
     "recipe.yaml",
@@ -57,9 +57,10 @@ def check_folder(folder: Path, recipe: Recipe, *, resume: bool, force: bool, min
     """Whether a run may be written to a folder; touches nothing.
 
     Raises:
-        RunError: it exists and neither ``resume`` nor ``force`` is given, it belongs to another recipe, or (unless the
-            lock is ``mine``) another process writes to it.
+        RunError: it exists and neither ``resume`` nor ``force`` is given, it belongs to another recipe, no folder can
+            have its name, or (unless the lock is ``mine``) another process writes to it.
     """
+    check_name(folder)
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder}: is a file; --out names a folder")
     if not mine:

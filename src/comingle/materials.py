@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -12,8 +13,17 @@ import torch
 from comingle.data.answers import UserAnswers, check_answers, pool_answers
 from comingle.data.digests import digest_split
 from comingle.data.later import later
-from comingle.data.pack import UserData, check, pack, pool
-from comingle.data.partition import Overlap, UserText, find_overlap, mix_held_out, split_by_fractions, split_given
+from comingle.data.limits import most_bytes
+from comingle.data.pack import UserData, check, find_shortage, list_small, pack, pool
+from comingle.data.partition import (
+    NoTextError,
+    Overlap,
+    UserText,
+    find_overlap,
+    mix_held_out,
+    split_by_fractions,
+    split_given,
+)
 from comingle.data.questions import choose_languages, make_questions
 from comingle.data.samples import SPLITS, UserSamples
 from comingle.data.sources import read_dataset, read_documents
@@ -24,6 +34,7 @@ from comingle.engines.runtime import keep_buffers
 from comingle.engines.training import Training
 from comingle.errors import DataError, RecipeError, did_you_mean
 from comingle.inputs import Inputs, UserInputs
+from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import PreTrainedTokenizerBase
 from comingle.models.digests import digest_tokenizer
@@ -31,6 +42,8 @@ from comingle.models.language import Base, load_base
 from comingle.nets import PREFIX, check_method, prepare_task
 from comingle.recipes import DataSection, Recipe, SplitSection, UserSource
 from comingle.recipes.unused import check_used
+
+logger = logging.getLogger("comingle")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +59,8 @@ class Materials:
     task: Task | None = None
     answers: tuple[UserAnswers, ...] = ()
     unread: bool = False
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Users who were left out, as ``data.on_small_user`` asks for, and what they have too little of."""
 
     def __post_init__(self) -> None:
         if not self.unread and self.task is not None and self.task.loss == "cross_entropy":
@@ -66,8 +81,10 @@ class Materials:
         return [found for text in self.texts if (found := find_overlap(text)).total]
 
 
-def prepare(recipe: Recipe, *, base: Base | None = None) -> Materials:
+def prepare(recipe: Recipe, *, base: Base | None = None, validates: bool | None = None) -> Materials:
     """Load the base (unless it is given), read, split and tokenise everybody's text.
+
+    ``validates`` says whether users need validation text to be large enough; without it the method says so.
 
     Raises:
         RecipeError: the method is none, or not for such users, or a setting would not be read; said before loading.
@@ -86,7 +103,32 @@ def prepare(recipe: Recipe, *, base: Base | None = None) -> Materials:
     base = base or load_base_of(recipe)
     if asked:
         return Materials(base=base, texts=(), users=(), answers=read_questions(recipe, base))
-    return Materials(base=base, texts=tuple(texts), users=tuple(tokenise_users(recipe.data, texts, base)))
+    skipped: dict[str, str] = {}
+    if recipe.data.on_small_user == "skip":
+        method = make(recipe.method.name, **recipe.method.settings)
+        texts, skipped = leave_out(recipe, texts, base, method.needs_validation if validates is None else validates)
+    if recipe.data.held_out == "mixture":
+        texts = mix_held_out(texts, seed=recipe.seed)
+    users = tokenise_users(recipe.data, texts, base, known=[text.name for text in texts] + list(skipped))
+    return Materials(base=base, texts=tuple(texts), users=tuple(users), skipped=skipped)
+
+
+def leave_out(
+    recipe: Recipe, texts: Sequence[UserText], base: Base, validates: bool
+) -> tuple[list[UserText], dict[str, str]]:
+    """Users with enough text of their own, and what each of the others has too little of, which a warning says.
+
+    Raises:
+        DataError: nobody has enough.
+    """
+    users, context = tokenise_users(recipe.data, texts, base), recipe.training.context
+    found = {u.name: s.what for u in users if (s := find_shortage(u, context=context, needs_validation=validates))}
+    if len(found) == len(users):
+        raise DataError(f"all {len(users)} users have too little text: {list_small(found)}")
+    if found:
+        told = f"{len(found)} of {len(users)} users are left out, as they have too little text: {list_small(found)}"
+        logger.warning("%s", told)
+    return [text for text in texts if text.name not in found], found
 
 
 def get_ready(recipe: Recipe) -> None:
@@ -145,11 +187,12 @@ def gather(materials: Materials, method: Method, training: Training) -> tuple[li
         DataError: a user has too little of something that the method needs.
     """
     users: list[Any] = list(materials.users or materials.answers)
-    for user in () if materials.unread else users:
-        if materials.answers:
+    people = users if not materials.unread else []
+    if materials.answers:
+        for user in people:
             check_answers(user, needs_validation=method.needs_validation)
-        else:
-            check(user, context=training.context, needs_validation=method.needs_validation)
+    else:
+        check(people, context=training.context, needs_validation=method.needs_validation)
     trainers = [pooled(users, materials.unread)] if method.pooled else users
     if not materials.answers:
         return users, trainers, None
@@ -187,15 +230,17 @@ def _tokenizer(base: Base) -> PreTrainedTokenizerBase:
     return base.tokenizer
 
 
-def tokenise_users(data: DataSection, texts: Sequence[UserText], base: Base) -> list[UserData]:
-    """Everybody's text as token streams, cut to the recipe's limits.
+def tokenise_users(
+    data: DataSection, texts: Sequence[UserText], base: Base, *, known: Sequence[str] | None = None
+) -> list[UserData]:
+    """Everybody's text as token streams, cut to the recipe's limits, which may be for all who are ``known``.
 
     Raises:
         DataError: the base has no tokenizer.
         RecipeError: a limit is for somebody who is not a user.
     """
     tokenizer = _tokenizer(base)
-    limits = token_limits(data, [text.name for text in texts])
+    limits = token_limits(data, known or [text.name for text in texts])
     return [pack(text, tokenizer, **limits[text.name]) for text in texts]
 
 
@@ -222,39 +267,74 @@ def token_limits(data: DataSection, names: Sequence[str]) -> dict[str, dict[str,
 
 
 def read_users(data: DataSection, seed: int) -> list[UserText]:
-    """Everybody's documents, in splits.
+    """Everybody's documents, in splits of their own; who has none is refused, or has none in what is returned.
 
     Raises:
-        DataError: a source is missing, empty or unreadable.
+        DataError: a source is missing or unreadable, or users without text are refused.
     """
-    if data.dataset is not None:
-        source = data.dataset
-        groups = read_dataset(
-            source.path,
-            user=source.user,
-            text=source.text,
-            split=source.split,
-            users=source.users,
-            name=source.config,
-            max_documents=source.max_documents,
-        )
-        texts = [_split_group(name, splits, data.split, seed) for name, splits in groups.items()]
-    else:
-        texts = [_read_user(name, source, data.split, seed) for name, source in (data.users or {}).items()]
-    return mix_held_out(texts, seed=seed) if data.held_out == "mixture" else texts
+    readers = _dataset_readers(data, seed) if data.dataset is not None else _user_readers(data, seed)
+    texts, empty = [], dict[str, str]()
+    for name, read in readers.items():
+        try:
+            texts.append(read())
+        except NoTextError as error:
+            empty[name] = str(error)
+            texts.append(UserText(name=name, train=()))
+    if not empty or (data.on_small_user == "skip" and len(empty) < len(texts)):
+        return texts
+    if len(empty) == 1:
+        raise DataError(next(iter(empty.values())))
+    raise DataError(f"{len(empty)} of {len(texts)} users have no text: {list_small(empty)}")
 
 
-def _read_user(name: str, source: UserSource, split: SplitSection, seed: int) -> UserText:
+Reader = Callable[[], UserText]
+"""Reads and splits the text of one user."""
+
+
+def _dataset_readers(data: DataSection, seed: int) -> dict[str, Reader]:
+    source = data.dataset
+    assert source is not None
+    groups = read_dataset(
+        source.path,
+        user=source.user,
+        text=source.text,
+        split=source.split,
+        users=source.users,
+        name=source.config,
+        max_documents=source.max_documents,
+    )
+    return {name: partial(_split_group, name, splits, data.split, seed) for name, splits in groups.items()}
+
+
+def _user_readers(data: DataSection, seed: int) -> dict[str, Reader]:
+    users = data.users or {}
+    limits = token_limits(data, list(users))
+    return {name: partial(_read_user, name, source, data.split, seed, limits[name]) for name, source in users.items()}
+
+
+def _read_user(
+    name: str, source: UserSource, split: SplitSection, seed: int, kept: Mapping[str, int | None]
+) -> UserText:
+    """A user's documents in splits; ``kept`` are the user's limits, beyond which nothing need be read."""
+    train, valid, test = (kept[f"max_{one}_tokens"] for one in ("train", "valid", "test"))
+    rest = 1 - split.valid - split.test
     if source.path is not None:
-        documents = read_documents(source.path, column=source.column)
+        most = most_bytes(train=(train, rest), valid=(valid, split.valid), test=(test, split.test))
+        documents = read_documents(source.path, column=source.column, most=most)
         return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
+    carved = split.valid if source.valid is None else 0.0
+    most = {
+        "train": most_bytes(train=(train, 1 - carved), valid=(valid, carved)),
+        "valid": most_bytes(train=(valid, 1.0)),
+        "test": most_bytes(train=(test, 1.0)),
+    }
     parts = {
-        key: read_documents(path, column=source.column)
+        key: read_documents(path, column=source.column, most=most[key])
         for key in ("train", "valid", "test")
         if (path := getattr(source, key)) is not None
     }
     given = "valid" if "valid" in parts else None
-    return split_given(parts, name=name, valid=given, valid_fraction=0.0 if given else split.valid, seed=seed)
+    return split_given(parts, name=name, valid=given, valid_fraction=carved, seed=seed)
 
 
 def _split_group(name: str, splits: Mapping[str, list[str]], split: SplitSection, seed: int) -> UserText:

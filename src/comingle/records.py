@@ -46,6 +46,9 @@ MEASURES = {"perplexity": "lower", "accuracy": "higher", "rouge1": "higher", "lo
 """What models are compared by, and which way is better."""
 
 
+_NAME_MAX, _SHOWN = 255, 200
+
+
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
     """The result of a run.
@@ -80,6 +83,24 @@ class Metrics:
         found[f"mean_test_{self.measure}"] = found.pop("mean")
         found[f"{self.unit}_per_second"] = found.pop("per_second")
         return found
+
+
+def check_name(folder: Path) -> None:
+    """See that a folder could have this name; touches nothing.
+
+    Raises:
+        RunError: it is too long for the file system, or holds a NUL.
+    """
+    try:
+        os.lstat(folder)
+        why = None
+    except (FileNotFoundError, NotADirectoryError):  # also where a folder above is still to be made
+        why = os.strerror(errno.ENAMETOOLONG) if any(len(os.fsencode(p)) > _NAME_MAX for p in folder.parts) else None
+    except (OSError, ValueError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    if why:
+        shown = str(folder)
+        raise RunError(f"{shown[:_SHOWN] + '...' if len(shown) > _SHOWN else shown}: cannot be a folder: {why}")
 
 
 def measure_of(record: dict[str, Any]) -> str:

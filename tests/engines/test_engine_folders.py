@@ -20,6 +20,7 @@ from comingle import experiment
 from comingle.engines.checkpoints import list_checkpoints
 from comingle.errors import RunError
 from comingle.folders import open_folder
+from comingle.materials import describe, prepare
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import read_events
 
@@ -122,7 +123,8 @@ def test_two_at_once_are_one_and_a_refusal(recipe_file: Path, tmp_path: Path) ->
 
 
 def test_one_process_is_two_writers_too(recipe: Recipe, tmp_path: Path) -> None:
-    with open_folder(tmp_path / "run", recipe, resume=False, force=False):
+    inputs = describe(prepare(recipe), recipe)
+    with open_folder(tmp_path / "run", recipe, inputs, resume=False, force=False):
         assert f"process {os.getpid()} on" in refused(recipe, tmp_path / "run", resume=True)
     experiment.run(recipe, out=tmp_path / "run", resume=True)
     assert not (tmp_path / "run" / ".holder").exists()

@@ -40,12 +40,19 @@ def compare_methods(
     from comingle.cli.training import bar, warn_overlaps
     from comingle.folders import check_folder, open_folder
     from comingle.materials import describe, prepare
+    from comingle.methods import make
     from comingle.nets import check_method
     from comingle.reports.tables import render_comparison, write_comparison
 
-    recipes = {(m, s): recipe.with_changes({"method": _method(recipe, m), "seed": s}) for s in seeds for m in methods}
+    recipes = {
+        (m, s): recipe.with_changes({"method": _method(recipe, m), "seed": s}, where="--seeds")
+        for s in seeds
+        for m in methods
+    }
     for one in recipes.values():  # every mistake in the settings is found before the first hour of training
         check_method(one)
+    # Users who are too small are left out of all methods, or of none.
+    validates = any(make(one.method.name, **one.method.settings).needs_validation for one in recipes.values())
     folders = {key: folder / f"{key[0]}-seed{key[1]}" for key in recipes}
     again = {key: resume and (place / "recipe.yaml").exists() for key, place in folders.items()}
     for key, one in recipes.items():
@@ -55,7 +62,8 @@ def compare_methods(
     with progress_bars() as progress:
         for seed in seeds:
             with status("loading the base model and the users' text"):
-                materials = prepare(recipes[methods[0], seed], base=materials.base if materials else None)
+                one = recipes[methods[0], seed]
+                materials = prepare(one, base=materials.base if materials else None, validates=validates)
             if seed == seeds[0]:
                 warn_overlaps(materials)
             runs = []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from comingle.cli.options import RecipePath, Sets, read_recipe
 
@@ -14,21 +16,28 @@ if TYPE_CHECKING:
     from comingle.data.tasks import Task
 
 
-def data(recipe: RecipePath, sets: Sets = None) -> None:
-    """Preview a recipe's users: token counts, split sizes, overlaps and two samples each; or how many samples."""
+def data(
+    recipe: RecipePath,
+    sets: Sets = None,
+    everybody: Annotated[bool, typer.Option("--all", help="List everybody, also beyond 24 users.")] = False,
+) -> None:
+    """Preview a recipe's users: token counts, split sizes, overlaps and two samples each; or how many samples.
+
+    Beyond 24 users the table has the distribution, and the users with least and most.
+    """
     read = read_recipe(recipe, sets)
     from rich.table import Table
 
     from comingle.cli.progress import console, status
     from comingle.cli.training import warn_overlaps
-    from comingle.data.preview import summarise
+    from comingle.data.preview import LISTED_USERS, choose_rows, summarise
     from comingle.materials import prepare
     from comingle.nets import net_name
 
     with status("reading and tokenising"):
         materials = prepare(read)
     if materials.task is not None:
-        console.print(_samples(net_name(read, materials.task), materials.task))
+        console.print(_samples(net_name(read, materials.task), materials.task, everybody))
         return
     if materials.answers:
         console.print(_questions(read.base, materials.answers))
@@ -38,28 +47,38 @@ def data(recipe: RecipePath, sets: Sets = None) -> None:
     for split in ("train", "valid", "test"):
         table.add_column(f"{split} docs", justify="right")
         table.add_column(f"{split} tokens", justify="right")
-    for one in found:
-        cells = [f"{one[kind][split]:,}" for split in ("train", "valid", "test") for kind in ("documents", "tokens")]
-        table.add_row(one["user"], *cells)
+    kinds = [(split, kind) for split in ("train", "valid", "test") for kind in ("documents", "tokens")]
+    rows = choose_rows({one["user"]: [one[k][s] for s, k in kinds] for one in found}, by=1, everybody=everybody)
+    for name, cells in rows:
+        table.add_row(name, *cells)
     console.print(table)
-    for one in found:
+    if materials.skipped:
+        console.print(f"left out, as they have too little text: {len(materials.skipped):,}", highlight=False)
+        shown = list(materials.skipped.items())[: None if everybody else LISTED_USERS]
+        for name, why in shown:
+            console.print(f"  {name}: {why}", markup=False, highlight=False)
+    listed = {name for name, _ in rows}
+    for one in (one for one in found if one["user"] in listed):
         for split, sample in one["samples"].items():
             console.print(f"[bold]{one['user']}[/bold] [dim]{split}:[/dim] ", end="")
             console.print(sample, markup=False, highlight=False)
     warn_overlaps(materials)
 
 
-def _samples(net: str, task: Task) -> Table:
+def _samples(net: str, task: Task, everybody: bool) -> Table:
     """The net that is trained, how many samples each user of a task has, and its true cluster where there is one."""
     from rich.table import Table
+
+    from comingle.data.preview import choose_rows
 
     shape = " x ".join(str(size) for size in task.input_shape)
     table = Table("user", "cluster", title=f"net:{net}: samples of {shape}", title_justify="left", box=None)
     for split in ("train", "valid", "test"):
         table.add_column(split, justify="right")
-    for user in task.users:
-        counts = [f"{len(part):,}" for part in (user.train, user.valid, user.test)]
-        table.add_row(user.name, "-" if user.cluster is None else str(user.cluster), *counts)
+    clusters = {user.name: str(user.cluster) for user in task.users if user.cluster is not None}
+    counts = {user.name: [len(part) for part in (user.train, user.valid, user.test)] for user in task.users}
+    for name, cells in choose_rows(counts, by=0, everybody=everybody):
+        table.add_row(name, clusters.get(name, "-"), *cells)
     return table
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from comingle.cli.options import Force, Resume, Sets, read_recipe
+from comingle.cli.options import Force, Resume, Sets, possible, read_recipe
 
 if TYPE_CHECKING:
     from comingle.experiment import Run
@@ -24,7 +24,7 @@ PROMPTS = {
 
 def demo(
     sets: Sets = None,
-    out: Annotated[Path, typer.Option("--out", help="Folder to write to.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option("--out", callback=possible, help="Folder to write to.")] = Path("runs/demo"),
     resume: Resume = False,
     force: Force = False,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from comingle.cli.compare import split_names, split_seeds
-from comingle.cli.options import Force, Resume, Sets, changes
+from comingle.cli.options import Force, Resume, Sets, changes, possible
 
 if TYPE_CHECKING:
     from comingle.engines.simulation import Simulation
@@ -31,7 +31,9 @@ def reproduce(
         typer.Option("--data", help="Folder with local text and images (default: $COMINGLE_DATA, else the hub)."),
     ] = None,
     sets: Sets = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder (default: runs/PAPER-SCALE).")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder (default: runs/PAPER-SCALE).", callback=possible)
+    ] = None,
     resume: Resume = False,
     force: Force = False,
     jobs: Annotated[

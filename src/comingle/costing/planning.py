@@ -9,6 +9,7 @@ from math import ceil
 import torch
 
 from comingle.costing.bare import bare_mixture
+from comingle.costing.checking import check_settings, check_texts
 from comingle.costing.counts import count_users
 from comingle.costing.passes import rehearse
 from comingle.costing.records import MethodCost, Plan
@@ -42,18 +43,17 @@ def plan(recipe: Recipe, methods: Sequence[str] = (), *, users: int | None = Non
     Raises:
         RecipeError: a method or a setting is wrong.
         BaseModelError: the base cannot be used.
-        DataError: who the users are cannot be found out.
+        DataError: who the users are cannot be found out, or text that is here is too little for a run.
     """
     recipes = [with_method(recipe, name) for name in methods or [recipe.method.name]]
-    for one in recipes:
-        make(one.method.name, **one.method.settings)
+    check_settings(recipes)
     if recipe.data.task is not None:
         return plan_task(recipes, users)
-    note = ""
+    small, note = check_texts(recipes) if users is None else (set[str](), "")
     if (asked := recipe.data.questions) is not None:
         recipes = [text_in_place_of_questions(one, asked) for one in recipes]
         recipe, note = recipes[0], QUESTIONS_NOTE
-    names = user_names(recipe, users)
+    names = tuple(name for name in user_names(recipe, users) if name not in small)
     runtime = recipe.runtime
     base = load_skeleton(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
     free, training = free_bytes(base.device), recipe.training

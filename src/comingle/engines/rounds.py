@@ -185,6 +185,7 @@ def start_event(sim: Simulation) -> dict[str, Any]:
         "base": sim.model.name,
         "rounds": sim.training.rounds if sim.method.phases else 0,
         "users": {u.name: {f"train_{unit}": len(u.train), f"test_{unit}": len(u.test)} for u in sim.users},
+        **sim.left_out(),
     }
 
 

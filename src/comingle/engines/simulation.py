@@ -7,9 +7,10 @@ users within a round.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Float
@@ -48,6 +49,13 @@ class LocalRound:
 
 class Simulation(Steps):
     """The work of a round: local steps of everybody who takes part, and the exchange that ends it."""
+
+    skipped: Mapping[str, str] = MappingProxyType({})
+    """Users who were left out beforehand, and why."""
+
+    def left_out(self) -> dict[str, dict[str, str]]:
+        """They as the start event and the metrics have them; nothing where nobody was."""
+        return {"skipped_users": dict(self.skipped)} if self.skipped else {}
 
     # ---------------------------------------------------------------- local work
 

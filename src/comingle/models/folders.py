@@ -45,7 +45,7 @@ def read_folder(
     check_config(folder, _read_json(folder / "config.json"))
     for path in weight_files(folder):
         _check_weights(path)
-    return _load_model(folder, dtype=dtype, attention=attention), _load_tokenizer(folder)
+    return _load_model(folder, dtype=dtype, attention=attention), load_tokenizer(folder)
 
 
 def check_config(where: Path, config: dict[str, Any]) -> None:
@@ -140,7 +140,12 @@ def _load_model(folder: Path, *, dtype: torch.dtype, attention: str | None) -> P
     return model
 
 
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of `folder`, None where it holds none.
+
+    Raises:
+        BaseModelError: it cannot be loaded.
+    """
     from transformers import AutoTokenizer
 
     if not has_tokenizer(folder):
