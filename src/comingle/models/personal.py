@@ -21,7 +21,7 @@ from comingle.models.adapted import AdaptedModel
 from comingle.models.base import PreTrainedModel
 from comingle.models.generation import continue_texts, max_places
 from comingle.models.mixed import MixedLanguageModel
-from comingle.models.owning import own_language_model
+from comingle.models.owning import merge_adapters, own_language_model, why_not_merged
 from comingle.models.sampling import read_sampling
 from comingle.trees import Tree
 
@@ -67,11 +67,16 @@ class PersonalModel:
         In bfloat16 the sums are rounded, so it is not quite what :meth:`generate` speaks as.
 
         Raises:
-            DataError: experts are mixed behind a nonlinearity, so no weight can hold them.
+            DataError: several experts are mixed behind a nonlinearity, so no weights can hold them.
         """
-        if isinstance(self.model, AdaptedModel):
-            raise DataError(f"user {self.name!r}: experts cannot be merged into weights; client-level mixtures can")
-        return cast(PreTrainedModel, self._own.merge(self._shares))
+        if not isinstance(self.model, AdaptedModel):
+            return cast(PreTrainedModel, self._own.merge(self._shares))
+        if why := why_not_merged(self.model, self.row):
+            raise DataError(
+                f"user {self.name!r}: experts cannot be merged into weights, because {why}; "
+                "models of one expert (as of fedit) and client-level mixtures can"
+            )
+        return merge_adapters(self.model, self.tensors, self.row)
 
     @overload
     def generate(self, prompt: str, generation_config: GenerationConfig | None = None, **options: Any) -> str: ...
