@@ -51,7 +51,7 @@ def load_base(name: str, *, dtype: str = "auto", device: str = "auto", attention
             tokenizer, source = byte_tokenizer(), name
         else:
             found = locate(name)
-            model, tokenizer = read_folder(found.folder, dtype=number, attention=style)
+            model, tokenizer = read_folder(found.folder, dtype=number, device=place, attention=style)
             source = found.name
         freeze(model, tokenizer)
     torch.nn.Module.to(model, place)
