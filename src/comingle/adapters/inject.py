@@ -222,8 +222,8 @@ def _require_one_input(original: nn.Module, family: str) -> None:
     ]
     if len(needed) != 1:
         raise BaseModelError(
-            f"{family}: its MLP ({type(original).__name__}) is called with {', '.join(needed) or 'nothing'}; comingle can "
-            "only adapt MLPs of one input"
+            f"{family}: its MLP ({type(original).__name__}) is called with {', '.join(needed) or 'nothing'}; comingle "
+            "can only adapt MLPs of one input"
         )
 
 

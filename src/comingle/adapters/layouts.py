@@ -135,8 +135,8 @@ def activation_name(model: nn.Module, targets: Targets) -> str:
     found = targets.activation or next((v for k in keys if isinstance(v := getattr(config, k, None), str)), None)
     if found not in ACTIVATIONS:
         raise BaseModelError(
-            f"{type(model).__name__}: MLP activation {found!r}; allowed: {sorted(ACTIVATIONS)}; where one of them is the "
-            "same function, name it in the recipe: adapters.targets.activation"
+            f"{type(model).__name__}: MLP activation {found!r}; allowed: {sorted(ACTIVATIONS)}; where one of them is "
+            "the same function, name it in the recipe: adapters.targets.activation"
         )
     return found
 
