@@ -63,7 +63,7 @@ def planned_and_measured(case: str) -> tuple[int, int]:
     """Bytes."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_case(case, Path(folder))
-        comingle = [sys.executable, "-m", "comingle"]
+        comingle = [sys.executable, "-c", "from comingle.cli import main; main()"]
         cost = subprocess.run([*comingle, "cost", str(path), "--json"], check=True, capture_output=True, text=True)
         out = Path(folder) / "run"
         subprocess.run([*comingle, "run", str(path), "--out", str(out)], check=True, capture_output=True, text=True)
@@ -75,7 +75,8 @@ def main() -> None:
     for case in sys.argv[1:] or CASES:
         planned, measured = planned_and_measured(case)
         off = round(planned / measured - 1, 3)
-        print(json.dumps({"case": case, "planned_mb": planned // 10**6, "measured_mb": measured // 10**6, "off": off}))
+        result = {"case": case, "planned_mb": planned // 10**6, "measured_mb": measured // 10**6, "off": off}
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":
