@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import islice
 
 import torch
@@ -225,6 +226,7 @@ def _routed_mlp(
 @torch.no_grad()
 def _check_same_function(original: nn.Module, mlp: RoutedMLP, family: str) -> None:
     """With adapters at zero the mixture is the MLP that it replaces, or the family's MLP has something more to it."""
+    _require_one_input(original, family)
     weights = {name: base_weight(linear)[0] for name, linear in [*mlp.first.items(), ("down", mlp.last)]}
     up = weights["up"]
     mlp.factors = {
@@ -242,6 +244,20 @@ def _check_same_function(original: nn.Module, mlp: RoutedMLP, family: str) -> No
         )
 
 
+def _require_one_input(original: nn.Module, family: str) -> None:
+    """Some MLPs are handed more than their input, as Bloom's is the residual that it adds."""
+    needed = [
+        p.name
+        for p in signature(original.forward).parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if len(needed) != 1:
+        raise BaseModelError(
+            f"{family}: its MLP ({type(original).__name__}) is called with {', '.join(needed) or 'nothing'}; comingle "
+            "can only adapt MLPs of one input"
+        )
+
+
 def _place(layer: nn.Module, targets: Targets, mlp: RoutedMLP) -> None:
     if targets.mlp:
         layer.set_submodule(targets.mlp, mlp)
@@ -249,7 +265,7 @@ def _place(layer: nn.Module, targets: Targets, mlp: RoutedMLP) -> None:
     leaves = [name for name, child in layer.named_children() if not list(child.children())]
     activations = [name for name in leaves if "activation" in name and not name.endswith("norm")]
     if not activations:  # it would act a second time, on the mixture's output
-        raise BaseModelError(f"adapters.targets: mlp '' needs a layer with an activation module; got {sorted(leaves)}")
+        raise BaseModelError(f"adapters.targets.mlp: '' needs a layer with an activation module; got {sorted(leaves)}")
     layer.set_submodule(targets.up, mlp)
     for name in (targets.down, *activations):
         layer.set_submodule(name, nn.Identity())

@@ -11,6 +11,7 @@ import torch
 from comingle.costing.bare import bare_mixture
 from comingle.costing.checking import check_settings, check_texts
 from comingle.costing.counts import count_users
+from comingle.costing.footprint import process_bytes
 from comingle.costing.passes import rehearse
 from comingle.costing.records import MethodCost, Plan
 from comingle.costing.stacked import Base as BaseFlops
@@ -144,12 +145,12 @@ def _nobody(name: str) -> UserData:
 
 def method_cost(recipe: Recipe, base: Base, names: tuple[str, ...], free: int) -> MethodCost:
     """Everything about one method; ``free`` are the bytes that the machine has left."""
-    sim = federate(recipe, base, names)
+    sim, own = federate(recipe, base, names), process_bytes("text", base.device)
     if sim.mixture is None:
         users = count_users(sim, names)
-        stage = rehearse(sim, trainers=1 if sim.method.pooled else len(names))
+        stage = rehearse(sim, trainers=1 if sim.method.pooled else len(names), process_bytes=own)
     else:
-        stage = rehearse(sim, trainers=len(names))
+        stage = rehearse(sim, trainers=len(names), process_bytes=own)
         users = count_stacked(stage, dict.fromkeys(names, text_load(sim)), _language_base(recipe, base, names))
     return summarise(stage, users, free)
 

@@ -54,7 +54,7 @@ def load_base(name: str, *, dtype: str = "auto", device: str = "auto", attention
             tokenizer, source, origin = byte_tokenizer(), name, f"{name} seed {seed}"
         else:
             found = locate(name)
-            model, tokenizer = read_folder(found.folder, dtype=number, attention=style)
+            model, tokenizer = read_folder(found.folder, dtype=number, device=place, attention=style)
             source, origin = found.name, found.folder
         freeze(model, tokenizer)
     torch.nn.Module.to(model, place)

@@ -119,12 +119,14 @@ _COMPILED = ", as runtime.compile: false holds it; compiled it is less"
 
 def _memory(plan: dict[str, Any]) -> Table:
     sampled = plan["unit"] == "sample"
-    keys = ("data" if sampled else "weights", "adapters", "moments", "gradients", "activations", "allocator")
+    kept = ("process", "data" if sampled else "weights", "adapters", "moments")
+    keys = (*kept, "gradients", "activations", "allocator")
     names = ["nets" if sampled and key == "adapters" else key for key in keys]
     table = _table(
-        "Memory in MB at the worst moment, beside Python and its libraries",
+        "Memory in MB at the worst moment",
+        "Process: Python and its libraries, measured on this machine; for a GPU not known.\n"
         f"Activations: all that a pass holds but its gradients{'' if sampled else _COMPILED}."
-        "\nAllocator: a margin above what it was seen to keep in gaps on a CPU, no bound; for a GPU none is known.",
+        "\nAllocator: about what it was seen to keep in gaps on a CPU, no bound; for a GPU none is known.",
     )
     _columns(table, "method", "where", f"users x {'samples' if sampled else 'sequences'} in a pass", *names, "total")
     for method in plan["methods"]:
