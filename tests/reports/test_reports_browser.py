@@ -36,8 +36,10 @@ def gates(seed: int) -> np.ndarray:
     return found.astype(np.float16)
 
 
-@pytest.fixture
-def page(write_run: Any, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def page(run_writer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("browser")
+    write_run = run_writer(folder)
     curve = {0: dict.fromkeys(USERS, 9.0), 2: dict.fromkeys(USERS, 5.0)}
     experts = {key: ["generalist", "specialist"] for key in USERS}
     scores = {2: {key: [[0.3, 0.7], [0.4, 0.6]] for key in USERS}}
@@ -61,7 +63,7 @@ def page(write_run: Any, tmp_path: Path) -> Path:
         )
         for label in ("comigs", "pfedmoe")
     ]
-    path = tmp_path / "a page.html"
+    path = folder / "a page.html"
     path.write_text(render_page(entries, views), encoding="utf-8")
     return path
 
