@@ -70,7 +70,7 @@ def _sheet(rows: Rows, baseline: Entry) -> list[list[object]]:
     """Every user, entry by entry, best first."""
     unit = baseline.first.unit
     head = ["method", "against", "user", f"train_{unit}", "change", "std_over_seeds", "low_95", "high_95", "verdict"]
-    sheet: list[list[object]] = [head]
+    sheet: list[list[object]] = [[*head]]
     for entry, found in rows:
         for gain in found:
             low, high = gain.interval or (None, None)
