@@ -42,7 +42,7 @@ from comingle.models.personal_net import PersonalNet, personal_net
 from comingle.nets import build_nets, mix_base, warn_unread
 from comingle.opening import reopen
 from comingle.recipes import Recipe, load_recipe
-from comingle.records import read_metrics, write_json
+from comingle.records import GEOMETRIC, read_metrics, write_json
 
 COMPILE_FROM = 5e12
 """``compile: auto`` compiles from this many training tokens times base parameters on: below, it takes longer than it
@@ -275,7 +275,7 @@ def execute(
         scores = run_rounds(sim, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
         metrics = summarise(sim, scores, clock, base=sim.model.name).as_dict() | sim.left_out()
         measure = f"mean_test_{metrics['measure']}"
-        observe({"event": "end", measure: metrics[measure]})
+        observe({"event": "end"} | {key: metrics[key] for key in (measure, GEOMETRIC) if key in metrics})
     except DivergenceError as error:
         if folder is None or not (found := list_checkpoints(folder)):
             raise

@@ -12,7 +12,8 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ _DISK = {
 
 MEASURES = {"perplexity": "lower", "accuracy": "higher", "rouge1": "higher", "loss": "lower"}
 """What models are compared by, and which way is better."""
+GEOMETRIC = "geometric_mean_test_perplexity"
+"""Beside ``mean_test_perplexity``: the exponential of the mean loss over users, which one bad user does not rule."""
 
 
 _NAME_MAX, _SHOWN = 255, 200
@@ -54,9 +57,9 @@ class Metrics:
     """The result of a run.
 
     ``measure`` is what models are compared by: each user has ``test_<measure>``, and the run their mean,
-    ``mean_test_<measure>``. ``unit`` is what data is counted in, tokens or samples: each user has ``train_<unit>`` and
-    so on, and the run ``<unit>_per_second``, over the time of local work. ``selected_round`` is the round with whose
-    models the run ended.
+    ``mean_test_<measure>``; of perplexities also :data:`GEOMETRIC`. ``unit`` is what data is counted in, tokens or
+    samples: each user has ``train_<unit>`` and so on, and the run ``<unit>_per_second``, over the time of local work.
+    ``selected_round`` is the round with whose models the run ended.
     """
 
     method: str
@@ -81,6 +84,7 @@ class Metrics:
         """As nested dictionaries."""
         found = asdict(self)
         found[f"mean_test_{self.measure}"] = found.pop("mean")
+        found |= geometric(self.users, self.measure)
         found[f"{self.unit}_per_second"] = found.pop("per_second")
         return found
 
@@ -106,6 +110,19 @@ def check_name(folder: Path) -> None:
 def measure_of(record: dict[str, Any]) -> str:
     """What a run's metrics, an evaluation or a row of a comparison is measured by: a key of :data:`MEASURES`."""
     return next(name for name in MEASURES if f"mean_test_{name}" in record)
+
+
+def geometric(users: dict[str, dict[str, Any]], measure: str) -> dict[str, float | None]:
+    """:data:`GEOMETRIC` and its value, for perplexities; nothing for other measures."""
+    if measure != "perplexity":
+        return {}
+    return {GEOMETRIC: geometric_mean([user["test_perplexity"] for user in users.values()])}
+
+
+def geometric_mean(values: Sequence[float | None]) -> float | None:
+    """``exp(mean(log(value)))``; None where a value is not finite or not positive, or there is none."""
+    known = [value for value in values if value is not None and 0 < value < math.inf]
+    return statistics.geometric_mean(known) if known and len(known) == len(values) else None
 
 
 def write_text(path: Path, text: str) -> None:

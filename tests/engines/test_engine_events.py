@@ -126,18 +126,19 @@ def test_tensorboard_takes_every_event(tmp_path: Path) -> None:
     if board is None:
         return  # the extra `reports` is not installed
     users = {"ann": {"test_perplexity": 2.0, "test_loss_nats": math.log(2)}}
+    means = {"mean_test_perplexity": 2.0, "geometric_mean_test_perplexity": 2.0}
     routed = {"experts": {"ann": ["generalist", "specialist 1"]}, "expert_scores": {"ann": [[0.25, 0.75], [0.5, 0.5]]}}
     for event in (
         {"event": "start"},
         {"event": "step", "advance": 1, "round": 1},
         {"event": "round", "round": 1, "train_loss_nats": {"ann": 1.0}, "tokens": 10, "seconds": 2.0},
-        {"event": "evaluation", "round": 1, "users": users, "mean_test_perplexity": 2.0, **routed},
-        {"event": "end", "mean_test_perplexity": 2.0},
+        {"event": "evaluation", "round": 1, "users": users, **means, **routed},
+        {"event": "end", **means},
     ):
         board(event)
     board.close()
     (written,) = (tmp_path / "tensorboard").iterdir()
     content = written.read_bytes()
-    tags = [b"train_loss_nats/ann", b"tokens_per_second", b"test_perplexity/ann", b"mean_test_perplexity"]
-    for tag in [*tags, b"expert_score/ann/specialist_1"]:
+    tags = [b"train_loss_nats/ann", b"tokens_per_second", b"test_perplexity/ann", b"\x14mean_test_perplexity"]
+    for tag in [*tags, b"geometric_mean_test_perplexity", b"expert_score/ann/specialist_1"]:
         assert tag in content

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from comingle.records import finite, logger, measure_of
+from comingle.records import GEOMETRIC, finite, logger, measure_of
 
 Observer = Callable[[dict[str, Any]], None]
 """Receives every event: ``{"event": NAME, ...}``. "step" events only tell of progress and are not kept."""
@@ -86,7 +86,9 @@ class TensorBoard:
             name = f"test_{measure_of(event)}"
             for user, score in event["users"].items():
                 self._writer.add_scalar(f"{name}/{user}", score[name], event["round"])
-            self._writer.add_scalar(f"mean_{name}", event[f"mean_{name}"], event["round"])
+            for mean in (f"mean_{name}", GEOMETRIC):
+                if event.get(mean) is not None:
+                    self._writer.add_scalar(mean, event[mean], event["round"])
             self._experts(event)
 
     def _experts(self, event: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from comingle.engines.mixing import mixtures
 from comingle.engines.runtime import peak_memory_bytes
 from comingle.engines.simulation import Simulation
 from comingle.engines.training import participants
-from comingle.records import Metrics
+from comingle.records import Metrics, geometric
 
 logger = logging.getLogger("comingle")
 
@@ -143,6 +143,7 @@ def _evaluate(sim: Simulation, done: int, observe: Observer) -> Sequence[AnyScor
         "iterations": done * sim.local_steps,
         "users": users,
         f"mean_test_{measure_of(scores)}": mean_measure(scores),
+        **geometric(users, measure_of(scores)),
     }
     observe(event | _validated(sim, done, loss) | _experts(sim, scores) | mixtures(sim))
     return scores

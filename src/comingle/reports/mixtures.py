@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from scipy.optimize import linear_sum_assignment
 
 from comingle.records import read_events
-from comingle.reports.canvas import draw
+from comingle.reports.canvas import draw, short
 from comingle.reports.colours import INK
 
 MAX_PANELS = 6
@@ -208,4 +208,4 @@ def _mark_clusters(axis: Axes, found: Mixtures, *, labels: bool) -> None:
         return
     ends = [*starts[1:], len(names)]
     places = [(start + end - 1) / 2 for start, end in zip(starts, ends, strict=True)]
-    axis.set_yticks(places, [names[start] for start in starts])
+    axis.set_yticks(places, [short(names[start]) for start in starts])

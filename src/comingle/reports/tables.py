@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from comingle.errors import RunError
-from comingle.records import MEASURES, measure_of, read_metrics, write_json, write_text
+from comingle.records import GEOMETRIC, MEASURES, geometric, measure_of, read_metrics, write_json, write_text
 from comingle.reports.measures import byte_unit, number, rule
 
 MOST_USERS = 8
@@ -54,8 +54,9 @@ def render_run(metrics: dict[str, Any]) -> Table:
     measure, unit = measure_of(metrics), metrics.get("unit", "tokens")
     title = f"{metrics['method']}, seed {metrics['seed']}: {_title_of(measure)}"
     table = Table("user", title=title, title_justify="left", box=None, show_footer=True)
-    table.columns[0].footer = "mean"
-    table.add_column(measure, justify="right", footer=number(metrics[f"mean_test_{measure}"], measure))
+    means = {"mean": metrics[f"mean_test_{measure}"], **_geometric(metrics["users"], measure)}
+    table.columns[0].footer = "\n".join(means)
+    table.add_column(measure, justify="right", footer="\n".join(number(mean, measure) for mean in means.values()))
     for name in (f"test {unit}", "trainable", "upload / round"):
         table.add_column(name, justify="right")
     sent = sizes([user["upload_bytes_per_round"] for user in metrics["users"].values()])
@@ -84,14 +85,21 @@ def render_curve(events: list[dict[str, Any]]) -> Table:
     """Mean and per-user result at each evaluation."""
     evaluations = [e for e in events if e["event"] == "evaluation"]
     measure = measure_of(evaluations[0]) if evaluations else "perplexity"
-    table = Table("round", "mean", title=f"test {measure} by round", title_justify="left", box=None)
+    whole = ["mean", *(_geometric(evaluations[0]["users"], measure) if evaluations else {})]
+    table = Table("round", *whole, title=f"test {measure} by round", title_justify="left", box=None)
     names = _shown(evaluations[0]["users"]) if evaluations else []
     for name in names:
         table.add_column(name, justify="right")
     for e in evaluations:
         scores = [number(e["users"][name][f"test_{measure}"], measure) for name in names]
-        table.add_row(str(e["round"]), number(e[f"mean_test_{measure}"], measure), *scores)
+        means = [e[f"mean_test_{measure}"], *_geometric(e["users"], measure).values()]
+        table.add_row(str(e["round"]), *(number(mean, measure) for mean in means), *scores)
     return table
+
+
+def _geometric(users: dict[str, dict[str, Any]], measure: str) -> dict[str, float | None]:
+    """The geometric mean over users under the name that it has in tables; for perplexities alone."""
+    return dict(zip(["geometric mean"], geometric(users, measure).values(), strict=False))
 
 
 def _shown(names: Iterable[str]) -> list[str]:
@@ -127,12 +135,19 @@ def _row(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
         "method": name,
         "seeds": [run["seed"] for run in runs],
         f"mean_test_{measure}": {"mean": mean, "std": std},
+        **_geometric_row(runs, measure),
         "users": users,
         "upload_bytes_per_user_round": runs[0]["upload_bytes_per_user_round"],
         "trainable_parameters": runs[0]["trainable_parameters"],
         f"{unit}_per_second": statistics.fmean(run[f"{unit}_per_second"] for run in runs),
         "wall_seconds": statistics.fmean(run["wall_seconds"] for run in runs),
     }
+
+
+def _geometric_row(runs: list[dict[str, Any]], measure: str) -> dict[str, Any]:
+    """Each seed's geometric mean over users, for perplexities: mean and deviation over seeds."""
+    found = [mean for run in runs for mean in geometric(run["users"], measure).values()]
+    return {GEOMETRIC: dict(zip(("mean", "std"), _spread(found), strict=True))} if found else {}
 
 
 def write_comparison(folder: Path, runs: Sequence[Path]) -> dict[str, Any]:
@@ -167,13 +182,15 @@ def _cells(table: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         )
 
     names = _shown(table["methods"][0]["users"])
-    head = ["method", *names, "mean", "trainable", "upload / round", "seconds"]
+    whole = {"mean": f"mean_test_{measure}", "geometric mean": GEOMETRIC}
+    means = {name: key for name, key in whole.items() if all(key in row for row in table["methods"])}
+    head = ["method", *names, *means, "trainable", "upload / round", "seconds"]
     sent = sizes([row["upload_bytes_per_user_round"] for row in table["methods"]])
     rows = [
         [
             row["method"],
             *(cell(row["users"][name]) for name in names),
-            cell(row[f"mean_test_{measure}"]),
+            *(cell(row[key]) for key in means.values()),
             f"{row['trainable_parameters']:,}",
             upload,
             _seconds(row["wall_seconds"]),
@@ -200,15 +217,15 @@ def markdown(table: dict[str, Any]) -> str:
 
 
 def render_comparison(table: dict[str, Any]) -> Table:
-    """A comparison for the terminal; the best mean is bold."""
+    """A comparison for the terminal; of several methods the best mean is green."""
     head, rows = _cells(table)
     shown = Table(title=_title(table), title_justify="left", box=None)
     for i, name in enumerate(head):
-        style = "bold" if name == "mean" else ""
+        style = "bold" if name in ("mean", "geometric mean") else ""
         shown.add_column(name, justify="left" if i == 0 else "right", style=style, no_wrap=i == 0)
     measure = measure_of(table["methods"][0])
     means = [row[f"mean_test_{measure}"]["mean"] for row in table["methods"]]
     best = (min if MEASURES[measure] == "lower" else max)((m for m in means if m is not None), default=None)
     for cells, mean in zip(rows, means, strict=True):
-        shown.add_row(*cells, style="green" if mean is not None and mean == best else "")
+        shown.add_row(*cells, style="green" if len(rows) > 1 and mean is not None and mean == best else "")
     return shown
