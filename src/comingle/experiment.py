@@ -23,7 +23,7 @@ from comingle.engines.checkpoints import (
 )
 from comingle.engines.events import EventLog, Observer, tensorboard
 from comingle.engines.optimizers import OptimizerSettings
-from comingle.engines.rounds import Clock, run_rounds, summarise
+from comingle.engines.rounds import Clock, run_rounds, start_event, summarise
 from comingle.engines.simulation import Simulation
 from comingle.engines.state import State
 from comingle.engines.training import Training
@@ -38,8 +38,10 @@ from comingle.models.mixed import MixedLanguageModel
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import PersonalNet, personal_net
 from comingle.nets import build_nets, mix_base, warn_unread
+from comingle.progress import LOADING, reporting
 from comingle.recipes import Recipe, load_recipe
-from comingle.records import read_metrics, write_json
+from comingle.records import describe_metrics, read_metrics, write_json
+from comingle.terminal import printable
 
 COMPILE_FROM = 5e12
 """``compile: auto`` compiles from this many training tokens times base parameters on: below, it takes longer than it
@@ -54,6 +56,10 @@ class Run:
     recipe: Recipe
     metrics: dict[str, Any]
     simulation: Simulation
+
+    def __repr__(self) -> str:
+        place = "" if self.folder is None else f", in {self.folder}"
+        return printable(f"Run({describe_metrics(self.metrics)}{place})")
 
     @property
     def users(self) -> list[str]:
@@ -89,12 +95,13 @@ def run(
     force: bool = False,
     observers: Sequence[Observer] = (),
     materials: Materials | None = None,
+    progress: bool = False,
     **changes: Any,
 ) -> Run:
     """Run a recipe: an object, or the path of a file; ``changes`` replace keys, as ``seed=1`` or ``method="local"``.
 
     With ``out`` everything is written to that folder, from which ``resume=True`` goes on after an interruption;
-    without it nothing is written.
+    without it nothing is written. ``progress`` tells on stderr how far it is, in a notebook below the cell.
 
     Raises:
         ComingleError: whatever the user can correct, in one line.
@@ -106,11 +113,13 @@ def run(
         check_folder(folder, recipe, resume=resume, force=force)
     elif resume:
         raise RunError("resume: no run folder; give out=FOLDER of the run to go on with")
-    sim = build(recipe, materials or prepare(recipe))
-    warn_unread(recipe)
-    if folder is not None:
-        open_folder(folder, recipe, resume=resume, force=force)
-    return execute(sim, recipe, folder, resume=resume, observers=observers)
+    with reporting(quiet=not progress) as reporter:
+        with reporter.waiting(LOADING):
+            sim = build(recipe, materials or prepare(recipe))
+        warn_unread(recipe)
+        if folder is not None:
+            open_folder(folder, recipe, resume=resume, force=force)
+        return execute(sim, recipe, folder, resume=resume, observers=[*observers, reporter.watch(sim)])
 
 
 def load(folder: str | Path) -> Run:
@@ -254,7 +263,7 @@ def execute(
         prune_checkpoints(folder, recipe.checkpoints.keep)
 
     if start == 0:
-        observe(_start_event(sim, recipe))
+        observe(start_event(sim))
     try:
         scores = run_rounds(sim, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
         metrics = summarise(sim, scores, clock, base=sim.model.name).as_dict()
@@ -267,18 +276,6 @@ def execute(
     if folder is not None:
         write_json(folder / "metrics.json", metrics)
     return Run(folder=folder, recipe=recipe, metrics=metrics, simulation=sim)
-
-
-def _start_event(sim: Simulation, recipe: Recipe) -> dict[str, Any]:
-    unit = sim.feed.unit
-    return {
-        "event": "start",
-        "method": sim.method.name,
-        "seed": recipe.seed,
-        "base": sim.model.name,
-        "rounds": sim.training.rounds if sim.method.phases else 0,
-        "users": {u.name: {f"train_{unit}": len(u.train), f"test_{unit}": len(u.test)} for u in sim.users},
-    }
 
 
 def _newest(sim: Simulation, folder: Path, recipe: Recipe) -> tuple[State, Progress]:

@@ -62,6 +62,15 @@ def measure_of(record: dict[str, Any]) -> str:
     return next(name for name in MEASURES if f"mean_test_{name}" in record)
 
 
+def describe_metrics(metrics: dict[str, Any]) -> str:
+    """A run's metrics in half a line."""
+    measure = measure_of(metrics)
+    mean = metrics[f"mean_test_{measure}"]
+    found = "not finite" if mean is None else f"{mean:.4g}"
+    size = f"{len(metrics['users'])} users, {metrics['rounds']} rounds"
+    return f"{metrics['method']} on {metrics['base']}, {size}, mean test {measure} {found}"
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file under a temporary name, then rename: a reader or a crash sees the old file or the new one."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

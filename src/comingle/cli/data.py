@@ -18,12 +18,14 @@ def data(recipe: RecipePath, sets: Sets = None) -> None:
     """Preview a recipe's users: token counts, split sizes, overlaps and two samples each; or how many samples."""
     read = read_recipe(recipe, sets)
     from rich.table import Table
+    from rich.text import Text
 
     from comingle.cli.progress import console, status
     from comingle.cli.training import warn_overlaps
     from comingle.data.preview import summarise
     from comingle.materials import prepare
     from comingle.nets import net_name
+    from comingle.terminal import printable, words
 
     with status("reading and tokenising"):
         materials = prepare(read)
@@ -34,18 +36,19 @@ def data(recipe: RecipePath, sets: Sets = None) -> None:
         console.print(_questions(read.base, materials.answers))
         return
     found = [summarise(text, user) for text, user in zip(materials.texts, materials.users, strict=True)]
-    table = Table("user", title=f"{read.base}: documents and tokens", title_justify="left", box=None)
+    title = words(f"{read.base}: documents and tokens", "table.title")
+    table = Table("user", title=title, title_justify="left", box=None)
     for split in ("train", "valid", "test"):
         table.add_column(f"{split} docs", justify="right")
         table.add_column(f"{split} tokens", justify="right")
     for one in found:
         cells = [f"{one[kind][split]:,}" for split in ("train", "valid", "test") for kind in ("documents", "tokens")]
-        table.add_row(one["user"], *cells)
+        table.add_row(words(one["user"]), *cells)
     console.print(table)
     for one in found:
         for split, sample in one["samples"].items():
-            console.print(f"[bold]{one['user']}[/bold] [dim]{split}:[/dim] ", end="")
-            console.print(sample, markup=False, highlight=False)
+            begun = Text.assemble(words(one["user"], "bold"), " ", (f"{split}:", "dim"), " ")
+            console.print(begun + printable(sample, keep="\n\t"), highlight=False)
     warn_overlaps(materials)
 
 
@@ -53,13 +56,15 @@ def _samples(net: str, task: Task) -> Table:
     """The net that is trained, how many samples each user of a task has, and its true cluster where there is one."""
     from rich.table import Table
 
+    from comingle.terminal import words
+
     shape = " x ".join(str(size) for size in task.input_shape)
     table = Table("user", "cluster", title=f"net:{net}: samples of {shape}", title_justify="left", box=None)
     for split in ("train", "valid", "test"):
         table.add_column(split, justify="right")
     for user in task.users:
         counts = [f"{len(part):,}" for part in (user.train, user.valid, user.test)]
-        table.add_row(user.name, "-" if user.cluster is None else str(user.cluster), *counts)
+        table.add_row(words(user.name), "-" if user.cluster is None else str(user.cluster), *counts)
     return table
 
 
@@ -67,7 +72,9 @@ def _questions(base: str, users: Sequence[UserAnswers]) -> Table:
     """How many questions each user has, and how long they are: with their prompts, and the answers alone."""
     from rich.table import Table
 
-    table = Table("user", title=f"{base}: questions", title_justify="left", box=None)
+    from comingle.terminal import words
+
+    table = Table("user", title=words(f"{base}: questions", "table.title"), title_justify="left", box=None)
     for name in ("train", "valid", "test", "tokens, mean", "at most", "answer at most"):
         table.add_column(name, justify="right")
     for user in users:
@@ -75,5 +82,5 @@ def _questions(base: str, users: Sequence[UserAnswers]) -> Table:
         sizes = [len(part.tokens(number)) for part in parts for number in range(len(part))]
         counts = [len(part) for part in parts]
         told = [*counts, round(sum(sizes) / len(sizes)), max(sizes), user.test.limit]
-        table.add_row(user.name, *(f"{number:,}" for number in told))
+        table.add_row(words(user.name), *(f"{number:,}" for number in told))
     return table

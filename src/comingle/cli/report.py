@@ -55,7 +55,7 @@ def report(
     write_text(path, page)
     console.print(f"{path}  {len(page.encode()) / 1e6:.2f} MB; open it in a browser", highlight=False)
     if any(one.owner for view in views for one in view.texts):
-        console.print("[dim]it shows the beginning of each user's test text; --no-tokens leaves text out[/dim]")
+        console.print("it shows the beginning of each user's test text; --no-tokens leaves text out", style="dim")
 
 
 def require_packages(verb: str) -> None:

@@ -99,6 +99,19 @@ def run_rounds(
     return scores or _evaluate(sim, rounds, observe if first_round == 0 else lambda event: None)
 
 
+def start_event(sim: Simulation) -> dict[str, Any]:
+    """The event that a run begins with."""
+    unit = sim.feed.unit
+    return {
+        "event": "start",
+        "method": sim.method.name,
+        "seed": sim.training.seed,
+        "base": sim.model.name,
+        "rounds": sim.training.rounds if sim.method.phases else 0,
+        "users": {u.name: {f"train_{unit}": len(u.train), f"test_{unit}": len(u.test)} for u in sim.users},
+    }
+
+
 def _local(sim: Simulation, members: list[int], number: int, observe: Observer, clock: Clock) -> list[int]:
     """Local work and its event. Returns whose work counts."""
     observe({"event": "step", "advance": 0, "round": number + 1})
