@@ -36,6 +36,10 @@ class Terminal(Console):
     def __init__(self, **options: Any):
         super().__init__(markup=False, emoji=False, **options)
 
+    def render_str(self, text: str, **options: Any) -> Text:
+        """A plain string, with escapes before anything is measured."""
+        return super().render_str(printable(text, keep="\n\t"), **options)
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Segments of what is printed; rich's own control codes stay."""
         for text, style, control in super().render(renderable, options):

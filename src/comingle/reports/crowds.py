@@ -41,7 +41,7 @@ def typical_budget(counts: Sequence[int]) -> int | None:
 
 def is_unequal(count: int, typical: int | None) -> bool:
     """Whether a method trains more than :data:`TOLERANCE` more or fewer parameters; nothing at all is no budget."""
-    return bool(count) and typical is not None and abs(count / typical - 1) > TOLERANCE
+    return bool(count) and typical is not None and abs(count - typical) > TOLERANCE * typical
 
 
 def budget_note(counts: Sequence[int]) -> str:
