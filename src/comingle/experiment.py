@@ -41,8 +41,10 @@ from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import PersonalNet, personal_net
 from comingle.nets import build_nets, mix_base, warn_unread
 from comingle.opening import reopen
+from comingle.progress import LOADING, reporting
 from comingle.recipes import Recipe, load_recipe
-from comingle.records import GEOMETRIC, read_metrics, write_json
+from comingle.records import GEOMETRIC, describe_metrics, read_metrics, write_json
+from comingle.terminal import printable
 
 COMPILE_FROM = 5e12
 """``compile: auto`` compiles from this many training tokens times base parameters on: below, it takes longer than it
@@ -57,6 +59,10 @@ class Run:
     recipe: Recipe
     metrics: dict[str, Any]
     simulation: Simulation
+
+    def __repr__(self) -> str:
+        place = "" if self.folder is None else f", in {self.folder}"
+        return printable(f"Run({describe_metrics(self.metrics)}{place})")
 
     @property
     def users(self) -> list[str]:
@@ -92,12 +98,13 @@ def run(
     force: bool = False,
     observers: Sequence[Observer] = (),
     materials: Materials | None = None,
+    progress: bool = False,
     **changes: Any,
 ) -> Run:
     """Run a recipe: an object, or the path of a file; ``changes`` replace keys, as ``seed=1`` or ``method="local"``.
 
     With ``out`` everything is written to that folder, from which ``resume=True`` goes on after an interruption;
-    without it nothing is written.
+    without it nothing is written. ``progress`` tells on stderr how far it is, in a notebook below the cell.
 
     Raises:
         ComingleError: whatever the user can correct, in one line.
@@ -109,13 +116,16 @@ def run(
         check_folder(folder, recipe, resume=resume, force=force)
     elif resume:
         raise RunError("resume: no run folder; give out=FOLDER of the run to go on with")
-    materials = materials or prepare(recipe)
-    sim = build(recipe, materials)
-    warn_unread(recipe)
-    if folder is None:
-        return execute(sim, recipe, None, observers=observers)
-    with open_folder(folder, recipe, describe(materials, recipe), resume=resume, force=force):
-        return execute(sim, recipe, folder, resume=resume, observers=observers)
+    with reporting(quiet=not progress) as reporter:
+        with reporter.waiting(LOADING):
+            materials = materials or prepare(recipe)
+            sim = build(recipe, materials)
+        warn_unread(recipe)
+        watching = [*observers, reporter.watch(sim)]
+        if folder is None:
+            return execute(sim, recipe, None, observers=watching)
+        with open_folder(folder, recipe, describe(materials, recipe), resume=resume, force=force):
+            return execute(sim, recipe, folder, resume=resume, observers=watching)
 
 
 def load(folder: str | Path) -> Run:

@@ -125,6 +125,15 @@ def geometric_mean(values: Sequence[float | None]) -> float | None:
     return statistics.geometric_mean(known) if known and len(known) == len(values) else None
 
 
+def describe_metrics(metrics: dict[str, Any]) -> str:
+    """A run's metrics in half a line."""
+    measure = measure_of(metrics)
+    mean = metrics[f"mean_test_{measure}"]
+    found = "not finite" if mean is None else f"{mean:.4g}"
+    size = f"{len(metrics['users'])} users, {metrics['rounds']} rounds"
+    return f"{metrics['method']} on {metrics['base']}, {size}, mean test {measure} {found}"
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file under a temporary name, then rename: a reader or a crash sees the old file or the new one."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}{DRAFT}")

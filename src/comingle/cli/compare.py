@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from comingle.cli.options import Force, Out, RecipePath, Resume, Sets, read_recipe
+from comingle.cli.options import Everybody, Force, Out, Quiet, RecipePath, Resume, Sets, read_recipe
 from comingle.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -24,25 +24,38 @@ def compare(
     out: Out = None,
     resume: Resume = False,
     force: Force = False,
+    everybody: Everybody = False,
+    quiet: Quiet = False,
 ) -> None:
     """Run several methods over several seeds; print and write a table of means and deviations."""
     read = read_recipe(recipe, sets)
     folder = out or Path("runs") / f"compare-{recipe.stem}"
-    compare_methods(read, split_names(methods), split_seeds(seeds), folder, resume=resume, force=force)
+    options = {"resume": resume, "force": force, "everybody": everybody, "quiet": quiet}
+    compare_methods(read, split_names(methods), split_seeds(seeds), folder, **options)
 
 
 def compare_methods(
-    recipe: Recipe, methods: list[str], seeds: list[int], folder: Path, *, resume: bool, force: bool
+    recipe: Recipe,
+    methods: list[str],
+    seeds: list[int],
+    folder: Path,
+    *,
+    resume: bool,
+    force: bool,
+    everybody: bool = False,
+    quiet: bool = False,
 ) -> list[Run]:
     """Every method with every seed, each in its own run folder below ``folder``; the last seed's runs are returned."""
     from comingle import experiment
-    from comingle.cli.progress import console, progress_bars, status
-    from comingle.cli.training import bar, warn_overlaps
+    from comingle.cli.progress import console
+    from comingle.cli.training import warn_overlaps
     from comingle.folders import check_folder, open_folder
     from comingle.materials import describe, prepare
     from comingle.methods import make
     from comingle.nets import check_method
-    from comingle.reports.tables import render_comparison, write_comparison
+    from comingle.progress import LOADING, reporting
+    from comingle.reports.tables import tables_of, write_comparison
+    from comingle.terminal import words
 
     recipes = {
         (m, s): recipe.with_changes({"method": _method(recipe, m), "seed": s}, where="--seeds")
@@ -59,9 +72,9 @@ def compare_methods(
         check_folder(folders[key], one, resume=again[key], force=force)
     materials: Materials | None = None
     runs: list[Run] = []
-    with progress_bars() as progress:
+    with reporting(quiet=quiet) as reporter:
         for seed in seeds:
-            with status("loading the base model and the users' text"):
+            with reporter.waiting(LOADING):
                 one = recipes[methods[0], seed]
                 materials = prepare(one, base=materials.base if materials else None, validates=validates)
             if seed == seeds[0]:
@@ -70,12 +83,13 @@ def compare_methods(
             for method in methods:
                 one, place, goes_on = recipes[method, seed], folders[method, seed], again[method, seed]
                 sim = experiment.build(one, materials)
-                read = describe(materials, one)
-                with open_folder(place, one, read, resume=goes_on, force=force):
-                    runs.append(experiment.execute(sim, one, place, resume=goes_on, observers=[bar(progress, sim)]))
-    table = write_comparison(folder, list(folders.values()))
-    console.print(render_comparison(table))
-    console.print(f"[dim]{folder}/  table.md · table.json · one run folder for each method and seed[/dim]")
+                title = f"run {list(recipes).index((method, seed)) + 1} of {len(recipes)} · {method}, seed {seed}"
+                observers = [reporter.watch(sim, title)]
+                with open_folder(place, one, describe(materials, one), resume=goes_on, force=force):
+                    runs.append(experiment.execute(sim, one, place, resume=goes_on, observers=observers))
+    for part in tables_of(write_comparison(folder, list(folders.values())), everybody=everybody):
+        console.print(part)
+    console.print(words(f"{folder}/  table.md · table.json · one run folder for each method and seed", "dim"))
     return runs
 
 

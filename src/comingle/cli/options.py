@@ -18,6 +18,8 @@ RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe fil
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a key, as training.rounds=3.")
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing of progress.")]
+Everybody = Annotated[bool, typer.Option("--all", help="Show every user, however many there are.")]
 
 
 def possible(out: Path | None) -> Path | None:

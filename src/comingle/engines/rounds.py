@@ -108,7 +108,8 @@ def _local(sim: Simulation, members: list[int], number: int, observe: Observer, 
         observe({"event": "rejected", "round": number + 1, "user": name, "reason": what})
     members = [member for member in members if member not in found.rejected]
     if not members:
-        raise diverged(*next((sim.trainers[m].name, what) for m, what in found.rejected.items()))
+        member, what = next(iter(found.rejected.items()))
+        raise diverged(sim.trainers[member].name, what, sim.suspects(member, sim.state.rows[member]))
     clock.train_seconds += found.seconds
     clock.tokens += found.tokens
     sent, received = sim.exchanged_bytes(members) if sim.method.exchanges(number + 1) else (0, 0)
@@ -133,9 +134,10 @@ def _evaluate(sim: Simulation, done: int, observe: Observer) -> Sequence[AnyScor
     observe({"event": "step", "advance": 0, "round": done, "evaluating": True})
     with sim.tuned(done):  # once for both
         scores, loss = sim.evaluate(), sim.validate() if sim.state.best else None
-    for user, score in zip(sim.users, scores, strict=True):
+    for user, row, score in zip(sim.users, sim.row_of, scores, strict=True):
         if not math.isfinite(score.mean_loss):
-            raise diverged(user.name, f"test loss is {score.mean_loss} after round {done}")
+            suspects = sim.suspects(row, sim.state.rows[row]) if done else ()
+            raise diverged(user.name, f"test loss is {score.mean_loss} after round {done}", suspects)
     users = {user.name: _measured(score) for user, score in zip(sim.users, scores, strict=True)}
     event = {
         "event": "evaluation",

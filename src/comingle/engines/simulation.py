@@ -68,6 +68,7 @@ class Simulation(Steps):
         started, self.round_number = time.perf_counter(), round_number
         losses: dict[int, float] = {}
         rejected: dict[int, str] = {}
+        self.blamed = {}
         copies = range(self.method.copies)
         working = [copy * len(self.trainers) + member for copy in copies for member in members]
         began = self.began = self._remember(working) if self._looks_back else None
@@ -188,7 +189,8 @@ class Simulation(Steps):
         """Users who are not finite end the run; where the server is forgiving, they have not taken part."""
         for user, what in broken.items():
             if self.began is None or not self.method.forgiving:
-                raise diverged(self.name(cohort[user]), what)
+                suspects = self.suspects(cohort[user], part.rows[user])
+                raise diverged(self.name(cohort[user]), what, suspects)
             part.rows[user] = self.began[cohort[user]]
             part.first[user], part.second[user] = 0, 0
         return {self.owners(cohort)[user]: what for user, what in broken.items()}

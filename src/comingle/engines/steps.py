@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from comingle.data.seeds import generator
+from comingle.engines.faults import broke_first
 from comingle.engines.federation import Federation
 from comingle.engines.optimizers import descend, learning_rate, update
 from comingle.engines.state import State
@@ -29,6 +30,8 @@ class Steps(Federation):
     def __init__(self, *args: Any, **options: Any):
         self.responsibilities: dict[int, Float[Tensor, "clusters samples"]] = {}
         """How much each training sample of a trainer belongs to each component, in this round."""
+        self.blamed: dict[int, tuple[str, ...]] = {}
+        """Optimisers that made a row leave the real numbers, in this round."""
         super().__init__(*args, **options)
 
     def _pull_back(self, gradients: Tree, part: State, users: Sequence[int]) -> None:
@@ -71,11 +74,23 @@ class Steps(Federation):
             noise = self._noise(users, round_number, phase.purpose, step, i)
             with self.model.randomness(self.training.seed, self.name(users[0]), round_number, step, i):
                 losses, gradients = self.gradient(part.rows, users, drawn, phase, noise)
+            for place in (~losses.isfinite()).nonzero().flatten().tolist():  # before the step spoils all that it trains
+                self.suspects(users[place], part.rows[place])
             if self.method.proximal:
                 self._pull_back(gradients, part, users)
             self._step(phase, part, users, gradients, round_number * self.local_steps + max(step, 0))
             total += losses
         return total / phase.steps
+
+    def suspects(self, row: int, values: Float[Tensor, " columns"]) -> tuple[str, ...]:
+        """Which optimisers may have made a row leave the real numbers: as its tensors were when that first showed."""
+        if row not in self.blamed:
+            trained: dict[str, frozenset[str]] = {}
+            for phase in (*self.method.before, *self.phases):
+                for name, roles in phase.optimizers:
+                    trained[name] = trained.get(name, frozenset()) | roles
+            self.blamed[row] = broke_first(self.model.layout, values, trained)
+        return self.blamed[row]
 
     def _noise(self, users: Sequence[int], *place: str | int) -> Float[Tensor, "users clusters"] | None:
         """Noise on the users' router logits, each user's from a stream of its own; None where there is none."""
