@@ -55,8 +55,14 @@ def rehearse(sim: Simulation, trainers: int, *, data_bytes: int = 0, process_byt
             inputs, targets = fakes.of(bank.inputs, device), fakes.of(bank.targets, device)
             sim.feed.banks[name] = replace(bank, inputs=inputs, targets=targets)
         sim.feed.augment = None  # done before the pass, and small beside it
-    always = {"weights_bytes": size, "data_bytes": data_bytes, "process_bytes": process_bytes}
-    return Rehearsal(sim=sim, fakes=fakes, trainers=trainers, **always)
+    return Rehearsal(
+        sim=sim,
+        fakes=fakes,
+        trainers=trainers,
+        weights_bytes=size,
+        data_bytes=data_bytes,
+        process_bytes=process_bytes,
+    )
 
 
 def memory(stage: Rehearsal, *, own: bool = False, portions: Portions | None = None) -> MemoryCost:
