@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import accumulate
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -58,11 +57,13 @@ def reporting(*, quiet: bool = False) -> Iterator[Reporter]:
             yield lines
 
 
-def steps_of(sim: Simulation) -> list[int]:
-    """How many local iterations of cohorts each round has."""
+def steps_before(sim: Simulation) -> Callable[[int], int]:
+    """How many local iterations of cohorts there are before a round; which of them have how many comes round again."""
     training, names = sim.training, [trainer.name for trainer in sim.trainers]
-    present = [participants(training, r, names) for r in range(training.rounds if sim.method.phases else 0)]
-    return [len(cohorts(who * sim.method.copies, sim.portions.users)) * sim.local_steps for who in present]
+    period = len(training.participation) if isinstance(training.participation, Sequence) else 1
+    present = [participants(training, r, names) for r in range(period)]
+    steps = [len(cohorts(who * sim.method.copies, sim.portions.users)) * sim.local_steps for who in present]
+    return lambda rounds: rounds // period * sum(steps) + sum(steps[: rounds % period])
 
 
 def about(seconds: float) -> str:
@@ -78,8 +79,9 @@ class Course:
 
     def __init__(self, sim: Simulation, title: str | None):
         self.title = title or f"{sim.method.name}, seed {sim.training.seed}"
-        self._before = [0, *accumulate(steps_of(sim))]  # steps before each round
-        self.rounds, self.total = len(self._before) - 1, self._before[-1]
+        self._before = steps_before(sim)
+        self.rounds = sim.training.rounds if sim.method.phases else 0
+        self.total = self._before(self.rounds)
         self.round, self.done, self.started_at = 0, 0, -1
         self.evaluating, self.result = False, ""
         self._began = time.perf_counter()
@@ -97,7 +99,7 @@ class Course:
 
     def _step(self, advance: int) -> None:
         if self.started_at < 0:
-            self.started_at = self.done = self._before[self.round - 1]
+            self.started_at = self.done = self._before(self.round - 1)
             self._began = time.perf_counter()
         self.done += advance
 
