@@ -99,15 +99,26 @@ def test_optimal_routing_is_one_hot_at_the_true_cluster(federate_nets: Any) -> N
 
 
 def test_an_ensemble_of_one_is_fedavg(federate_nets: Any) -> None:
+    """With the running statistics, which whole models take along."""
     one, plain = federate_nets({"name": "ensemble", "clusters": 1}), federate_nets("fedavg")
     for sim in (one, plain):
         for number in range(2):
             sim.local_round(EVERYONE, number)
             sim.exchange(EVERYONE)
-    found = {n: t for n, t in one.model.layout.views(one.state.rows).items() if "running" not in n}
+    found = one.model.layout.views(one.state.rows)
     for name, value in plain.model.layout.views(plain.state.rows).items():
-        if name in found:
-            torch.testing.assert_close(found[name].squeeze(1), value, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found[name].squeeze(1), value, rtol=1e-9, atol=1e-12)
+
+
+def test_a_cluster_averages_its_models_statistics(federate_nets: Any) -> None:
+    """FedAvg within the true clusters: users 0 and 2, and 1 and 3."""
+    sim = federate_nets({"name": "ensemble-optimal", "clusters": 2})
+    sim.local_round(EVERYONE, 0)
+    sent = sim.model.layout.views(sim.state.rows)["1.running_mean"].clone()
+    sim.exchange(EVERYONE)
+    found = sim.model.layout.views(sim.state.rows)["1.running_mean"]
+    wanted = torch.stack([(sent[0, 0] + sent[2, 0]) / 2, (sent[1, 1] + sent[3, 1]) / 2])
+    torch.testing.assert_close(found, wanted.expand(4, -1, -1))
 
 
 def test_stateless_users_forget_and_learn_again(federate_nets: Any) -> None:
