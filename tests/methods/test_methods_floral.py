@@ -15,7 +15,7 @@ from comingle.errors import RecipeError
 from comingle.methods import make
 from comingle.methods.base import Context
 from comingle.methods.mixtures import at_rates, entropic
-from comingle.methods.servers import aggregation_weights
+from comingle.methods.servers import aggregation_weights, cluster_weights
 
 RATE, ROUTER_RATE, EPS = 0.05, 0.2, 1e-5
 LINEAR = {"data.task.name": "linear", "training.batch_size": 3, "training.router.learning_rate": ROUTER_RATE}
@@ -181,6 +181,13 @@ def test_the_server_centres_under_how_much_all_make_of_a_component(federate_nets
         x = torch.randn(5, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         for one in (*torch.eye(3, dtype=torch.float64), pi):
             torch.testing.assert_close(output(after, x, one), output(before, x, one), rtol=1e-7, atol=1e-7)
+
+
+def test_how_much_all_make_of_a_component_is_weighted_by_their_data() -> None:
+    """p(c) = sum_k p(k) pi_c^k: .75 x .8 + .25 x .2, and so on."""
+    pi = torch.tensor([[0.8, 0.2], [0.2, 0.8]], dtype=torch.float64)
+    found = cluster_weights(pi, torch.tensor([0.75, 0.25], dtype=torch.float64))
+    torch.testing.assert_close(found, torch.tensor([0.65, 0.35], dtype=torch.float64))
 
 
 def test_a_frozen_base_takes_no_mean(federate: Any) -> None:
