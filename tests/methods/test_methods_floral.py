@@ -15,7 +15,7 @@ from comingle.errors import RecipeError
 from comingle.methods import make
 from comingle.methods.base import Context
 from comingle.methods.mixtures import at_rates, entropic
-from comingle.methods.servers import aggregation_weights
+from comingle.methods.servers import aggregation_weights, cluster_weights
 
 RATE, ROUTER_RATE, EPS = 0.05, 0.2, 1e-5
 LINEAR = {"data.task.name": "linear", "training.batch_size": 3, "training.router.learning_rate": ROUTER_RATE}
@@ -99,15 +99,26 @@ def test_optimal_routing_is_one_hot_at_the_true_cluster(federate_nets: Any) -> N
 
 
 def test_an_ensemble_of_one_is_fedavg(federate_nets: Any) -> None:
+    """With the running statistics, which whole models take along."""
     one, plain = federate_nets({"name": "ensemble", "clusters": 1}), federate_nets("fedavg")
     for sim in (one, plain):
         for number in range(2):
             sim.local_round(EVERYONE, number)
             sim.exchange(EVERYONE)
-    found = {n: t for n, t in one.model.layout.views(one.state.rows).items() if "running" not in n}
+    found = one.model.layout.views(one.state.rows)
     for name, value in plain.model.layout.views(plain.state.rows).items():
-        if name in found:
-            torch.testing.assert_close(found[name].squeeze(1), value, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found[name].squeeze(1), value, rtol=1e-9, atol=1e-12)
+
+
+def test_a_cluster_averages_its_models_statistics(federate_nets: Any) -> None:
+    """FedAvg within the true clusters: users 0 and 2, and 1 and 3."""
+    sim = federate_nets({"name": "ensemble-optimal", "clusters": 2})
+    sim.local_round(EVERYONE, 0)
+    sent = sim.model.layout.views(sim.state.rows)["1.running_mean"].clone()
+    sim.exchange(EVERYONE)
+    found = sim.model.layout.views(sim.state.rows)["1.running_mean"]
+    wanted = torch.stack([(sent[0, 0] + sent[2, 0]) / 2, (sent[1, 1] + sent[3, 1]) / 2])
+    torch.testing.assert_close(found, wanted.expand(4, -1, -1))
 
 
 def test_stateless_users_forget_and_learn_again(federate_nets: Any) -> None:
@@ -170,6 +181,13 @@ def test_the_server_centres_under_how_much_all_make_of_a_component(federate_nets
         x = torch.randn(5, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         for one in (*torch.eye(3, dtype=torch.float64), pi):
             torch.testing.assert_close(output(after, x, one), output(before, x, one), rtol=1e-7, atol=1e-7)
+
+
+def test_how_much_all_make_of_a_component_is_weighted_by_their_data() -> None:
+    """p(c) = sum_k p(k) pi_c^k: .75 x .8 + .25 x .2, and so on."""
+    pi = torch.tensor([[0.8, 0.2], [0.2, 0.8]], dtype=torch.float64)
+    found = cluster_weights(pi, torch.tensor([0.75, 0.25], dtype=torch.float64))
+    torch.testing.assert_close(found, torch.tensor([0.65, 0.35], dtype=torch.float64))
 
 
 def test_a_frozen_base_takes_no_mean(federate: Any) -> None:
