@@ -5,6 +5,7 @@
     ├── DataError            a user's text: missing file, empty user, too little text, no validation set
     ├── BaseModelError       the pretrained model: not found, unknown family, wrong dtype
     ├── RunError             a run folder or checkpoint: exists, truncated, foreign, not resumable
+    ├── MessageError         a message between users and server: truncated, changed on the way, of another version
     └── DivergenceError      training left the real numbers (which user, which round)
 
 Each message is one line that says where, what was wrong, what was got, and what is allowed. Our own broken
@@ -36,6 +37,10 @@ class BaseModelError(ComingleError):
 
 class RunError(ComingleError):
     """A run folder or a checkpoint cannot be used."""
+
+
+class MessageError(ComingleError):
+    """A message cannot be read."""
 
 
 class DivergenceError(ComingleError):
