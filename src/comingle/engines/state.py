@@ -21,9 +21,10 @@ class State:
     """Row i belongs to user i; with several copies of everybody's tensors the copies' users follow one another.
 
     ``iterations`` counts a user's local iterations, ``router_steps`` its router steps; ``ranks`` are the LoRA ranks
-    that it has now. ``server`` is what the server keeps. Where a run selects its best round, ``best`` is what everybody
-    had after it, with the number of the round and its loss. Updates happen in place on what :meth:`take` yields;
-    :meth:`put` ends them.
+    that it has now, and ``versions`` of which round's aggregation it has downloaded what the server had. ``own`` is what
+    parts of the method keep of each user. Where a run selects its best round, ``best`` is what everybody had after it,
+    with the number of the round and its loss. Updates happen in place on what :meth:`take` yields; :meth:`put` ends
+    them.
     """
 
     rows: Float[Tensor, "users columns"]
@@ -32,16 +33,21 @@ class State:
     iterations: Int[Tensor, " users"]
     router_steps: Int[Tensor, " users"]
     ranks: Int[Tensor, " users"]
-    server: Tree = field(default_factory=dict)
+    versions: Int[Tensor, " users"]
+    own: Tree = field(default_factory=dict)
     best: Tree = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that has the users on its leading dimension, by name."""
-        return {name: getattr(self, name) for name in _USERS}
+        """Everything that has the rows on its leading dimension, by name."""
+        return {name: getattr(self, name) for name in _USERS} | {_OWN + name: t for name, t in self.own.items()}
+
+    def _with(self, tensors: dict[str, Tensor]) -> State:
+        own = {name.removeprefix(_OWN): t for name, t in tensors.items() if name.startswith(_OWN)}
+        return replace(self, **{name: tensors[name] for name in _USERS}, own=own)
 
     def copy(self) -> State:
-        """The same, to be changed without changing this; what the server keeps is not copied."""
-        return replace(self, **{name: t.clone() for name, t in self.tensors().items()})
+        """The same, to be changed without changing this."""
+        return self._with({name: t.clone() for name, t in self.tensors().items()})
 
     def remember(self, done: int, loss: float) -> None:
         """Keep a copy of everybody's tensors as the best of all rounds, after ``done`` rounds."""
@@ -50,11 +56,11 @@ class State:
 
     def recalled(self) -> State:
         """As it was in the best round."""
-        return replace(self, **{name: self.best[name].clone() for name in _USERS})
+        return self._with({name: self.best[name].clone() for name in self.tensors()})
 
     def take(self, users: Sequence[int]) -> State:
         """These users' rows: a view where they are consecutive, a copy otherwise."""
-        return replace(self, **{name: t[_index(users)] for name, t in self.tensors().items()})
+        return self._with({name: t[_index(users)] for name, t in self.tensors().items()})
 
     def put(self, users: Sequence[int], part: State) -> None:
         """Write back what :meth:`take` took; nothing is left to do where that was a view."""
@@ -65,7 +71,8 @@ class State:
             t[index] = part.tensors()[name]
 
 
-_USERS = ("rows", "first", "second", "iterations", "router_steps", "ranks")
+_USERS = ("rows", "first", "second", "iterations", "router_steps", "ranks", "versions")
+_OWN = "own/"
 
 
 def _index(users: Sequence[int]) -> slice | list[int]:
@@ -101,6 +108,7 @@ def initial_state(
         iterations=zeros,
         router_steps=zeros.clone(),
         ranks=ranks.to(mask.device),
+        versions=zeros.clone(),
     )
 
 

@@ -20,7 +20,7 @@ Losses = Callable[[Any], Float[Tensor, "users models batch ..."]]
 
 
 @dataclass(frozen=True)
-class Survey:
+class TrainSweep:
     """Batches that stand for the training data of a cohort, to be asked about again and again."""
 
     feed: Feed

@@ -1,0 +1,245 @@
+"""The client half: users' rows, data and optimiser state, and all that users do with them. Nothing of the server's.
+
+Users are a batch dimension over one frozen base; nothing couples them. A single user on a machine of its own is the same
+with one row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from comingle.data.answers import UserAnswers
+from comingle.data.pack import UserData
+from comingle.data.samples import UserSamples
+from comingle.engines.cohort import Cohort
+from comingle.engines.feeds import Feed, TextFeed
+from comingle.engines.scoring import AnyScore, Models, Scorer
+from comingle.engines.state import State, initial_state
+from comingle.engines.steps import Steps
+from comingle.engines.training import Training
+from comingle.errors import DataError, RecipeError
+from comingle.methods.base import Method
+from comingle.models.adapted import AdaptedModel
+from comingle.models.stacked import StackedModel
+from comingle.protocol.messages import COUNT, LOSS, Download, Upload
+from comingle.protocol.wire import packed_bytes
+from comingle.routers.mixtures import NEVER
+from comingle.trees import CLIENT_ROUTER, Tree, assign, restrict
+
+Population = Sequence[UserData] | Sequence[UserSamples] | Sequence[UserAnswers]
+"""Users have a name, and what they train, validate and test on."""
+
+
+class Clients:
+    """Everybody's tensors over one frozen base.
+
+    ``trainers`` own rows of the state: the users themselves, or the single pooled trainer of an upper bound; where a
+    method keeps several copies, row ``copy * trainers + i`` is a copy of trainer i. ``users`` are always the real ones;
+    ``row_of`` maps each to the row whose model it uses.
+    """
+
+    def __init__(
+        self,
+        model: AdaptedModel | StackedModel,
+        method: Method,
+        training: Training,
+        *,
+        trainers: Population,
+        users: Population,
+        feed: Feed | None = None,
+    ):
+        self.model, self.method, self.training = model, method, training
+        self.trainers, self.users = list(trainers), list(users)
+        last = (method.placement.copies - 1) * len(trainers)
+        self.row_of = [last] * len(users) if method.placement.pooled else list(range(last, last + len(users)))
+        # A pooled trainer sees as many sequences a step as its users would have together.
+        self.batch_size = training.batch_size * (len(users) if method.placement.pooled else 1)
+        self.feed = feed or TextFeed(cast(list[UserData], self.trainers), training, self.batch_size)
+        self.portions = self.feed.portions(model.device, model.layout.columns)
+        # Where nobody has more than one expert there is no router, and nothing to do in its phase.
+        self.phases = [phase for phase in method.client.phases if model.layout.only(phase.roles).slots]
+        self.local_steps = max(self.feed.steps(i) for i in range(len(trainers)))
+        self.steps = Steps(
+            model=model,
+            method=method,
+            training=training,
+            feed=self.feed,
+            portions=self.portions,
+            local_steps=self.local_steps,
+        )
+        self.scorer = Scorer(steps=self.steps)
+        self.state = self._initial()
+        self.initial = self.state.rows.clone() if method.client.resets else self.state.rows[:0]
+        self.resized()
+        if training.select == "best":
+            self._check_validation()
+            self.state.remember(0, math.inf)
+
+    # ---------------------------------------------------------------- state
+
+    def _initial(self) -> State:
+        layout, method, copies = self.model.layout, self.method, self.method.placement.copies
+        names = [trainer.name for trainer in self.trainers]
+        state = initial_state(
+            layout,
+            self.model.mask().repeat(copies, 1),
+            names=names * copies,
+            local=layout.mask(method.client.trained) & ~layout.mask(method.shared),
+            ranks=self.model.ranks.repeat(copies),
+            seed=self.training.seed,
+            moments=self.training.experts.moments | self.training.router.moments,
+            # Parameters and moments are float32 also over a bf16 base; a float64 base is for tests.
+            dtype=torch.promote_types(self.model.dtype, torch.float32),
+        )
+        for part in method.client.parts:
+            state.own |= part.start(names, self.training.seed)
+        if method.server.downloads_first:
+            state.versions -= 1
+        mixture = method.placement.mixture
+        if mixture is not None and mixture.optimal:
+            layout.views(state.rows)[CLIENT_ROUTER].copy_(self._true_clusters(mixture.clusters))
+        return state
+
+    def _true_clusters(self, clusters: int) -> Float[Tensor, "rows clusters"]:
+        """Logits whose softmax is exactly one-hot at each trainer's true cluster."""
+        known = [getattr(trainer, "cluster", None) for trainer in self.trainers] * self.method.placement.copies
+        if any(cluster is None for cluster in known):
+            raise RecipeError(f"method {self.method.name}: needs users whose true clusters are known, as in made tasks")
+        own = torch.tensor(known) % clusters
+        return torch.full((len(own), clusters), NEVER).scatter(1, own.unsqueeze(1), 0.0)
+
+    def _check_validation(self) -> None:
+        if not any(len(user.valid) for user in self.users):
+            raise DataError(
+                "evaluation.select: best needs validation data and no user has any; give some (data.task.valid, "
+                "data.questions.valid or a valid split), or select: last"
+            )
+
+    def resized(self) -> None:
+        """Take note of the users' ranks, which are part of the state."""
+        ranks = self.state.ranks.cpu().view(self.method.placement.copies, len(self.trainers))
+        masks = [self.model.mask(r) for r in ranks]
+        mask = torch.cat(masks) if len(masks) > 1 else masks[0]
+        self.mask: Bool[Tensor, "rows columns"] = mask
+        self.padded = not bool(mask.all())
+        if self.padded:
+            for rows in (self.state.rows, self.state.first, self.state.second):
+                rows.mul_(mask[:, : rows.shape[1]])
+
+    def owners(self, rows: Sequence[int]) -> list[int]:
+        """The trainer to whom each row belongs."""
+        return [row % len(self.trainers) for row in rows]
+
+    def name(self, row: int) -> str:
+        """Name of the trainer to whom a row belongs."""
+        return self.trainers[row % len(self.trainers)].name
+
+    def numbers(self, names: Sequence[str]) -> list[int]:
+        """The trainers of these names."""
+        known = {trainer.name: i for i, trainer in enumerate(self.trainers)}
+        return [known[name] for name in names]
+
+    def cohort(self, rows: list[int], round_number: int, *, looks_back: bool = False) -> Cohort:
+        """Some users to be worked on together; who ``looks_back`` remembers what the users have now."""
+        part = self.state.take(rows)
+        return Cohort(
+            clients=self,
+            rows=rows,
+            part=part,
+            round_number=round_number,
+            before=part.rows.clone() if looks_back else None,
+            mask=self.mask[rows] if self.padded else None,
+        )
+
+    # ---------------------------------------------------------------- messages
+
+    def behind(self, version: int, members: Sequence[int]) -> list[int]:
+        """Whoever of these has not received what the server has had since ``version``."""
+        return [member for member, own in zip(members, self.state.versions[list(members)].tolist()) if own < version]
+
+    @torch.no_grad()
+    def receive(self, download: Download) -> None:
+        """Everybody who is addressed takes one model, or makes one of several."""
+        members = self.numbers(download.users)
+        layout, shared = self.model.layout, self.method.shared
+        cohort = self.cohort(members, download.version)
+        made = None
+        for part in self.method.client.parts:
+            made = part.receive(cohort, download.tensors, download.senders) if made is None else made
+        taken = {name: t[:, 0] for name, t in download.tensors.items()} if made is None else made
+        assign(cohort.tensors, layout, shared, taken)
+        if cohort.mask is not None:  # a server may answer users of unequal size alike
+            cohort.part.rows.mul_(cohort.mask)
+        cohort.part.versions.fill_(download.version)
+        self.state.put(members, cohort.part)
+
+    def upload(self, members: Sequence[int], round_number: int, losses: Tree) -> Upload:
+        """What these users send after their local steps: copies of what is shared, and what they report."""
+        cohort = self.cohort(list(members), round_number)
+        tensors = restrict(cohort.tensors, self.model.layout, self.method.shared)
+        return Upload(
+            round=round_number,
+            users=tuple(self.trainers[member].name for member in members),
+            tensors={name: t.clone() for name, t in tensors.items()},
+            ranks=cohort.ranks.cpu(),
+            reports=self._reports(cohort, members) | losses,
+        )
+
+    def _reports(self, cohort: Cohort, members: Sequence[int]) -> Tree:
+        counts = {COUNT: torch.tensor([len(self.trainers[member].train) for member in members])}
+        reports = counts if self.training.weighting != "uniform" else {}
+        for part in self.method.client.parts:
+            reports = reports | part.report(cohort)
+        return reports
+
+    # ---------------------------------------------------------------- scores
+
+    @property
+    def models(self) -> Models:
+        """Everybody's tensors as they are now, by row."""
+        rows = self.state.rows
+        return Models(rows=lambda numbers: rows[list(numbers)], owners=self.owners(range(len(rows))))
+
+    def evaluate(self) -> Sequence[AnyScore]:
+        """Test score of every user with the model that it has now, and how much each of its experts said."""
+        return self.scorer.examine(self.models, [user.test for user in self.users], self.row_of)
+
+    def validate(self) -> float:
+        """Mean over users, of those who have validation data, of the loss on it."""
+        held = [(row, user.valid) for row, user in zip(self.row_of, self.users, strict=True) if len(user.valid)]
+        return self.scorer.mean_loss(self.models, [valid for _, valid in held], [row for row, _ in held])
+
+    @property
+    def chosen_round(self) -> int:
+        """After how many rounds users have had the models with which the run ends."""
+        if self.state.best:
+            return int(self.state.best["round"])
+        return self.training.rounds if self.method.trains else 0
+
+    def choose(self) -> None:
+        """End with the models of the best round, where that is asked for."""
+        if self.state.best:
+            self.state = self.state.recalled()
+            self.resized()
+
+    # ---------------------------------------------------------------- counts
+
+    def trainable_parameters(self) -> list[int]:
+        """Number of parameters that each user really trains."""
+        trained = self.model.layout.mask(self.method.client.trained).to(self.mask.device)
+        rows = (self.mask & trained).sum(1).view(self.method.placement.copies, -1).sum(0).tolist()
+        return [rows[owner] for owner in self.owners(self.row_of)]
+
+    def upload_bytes(self) -> list[int]:
+        """Bytes that each user sends in an exchange in which it takes part; 0 where there is none."""
+        if not self.method.shared:
+            return [0] * len(self.users)
+        nobody = {LOSS: torch.zeros(len(self.trainers))}
+        sent = [packed_bytes(part) for part in self.upload(range(len(self.trainers)), 1, nobody).split()]
+        return [sent[owner] for owner in self.owners(self.row_of)]
