@@ -158,10 +158,8 @@ def trained_on(method: Method) -> str:
     router = [phase for phase in method.phases if "router" in phase.roles]
     if not router:
         return "no router"
-    if router[0].optimizer == "experts":
-        return "training text, together with the experts"
     if router[0].optimizer == "both":
-        return "training data, together with the rest"
+        return f"training {'text, together with the experts' if method.routed else 'data, together with the rest'}"
     return {"train": "fresh training text", "valid": "validation text"}[router[0].stream] + ", in alternation"
 
 

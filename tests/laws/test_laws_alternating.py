@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +13,10 @@ import torch
 from torch import Tensor
 
 from comingle.adapters.inject import EXPERT_ROLES, ROUTER
+from comingle.data.batches import random_windows
+from comingle.data.seeds import generator
 from comingle.engines.simulation import Simulation
+from comingle.methods import REGISTRY
 from comingle.methods.base import Phase
 from comingle.models.adapted import AdaptedModel
 
@@ -27,11 +33,62 @@ def has_router(sim: Simulation) -> bool:
     return ROUTER in sim.model.layout.roles
 
 
+def documented_client(method: dict[str, Any]) -> str:
+    """What a method's docstring says its users do; the engine and the phases are not asked."""
+    return (inspect.getdoc(REGISTRY[method["name"]]) or "").partition("Client:")[2].partition("Server:")[0]
+
+
+def documented_stream(alternating: dict[str, Any]) -> str:
+    """Which text the docstring has the routers trained on."""
+    client = documented_client(alternating)
+    said = {stream for stream, words in STREAMS.items() if words.search(client)}
+    assert len(said) == 1, client
+    return said.pop()
+
+
+STREAMS = {"valid": re.compile(r"\bvalidation text\b"), "train": re.compile(r"\btraining batches\b")}
+
+
+def windows(sim: Simulation, stream: str, purpose: str, step: int, repeat: int) -> Tensor:
+    """Everybody's batch of the first round, straight out of the named text."""
+    training = sim.training
+    drawn = [
+        random_windows(
+            getattr(user, stream),
+            count=training.batch_size,
+            context=training.context,
+            generator=generator(training.seed, user.name, 0, purpose, step, repeat),
+        )
+        for user in sim.trainers
+    ]
+    return torch.stack(drawn)
+
+
 def test_phases_part_all_roles(federate: Any, alternating: dict[str, Any]) -> None:
     experts, router = both(federate(alternating))
     assert (experts.roles, router.roles) == (frozenset(EXPERT_ROLES), frozenset({ROUTER}))
     assert (experts.every, experts.steps) == (1, 1)
     assert (router.every, router.steps) == (alternating["router_every"], alternating["router_steps"])
+
+
+def test_validation_text_moves_the_routers_of_those_who_say_so_and_nothing_else(
+    federate: Any, make_user: Any, trained: dict[str, Any]
+) -> None:
+    """Bob has other validation text; the round ends as the routers have had their steps."""
+    bob, other = make_user("bob"), make_user("bob", text="another text")
+    rows = []
+    for user in (bob, replace(bob, valid=other.valid)):
+        sim = federate(trained, users=("ann", user, "cem"), changes={"training.local_steps": 3})
+        members = list(range(len(sim.trainers)))
+        sim.local_round(members, 0)
+        rows.append(sim.state.rows)
+    routers = sim.model.layout.mask({ROUTER}) & sim.mask
+    client = documented_client(trained)
+    says = "alternating" in client and documented_stream(trained) == "valid"
+    moved = rows[0] != rows[1]
+    assert not moved[~routers].any()
+    if routers.any() or not says:
+        assert moved.any() == says
 
 
 def test_only_what_a_phase_trains_moves(federate: Any, alternating: dict[str, Any]) -> None:
@@ -76,13 +133,13 @@ def test_two_optimisers_and_no_leak(federate: Any, alternating: dict[str, Any]) 
     A gradient that leaks from one phase into the other, a shared moment or a shared step count would show at once.
     """
     sim = federate(alternating, changes={"training.local_steps": 2 * alternating["router_every"] + 1})
-    expected = naive_alternation(sim, sim.training.local_steps)
+    expected = naive_alternation(sim, sim.training.local_steps, documented_stream(alternating))
     sim.local_round(EVERYONE, 0)
     for name, tensor in sim.model.layout.views(sim.state.rows).items():
         torch.testing.assert_close(tensor, expected[name], **CLOSE, msg=name)
 
 
-def naive_alternation(sim: Simulation, iterations: int) -> dict[str, Tensor]:
+def naive_alternation(sim: Simulation, iterations: int, router_stream: str) -> dict[str, Tensor]:
     """All users' tensors after some iterations, by autograd and ``torch.optim``."""
     layout, training = sim.model.layout, sim.training
     tensors = {name: t.clone().requires_grad_() for name, t in layout.views(sim.state.rows).items()}
@@ -91,21 +148,21 @@ def naive_alternation(sim: Simulation, iterations: int) -> dict[str, Tensor]:
     of_experts = torch.optim.AdamW([t for name, t in tensors.items() if name not in routers], **options)
     of_routers = torch.optim.AdamW([tensors[name] for name in routers], **options) if routers else None
 
-    def step(optimizer: torch.optim.Optimizer, phase: Phase, at: int, repeat: int) -> None:
-        losses, penalty = sim.model.losses(tensors, EVERYONE, sim.feed.draw(EVERYONE, phase, 0, at, repeat))
+    def step(optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+        losses, penalty = sim.model.losses(tensors, EVERYONE, batch)
         for tensor in tensors.values():
             tensor.grad = None
         (losses.mean((1, 2)) + training.balance_weight * penalty).sum().backward()
         optimizer.step()
 
-    experts, router = both(sim)
+    _, router = both(sim)
     for at in range(iterations):
         cosine = 0.5 * (1 + math.cos(math.pi * at / training.iterations))
         of_experts.param_groups[0]["lr"] = training.experts.learning_rate * (0.1 + 0.9 * cosine)
-        step(of_experts, experts, at, 0)
+        step(of_experts, windows(sim, "train", "experts", at, 0))
         if of_routers and (at + 1) % router.every == 0:
             for repeat in range(router.steps):
-                step(of_routers, router, at, repeat)
+                step(of_routers, windows(sim, router_stream, "router", at, repeat))
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 

@@ -81,3 +81,18 @@ def test_a_run_ends_with_fused_models_and_scores_them(federate: Any) -> None:
         assert score.loss_nats == pytest.approx(sim.score([sim.users[user].test], [3 + user])[0].loss_nats)
         valid = [sim.score([sim.trainers[user].valid], [row])[0].mean_nats for row in (user, 3 + user)]
         assert valid[1] <= valid[0]  # no worse than the global copy
+
+
+@pytest.mark.parametrize("which", ["local", "exchanged"])
+def test_fusion_comes_after_the_last_exchange_whichever_model_counts(federate: Any, which: str) -> None:
+    """What is fused is the global LoRA that everybody has in common, not what a user's last steps made of it."""
+    run, hand = (federate("fdlora", changes={"evaluation.model": which}) for _ in range(2))
+    run_rounds(run, observe=lambda event: None)
+    for number in range(2):
+        hand.local_round(EVERYONE, number)
+        hand.exchange(EVERYONE)
+    for row in (1, 2):
+        assert torch.equal(hand.state.rows[row], hand.state.rows[0])
+    hand.finish()
+    assert torch.equal(run.state.rows, hand.state.rows)
+    assert not torch.equal(run.state.rows[3], run.state.rows[4])

@@ -36,7 +36,7 @@ class ByHand:
         memory = sim.state.server
         self.sim, self.softmax, self.column, self.proximal = sim, softmax, column, proximal
         self.soup = {n.removeprefix("soup."): t.clone() for n, t in memory.items() if n.startswith("soup.")}
-        self.logits = memory["merging"].to(torch.float64)
+        self.logits = memory["merging"].clone()
         self.moves = [self.move_models, self.move_weights] if models_first else [self.move_weights, self.move_models]
 
     def shares(self, user: int) -> Tensor:
@@ -65,7 +65,9 @@ class ByHand:
     def move_models(self, updates: dict[int, Own], p: dict[int, float]) -> None:
         shares = {k: self.shares(k) for k in updates}
         for j in range(len(self.logits[0])):
-            total = sum(p[k] * shares[k][j] for k in updates) if self.column else 1.0
+            total = sum(p[k] * abs(shares[k][j]) for k in updates) if self.column else 1.0
+            if float(total) == 0:
+                continue
             for name, t in self.soup.items():
                 t[j] -= sum(p[k] * shares[k][j] / total * updates[k][name] for k in updates)
 
@@ -107,7 +109,7 @@ def test_two_rounds_equal_the_algorithm_written_out(
         sim.local_round(members, number)
         sim.exchange(members)
     rows = sim.model.layout.views(sim.state.rows)
-    torch.testing.assert_close(sim.state.server["merging"].double(), hand.logits, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(sim.state.server["merging"], hand.logits, rtol=1e-9, atol=1e-12)
     assert float((hand.logits - hand.logits[:1]).abs().max()) > STEP / 2
     for name, t in hand.soup.items():
         torch.testing.assert_close(sim.state.server[f"soup.{name}"], t, rtol=1e-6, atol=1e-8)
@@ -157,6 +159,38 @@ def test_fixed_weights_are_even_over_a_subset_and_stay(federate_nets: Any) -> No
     sim.local_round(EVERYONE, 0)
     sim.exchange(EVERYONE)
     assert torch.equal(sim.state.server["merging"], before)
+
+
+@pytest.mark.parametrize("column", [True, False], ids=["column-normalised", "eq. 5"])
+def test_models_of_the_absent_stay_where_they_are(federate_nets: Any, column: bool) -> None:
+    """Two models, each with users of its own; only the first one's are there."""
+    method = {"name": "fedmerge", "models": 2, "softmax": False, "weight_step": 0.0, "column_normalize": column}
+    sim = federate_nets(method)
+    sim.state.server["merging"].copy_(torch.tensor([[1, 0], [0, 1], [1, 0], [0, 1]]))
+    before = {name: t.clone() for name, t in sim.state.server.items()}
+    sim.local_round([0, 2], 0)
+    sim.exchange([0, 2])
+    for name, t in sim.state.server.items():
+        assert torch.equal(t[1], before[name][1]), name
+        assert torch.equal(t[0], before[name][0]) == (name == "merging"), name
+
+
+def test_fixed_weights_leave_models_alone_that_nobody_present_has(federate_nets: Any) -> None:
+    sim = federate_nets({"name": "fedmerge-fixed", "models": 6, "chosen": 2})
+    before = {name: t.clone() for name, t in sim.state.server.items()}
+    used = sim.state.server["merging"][0].softmax(0) > 0
+    sim.local_round([0], 0)
+    sim.exchange([0])
+    weight, start = sim.state.server["soup.0.weight"], before["soup.0.weight"]
+    assert torch.equal((weight != start).flatten(1).any(1), used)
+
+
+@pytest.mark.parametrize("name", ["fedmerge", "fedmerge-fixed"])
+def test_merging_weights_are_as_precise_as_the_models(federate_nets: Any, name: str) -> None:
+    sizes = {"models": 3, "chosen": 2} if name == "fedmerge-fixed" else {"models": 3}
+    for dtype in (torch.float64, torch.float32):
+        changes = {"runtime.dtype": str(dtype).removeprefix("torch.")}
+        assert federate_nets({"name": name, **sizes}, changes=changes).state.server["merging"].dtype == dtype
 
 
 def test_the_proximal_gradient_is_that_of_autograd(federate_nets: Any) -> None:

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from comingle.errors import RecipeError
 from comingle.methods.merging import (
+    column_shares,
     fixed_step,
     inner_products,
     logit_gradient,
     soup_gradient,
     weight_gradient,
 )
-from comingle.methods.servers import aggregation_weights, mix
+from comingle.methods.servers import mix
 from comingle.methods.soups import start_soup
 from comingle.trees import Tree, head
 
@@ -107,13 +108,39 @@ def test_the_search_gives_up_as_the_public_code_does() -> None:
     assert float(fixed_step(gradient, weights, 0.01).abs().max()) <= 0.011
 
 
+def moved_by(shares: list[list[float]], weights: list[float], updates: list[float]) -> list[float]:
+    """How far each of the server's numbers moves, with column normalisation and rate 1: ``-sum_i q_ij g_i``."""
+    found = column_shares(torch.tensor(shares), torch.tensor(weights))
+    gradient = soup_gradient(found, {"w": torch.tensor(updates).unsqueeze(1)})["w"]
+    return (-gradient.flatten()).tolist()
+
+
+def test_a_model_that_nobody_present_uses_stays() -> None:
+    """Two present users, with updates 1 and 3, who share model 0; eq. 5 sums nothing for model 1."""
+    moved = moved_by([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], [0.25, 0.75, 0.0], [1.0, 3.0, 100.0])
+    assert moved == [-(0.25 * 1 + 0.75 * 3), 0.0]
+
+
+def test_a_column_below_zero_moves_as_eq_5_does_but_for_its_length() -> None:
+    """Eq. 5 by hand: -(.5 * -.4 * 1 + .5 * -.3 * 1) = +.35, which normalised is +1; a sum with signs gives -1."""
+    shares, weights = [[-0.4], [-0.3]], [0.5, 0.5]
+    eq_5 = soup_gradient(torch.tensor(weights).unsqueeze(1) * torch.tensor(shares), {"w": torch.ones(2, 1)})["w"]
+    assert -float(eq_5) == pytest.approx(0.35)
+    assert moved_by(shares, weights, [1.0, 1.0]) == pytest.approx([1.0])
+
+
+def test_columns_of_both_signs_move_no_further_than_an_update() -> None:
+    """1 and -.99 nearly cancel: divided by their sum they would move the model by 199 updates."""
+    assert moved_by([[1.0], [-0.99]], [0.5, 0.5], [1.0, -1.0]) == pytest.approx([-1.0])
+
+
 def test_column_normalised_shares_replace_a_model_by_its_users() -> None:
     """With rate 1 a model moves by a mean of its users' updates: one user, one model, and the model is the upload."""
     updates = {"w": some(1, 4)}
-    shares = aggregation_weights(torch.ones(1, 1), torch.ones(1))
+    shares = column_shares(torch.ones(1, 1), torch.ones(1))
     torch.testing.assert_close(soup_gradient(shares, updates)["w"], updates["w"])
-    total = aggregation_weights(some(USERS, MODELS).softmax(1), torch.full((USERS,), 0.2)).sum(0)
-    torch.testing.assert_close(total, torch.ones(MODELS))
+    total = column_shares(some(USERS, MODELS).softmax(1), torch.full((USERS,), 0.2)).sum(0)
+    torch.testing.assert_close(total, torch.ones(MODELS, dtype=torch.float64))
 
 
 def test_the_head_is_the_last_layer_without_statistics() -> None:

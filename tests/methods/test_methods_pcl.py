@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from comingle.engines.rounds import run_rounds
+from comingle.methods import make
 from comingle.methods.pcl import collaboration
 
 NAN = float("nan")
@@ -62,3 +63,10 @@ def test_models_travel_in_the_rounds_that_are_due_to_all_peers(federate: Any) ->
     one = sim.upload_bytes()[0]
     assert [number for number, pair in sent.items() if pair != (0, 0)] == [2, 5]
     assert sent[2] == (3 * one, 3 * 2 * one)
+
+
+def test_by_default_models_travel_after_rounds_5_7_and_9() -> None:
+    """The code that is followed: ``epoch > 3 and epoch % 2 == 0`` at the end of epochs that are counted from 0."""
+    theirs = [epoch + 1 for epoch in range(12) if epoch > 3 and epoch % 2 == 0]
+    assert theirs[:3] == [5, 7, 9]
+    assert [done for done in range(1, 13) if make("pcl").exchanges(done)] == theirs

@@ -11,6 +11,7 @@ from linear_task import EVERYONE, RATE, batches, samples_of, unequal
 from torch import Tensor, nn
 
 from comingle.engines.simulation import Simulation
+from comingle.errors import RecipeError
 from comingle.models.gated import GatedPair
 from comingle.models.personal_net import personal_net
 
@@ -18,22 +19,26 @@ METHOD = "pfedmoe"
 CHANGES = {"training.batch_size": 33, "evaluation.model": "exchanged"}
 
 
-def pair_of(sim: Simulation, user: int) -> tuple[nn.Module, nn.Module, nn.Module]:
-    """The user's shared and own net, and its gate, as modules of their own."""
+Parts = tuple[nn.Module, nn.Module, nn.Module, nn.Module]
+
+
+def pair_of(sim: Simulation, user: int) -> Parts:
+    """The user's shared and own extractor, its head and its gate, as modules of their own."""
     net = sim.stacked.net
     assert isinstance(net, GatedPair)
     own = copy.deepcopy(net)
     own.load_state_dict({n: t[user] for n, t in sim.model.layout.views(sim.state.rows).items()}, strict=False)
-    return own.shared, own.own, own.gate
+    return own.shared, own.own, own.head, own.gate
 
 
-def output(parts: tuple[nn.Module, nn.Module, nn.Module], x: Tensor) -> Tensor:
-    shared, own, gate = parts
+def output(parts: Parts, x: Tensor) -> Tensor:
+    """Yi et al.: the local head reads the features of both extractors, mixed sample by sample."""
+    shared, own, head, gate = parts
     g = gate(x).exp() / gate(x).exp().sum(1, keepdim=True)
-    return g[:, 0, None] * shared(x) + g[:, 1, None] * own(x)
+    return head(g[:, 0, None] * shared(x) + g[:, 1, None] * own(x))
 
 
-def by_hand(sim: Simulation, rounds: int, members: list[int]) -> list[tuple[nn.Module, nn.Module, nn.Module]]:
+def by_hand(sim: Simulation, rounds: int, members: list[int]) -> list[Parts]:
     users = [pair_of(sim, k) for k in EVERYONE]
     total = sum(len(sim.trainers[k].train) for k in members)
     for number in range(rounds):
@@ -56,7 +61,7 @@ def by_hand(sim: Simulation, rounds: int, members: list[int]) -> list[tuple[nn.M
 
 @pytest.mark.parametrize("members", [EVERYONE, [0, 2, 3]], ids=["everybody", "sampled"])
 def test_rounds_equal_torch_written_out(federate_nets: Any, members: list[int]) -> None:
-    """The shared net's running statistics are averaged with it, the own net's stay at home."""
+    """The shared extractor's running statistics are averaged with it, the own one's stay at home."""
     sim, twin = (unequal(federate_nets(METHOD, changes=CHANGES)) for _ in range(2))
     wanted = by_hand(twin, 2, members)
     for number in range(2):
@@ -76,12 +81,32 @@ def test_rounds_equal_torch_written_out(federate_nets: Any, members: list[int]) 
         torch.testing.assert_close(personal_net("ann", sim.stacked, tensors).predict(x), made)
 
 
-def test_one_net_travels(federate_nets: Any) -> None:
+def test_an_extractor_travels_and_the_gate_is_small(federate_nets: Any) -> None:
     sim, plain = federate_nets(METHOD), federate_nets("fedavg")
-    assert sim.exchanged_bytes([0, 1]) == plain.exchanged_bytes([0, 1])
-    assert sim.trainable_parameters()[0] > 2 * plain.trainable_parameters()[0]
+    shared, own, head, gate = (sum(p.numel() for p in part.parameters()) for part in pair_of(sim, 0))
+    statistics = 2 * 20  # mean and variance of the norm
+    assert sim.upload_bytes()[0] == 4 * (shared + statistics)
+    assert shared == own == plain.trainable_parameters()[0] - head
+    assert sim.trainable_parameters()[0] == shared + own + head + gate
+    assert gate == 2 * (10 + 1) < shared
 
 
-def test_the_two_nets_start_differently(federate_nets: Any) -> None:
-    shared, own, _ = pair_of(federate_nets(METHOD), 0)
+def test_heads_and_own_extractors_stay_with_their_users(federate_nets: Any) -> None:
+    sim = federate_nets(METHOD)
+    sim.local_round(EVERYONE, 0)
+    sim.exchange(EVERYONE)
+    first, second = pair_of(sim, 0), pair_of(sim, 1)
+    for common, one, other in zip((True, False, False, False), first, second, strict=True):
+        for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(a, b) == common, name
+
+
+def test_the_two_extractors_start_differently(federate_nets: Any) -> None:
+    shared, own, *_ = pair_of(federate_nets(METHOD), 0)
     assert not torch.equal(shared[0].weight, own[0].weight)
+
+
+def test_a_net_of_one_layer_has_no_features_to_share(federate_nets: Any) -> None:
+    with pytest.raises(RecipeError, match="net 'linear' is one layer, without features to share") as error:
+        federate_nets(METHOD, changes={"data.task.name": "linear", "training.batch_size": 3})
+    assert "\n" not in str(error.value)

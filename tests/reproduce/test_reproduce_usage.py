@@ -28,14 +28,16 @@ from comingle.reproduce.usage import Usage, count_usage, plan_usage, usage_figur
 
 NET = 10 * 20 + 20 + 20 + 1
 """Parameters of the task mlp's net, 10-20-1."""
-GATE = 10 * 64 + 64 + 64 * 2 + 2
+FEATURES = 10 * 20 + 20
+"""Its feature extractor, all but the last layer."""
+GATE = 10 * 2 + 2
 USERS = 20
 
 COUNTED = {
     "local": (0, 0, 0, NET),
     "fedavg": (NET, NET, NET, NET),
     "fedavg+": (NET, NET, NET, NET),
-    "pfedmoe": (NET, NET, NET, 2 * NET + GATE),
+    "pfedmoe": (FEATURES, FEATURES, FEATURES, NET + FEATURES + GATE),
     "fedem": (4 * NET, 4 * NET, 4 * NET, 4 * NET + 4),
     "ifca": (4 * NET + 4 * USERS, NET + 1, 4 * NET, NET),
     "fedmerge": (4 * NET + 4 * USERS, NET, NET, NET),

@@ -11,8 +11,13 @@ MODEL = frozenset({ATTENTION, GENERALIST, BASE, STATISTICS})
 
 
 def joint(*, routed: bool) -> tuple[Phase, ...]:
-    """Experts (or the base, where it is trained), and the router if there is one, together, with one optimiser."""
-    return (Phase(roles=frozenset((*EXPERT_ROLES, ROUTER) if routed else (*EXPERT_ROLES, BASE))),)
+    """Experts (or the base, where it is trained), and the router if there is one, together.
+
+    Routers have settings of their own, whose rate is constant where the experts' follows a cosine (CoMiGS App. B.1).
+    """
+    if routed:
+        return (Phase(roles=frozenset((*EXPERT_ROLES, ROUTER)), optimizer="both"),)
+    return (Phase(roles=frozenset((*EXPERT_ROLES, BASE))),)
 
 
 def alternating(*, router_stream: Stream, router_every: int, router_steps: int) -> tuple[Phase, ...]:

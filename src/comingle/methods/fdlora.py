@@ -26,8 +26,9 @@ def fdlora(*, outer_rate: float = 0.7, outer_momentum: float = 0.9, fusion_steps
     Server: outer steps with Nesterov momentum on the users' mean change; with rate 1 and momentum 0 that is the mean.
     Differs from the paper: both copies start equal and are trained from the first round on the same batches, instead of
     one after the other; the outer optimiser's settings are those of DiLoCo (Douillard et al. 2023); the search has no
-    penalty on the weights.  Before the end a user is evaluated with its personal copy.  Attention has 2 sets too, so
-    more parameters are trained than by the other methods.
+    penalty on the weights.  Before the end a user is evaluated with its personal copy; the end is behind the last
+    exchange whatever ``evaluation.model`` says.  Attention has 2 sets too, so more parameters are trained than by the
+    other methods.
     """
     return Method(
         name="fdlora",

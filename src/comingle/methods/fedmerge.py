@@ -12,9 +12,16 @@ from comingle.data.seeds import generator
 from comingle.errors import RecipeError
 from comingle.methods.base import Beginning, Context, Method
 from comingle.methods.clients import MODEL, joint
-from comingle.methods.merging import fixed_step, inner_products, logit_gradient, soup_gradient, weight_gradient
-from comingle.methods.servers import aggregation_weights, mix
-from comingle.methods.soups import MERGING, soup_of, start_soup
+from comingle.methods.merging import (
+    column_shares,
+    fixed_step,
+    inner_products,
+    logit_gradient,
+    soup_gradient,
+    weight_gradient,
+)
+from comingle.methods.servers import mix
+from comingle.methods.soups import MERGING, soup_of, start_soup, start_weights
 from comingle.routers.mixtures import NEVER, softmax_mixture
 from comingle.trees import Tree, head
 
@@ -41,20 +48,21 @@ def fedmerge(
     their largest entry by ``weight_step``; with ``softmax`` the weights are that of logits (appendix D).  Inner
     products are over the last layer ("head", the paper's pruning), or over all ("all", and always so for LoRA).
     Differs from the paper: with eq. 5 the models would move d times less than "the global model is replaced" says, so
-    what moves a model is a mean over users, as in the public code (``column_normalize``; false is eq. 5).  That code
-    moves the weights first, and its ``proximal`` is 0.01.  The search for the step is in closed form.
+    what moves a model is a mean over its users, as in the public code (``column_normalize``; false is eq. 5); weights
+    below zero (without ``softmax``) count there with their magnitude.  A model of which nobody present has a part stays
+    as it is.  That code moves weights first; its ``proximal`` is 0.01.  The search for the step is in closed form.
     """
 
     def move_models(soup: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
         shares = _shares(logits, softmax)
-        shares = aggregation_weights(shares, weights) if column_normalize else weights.to(shares).unsqueeze(1) * shares
+        shares = column_shares(shares, weights) if column_normalize else weights.to(shares).unsqueeze(1) * shares
         for name, gradient in soup_gradient(shares, updates).items():
             soup[name].sub_(gradient, alpha=global_rate)
 
     def move_weights(soup: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
         names = head(soup) if inner_product_keys == "head" else list(soup)
         inner = inner_products(soup, updates, names).to(logits)
-        found = logit_gradient(_shares(logits, True), inner, weights) if softmax else weight_gradient(inner, weights)
+        found = logit_gradient(logits.softmax(1), inner, weights) if softmax else weight_gradient(inner, weights)
         logits.sub_(fixed_step(found, weights, weight_step))
 
     moves = (move_models, move_weights) if models_first else (move_weights, move_models)
@@ -69,7 +77,7 @@ def fedmerge(
         return mix(soup, _shares(logits, softmax))
 
     def memory(beginning: Beginning) -> Tree:
-        logits = torch.full((len(beginning.users), models), 0.0 if softmax else 1 / models)
+        logits = start_weights(beginning, models, 0.0 if softmax else 1 / models)
         return start_soup(beginning.starts) | {MERGING: logits}
 
     return Method(
@@ -98,7 +106,7 @@ def fedmerge_fixed(*, models: int = 15, chosen: int = 5, global_rate: float = 1.
         raise RecipeError(f"method fedmerge-fixed: chosen is {chosen} of {models} models; allowed: 1 to {models}")
 
     def memory(beginning: Beginning) -> Tree:
-        logits = torch.full((len(beginning.users), models), NEVER)
+        logits = start_weights(beginning, models, NEVER)
         for user, row in zip(beginning.users, logits, strict=True):
             order = torch.randperm(models, generator=generator(beginning.seed, user, "fedmerge-fixed"))
             row[order[:chosen]] = 0.0

@@ -20,6 +20,24 @@ MOST_STEPS = 10_000
 """The public code's line search gives up after so many."""
 
 
+EMPTY = 1e-12
+"""A model whose present users weigh less than this together has none."""
+
+
+def column_shares(
+    shares: Float[Tensor, "users models"], weights: Float[Tensor, " users"]
+) -> Float[Tensor, "users models"]:
+    """``p_i w_ij / sum_i' p_i' |w_i'j|``: eq. 5's shares, each column scaled so that its magnitudes sum to 1.
+
+    Where no weight is negative a model moves by a mean of its users' updates. Otherwise too it moves the way eq. 5
+    says, by no more than the largest of them: a sum with signs, as in the public code, would turn a negative column
+    round. A model that nobody present uses has zeros, as in eq. 5, and stays where it is.
+    """
+    moves = weights.to(shares).unsqueeze(1) * shares
+    total = moves.abs().sum(0)
+    return torch.where(total > EMPTY, moves / total.clamp(min=EMPTY), 0.0)
+
+
 def soup_gradient(shares: Float[Tensor, "users models"], updates: Tree) -> Tree:
     """``sum_i shares_ij g_i`` for every model j; with shares ``p_i w_ij`` that is eq. 5."""
     return mix(updates, shares.T)

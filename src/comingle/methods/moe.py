@@ -15,8 +15,9 @@ def local_moe() -> Method:
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part ii.
     Shared: nothing.  Local: attention, 2 experts per MLP, routers.  Frozen: the base.
-    Client: joint steps on experts and routers on training text.  Server: none.
-    Differs from the paper: none known.
+    Client: joint steps on experts and routers on training text, routers with settings of their own.  Server: none.
+    Differs from the paper: none known.  Routers have the constant rate of App. B.1; in the public code they follow the
+    experts' cosine where both are trained together.
     """
     return Method(name="local-moe", generalists=0, specialists=2, routed=True, phases=joint(routed=True), server=keep)
 
@@ -26,8 +27,10 @@ def fedavg_moe() -> Method:
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part ii.
     Shared: attention, 2 experts per MLP.  Local: routers.  Frozen: the base.
-    Client: joint steps on experts and routers on training text.  Server: mean over users.
-    Differs from the paper: routers stay local, as in the public code; the paper does not say.
+    Client: joint steps on experts and routers on training text, routers with settings of their own.
+    Server: mean over users.
+    Differs from the paper: routers stay local, as in the public code; the paper does not say.  Their rate: as
+    ``local-moe``.
     """
     return Method(name="fedavg-moe", generalists=2, routed=True, shared=_SHARED, phases=joint(routed=True), server=mean)
 

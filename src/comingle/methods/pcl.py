@@ -29,14 +29,15 @@ def listen(uploads: Tree, context: Context) -> Tree:
     return mix(uploads, collaboration(context.validate()))
 
 
-def pcl(*, exchange_from: int = 4, exchange_every: int = 2) -> Method:
+def pcl(*, exchange_from: int = 5, exchange_every: int = 2) -> Method:
     """Personalised collaborative fine-tuning with a graph of who helps whom, found on validation text.
 
     Source: Wagner et al. 2024, "Personalized Collaborative Fine-Tuning for On-Device Large Language Models",
     arXiv:2404.09753, strategy 2; as in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.2.
     Shared: attention, 2 averaged LoRA experts per MLP.  Local: nothing.  Frozen: the base.
-    Client: joint steps on training text; in rounds 4, 6, 8 ... (``exchange_from``, ``exchange_every``) every model is
-    sent to every user and scored on the user's validation text.
+    Client: joint steps on training text; after rounds 5, 7, 9 ... (``exchange_from``, ``exchange_every``; the public
+    code counts from 0, so there they are 4, 6, 8) every model is sent to every user and scored on the user's validation
+    text, at the user: the scores do not travel.
     Server: none; user i keeps sum_j w_ij model_j, row i of w the softmax of minus the perplexities.
     Differs from the paper: the whole validation text is scored instead of 20 random batches; those who sit a round out
     are not listened to.

@@ -1,7 +1,8 @@
-"""Two nets of one user and a gate that mixes their outputs sample by sample: pFedMoE where nets are trained whole."""
+"""Two feature extractors of one user, a gate that mixes their features, and a head: pFedMoE where nets are trained."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 
 import torch
@@ -10,33 +11,47 @@ from torch import Tensor, nn
 
 from comingle.adapters.inject import GENERALIST, ROUTER, SPECIALIST
 from comingle.data.seeds import derive
+from comingle.errors import RecipeError
 from comingle.trees import STATISTICS, Slot
 
-HIDDEN = 64
-"""Width of the gate."""
-
-_PLACES = {"shared": GENERALIST, "own": SPECIALIST, "gate": ROUTER}
+_PLACES = {"shared": GENERALIST, "own": SPECIALIST, "head": SPECIALIST, "gate": ROUTER}
 
 
 class GatedPair(nn.Module):
-    """``g_0(x) shared(x) + g_1(x) own(x)``, where g is the softmax of the gate's two outputs."""
+    """``head(g_0(x) shared(x) + g_1(x) own(x))``, where g is the softmax of the gate's two outputs.
 
-    def __init__(self, shared: nn.Module, own: nn.Module, gate: nn.Module):
+    ``shared`` and ``own`` map samples to equally many features (Yi et al. 2024, arXiv:2402.01350).
+    """
+
+    def __init__(self, shared: nn.Module, own: nn.Module, head: nn.Module, gate: nn.Module):
         super().__init__()
-        self.shared, self.own, self.gate = shared, own, gate
+        self.shared, self.own, self.head, self.gate = shared, own, head, gate
 
     def forward(self, inputs: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch outputs"]:
-        """The mixed outputs."""
+        """What the head makes of the mixed features."""
         gates = self.gate(inputs).softmax(-1)
-        return gates[:, :1] * self.shared(inputs) + gates[:, 1:] * self.own(inputs)
+        return self.head(gates[:, :1] * self.shared(inputs) + gates[:, 1:] * self.own(inputs))
 
 
 def gated_pair(shared: nn.Module, own: nn.Module, *, inputs: int, seed: int) -> GatedPair:
-    """The nets with a gate of two linear layers on the flattened sample, drawn from the seed."""
+    """Two nets of one architecture, the first without its head, with a linear gate on the flattened sample.
+
+    Raises:
+        RecipeError: nets that are a single layer: there are no features to share.
+    """
+    (shared, _), (own, head) = split(shared), split(own)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(derive("gate", seed))
-        layers = [nn.Flatten(), nn.Linear(inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 2)]
-    return GatedPair(shared, own, nn.Sequential(*layers))
+        gate = nn.Sequential(nn.Flatten(), nn.Linear(inputs, 2))
+    return GatedPair(shared, own, head, gate)
+
+
+def split(net: nn.Module) -> tuple[nn.Sequential, nn.Module]:
+    """A net's feature extractor, and its head: the last of its layers."""
+    parts = list(net.named_children())
+    if not isinstance(net, nn.Sequential) or len(parts) < 2:
+        raise RecipeError("method pfedmoe: net 'linear' is one layer, without features to share; allowed: deeper nets")
+    return nn.Sequential(OrderedDict(parts[:-1])), parts[-1][1]
 
 
 def place(slot: Slot) -> Slot:
