@@ -152,6 +152,8 @@ def _check_on_text(recipe: Recipe, method: Method) -> None:
         raise RecipeError(f"method {method.name}: mixes whole models, which are small nets; give data.task")
     if method.mixture.optimal:
         raise RecipeError(f"method {method.name}: needs users whose true clusters are known, as in made tasks")
+    if method.mixture.centre:
+        raise RecipeError(f"method {method.name}: centre moves a mean into the base, which is frozen; give data.task")
     if not isinstance(rank := recipe.adapters.rank, int):
         raise RecipeError(f"method {method.name}: adapters.rank is {rank}; components have one rank for all users")
 

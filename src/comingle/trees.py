@@ -21,6 +21,9 @@ BASE, ADAPTOR, STATISTICS = "base", "adaptor", "statistics"
 """Roles beside those of experts: a trained base, a client-level mixture's components, batch norm's running statistics.
 """
 
+BASE_STATISTICS = f"{STATISTICS}.base"
+"""The running statistics of a base beside adaptors, which may have statistics of their own."""
+
 CLIENT_ROUTER = "router.theta"
 """The slot of a client-level router: one logit for each component."""
 

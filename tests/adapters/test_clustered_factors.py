@@ -92,13 +92,25 @@ def test_users_before_the_clusters_change_nothing(base: nn.Module, function: str
     stack = {name: torch.stack([tree[name] for tree in trees]) for name in trees[0]}
     slopes = {name: torch.stack([tree[name] for tree in gradients]) for name in trees[0]}
     if function == "centre":
-        together, alone = centre(pairs, stack), [centre(pairs, tree) for tree in trees]
+        together, alone = centre(pairs, stack, SHARES), [centre(pairs, tree, SHARES) for tree in trees]
     else:
         together = precondition(pairs, stack, slopes)
         alone = [precondition(pairs, tree, g) for tree, g in zip(trees, gradients, strict=True)]
     for i, tree in enumerate(alone):
         for name, tensor in tree.items():
             torch.testing.assert_close(together[name][i], tensor)
+
+
+@pytest.mark.parametrize("base", [nn.Linear(5, 4), nn.Conv2d(4, 6, 3)], ids=["linear", "conv"])
+def test_the_input_side_starts_random_and_the_output_side_zero(base: nn.Module) -> None:
+    """LoRA's and the public code's choice, against section 3.2; so the output side alone has a gradient at first."""
+    layer = only_layer(floral(base, num_clusters=2, rank=2))
+    assert isinstance(layer, LowRankLayer)
+    assert layer.a is not None
+    assert layer.b is not None
+    assert layer.b.count_nonzero() == 0
+    assert layer.a.count_nonzero() == layer.a.numel()
+    assert not torch.allclose(layer.a[0], layer.a[1])
 
 
 def test_a_gradient_where_nothing_has_been_learnt_yet_stays_zero() -> None:
@@ -120,9 +132,17 @@ def lower_rank(model: FloralModel, rank: int) -> None:
             layer.b.data = layer.geometry.outer_of(matrix)
 
 
-def centred(model: FloralModel) -> FloralModel:
+SHARES = torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64)
+
+
+def even(clusters: int) -> Tensor:
+    return torch.full((clusters,), 1 / clusters, dtype=torch.float64)
+
+
+def centred(model: FloralModel, shares: Tensor | None = None) -> FloralModel:
     new = copy.deepcopy(model)
-    new.load_state_dict(centre(model.pairs(), dict(model.state_dict())))
+    shares = even(model.num_clusters) if shares is None else shares
+    new.load_state_dict(centre(model.pairs(), dict(model.state_dict()), shares))
     return new
 
 
@@ -141,12 +161,15 @@ def test_centering_changes_no_users_function_when_the_rank_allows(form: Any, con
     """Three products of rank 1 span a rank of 3 at most, so a rank of 3 holds every difference exactly."""
     model = wrapped(network(conv), rank=3, conv=form, alpha=0.7)
     lower_rank(model, 1)
-    new, x = centred(model), torch.randn(2, 4, 7, 6, dtype=torch.float64)
+    new, x = centred(model, SHARES), torch.randn(2, 4, 7, 6, dtype=torch.float64)
     for mixture in (*torch.eye(3, dtype=torch.float64), torch.randn(3, dtype=torch.float64).softmax(0)):
         torch.testing.assert_close(new(x, mixture=mixture), model(x, mixture=mixture), rtol=1e-9, atol=1e-9)
-    # The base alone is now the mean of the clusters' models, layer by layer.
-    uniform = model.merge(torch.full((3,), 1 / 3, dtype=torch.float64))
-    for (name, layer), merged in zip(new.layers().items(), _same(new, uniform), strict=True):
+    # The base alone is now the mean of the clusters' models under p(c), layer by layer, and theirs is zero (eq. 30).
+    mean, left = model.merge(SHARES), new.merge(SHARES)
+    for name, layer in new.layers().items():
+        rest = left.get_submodule(name.removeprefix("model."))
+        torch.testing.assert_close(rest.get_parameter("weight"), layer.base.get_parameter("weight"), msg=name)
+    for (name, layer), merged in zip(new.layers().items(), _same(new, mean), strict=True):
         torch.testing.assert_close(layer.base.get_parameter("weight"), merged.get_parameter("weight"), msg=name)
         torch.testing.assert_close(layer.base.get_parameter("bias"), merged.get_parameter("bias"), msg=name)
 
@@ -213,7 +236,7 @@ def test_clusters_that_agree_leave_adaptors_of_zero_that_can_still_learn() -> No
 
 def test_centering_before_anything_is_learnt_changes_nothing() -> None:
     model = floral(nn.Sequential(nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(24, 5)).double(), num_clusters=3, rank=2)
-    for name, tensor in centre(model.pairs(), tensors_of(model)).items():
+    for name, tensor in centre(model.pairs(), tensors_of(model), even(3)).items():
         assert torch.equal(tensor, model.get_parameter(name)), name
 
 

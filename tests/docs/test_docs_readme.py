@@ -154,7 +154,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def trained_on(method: Method) -> str:
     """What the README should say about a method's router."""
     if method.reroute:
-        return "set from each adaptor set's loss"
+        return "set from each component's loss"
     router = [phase for phase in method.phases if "router" in phase.roles]
     if not router:
         return "no router"

@@ -32,6 +32,7 @@ NETS: dict[str, dict[str, Any]] = {
     "stateless": {"method": {"name": "floral", "clusters": 2, "stateless": True, "warmup_steps": 2, "noise": 0.1}},
     "server rates": {"method": {"name": "floral", "base_server_rate": 0.5, "adaptor_server_rate": 0.3}},
     "losses": {"method": {"name": "floral-mfl", "clusters": 2}, "training.local_epochs": 2},
+    "whole models": {"method": {"name": "mfl", "clusters": 2}},
     "ensemble": {"method": {"name": "ensemble", "clusters": 3}},
     "moments": {"method": "local-adaptor", "training.experts": ADAMW, "training.router": ADAMW},
     "momentum": {"method": "fedavg", "training.experts": {**SGD, "momentum": 0.9}, "training.batch_size": 30},

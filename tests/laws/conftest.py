@@ -17,7 +17,7 @@ def _with_short_period(name: str, **settings: Any) -> dict[str, Any]:
     return {"name": name, **{key: value for key, value in period.items() if key in settings_of(name)}, **settings}
 
 
-NETS_ONLY = {"floral-optimal", "ensemble", "ensemble-optimal", "fedem"}
+NETS_ONLY = {"floral-optimal", "ensemble", "ensemble-optimal", "mfl", "fml", "fedem"}
 """What needs true clusters, or mixes whole models."""
 
 CASES = {
@@ -32,7 +32,7 @@ CASES = {
 NETS = {
     **{name: {"name": name} for name in ("local", "fedavg", "local-adaptor")},
     **{name: {"name": name, "clusters": 2} for name in ("floral", "floral-optimal", "floral-mfl")},
-    **{name: {"name": name, "clusters": 2} for name in ("ensemble", "ensemble-optimal")},
+    **{name: {"name": name, "clusters": 2} for name in ("ensemble", "ensemble-optimal", "mfl", "fml")},
     "floral, stateless": {"name": "floral", "clusters": 2, "stateless": True, "warmup_steps": 2},
     "floral, with noise": {"name": "floral", "clusters": 2, "noise": 0.5},
     "floral, centred": {"name": "floral", "clusters": 2, "centre": True},

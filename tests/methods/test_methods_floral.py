@@ -14,8 +14,7 @@ from comingle.engines.simulation import Simulation
 from comingle.errors import RecipeError
 from comingle.methods import make
 from comingle.methods.base import Context
-from comingle.methods.floral import entropic
-from comingle.methods.mixtures import at_rates
+from comingle.methods.mixtures import at_rates, entropic
 from comingle.methods.servers import aggregation_weights
 
 RATE, ROUTER_RATE, EPS = 0.05, 0.2, 1e-5
@@ -46,8 +45,8 @@ def preconditioned(own: Own, gradient: Own) -> Own:
     return found
 
 
-def by_hand(sim: Simulation, rounds: int, *, losses_mixed: bool = False) -> list[Own]:
-    """Algorithm 1 on the linear task (or eq. 4 and 5), one user after another."""
+def by_hand(sim: Simulation, rounds: int) -> list[Own]:
+    """Algorithm 1 on the linear task, one user after another."""
     users, phase = start(sim), sim.phases[0]
     count = torch.tensor([len(t.train) for t in sim.trainers], dtype=torch.float64)
     for number in range(rounds):
@@ -57,22 +56,12 @@ def by_hand(sim: Simulation, rounds: int, *, losses_mixed: bool = False) -> list
             for step in range(sim.feed.steps(k)):
                 at = sim.feed.draw([k], phase, number, step, 0)[0]
                 leaves = {name: t.clone().requires_grad_() for name, t in own.items()}
-                pi = leaves["theta"].softmax(0)
-                if losses_mixed:
-                    hot = torch.eye(len(pi), dtype=torch.float64)
-                    parts = [(output(leaves, x[at], hot[c]) - y[at]).square().mean() for c in range(len(pi))]
-                    loss = sum(pi[c].detach() * parts[c] for c in range(len(pi)))
-                else:
-                    loss = (output(leaves, x[at], pi) - y[at]).square().mean()
+                loss = (output(leaves, x[at], leaves["theta"].softmax(0)) - y[at]).square().mean()
                 gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
                 gradient = preconditioned(own, dict(zip(leaves, gradients, strict=True)))
                 for name in own:
                     rate = ROUTER_RATE if name == "theta" else RATE
-                    own[name] = own[name] - rate * gradient[name] * (not (losses_mixed and name == "theta"))
-            if losses_mixed:
-                hot = torch.eye(len(own["theta"]), dtype=torch.float64)
-                f = torch.stack([(output(own, x, h) - y).square().mean() for h in hot])
-                own["theta"] = -ROUTER_RATE * f
+                    own[name] = own[name] - rate * gradient[name]
         pi = torch.stack([own["theta"].softmax(0) for own in users])
         plain = count / count.sum()
         for name in ("W", "w"):
@@ -89,10 +78,9 @@ def by_hand(sim: Simulation, rounds: int, *, losses_mixed: bool = False) -> list
     return users
 
 
-@pytest.mark.parametrize("name", ["floral", "floral-mfl"])
-def test_two_rounds_equal_the_algorithm_written_out(federate_nets: Any, name: str) -> None:
-    sim = federate_nets({"name": name, "clusters": 2}, changes=LINEAR)
-    expected = by_hand(federate_nets({"name": name, "clusters": 2}, changes=LINEAR), 2, losses_mixed="mfl" in name)
+def test_two_rounds_equal_the_algorithm_written_out(federate_nets: Any) -> None:
+    sim = federate_nets({"name": "floral", "clusters": 2}, changes=LINEAR)
+    expected = by_hand(federate_nets({"name": "floral", "clusters": 2}, changes=LINEAR), 2)
     for number in range(2):
         sim.local_round(EVERYONE, number)
         sim.exchange(EVERYONE)
@@ -159,6 +147,34 @@ def test_the_entropic_router_minimises_loss_plus_entropy() -> None:
     best = minimize(objective, [0.0, 0.0, 0.0], method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-14}).x
     expected = torch.tensor(best).softmax(0)
     torch.testing.assert_close(entropic(losses, rate).softmax(1)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_server_centres_under_how_much_all_make_of_a_component(federate_nets: Any) -> None:
+    """App. E, eq. 30: with p(c) = .8, .1, .1 the mean under p(c) is zero, and no user's model has changed."""
+    settings = {"name": "floral", "clusters": 3}
+    changes = {**LINEAR, "data.task.clusters": 3, "floral.rank": 3}  # the rank of the weight, so nothing is cut
+    plain, centred = (federate_nets({**settings, "centre": c}, changes=changes) for c in (False, True))
+    pi, found = torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64), []
+    for sim in (plain, centred):
+        sim.local_round(EVERYONE, 0)
+        views = sim.model.layout.views(sim.state.rows)
+        views["model.b"].add_(torch.arange(1.0, 4).view(3, 1, 1))
+        views["router.theta"].copy_(pi.log().expand(4, -1))
+        sim.exchange(EVERYONE)
+        found.append(start(sim))
+    for before, after in zip(*found, strict=True):
+        products = after["B"] @ after["A"]
+        assert torch.tensordot(pi, products, 1).abs().max() < 1e-9
+        assert torch.tensordot(pi, after["b"], 1).abs().max() < 1e-9
+        assert products.mean(0).abs().max() > 0.1  # under any other p(c) it is not
+        x = torch.randn(5, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        for one in (*torch.eye(3, dtype=torch.float64), pi):
+            torch.testing.assert_close(output(after, x, one), output(before, x, one), rtol=1e-7, atol=1e-7)
+
+
+def test_a_frozen_base_takes_no_mean(federate: Any) -> None:
+    with pytest.raises(RecipeError, match="method floral: centre moves a mean into the base, which is frozen"):
+        federate({"name": "floral", "centre": True})
 
 
 def test_a_server_rate_steps_towards_the_mean() -> None:

@@ -54,7 +54,7 @@ def stirred(sim: Simulation) -> Simulation:
 
 
 @pytest.mark.parametrize("task", ["linear", "mlp-norm"])
-@pytest.mark.parametrize("method", [*WHOLE, *MIXTURES, "ensemble", "ensemble-optimal"])
+@pytest.mark.parametrize("method", [*WHOLE, *MIXTURES, "ensemble", "ensemble-optimal", "mfl", "fml"])
 def test_a_net_predicts_what_the_federation_does(federate_nets: Any, method: str, task: str) -> None:
     sim = stirred(federate_nets(method, changes={"data.task.name": task}))
     scores = sim.evaluate()
@@ -68,7 +68,7 @@ def test_a_net_predicts_what_the_federation_does(federate_nets: Any, method: str
         assert person.evaluate(sim.users[i].test).loss == pytest.approx(scores[i].mean_loss, rel=1e-9)
 
 
-@pytest.mark.parametrize("method", [*WHOLE, *MIXTURES])
+@pytest.mark.parametrize("method", [*WHOLE, *MIXTURES, "fml"])
 def test_a_state_dict_is_one_of_the_plain_net(federate_nets: Any, method: str, tmp_path: Path) -> None:
     sim = stirred(federate_nets(method))
     person = run_of(sim).user(sim.users[1].name)

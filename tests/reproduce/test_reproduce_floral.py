@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from comingle.data.tasks import make_task
@@ -198,6 +199,21 @@ def test_rows_have_their_budgets_and_forms() -> None:
     assert [cell.recipe.method.settings["clusters"] for cell in two.values()] == [5, 10, 20] * 2
 
 
+def test_figure_2_has_batch_norm_in_both_nets() -> None:
+    for column, net, floral in (
+        ("mlp-norm", "net:mlp-norm", ("rank", 1)),
+        ("cifar100-norm", "net:vgg8-norm", ("budget", 0.1)),
+    ):
+        cells = cells_of(planned("figure2"), column)
+        assert {cell.recipe.base for cell in cells.values()} == {net}
+        told = {row: (c.recipe.floral.norm, c.recipe.floral.batch_nora) for row, c in cells.items()}
+        assert told["without"] == (False, False)
+        assert told["plain"] == told["plain-optimal"] == (True, False)
+        assert told["nora"] == told["nora-optimal"] == (True, True)
+        assert getattr(cells["nora"].recipe.floral, floral[0]) == floral[1]
+        assert {cell.recipe.training.weighting for cell in cells.values()} == {"samples"}
+
+
 def test_runs_are_shared_by_tables_and_figures() -> None:
     one, six = planned("table1", "cpu"), planned("figure6", "cpu")
     assert {cell.folder for cell in six.cells} < {cell.folder for cell in one.cells}
@@ -323,6 +339,19 @@ def test_accuracies_are_in_per_cent(tmp_path: Path) -> None:
     path = outcome.folder / "metrics.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "mean_test_accuracy": 0.875}))
     assert scores({cell.folder: outcome}, [cell], "mean_test_accuracy") == {("fedavg", "linear"): [87.5]}
+
+
+def test_vgg_with_batch_norm_runs_on_images_in_every_form(tmp_path: Path) -> None:
+    draw, labels = np.random.default_rng(0), np.arange(400) % 100
+    pixels = draw.integers(0, 255, (400, 32, 32, 3), dtype=np.uint8)
+    (tmp_path / "images").mkdir()
+    images = {"x_train": pixels, "y_train": labels, "x_test": pixels[:200], "y_test": labels[:200]}
+    np.savez(tmp_path / "images" / "cifar100.npz", **images)
+    rows, small = ["plain", "nora"], {"data.task.users": 10, "training.participation": 1.0}
+    found = planned("figure2", "smoke", columns=["cifar100-norm"], methods=rows, data=tmp_path, changes=small)
+    outcomes = {outcome.cell.folder: outcome for outcome in run_cells(found.cells, tmp_path)}
+    losses = scores(outcomes, found.cells, "mean_test_loss")
+    assert len({losses[row, "cifar100-norm"][0] for row in rows}) == 2  # each form is another
 
 
 def run_all(found: Plan, out: Path) -> None:

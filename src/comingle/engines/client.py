@@ -169,15 +169,30 @@ class Clients:
         members = self.numbers(download.users)
         layout, shared = self.model.layout, self.method.shared
         cohort = self.cohort(members, download.version)
-        made = None
+        models, made = self._completed(cohort, download), None
         for part in self.method.client.parts:
-            made = part.receive(cohort, download.tensors, download.senders) if made is None else made
-        taken = {name: t[:, 0] for name, t in download.tensors.items()} if made is None else made
+            made = part.receive(cohort, models, download.senders) if made is None else made
+        taken = {name: t[:, 0] for name, t in models.items()} if made is None else made
         assign(cohort.tensors, layout, shared, taken)
         if cohort.mask is not None:  # a server may answer users of unequal size alike
             cohort.part.rows.mul_(cohort.mask)
+        for part in self.method.client.parts:
+            part.received(cohort)
         cohort.part.versions.fill_(download.version)
         self.state.put(members, cohort.part)
+
+    def _completed(self, cohort: Cohort, download: Download) -> Tree:
+        """What peers have sent, with what a wire left out because its receiver has it."""
+        models = download.tensors
+        if len(download.senders) <= next(iter(models.values())).shape[1]:
+            return models
+        own = restrict(cohort.tensors, self.model.layout, self.method.shared)
+        at = [download.senders.index(name) for name in cohort.names]
+        parts = {
+            name: [torch.cat([t[i, :k], own[name][i : i + 1], t[i, k:]]) for i, k in enumerate(at)]
+            for name, t in models.items()
+        }
+        return {name: torch.stack(part) for name, part in parts.items()}
 
     def upload(self, members: Sequence[int], round_number: int, losses: Tree) -> Upload:
         """What these users send after their local steps: copies of what is shared, and what they report."""

@@ -107,10 +107,15 @@ class Cohort:
 
     @torch.no_grad()
     def component_losses(self) -> Float[Tensor, "users clusters"]:
-        """Mean training loss in nats under each component."""
-        tensors, owners = self.clients.steps.tensors(self.part.rows), self.owners
-        model = self._stacked
-        return self._sweep(owners).means(lambda batch: model.component_losses(tensors, owners, batch))
+        """Mean training loss in nats under each component; 0 for users without data."""
+        model, mixture = self._stacked, self.clients.method.placement.mixture
+        assert mixture is not None
+        losses = self.part.rows.new_zeros(len(self.rows), mixture.clusters)
+        for some, owners in self._with_data():
+            tensors = self.clients.steps.tensors(self.part.rows[some])
+            lost = self._sweep(owners).means(lambda batch, o=owners, t=tensors: model.component_losses(t, o, batch))
+            losses[some] = lost.to(losses)
+        return losses
 
     @torch.no_grad()
     def divide_samples(self) -> None:
@@ -139,15 +144,12 @@ class Cohort:
         layout, shared = self.clients.model.layout, self.clients.method.shared
         count = next(iter(models.values())).shape[1]
         losses = torch.zeros(len(self.rows), count, dtype=self.part.rows.dtype)
-        trainers, owners = self.clients.trainers, self.owners
-        with_data = [i for i, owner in enumerate(owners) if len(trainers[owner].train)]
-        for some in cohorts(with_data, self.clients.portions.users):
-            people = [owners[i] for i in some]
-            sweep = self._sweep(people)
+        for some, owners in self._with_data():
+            sweep = self._sweep(owners)
             for number in range(count):
                 own = self.part.rows[some]
                 assign(layout.views(own), layout, shared, {n: t[some, number] for n, t in models.items()})
-                losses[some, number] = sweep.means(self._losses(own, people))[:, 0].to(losses)
+                losses[some, number] = sweep.means(self._losses(own, owners))[:, 0].to(losses)
         return losses
 
     def validation_losses(self, models: Tree) -> Float[Tensor, "users models"]:
@@ -184,6 +186,13 @@ class Cohort:
         model = self.clients.model
         assert isinstance(model, StackedModel)
         return model
+
+    def _with_data(self) -> Iterator[tuple[list[int], list[int]]]:
+        """Those who have training data, as many as go through the model at once: their places, and who they are."""
+        trainers, owners = self.clients.trainers, self.owners
+        some = [i for i, owner in enumerate(owners) if len(trainers[owner].train)]
+        for group in cohorts(some, self.clients.portions.users):
+            yield group, [owners[i] for i in group]
 
     def _sweep(self, owners: Sequence[int]) -> TrainSweep:
         clients = self.clients

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ from comingle.models.adapted import AdaptedModel
 from comingle.models.hardware import require_room
 from comingle.models.stacked import StackedModel
 from comingle.protocol.messages import COUNT, Download, Upload
-from comingle.trees import ADAPTOR, Layout, Tree, restrict
+from comingle.trees import ADAPTOR, STATISTICS, Layout, Tree, restrict
 
 
 @dataclass(kw_only=True)
@@ -33,6 +33,8 @@ class ServerHalf:
     users: tuple[str, ...]
     scales: Float[Tensor, " users"]
     weighted: bool
+    clustered: frozenset[str]
+    centred: Callable[[Tree, Float[Tensor, " clusters"]], Tree]
     kept: Tree = field(default_factory=dict)
     version: int = 0
 
@@ -59,14 +61,16 @@ class ServerHalf:
     def aggregate(self, upload: Upload) -> None:
         """Take in the uploads of a round."""
         numbers = [self.users.index(user) for user in upload.users]
+        shapes = {slot.name: slot.shape for slot in self.layout.slots}
         received = Received(
             users=numbers,
-            tensors=upload.tensors,
+            tensors={name: _filled(name, t, shapes[name]) for name, t in upload.tensors.items()},
             weights=self._weights(upload),
             ranks=upload.ranks,
             scales=self.scales[numbers],
             reports=upload.reports,
-            clustered=clustered(self.layout),
+            clustered=self.clustered,
+            centred=self.centred,
         )
         self.method.server.aggregate(self.kept, received)
         self.version = upload.round
@@ -77,14 +81,22 @@ class ServerHalf:
         return averaging_weights(counts)
 
 
+def _filled(name: str, uploads: Tensor, shape: Sequence[int]) -> Tensor:
+    """A LoRA factor of a smaller rank than there may be, filled up with zeros."""
+    missing = shape[-2] - uploads.shape[-2] if name.endswith((".a", ".b")) else 0
+    return torch.nn.functional.pad(uploads, (0, 0, 0, missing)) if missing else uploads
+
+
 def averaging_weights(counts: Tensor) -> Float[Tensor, " users"]:
     """Weights in proportion to counts, float64."""
     return counts.double() / counts.double().sum()
 
 
-def clustered(layout: Layout) -> frozenset[str]:
-    """The tensors whose leading axis is a mixture's components."""
-    return frozenset(slot.name for slot in layout.slots if set(slot.roles) == {ADAPTOR})
+def clustered(model: AdaptedModel | StackedModel, method: Method) -> frozenset[str]:
+    """The tensors whose leading axis is a mixture's components; whole models have statistics of their own."""
+    mixture = method.placement.mixture
+    roles = {ADAPTOR, STATISTICS} if mixture is not None and mixture.of == "models" else {ADAPTOR}
+    return frozenset(slot.name for slot in model.layout.slots if len(own := set(slot.roles)) == 1 and own <= roles)
 
 
 def start_server(
@@ -105,10 +117,12 @@ def start_server(
         users=tuple(users),
         scales=model.scales.cpu() if len(model.scales) == len(users) else model.scales.cpu().expand(len(users)),
         weighted=weighted,
+        clustered=clustered(model, method),
+        centred=model.centre if isinstance(model, StackedModel) else lambda tensors, shares: tensors,
     )
     if method.shared:
         models = restrict(model.layout.views(_first_models(model, method, seed)), model.layout, method.shared)
-        kept = method.server.start(ServerSetup(models=models, users=half.users, seed=seed))
+        kept = method.server.start(ServerSetup(models=models, users=half.users, scales=half.scales, seed=seed))
         half.kept = {name: t.to(model.device) for name, t in kept.items()}
     return half
 

@@ -23,6 +23,7 @@ from comingle.methods.floral import floral, floral_mfl, floral_optimal
 from comingle.methods.hetlora import hetlora
 from comingle.methods.ifca import ifca
 from comingle.methods.local import local
+from comingle.methods.mfl import fml, mfl
 from comingle.methods.moe import fedavg_moe, fedavg_moe_tr, local_moe, local_moe_tr
 from comingle.methods.pcl import pcl
 from comingle.methods.pfedmoe import pfedmoe
@@ -56,6 +57,8 @@ REGISTRY: dict[str, Callable[..., Method]] = {
     "local-adaptor": local_adaptor,
     "ensemble": ensemble,
     "ensemble-optimal": ensemble_optimal,
+    "mfl": mfl,
+    "fml": fml,
     "fedmerge": fedmerge,
     "fedmerge-fixed": fedmerge_fixed,
     "fedavg+": fedavg_plus,
@@ -89,8 +92,8 @@ def make(name: str, **settings: Any) -> Method:
             raise RecipeError(f"method {name}: no setting {key!r}.{did_you_mean(key, known)} Allowed: {allowed}")
         _check(name, key, value)
     method = _constructor(name)(**settings)
-    counts = (method.specialists,) if isinstance(method.specialists, int) else method.specialists
-    if method.generalists + min(counts) < 1:
+    own = method.placement.specialists
+    if method.placement.generalists + min((own,) if isinstance(own, int) else own) < 1:
         raise RecipeError(f"method {name}: generalists + specialists is 0 for some user; at least 1 expert is needed")
     return method
 

@@ -128,8 +128,6 @@ class Part:
     """Whether it looks at validation text."""
     resizes: ClassVar[bool] = False
     """Whether it changes ranks."""
-    resets: ClassVar[bool] = False
-    """Whether it asks for what a user had before any training."""
     looks_back: ClassVar[bool] = False
     """Whether it asks for what a user had when the round began."""
 
@@ -140,8 +138,16 @@ class Part:
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree | None:
         """One model ``(users, *shape)`` out of those that were downloaded; None: nothing to say about that."""
 
+    def received(self, cohort: Cohort) -> None:
+        """As soon as users have what they downloaded."""
+
     def begin(self, cohort: Cohort) -> None:
         """Before the local steps of a round."""
+
+    @property
+    def resets(self) -> bool:
+        """Whether it asks for what a user had before any training."""
+        return False
 
     def penalty(self, tensors: Tree, ranks: Int[Tensor, " users"]) -> Float[Tensor, " users"] | float:
         """What is added to each user's objective."""

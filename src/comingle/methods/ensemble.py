@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from comingle.methods.base import ROUTERS, Method, Phase
-from comingle.methods.mixtures import SHARED, client_mixture
-from comingle.methods.servers import mean
+from comingle.methods.base import Method
+from comingle.methods.client import ROUTERS, Phase
+from comingle.methods.mixtures import TRAINED, client_mixture
+from comingle.methods.server import Mean
 from comingle.routers.mixtures import ClientMixture
-from comingle.trees import BASE
+from comingle.trees import BASE, BASE_STATISTICS
 
 
 def local_adaptor(*, precondition: bool = True) -> Method:
     """One adaptor set of each user's own beside a federated base.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), section 6, Local Adaptor.
-    Shared: the base where it is trained.  Local: one adaptor a layer.  Frozen: a language model's base.
+    Shared: the base where it is trained, with its running statistics.  Local: one adaptor a layer, with statistics of
+    its own.  Frozen: a language model's base.
     Client: joint descent on base and adaptors.  Server: mean.
-    Differs from the paper: none known.
+    Differs from the paper: p(k) and the adaptors' start as by ``floral``.
     """
     mixture = ClientMixture(clusters=1, precondition=precondition)
     return client_mixture(
-        "local-adaptor", mixture, phases=(Phase(roles=SHARED),), shared=frozenset({BASE}), server=mean
+        "local-adaptor", mixture, phases=(Phase(roles=TRAINED),), shared=frozenset({BASE, BASE_STATISTICS}), server=Mean()
     )
 
 
@@ -29,10 +31,10 @@ def ensemble(*, clusters: int = 4, temperature: float = 1.0) -> Method:
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), section 6, Ensemble.
     Shared: C models.  Local: one logit for each.  Frozen: nothing.
     Client: simultaneous descent on models and router.  Server: each model by p(k|c).
-    Differs from the paper: none known; outputs are mixed before the softmax, as in the public code.
+    Differs from the paper: outputs are mixed before the softmax, as in the public code; p(k) as by ``floral``.
     """
     mixture = ClientMixture(clusters=clusters, of="models", at="outputs", temperature=temperature)
-    return client_mixture("ensemble", mixture, phases=(Phase(roles=SHARED | ROUTERS, optimizer="both"),))
+    return client_mixture("ensemble", mixture, phases=(Phase(roles=TRAINED | ROUTERS, optimizer="both"),))
 
 
 def ensemble_optimal(*, clusters: int = 4) -> Method:
@@ -41,7 +43,7 @@ def ensemble_optimal(*, clusters: int = 4) -> Method:
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), Table 1, optimal routing.
     Shared: C models.  Local: nothing.  Frozen: routers, one-hot.
     Client: descent on the own cluster's model.  Server: mean by cluster.
-    Differs from the paper: none known.
+    Differs from the paper: p(k) as by ``floral``.
     """
     mixture = ClientMixture(clusters=clusters, of="models", at="outputs", optimal=True)
-    return client_mixture("ensemble-optimal", mixture, phases=(Phase(roles=SHARED),))
+    return client_mixture("ensemble-optimal", mixture, phases=(Phase(roles=TRAINED),))

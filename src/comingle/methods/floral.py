@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from jaxtyping import Float
-from torch import Tensor
-
 from comingle.errors import RecipeError
-from comingle.methods.base import ROUTERS, Method, Phase
-from comingle.methods.mixtures import SHARED, at_rates, client_mixture, first_upload
+from comingle.methods.base import Method
+from comingle.methods.client import ROUTERS, Phase
+from comingle.methods.mixtures import TRAINED, ClusterSteps, Entropic, WarmUp, client_mixture
 from comingle.routers.mixtures import ClientMixture
 
 
@@ -26,31 +24,32 @@ def floral(
     """FLoRAL with learned routers: the base and C adaptor sets are federated, each user mixes the adaptors by itself.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (FML) and Algorithm 1.
-    Shared: the base where it is trained, C adaptors a layer.  Local: one logit for each adaptor set.  Frozen: a
-    language model's base.
+    Shared: the base where it is trained, with its running statistics, and C adaptors a layer.  Local: one logit for
+    each adaptor set, and the running statistics of adaptors of batch norms.  Frozen: a language model's base.
     Client: simultaneous descent on base, adaptors and router (its own learning rate) on training data; ``precondition``
     as in eq. 36.  ``stateless``: users forget their router after each round, and learn it again, ``warmup_steps``
     router steps before the others.
     Server: base by p(k), adaptors by p(k|c) (eq. 2); it steps towards that mean by a rate, for each group.  ``centre``
-    as in eq. 37.
+    as in eq. 37, under p(c).
     Differs from the paper: users report their mixture (C numbers) with each upload, which the server needs for p(k|c)
-    and a secure aggregation could hide.  The public code keeps pi_c above 0.01, which stops its gradient; we do not.
-    It reuses the adaptors' client learning rate as ``adaptor_server_rate``: set that to compare.
+    and a secure aggregation could hide.  p(k) is ``training.weighting``, one setting for all methods that a recipe
+    compares: equal shares by default, N_k of Algorithm 1 with ``samples`` (or ``tokens``), as the published recipes
+    say.  The factor on the input side starts random and the output side zero, as in LoRA (Hu et al. 2021) and the
+    public code; section 3.2 says the reverse.  ``noise`` is Gaussian and off; the paper names none, and the public code
+    adds uniform noise in [0, 1) to logits in training by default.  That code keeps pi_c above 0.01, which stops its
+    gradient; we do not.  It reuses the adaptors' client learning rate as ``adaptor_server_rate``: set that to compare.
     """
     rates = (base_server_rate, adaptor_server_rate)
     if centre and rates != (1.0, 1.0):
         raise RecipeError(f"method floral: centre with server rates {rates}; centring needs both to be 1")
-    warmup = Phase(roles=ROUTERS, steps=warmup_steps, optimizer="router")
     return client_mixture(
         "floral",
         ClientMixture(
             clusters=clusters, temperature=temperature, noise=noise, precondition=precondition, centre=centre
         ),
-        phases=(Phase(roles=SHARED | ROUTERS, optimizer="both"),),
-        server=at_rates(*rates),
-        memory=None if rates == (1.0, 1.0) else first_upload,
-        resets=ROUTERS if stateless else frozenset(),
-        before=(warmup,) if warmup_steps else (),
+        phases=(Phase(roles=TRAINED | ROUTERS, optimizer="both"),),
+        parts=(WarmUp(warmup_steps, forget=stateless),) if stateless or warmup_steps else (),
+        server=ClusterSteps(base_rate=base_server_rate, component_rate=adaptor_server_rate, centre=centre),
     )
 
 
@@ -58,28 +57,26 @@ def floral_optimal(*, clusters: int = 4, precondition: bool = True, centre: bool
     """FLoRAL whose routers know the true clusters: what learning them could reach.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), Table 1, optimal routing.
-    Shared: the base where it is trained, C adaptors a layer.  Local: nothing.  Frozen: routers, one-hot.
+    Shared: as by ``floral``.  Local: nothing but adaptors' running statistics.  Frozen: routers, one-hot.
     Client: descent on base and the adaptors of the own cluster.  Server: base by p(k), adaptors by cluster.
-    Differs from the paper: none known.
+    Differs from the paper: as ``floral``, but for the router.
     """
     mixture = ClientMixture(clusters=clusters, optimal=True, precondition=precondition, centre=centre)
-    return client_mixture("floral-optimal", mixture, phases=(Phase(roles=SHARED),))
+    return client_mixture("floral-optimal", mixture, phases=(Phase(roles=TRAINED),))
 
 
 def floral_mfl(*, clusters: int = 4, precondition: bool = True, centre: bool = False) -> Method:
     """FLoRAL with the mixture outside of the loss, and routers out of the losses of the components.
 
-    Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (MFL-WS), eq. 4, 5 and 34.
-    Shared: the base where it is trained, C adaptors a layer.  Local: one logit for each adaptor set.  Frozen: a
-    language model's base.
-    Client: descent on sum_c pi_c f(base, adaptor_c), C passes a step; then pi_c ~ exp(-eta f_c), f_c on all training
-    data of the user and eta the router's learning rate.  Server: base by p(k), adaptors by p(k|c).
-    Differs from the paper: a user's model for tests mixes the adaptors in the weights, as (FML) does.
+    Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (MFL-WS), eq. 4, 5, 25 and 34.
+    Shared: as by ``floral``.  Local: one logit for each adaptor set, adaptors' running statistics.  Frozen: a language
+    model's base.
+    Client: pi_c ~ exp(-eta f_c), f_c the loss of the base with adaptor set c, as received, on all training data of the
+    user and eta the router's learning rate (1/C in the first round).  Then each adaptor set descends on its own f_c,
+    the base on sum_c pi_c f_c, C passes a step.  Server: base by p(k), adaptors by p(k|c), with the pi of the round's
+    start; ``centre`` under p(c).
+    Differs from the paper: a user's model for tests mixes the adaptors in the weights, as (FML) does.  p(k) and the
+    adaptors' start as by ``floral``.  Eq. 5 has f_c, the mean over a cluster; each user takes its own loss, as in C.1.
     """
     mixture = ClientMixture(clusters=clusters, at="losses", precondition=precondition, centre=centre)
-    return client_mixture("floral-mfl", mixture, phases=(Phase(roles=SHARED),), reroute=entropic)
-
-
-def entropic(losses: Float[Tensor, "users clusters"], rate: float) -> Float[Tensor, "users clusters"]:
-    """Logits of ``pi_c ~ exp(-rate f_c)``, which minimises ``sum_c pi_c f_c + (1/rate) pi_c log pi_c`` (eq. 5, 34)."""
-    return -rate * losses
+    return client_mixture("floral-mfl", mixture, phases=(Phase(roles=TRAINED),), parts=(Entropic(),))

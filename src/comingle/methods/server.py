@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -18,10 +18,14 @@ MODEL = "model."
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSetup:
-    """What a server knows before the first round: differently initialised models, the users' names, the run's seed."""
+    """What a server knows before the first round.
+
+    ``models`` are differently initialised ``(models, *shape)``; users have names and LoRA factors; ``seed`` is the run's.
+    """
 
     models: Tree
     users: Sequence[str]
+    scales: Float[Tensor, " users"]
     seed: int
 
 
@@ -30,7 +34,8 @@ class Received:
     """The uploads of a round: tensors ``(users, *shape)`` of those who took part.
 
     ``users`` are their numbers among all, in the order of the tensors. ``weights`` sum to 1. ``reports`` is what users said besides their tensors, ``ranks`` and ``scales`` are their LoRA
-    ranks and factors, and ``clustered`` names the tensors whose second dimension is a mixture's components.
+    ranks and factors, and ``clustered`` names the tensors whose second dimension is a mixture's components; ``centred``
+    maps aggregated base and components, and the components' p(c), to the same with the components' mean in the base.
     """
 
     users: Sequence[int]
@@ -40,6 +45,7 @@ class Received:
     scales: Float[Tensor, " users"]
     reports: Tree = field(default_factory=dict)
     clustered: frozenset[str] = frozenset()
+    centred: Callable[[Tree, Float[Tensor, " clusters"]], Tree] = lambda tensors, shares: tensors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from comingle.data.samples import SampleBank, Samples
 from comingle.evaluation.samples import SampleScore, score_samples
 from comingle.models.owning import own_copy
 from comingle.models.stacked import StackedModel
-from comingle.routers.mixtures import mix_probabilities
+from comingle.routers.mixtures import merge_models, mix_probabilities
 from comingle.trees import CLIENT_ROUTER, Tree
 
 SCORED_AT_ONCE = 512
@@ -77,12 +77,14 @@ def personal_net(name: str, model: StackedModel, tensors: Tree) -> PersonalNet:
 
 
 def _own_net(model: StackedModel, tensors: Tree) -> nn.Module:
-    """A user's mixture in the weights where components are adaptors, whatever its place was in training."""
+    """A user's mixture in the weights where components are adaptors, whatever its place was in training, or merge."""
     if model.mixture is None:
         return own_copy(model.net, tensors)
     shares = model.shares(tensors)[0]
     if isinstance(model.net, FloralModel):
         return own_copy(model.net, tensors).merge(shares)
+    if model.mixture.merges_models:
+        return own_copy(model.net, merge_models(tensors, shares.unsqueeze(0)))
     parts = {name: t for name, t in tensors.items() if name != CLIENT_ROUTER}
     models = [own_copy(model.net, {n: t[:, c] for n, t in parts.items()}) for c in range(len(shares))]
     return MixtureOfModels(models, shares, probabilities=model.mixes_probabilities)

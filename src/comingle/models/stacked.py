@@ -26,7 +26,7 @@ from comingle.data.seeds import derive
 from comingle.evaluation.samples import sample_losses
 from comingle.models.gated import GatedPair, place
 from comingle.models.side_by_side import FusedNorms, channels_last
-from comingle.routers.mixtures import ClientMixture, mix_probabilities
+from comingle.routers.mixtures import ClientMixture, merge_models, mix_probabilities, weigh_gradient
 from comingle.trees import ADAPTOR, BASE, CLIENT_ROUTER, STATISTICS, Init, Layout, Slot, Tree
 
 _ORDER = (BASE, ADAPTOR, GENERALIST, SPECIALIST, ROUTER, STATISTICS)
@@ -103,7 +103,8 @@ class StackedModel:
         """Loss of every sample of a :data:`Batch`, 0 where there is none, and no penalty.
 
         Running statistics change in ``tensors``. ``shares`` are each sample's own, where the mixture is at samples: in
-        place of its user's.
+        place of its user's. Where it is at losses, the value is ``sum_c pi_c f(w_c)`` and the gradient of each
+        component that of its own loss alone (FLoRAL, eq. 4): pi weighs it in the aggregation.
         """
         if self.mixture is None or self.mixture.at not in ("losses", "samples"):
             return self._own_losses(tensors, batch, train), 0.0
@@ -111,7 +112,8 @@ class StackedModel:
         if self.mixture.at == "samples":
             own = self.shares(tensors).unsqueeze(2) if shares is None else shares
             return (own * losses).sum(1), 0.0
-        return torch.einsum("uc,uc...->u...", self.shares(tensors), losses), 0.0
+        mixed, alone = torch.einsum("uc,uc...->u...", self.shares(tensors), losses), losses.sum(1)
+        return mixed.detach() + (alone - alone.detach()), 0.0
 
     def _own_losses(self, tensors: Tree, batch: Any, train: bool) -> Float[Tensor, "users batch ..."]:
         """Losses of the users' models as they are, mixed or not."""
@@ -140,6 +142,8 @@ class StackedModel:
 
     def _outputs(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users batch ..."]:
         mixture = self.mixture
+        if mixture is not None and mixture.merges_models:
+            return self._merged_outputs(tensors, inputs, train)
         if mixture is not None and mixture.of == "models":
             outputs, shares = self._components(tensors, inputs, train), self.shares(tensors)
             if self.mixes_probabilities:
@@ -149,6 +153,15 @@ class StackedModel:
             return self._run(train, self._call, tensors, inputs)
         shares = self.shares(tensors)
         return self._run(train, lambda own, x, pi: self._call(own, x, mixture=pi), tensors, inputs, shares)
+
+    def _merged_outputs(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users batch ..."]:
+        """Outputs of the one model ``sum_c pi_c w_c``, whose running statistics then are all components'."""
+        merged = merge_models(tensors, self.shares(tensors))
+        statistics = {s.name: merged[s.name].detach() for s in self.layout.only({STATISTICS}).slots}
+        outputs = self._run(train, self._call, merged | statistics, inputs)
+        for name, value in statistics.items() if train else ():
+            tensors[name].copy_(value.unsqueeze(1).expand_as(tensors[name]))
+        return outputs
 
     def _components(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users clusters batch ..."]:
         """Outputs of each component alone."""
@@ -163,7 +176,9 @@ class StackedModel:
         wide = {
             n: t.unsqueeze(1).repeat_interleave(len(one_hot), 1) if n in statistics else t for n, t in tensors.items()
         }
-        along = ({name: 0 if name in statistics else None for name in tensors}, None, 0)
+        base = {s.name for s in self.layout.only({BASE}).slots if tensors[s.name].requires_grad}
+        wide |= {n: weigh_gradient(tensors[n], self.shares(tensors).detach()) for n in base}
+        along = ({name: 0 if name in statistics | base else None for name in tensors}, None, 0)
         alone = vmap(lambda own, x, pi: self._call(own, x, mixture=pi), in_dims=along, randomness="different")
         outputs = self._run(train, lambda own, x: alone(own, x, one_hot), wide, inputs)
         for name in statistics:
@@ -191,9 +206,9 @@ class StackedModel:
         return gradients if self._pairs is None else precondition(self._pairs, tensors, gradients)
 
     @torch.no_grad()
-    def centre(self, tensors: Tree) -> Tree:
-        """What changes where adaptors are centred and their mean goes into the base (FLoRAL eq. 37)."""
-        return {} if self._pairs is None else centre(self._pairs, tensors)
+    def centre(self, tensors: Tree, shares: Float[Tensor, " clusters"]) -> Tree:
+        """Base and adaptors, these centred under p(c) and their mean in the base (FLoRAL eq. 37)."""
+        return tensors if self._pairs is None else centre(self._pairs, tensors, shares)
 
 
 def stack(
@@ -250,10 +265,8 @@ def _tensors(net: nn.Module) -> dict[str, tuple[Tensor, str]]:
 
 
 def _plain(net: nn.Module) -> list[Slot]:
-    slots = [
-        Slot(name=name, shape=tuple(t.shape), roles=(role,), init=_given(t))
-        for name, (t, role) in _tensors(net).items()
-    ]
+    own = _tensors(net).items()
+    slots = [Slot(name=name, shape=tuple(t.shape), roles=(role,), init=_given(t)) for name, (t, role) in own]
     return [place(slot) for slot in slots] if isinstance(net, GatedPair) else slots
 
 
@@ -271,12 +284,14 @@ def _models(nets: Sequence[nn.Module]) -> list[Slot]:
 def _adapted(model: FloralModel) -> list[Slot]:
     """Base, adaptors, router and statistics of a net with adaptors in it."""
     draws, values = initialisers(model), dict(model.named_parameters()) | dict(model.named_buffers())
-    slots = []
+    slots, layers = [], model.layers()
     for name, role in roles(model).items():
         value = values[name].detach()
         kinds = (role,) * (model.num_clusters if role == ADAPTOR else 1)
         init = draws.get(name, _given(value))
-        slots.append(Slot(name=name, shape=tuple(value.shape), roles=kinds, init=init))
+        # Whose statistics these are: an adapted norm's own, or those of a base, with adaptors or without.
+        factor = ("adaptor" if name.rpartition(".")[0] in layers else "base") if role == STATISTICS else ""
+        slots.append(Slot(name=name, shape=tuple(value.shape), roles=kinds, init=init, factor=factor))
     return slots
 
 

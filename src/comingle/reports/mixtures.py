@@ -26,7 +26,7 @@ from comingle.reports.colours import INK
 
 MAX_PANELS = 6
 _MOST_NAMES = 40
-_OF_MODELS = ("ensemble", "fedmerge")
+_OF_MODELS = ("ensemble", "fedmerge", "mfl", "fml")
 _SOLID = "#2b7bc4"  # about equally far from white paper and from dark
 _SHADES = LinearSegmentedColormap.from_list("weights", [f"{_SOLID}00", f"{_SOLID}ff"])
 

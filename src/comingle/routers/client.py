@@ -2,7 +2,8 @@
 
 ``pi = softmax((theta + noise) / temperature)`` (FLoRAL section 5, "Learning the mixture weights"). Theta starts at
 zero, so the clusters start equal; pi is never clamped (the public code cuts it at 0.01 without renormalising, which
-loses the gradient below).
+loses the gradient below). The noise is Gaussian and off by default: the paper names none, the public code adds uniform
+noise in [0, 1) by default.
 """
 
 from __future__ import annotations

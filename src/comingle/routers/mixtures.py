@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from comingle.trees import CLIENT_ROUTER, Tree
 
 NEVER = -1e4
 """A logit whose share of a softmax beside zero is exactly zero."""
@@ -18,10 +21,10 @@ class ClientMixture:
 
     ``of`` says what a component is: adaptors beside a base that all have, or a whole model. ``at`` says where the
     mixture stands: in the weights, so that one pass is enough (FLoRAL's FML), on the components' outputs (an ensemble),
-    on their losses (MFL), or on the losses of each sample, in shares of which pi is the mean (FedEM). With ``optimal``
-    each user's vector is one-hot at its true cluster. ``temperature`` divides the router's logits and ``noise`` is the
-    deviation of what is added to them in training. ``precondition`` (FLoRAL eq. 36) and ``centre`` (eq. 37) are options
-    of adaptors.
+    on their losses (MFL: each component descends on its own, and pi weighs it in the aggregation), or on the losses of
+    each sample, in shares of which pi is the mean (FedEM). With ``optimal`` each user's vector is one-hot at its true
+    cluster. ``temperature`` divides the router's logits and ``noise`` is the deviation of what is added to them in
+    training. ``precondition`` (FLoRAL eq. 36) and ``centre`` (eq. 37) are options of adaptors.
     """
 
     clusters: int
@@ -33,6 +36,11 @@ class ClientMixture:
     precondition: bool = False
     centre: bool = False
 
+    @property
+    def merges_models(self) -> bool:
+        """Whether whole models are mixed in their weights."""
+        return self.of == "models" and self.at == "weights"
+
     def shares(self, theta: Float[Tensor, "*users clusters"]) -> Float[Tensor, "*users clusters"]:
         """The vector pi that router logits stand for, without noise."""
         return softmax_mixture(theta, self.temperature)
@@ -43,6 +51,17 @@ def mix_probabilities(
 ) -> Float[Tensor, "*users batch classes"]:
     """``log sum_c pi_c softmax(f_c(x))``: logits whose softmax is the mixture of the components' predictions."""
     return (shares.log()[..., None, None] + logits.log_softmax(-1)).logsumexp(-3)
+
+
+def merge_models(tensors: Tree, shares: Float[Tensor, "users clusters"]) -> Tree:
+    """``sum_c pi_c w_c`` of whole models (FLoRAL's FML), running statistics too."""
+    return {n: torch.einsum("uc,uc...->u...", shares, t) for n, t in tensors.items() if n != CLIENT_ROUTER}
+
+
+def weigh_gradient(base: Float[Tensor, "users ..."], shares: Float[Tensor, "users clusters"]) -> Tensor:
+    """The base once for each component ``(users, clusters, ...)``, with ``pi_c`` of each one's gradient (MFL-WS)."""
+    fixed, weights = base.detach().unsqueeze(1), shares.view(*shares.shape, *(1 for _ in base.shape[1:]))
+    return fixed + weights * (base.unsqueeze(1) - fixed)
 
 
 def softmax_mixture(theta: Float[Tensor, "*users clusters"], temperature: float) -> Float[Tensor, "*users clusters"]:

@@ -1,10 +1,11 @@
 """Move what the clusters have in common into the base (FLoRAL App. E, eq. 37).
 
-``W += alpha * mean_c(O_c I_c)`` and ``O_c, I_c <- O Sigma^(1/2), Sigma^(1/2) I`` of the truncated SVD of
-``O_c I_c - mean_c(O_c I_c)`` (p = q = 2). The model ``W + alpha * sum_c pi_c O_c I_c`` is unchanged for every mixture
-where each difference has a rank of at most the adaptor's width, and as close as that width allows otherwise. Biases
-and the gains and shifts of norms are centred exactly. A batch norm whose adaptors have local statistics is unchanged
-in training mode (plain form) or in eval mode (BatchNorA); in the other mode as far as its statistics are the base's.
+``W += alpha * E_c[O_c I_c]`` and ``O_c, I_c <- O Sigma^(1/2), Sigma^(1/2) I`` of the truncated SVD of
+``O_c I_c - E_c[O_c I_c]`` (p = q = 2), where E_c is the mean under p(c) of eq. 2, so that eq. 30 holds. The model
+``W + alpha * sum_c pi_c O_c I_c`` is unchanged for every mixture where each difference has a rank of at most the
+adaptor's width, and as close as that width allows otherwise. Biases and the gains and shifts of norms are centred
+exactly. A batch norm whose adaptors have local statistics is unchanged in training mode (plain form) or in eval mode
+(BatchNorA); in the other mode as far as its statistics are the base's.
 """
 
 from __future__ import annotations
@@ -21,24 +22,30 @@ from comingle.adapters.clustered.layer import Pairs
 
 
 @torch.no_grad()
-def centre(pairs: Pairs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def centre(pairs: Pairs, tensors: Mapping[str, Tensor], shares: Float[Tensor, " clusters"]) -> dict[str, Tensor]:
     """New tensors: base weights, biases, and every adaptor; the rest is handed on as it is.
 
-    Leading dimensions (users) before the clusters are allowed; the base then needs the same ones.
+    ``shares`` are the clusters' p(c), which sum to 1. Leading dimensions (users) before the clusters are allowed; the
+    base then needs the same ones.
     """
     made = dict(tensors)
     for pair in pairs.factors:
-        mean, made[pair.inner], made[pair.outer] = _centre(pair.geometry, tensors[pair.inner], tensors[pair.outer])
+        mean, made[pair.inner], made[pair.outer] = _centre(
+            pair.geometry, tensors[pair.inner], tensors[pair.outer], shares
+        )
         made[pair.weight] = tensors[pair.weight] + pair.alpha * mean
     for offset in pairs.offsets:
         axis = -offset.dims - 1
-        mean = tensors[offset.adaptor].mean(axis, keepdim=True)
-        made[offset.adaptor] = tensors[offset.adaptor] - mean
+        adaptors = tensors[offset.adaptor]
+        mean = (adaptors * shares.to(adaptors).view(-1, *(1 for _ in range(offset.dims)))).sum(axis, keepdim=True)
+        made[offset.adaptor] = adaptors - mean
         made[offset.base] = tensors[offset.base] + offset.alpha * mean.squeeze(axis)
     return made
 
 
-def _centre(geometry: Geometry, inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _centre(
+    geometry: Geometry, inner: Tensor, outer: Tensor, shares: Float[Tensor, " clusters"]
+) -> tuple[Tensor, Tensor, Tensor]:
     """The mean of the clusters' changes, in the base weight's shape, and the factors of what is left.
 
     Everything happens in the span of all clusters' factors: with ``O = [O_1 .. O_C] = Q_O R_O`` and the rows of
@@ -50,12 +57,12 @@ def _centre(geometry: Geometry, inner: Tensor, outer: Tensor) -> tuple[Tensor, T
     columns = geometry.outer_matrix(outer.to(dtype))  # (..., clusters, groups, rows, width)
     wide_rows = rows.movedim(-4, -3).flatten(-3, -2)  # (..., groups, clusters * width, columns)
     wide_columns = columns.movedim(-4, -2).flatten(-2)  # (..., groups, rows, clusters * width)
-    clusters = rows.shape[-4]
-    mean = geometry.weight(wide_columns @ wide_rows / clusters).to(inner.dtype)
+    own = shares.to(rows).repeat_interleave(geometry.width)
+    mean = geometry.weight((wide_columns * own) @ wide_rows).to(inner.dtype)
 
     left, left_core = torch.linalg.qr(wide_columns)
     right, right_core = torch.linalg.qr(wide_rows.mT)
-    core = (left_core.unsqueeze(-4) * _deviations(clusters, geometry.width, left)) @ right_core.mT.unsqueeze(-4)
+    core = (left_core.unsqueeze(-4) * _deviations(shares.to(left), geometry.width)) @ right_core.mT.unsqueeze(-4)
     u, values, v = _truncated_svd(core, geometry.width)
     scale = torch.linalg.matrix_norm(left_core) * torch.linalg.matrix_norm(right_core)
     zero = values <= 10 * torch.finfo(dtype).eps * scale[..., None, :, None]
@@ -67,9 +74,9 @@ def _centre(geometry: Geometry, inner: Tensor, outer: Tensor) -> tuple[Tensor, T
     return mean, geometry.inner_of(new_inner).to(inner.dtype), geometry.outer_of(new_outer).to(outer.dtype)
 
 
-def _deviations(clusters: int, width: int, like: Tensor) -> Float[Tensor, "clusters 1 1 columns"]:
-    """For each cluster what its difference from the mean takes of each cluster's columns: 1 - 1/C or -1/C."""
-    own = torch.eye(clusters, dtype=like.dtype, device=like.device) - 1 / clusters
+def _deviations(shares: Float[Tensor, " clusters"], width: int) -> Float[Tensor, "clusters 1 1 columns"]:
+    """For each cluster what its difference from the mean takes of each cluster's columns: 1 - p(c) or -p(c)."""
+    own = torch.eye(len(shares)).to(shares) - shares
     return own.repeat_interleave(width, dim=-1)[:, None, None]
 
 

@@ -1,7 +1,8 @@
 """Low-rank and bias adaptors of the layers that have a weight and a bias: linears and convolutions.
 
 ``W + alpha * sum_c pi_c U_c V_c`` (FLoRAL eq. 1, App. F.1) with the inner factor ``a`` drawn at random and the outer
-factor ``b`` zero, and ``bias + alpha * sum_c pi_c bias_c``. No change of the full size is formed in a forward pass.
+factor ``b`` zero, as in LoRA (Hu et al. 2021) and FLoRAL's public code (its section 3.2 says the reverse), and
+``bias + alpha * sum_c pi_c bias_c``. No change of the full size is formed in a forward pass.
 """
 
 from __future__ import annotations
