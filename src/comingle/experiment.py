@@ -21,11 +21,12 @@ from comingle.engines.checkpoints import (
     read_progress,
     save_checkpoint,
 )
+from comingle.engines.client import Clients
+from comingle.engines.evaluations import summarise
 from comingle.engines.events import EventLog, Observer, tensorboard
+from comingle.engines.local import finetuned
 from comingle.engines.optimizers import OptimizerSettings
-from comingle.engines.rounds import Clock, run_rounds, summarise
-from comingle.engines.simulation import Simulation
-from comingle.engines.state import State
+from comingle.engines.rounds import Clock, run_rounds
 from comingle.engines.training import Training
 from comingle.errors import DataError, RecipeError, RunError
 from comingle.folders import check_folder, open_folder
@@ -40,6 +41,7 @@ from comingle.models.personal_net import PersonalNet, personal_net
 from comingle.nets import build_nets, mix_base, warn_unread
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import read_metrics, write_json
+from comingle.transports.inprocess import InProcess, federate
 
 COMPILE_FROM = 5e12
 """``compile: auto`` compiles from this many training tokens times base parameters on: below, it takes longer than it
@@ -53,12 +55,12 @@ class Run:
     folder: Path | None
     recipe: Recipe
     metrics: dict[str, Any]
-    simulation: Simulation
+    federation: InProcess
 
     @property
     def users(self) -> list[str]:
         """Names of the users."""
-        return [user.name for user in self.simulation.users]
+        return [user.name for user in self.federation.clients.users]
 
     def user(self, name: str) -> PersonalModel | PersonalNet:
         """The personal model of a user: one that speaks, or for a task's nets one that predicts.
@@ -68,14 +70,13 @@ class Run:
         """
         if name not in self.users:
             raise DataError(f"no user {name!r}; there are: {', '.join(self.users)}")
-        sim = self.simulation
-        row = sim.row_of[self.users.index(name)]
-        dtype = sim.model.dtype
-        with sim.tuned(members=sim.owners([row])):
-            tensors = {k: t.to(dtype) for k, t in personal_tensors(sim.model.layout, sim.state, row).items()}
-        if isinstance(sim.model, (AdaptedModel, MixedLanguageModel)):
-            return PersonalModel(name=name, model=sim.model, tensors=tensors, row=sim.owners([row])[0])
-        return personal_net(name, sim.model, tensors)
+        clients = self.federation.clients
+        row, model = clients.row_of[self.users.index(name)], clients.model
+        with finetuned(clients, members=clients.owners([row])):
+            tensors = {k: t.to(model.dtype) for k, t in personal_tensors(model.layout, clients.state, row).items()}
+        if isinstance(model, (AdaptedModel, MixedLanguageModel)):
+            return PersonalModel(name=name, model=model, tensors=tensors, row=clients.owners([row])[0])
+        return personal_net(name, model, tensors)
 
 
 # -------------------------------------------------------------------- public verbs
@@ -106,11 +107,11 @@ def run(
         check_folder(folder, recipe, resume=resume, force=force)
     elif resume:
         raise RunError("resume: no run folder; give out=FOLDER of the run to go on with")
-    sim = build(recipe, materials or prepare(recipe))
+    federation = build(recipe, materials or prepare(recipe))
     warn_unread(recipe)
     if folder is not None:
         open_folder(folder, recipe, resume=resume, force=force)
-    return execute(sim, recipe, folder, resume=resume, observers=observers)
+    return execute(federation, recipe, folder, resume=resume, observers=observers)
 
 
 def load(folder: str | Path) -> Run:
@@ -122,18 +123,17 @@ def load(folder: str | Path) -> Run:
     folder = Path(folder)
     metrics = read_metrics(folder)
     recipe = load_recipe(folder)
-    sim = build(recipe, prepare(recipe))
-    if sim.method.phases:
-        sim.state = _newest(sim, folder, recipe)[0]
-        sim.resized()
-        sim.choose()
-    return Run(folder=folder, recipe=recipe, metrics=metrics, simulation=sim)
+    federation = build(recipe, prepare(recipe))
+    if federation.clients.method.trains:
+        _restore(federation, folder, recipe)
+        federation.clients.choose()
+    return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation)
 
 
 # -------------------------------------------------------------------- recipe -> objects
 
 
-def build(recipe: Recipe, materials: Materials) -> Simulation:
+def build(recipe: Recipe, materials: Materials) -> InProcess:
     """The users, the adapted model and the settings of a recipe.
 
     Raises:
@@ -144,15 +144,15 @@ def build(recipe: Recipe, materials: Materials) -> Simulation:
         names = [user.name for user in materials.task.users]
         return build_nets(recipe, materials.task, method, training_settings(recipe, names))
     training = training_settings(recipe, [user.name for user in materials.users or materials.answers])
-    if method.pooled:  # the one trainer is always there
+    if method.placement.pooled:  # the one trainer is always there
         training = replace(training, participation=1.0)
     users, trainers, feed = gather(materials, method, training)
     assert materials.base is not None
-    if method.mixture is not None:
+    if method.placement.mixture is not None:
         model = mix_base(recipe, materials.base, method, len(trainers))
     else:
         model = adapt_base(recipe, materials.base, method, len(trainers), training_tokens(trainers, training))
-    return Simulation(model, method, training, trainers=trainers, users=users, feed=feed)
+    return federate(Clients(model, method, training, trainers=trainers, users=users, feed=feed))
 
 
 def training_tokens(trainers: Sequence[UserData | UserAnswers], training: Training) -> int:
@@ -168,14 +168,14 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens
     section = recipe.adapters
     targets = Targets(**_as_settings(section.targets, Targets)) if section.targets else None
     settings = AdapterSettings(**{**_as_settings(section, AdapterSettings), "targets": targets})
-    if method.pooled and not isinstance(settings.rank, int):  # the one trainer can afford what anybody can
+    if method.placement.pooled and not isinstance(settings.rank, int):  # the one trainer can afford what anybody can
         settings = replace(settings, rank=max(settings.rank))
-    specialists = method.specialists_of(trainers)
-    counts = ExpertCounts(generalists=method.generalists, specialists=specialists)
+    specialists = method.placement.specialists_of(trainers)
+    counts = ExpertCounts(generalists=method.placement.generalists, specialists=specialists)
     compiled = recipe.runtime.compile
     if compiled == "auto":
-        compiled = bool(method.phases) and tokens * base.model.num_parameters() >= COMPILE_FROM
-    return adapt(base, settings, counts, routed=method.routed, compiled=bool(compiled))
+        compiled = method.trains and tokens * base.model.num_parameters() >= COMPILE_FROM
+    return adapt(base, settings, counts, routed=method.placement.routed, compiled=bool(compiled))
 
 
 def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
@@ -217,7 +217,12 @@ def _as_settings(section: Any, kind: type) -> dict[str, Any]:
 
 
 def execute(
-    sim: Simulation, recipe: Recipe, folder: Path | None, *, resume: bool = False, observers: Sequence[Observer] = ()
+    federation: InProcess,
+    recipe: Recipe,
+    folder: Path | None,
+    *,
+    resume: bool = False,
+    observers: Sequence[Observer] = (),
 ) -> Run:
     """The rounds of a run, with everything that is written on the way; ``folder`` has been opened before.
 
@@ -225,10 +230,9 @@ def execute(
         RunError: the checkpoint to resume from is damaged or belongs to another recipe.
         DivergenceError: a user's loss is not finite.
     """
-    clock, start, kept = Clock(), 0, 0
+    clock, start, kept, clients = Clock(), 0, 0, federation.clients
     if folder is not None and resume and list_checkpoints(folder):
-        sim.state, progress = _newest(sim, folder, recipe)
-        sim.resized()
+        progress = _restore(federation, folder, recipe)
         start, kept = progress.round, progress.events_bytes
         counted = {key: getattr(progress, key) for key in Clock.COUNTS}
         clock = Clock(earlier_seconds=progress.wall_seconds, **counted)
@@ -250,14 +254,14 @@ def execute(
             wall_seconds=clock.wall_seconds,
             **{key: getattr(clock, key) for key in Clock.COUNTS},
         )
-        save_checkpoint(folder, sim.model.layout, sim.state, progress)
+        save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)
         prune_checkpoints(folder, recipe.checkpoints.keep)
 
     if start == 0:
-        observe(_start_event(sim, recipe))
+        observe(_start_event(clients, recipe))
     try:
-        scores = run_rounds(sim, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
-        metrics = summarise(sim, scores, clock, base=sim.model.name).as_dict()
+        scores = run_rounds(federation, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
+        metrics = summarise(clients, scores, clock, base=clients.model.name).as_dict()
         measure = f"mean_test_{metrics['measure']}"
         observe({"event": "end", measure: metrics[measure]})
     finally:
@@ -266,23 +270,23 @@ def execute(
                 sink.close()
     if folder is not None:
         write_json(folder / "metrics.json", metrics)
-    return Run(folder=folder, recipe=recipe, metrics=metrics, simulation=sim)
+    return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation)
 
 
-def _start_event(sim: Simulation, recipe: Recipe) -> dict[str, Any]:
-    unit = sim.feed.unit
+def _start_event(clients: Clients, recipe: Recipe) -> dict[str, Any]:
+    unit = clients.feed.unit
     return {
         "event": "start",
-        "method": sim.method.name,
+        "method": clients.method.name,
         "seed": recipe.seed,
-        "base": sim.model.name,
-        "rounds": sim.training.rounds if sim.method.phases else 0,
-        "users": {u.name: {f"train_{unit}": len(u.train), f"test_{unit}": len(u.test)} for u in sim.users},
+        "base": clients.model.name,
+        "rounds": clients.training.rounds if clients.method.trains else 0,
+        "users": {u.name: {f"train_{unit}": len(u.train), f"test_{unit}": len(u.test)} for u in clients.users},
     }
 
 
-def _newest(sim: Simulation, folder: Path, recipe: Recipe) -> tuple[State, Progress]:
-    """The newest checkpoint of a run.
+def _restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:
+    """Both halves as they were at the newest checkpoint of a run.
 
     Raises:
         RunError: there is none, or it is damaged or belongs to another recipe.
@@ -293,4 +297,8 @@ def _newest(sim: Simulation, folder: Path, recipe: Recipe) -> tuple[State, Progr
     progress = read_progress(found[-1])
     if progress.fingerprint != recipe.fingerprint:
         raise RunError(f"{found[-1]}: belongs to another recipe ({progress.fingerprint}, not {recipe.fingerprint})")
-    return load_checkpoint(found[-1], sim.model.layout, sim.state), progress
+    clients, server = federation.clients, federation.server
+    clients.state, kept = load_checkpoint(found[-1], clients.model.layout, clients.state, server.state)
+    clients.resized()
+    server.restore(kept)
+    return progress

@@ -82,14 +82,14 @@ def gather(materials: Materials, method: Method, training: Training) -> tuple[li
     users: list[Any] = list(materials.users or materials.answers)
     if not materials.answers:
         for user in users:
-            check(user, context=training.context, needs_validation=method.needs_validation)
-        return users, [pool(users)] if method.pooled else users, None
+            check(user, context=training.context, needs_validation=method.client.needs_validation)
+        return users, [pool(users)] if method.placement.pooled else users, None
     assert materials.base is not None
     for user in users:
-        check_answers(user, needs_validation=method.needs_validation)
-    trainers = [pool_answers(users)] if method.pooled else users
-    size = training.batch_size * (len(users) if method.pooled else 1)
-    even = method.routed and training.balance_weight > 0
+        check_answers(user, needs_validation=method.client.needs_validation)
+    trainers = [pool_answers(users)] if method.placement.pooled else users
+    size = training.batch_size * (len(users) if method.placement.pooled else 1)
+    even = method.placement.routed and training.balance_weight > 0
     return users, trainers, AnswerFeed(trainers, training, size, tokenizer=_tokenizer(materials.base), even=even)
 
 

@@ -25,7 +25,7 @@ from comingle.engines.simulation import Simulation
 from comingle.engines.training import Portions, Training
 from comingle.errors import RecipeError
 from comingle.materials import Materials, prepare
-from comingle.methods.base import Phase
+from comingle.methods.client import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.byte_tokenizer import EOS, byte_tokenizer
 from comingle.models.language import load_base

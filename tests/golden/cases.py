@@ -15,7 +15,7 @@ from comingle.methods import REGISTRY, settings_of
 
 USERS = ("ann", "bob", "cem", "dan")
 
-NETS_ONLY = ("floral-optimal", "ensemble", "ensemble-optimal", "fedem")
+NETS_ONLY = ("floral-optimal", "ensemble", "ensemble-optimal", "fedem", "mfl", "fml")
 TEXT_ONLY = ("pretrained", "ffa-lora", "fedsa-lora", "pcl", "fdlora", "hetlora", "flexlora", "local-moe", "fedavg-moe")
 ROUTED = (
     "local-moe-tr",
@@ -40,6 +40,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "floral-optimal": {"clusters": 2},
     "ensemble": {"clusters": 2},
     "ensemble-optimal": {"clusters": 2},
+    "mfl": {"clusters": 2},
+    "fml": {"clusters": 2},
     "pcl": {"exchange_from": 1, "exchange_every": 2},
     "fdlora": {"fusion_steps": 6},
 }

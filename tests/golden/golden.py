@@ -89,9 +89,10 @@ def run_case(content: dict[str, Any], folder: Path, *, interrupted: bool = False
     return digest_of(experiment.run(recipe, out=folder, resume=interrupted), folder)
 
 
-def compare(found: dict[str, Any], kept: dict[str, Any]) -> list[str]:
-    """What differs, in words."""
-    return [f"{key}: {kept.get(key)} -> {found.get(key)}" for key in kept | found if kept.get(key) != found.get(key)]
+def compare(found: dict[str, Any], kept: dict[str, Any], but: str) -> list[str]:
+    """What differs, in words; but for keys that match."""
+    keys = [key for key in kept | found if not re.search(but, key)]
+    return [f"{key}: {kept.get(key)} -> {found.get(key)}" for key in keys if kept.get(key) != found.get(key)]
 
 
 def machine() -> dict[str, str]:
@@ -107,7 +108,8 @@ def main() -> int:
     """Run all cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="a regular expression for names of cases")
+    parser.add_argument("--but", default="nothing", help="one for what need not be equal, such as bytes")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("comingle").setLevel(logging.ERROR)
@@ -117,10 +119,10 @@ def main() -> int:
         chosen = {name: c for name, c in cases(Path(scratch)).items() if re.search(options.only, name)}
         for number, (name, content) in enumerate(chosen.items()):
             found[name] = run_case(content, Path(scratch) / f"run-{number}")
-            wrong = [] if options.write else compare(found[name], kept["cases"].get(name, {}))
+            wrong = [] if options.write else compare(found[name], kept["cases"].get(name, {}), options.but)
             if name in RESUMED:
                 again = run_case(content, Path(scratch) / f"resumed-{number}", interrupted=True)
-                wrong += [f"resumed, {line}" for line in compare(again, found[name])]
+                wrong += [f"resumed, {line}" for line in compare(again, found[name], options.but)]
             differing += bool(wrong)
             print(f"{number + 1}/{len(chosen)} {name}: {'; '.join(wrong) or 'equal'}", flush=True)
     if options.write:

@@ -17,7 +17,7 @@ from comingle.data.batches import random_windows
 from comingle.data.seeds import generator
 from comingle.engines.simulation import Simulation
 from comingle.methods import REGISTRY
-from comingle.methods.base import Phase
+from comingle.methods.client import Phase
 from comingle.models.adapted import AdaptedModel
 
 EVERYONE = [0, 1, 2]

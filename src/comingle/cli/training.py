@@ -5,18 +5,18 @@ from __future__ import annotations
 from rich.progress import Progress
 
 from comingle.cli.progress import ProgressBar, errors
-from comingle.engines.simulation import Simulation
+from comingle.engines.client import Clients
 from comingle.engines.training import cohorts, participants
 from comingle.materials import Materials
 
 
-def bar(progress: Progress, sim: Simulation) -> ProgressBar:
+def bar(progress: Progress, clients: Clients) -> ProgressBar:
     """A progress bar for a run: its total is the number of local iterations of cohorts."""
-    training, count = sim.training, len(sim.trainers)
-    rounds = range(training.rounds if sim.method.phases else 0)
-    copies = sim.method.copies
-    groups = [len(cohorts(participants(training, r, count) * copies, sim.portions.users)) for r in rounds]
-    return ProgressBar(progress, f"{sim.method.name:<14} seed {training.seed}", sum(groups) * sim.local_steps)
+    training, count = clients.training, len(clients.trainers)
+    rounds = range(training.rounds if clients.method.trains else 0)
+    copies = clients.method.placement.copies
+    groups = [len(cohorts(participants(training, r, count) * copies, clients.portions.users)) for r in rounds]
+    return ProgressBar(progress, f"{clients.method.name:<14} seed {training.seed}", sum(groups) * clients.local_steps)
 
 
 def warn_overlaps(materials: Materials) -> None:

@@ -15,7 +15,7 @@ from comingle.costing.records import UserCost
 from comingle.engines.exchange import download_bytes
 from comingle.engines.simulation import Simulation
 from comingle.evaluation.costs.flops import Block, Flops, Linear, backward, forward
-from comingle.methods.base import Phase
+from comingle.methods.client import Phase
 from comingle.models.adapted import AdaptedModel
 
 ROLES = (ATTENTION, GENERALIST, SPECIALIST, ROUTER)

@@ -16,7 +16,7 @@ from comingle.engines.samples import SCORED_PER_SLOT, SampleFeed
 from comingle.engines.simulation import Simulation
 from comingle.engines.training import Portions
 from comingle.evaluation.costs.memory import ALLOCATOR_GAPS, Fakes, LiveBytes, storage_bytes
-from comingle.methods.base import Phase
+from comingle.methods.client import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.mixed import MixedLanguageModel
 

@@ -17,7 +17,7 @@ from comingle.engines.feeds import TextFeed
 from comingle.engines.simulation import Simulation
 from comingle.evaluation.costs.flops import Flops
 from comingle.evaluation.costs.measured import measure
-from comingle.methods.base import Phase
+from comingle.methods.client import Phase
 from comingle.trees import Tree
 
 

@@ -18,7 +18,7 @@ from comingle.engines.passes import PassFeed
 from comingle.engines.training import Portions, Training, portions
 from comingle.evaluation.answers import AnswerScore, judge, score_answers
 from comingle.evaluation.perplexity import Gates, score_windows
-from comingle.methods.base import Phase, Stream
+from comingle.methods.client import Phase, Stream
 
 
 class AnswerFeed(PassFeed):

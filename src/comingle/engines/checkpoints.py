@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_type_hints
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from comingle.engines.state import State
 from comingle.errors import RunError
 from comingle.records import write_json
-from comingle.trees import Layout, flatten
+from comingle.trees import Layout, Tree, flatten
 
 _ROWS, _SERVER, _BEST = "user/", "server/", "best/"
 
@@ -38,16 +38,18 @@ class Progress:
     tokens: int
     upload_bytes: int
     download_bytes: int
+    told_upload_bytes: int
+    told_download_bytes: int
     user_rounds: int
 
 
-def save_checkpoint(run: Path, layout: Layout, state: State, progress: Progress) -> Path:
+def save_checkpoint(run: Path, layout: Layout, state: State, kept: Tree, progress: Progress) -> Path:
     """Write the checkpoint of a round; returns its folder."""
     folder = run / "checkpoints" / f"round-{progress.round:04d}"
     draft = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed and had our number, as in a container
     draft.mkdir(parents=True)
-    tensors = {name: t.cpu().contiguous() for name, t in _named(layout, state).items()}
+    tensors = {name: t.cpu().contiguous() for name, t in _named(layout, state, kept).items()}
     save_file(tensors, draft / "state.safetensors")
     write_json(draft / "checkpoint.json", asdict(progress))
     for path in draft.iterdir():  # on disk before it gets its name
@@ -91,8 +93,8 @@ def read_progress(folder: Path) -> Progress:
         ) from None
 
 
-def load_checkpoint(folder: Path, layout: Layout, like: State) -> State:
-    """The state in a checkpoint, on the device of ``like``, a state of the same recipe.
+def load_checkpoint(folder: Path, layout: Layout, like: State, kept: Tree) -> tuple[State, Tree]:
+    """The users' state and what the server keeps, on the device of ``like``, a state of the same recipe.
 
     Raises:
         RunError: truncated, or tensors that are not those of this recipe (names the first one that differs).
@@ -102,7 +104,7 @@ def load_checkpoint(folder: Path, layout: Layout, like: State) -> State:
         found = load_file(path)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path}: truncated or not safetensors ({error}); delete {folder} to use an older one") from None
-    expected = {name: (tuple(t.shape), t.dtype) for name, t in _named(layout, like).items()}
+    expected = {name: (tuple(t.shape), t.dtype) for name, t in _named(layout, like, kept).items()}
     for name in sorted(expected.keys() | found.keys()):
         got = (tuple(found[name].shape), found[name].dtype) if name in found else "nothing"
         wanted = expected.get(name, "nothing")
@@ -110,16 +112,16 @@ def load_checkpoint(folder: Path, layout: Layout, like: State) -> State:
             raise RunError(f"{path}: foreign checkpoint, tensor {name!r}: got {got}, this recipe has {wanted}")
     found = {name: t.to(like.rows.device) for name, t in found.items()}
     rows = flatten([found.pop(_ROWS + slot.name) for slot in layout.slots])
-    server = {name: found.pop(_SERVER + name) for name in like.server}
+    server = {name: found.pop(_SERVER + name) for name in kept}
     best = {name: found.pop(_BEST + name) for name in like.best}
-    return replace(like, rows=rows, server=server, best=best, **found)
+    return like.filled({"rows": rows, **found}, best), server
 
 
-def _named(layout: Layout, state: State) -> dict[str, Tensor]:
+def _named(layout: Layout, state: State, server: Tree) -> dict[str, Tensor]:
     """All tensors of a state by the names that they have in a file."""
     tensors = state.tensors()
     rows = {_ROWS + name: t for name, t in layout.views(tensors.pop("rows")).items()}
-    kept = {_SERVER + name: t for name, t in state.server.items()}
+    kept = {_SERVER + name: t for name, t in server.items()}
     return rows | tensors | kept | {_BEST + name: t for name, t in state.best.items()}
 
 

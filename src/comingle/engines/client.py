@@ -74,6 +74,7 @@ class Clients:
             local_steps=self.local_steps,
         )
         self.scorer = Scorer(steps=self.steps)
+        self.shares = bool(model.layout.mask(method.shared).any())
         self.state = self._initial()
         self.initial = self.state.rows.clone() if method.client.resets else self.state.rows[:0]
         self.resized()
@@ -253,7 +254,7 @@ class Clients:
 
     def upload_bytes(self) -> list[int]:
         """Bytes that each user sends in an exchange in which it takes part; 0 where there is none."""
-        if not self.method.shared:
+        if not self.shares:
             return [0] * len(self.users)
         nobody = {LOSS: torch.zeros(len(self.trainers))}
         sent = [packed_bytes(part) for part in self.upload(range(len(self.trainers)), 1, nobody).split()]

@@ -8,12 +8,15 @@ from typing import Any
 
 from comingle.adapters import watching
 from comingle.engines.client import Clients
+from comingle.engines.clock import Clock
 from comingle.engines.events import Observer
 from comingle.engines.faults import diverged
 from comingle.engines.local import finetuned
 from comingle.engines.mixing import mixtures
+from comingle.engines.runtime import peak_memory_bytes
 from comingle.engines.scoring import AnyScore
 from comingle.engines.server import ServerHalf
+from comingle.records import Metrics
 
 
 def evaluate(clients: Clients, server: ServerHalf, done: int, observe: Observer) -> Sequence[AnyScore]:

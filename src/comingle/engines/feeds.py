@@ -19,7 +19,7 @@ from comingle.data.pack import UserData
 from comingle.data.seeds import generator
 from comingle.engines.training import Portions, Training, portions
 from comingle.evaluation.perplexity import Gates, Score, score_streams
-from comingle.methods.base import Phase, Stream
+from comingle.methods.client import Phase, Stream
 
 Predict = Callable[[Sequence[int], Any], Tensor]
 """What the models of the given rows make of a batch, one row's after the other: losses of text, outputs for samples."""

@@ -14,80 +14,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
 
 from comingle.engines.client import Clients
+from comingle.engines.clock import Clock, Federation
 from comingle.engines.evaluations import evaluate
 from comingle.engines.events import Observer
 from comingle.engines.faults import diverged
 from comingle.engines.local import LocalRound, finish, train
 from comingle.engines.scoring import AnyScore
-from comingle.engines.server import ServerHalf
 from comingle.engines.training import participants
 
 logger = logging.getLogger("comingle")
-
-
-class Federation(Protocol):
-    """Two halves, and what moves messages between them; users are numbers here."""
-
-    clients: Clients
-    server: ServerHalf
-    upload_bytes: int
-    """Length of all that users have sent."""
-    download_bytes: int
-    """Length of all that they have received."""
-
-    def download(self, members: Sequence[int]) -> None:
-        """Those of these users who are behind receive what the server has."""
-        ...
-
-    def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
-        """These users send what they share after round ``done`` (from 1)."""
-        ...
-
-    def aggregate(self) -> None:
-        """The server takes in what has been sent."""
-        ...
-
-
-@dataclass(kw_only=True)
-class Clock:
-    """Time, tokens and bytes of a run, over all its processes: a resumed run starts from what the checkpoint says.
-
-    ``user_rounds`` counts each round once for each user who took part; ``told_upload_bytes`` and
-    ``told_download_bytes`` are what events have told of so far.
-    """
-
-    train_seconds: float = 0.0
-    tokens: int = 0
-    upload_bytes: int = 0
-    download_bytes: int = 0
-    told_upload_bytes: int = 0
-    told_download_bytes: int = 0
-    user_rounds: int = 0
-    earlier_seconds: float = 0.0
-    started: float = 0.0
-
-    COUNTS: ClassVar = (
-        "train_seconds",
-        "tokens",
-        "upload_bytes",
-        "download_bytes",
-        "told_upload_bytes",
-        "told_download_bytes",
-        "user_rounds",
-    )
-
-    @property
-    def wall_seconds(self) -> float:
-        """Seconds since the run began, without the time in which no process worked on it."""
-        return self.earlier_seconds + time.perf_counter() - self.started
-
-    def count(self, federation: Federation) -> None:
-        """Take over what has been sent and received so far."""
-        self.upload_bytes, self.download_bytes = federation.upload_bytes, federation.download_bytes
 
 
 Checkpoint = Callable[[int, Clock], None]
@@ -126,11 +63,11 @@ def run_rounds(
     for number in range(first_round, rounds):
         done, last = number + 1, number + 1 == rounds
         due = last or done % training.evaluate_every == 0
-        members = participants(training, number, names)
+        members = participants(training, number, len(names))
         federation.download(members)
         work = _train(clients, members, number, observe)
         members = list(work.losses)
-        exchanged = method.exchanges(done) and not (last and not as_exchanged)
+        exchanged = clients.shares and method.server.exchanges(done) and not (last and not as_exchanged)
         if exchanged:
             federation.upload(members, done, work.losses)
         _tell(federation, work, done, observe, clock)

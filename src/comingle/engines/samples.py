@@ -18,7 +18,7 @@ from comingle.engines.training import Portions, Training
 from comingle.errors import DataError
 from comingle.evaluation.perplexity import Gates
 from comingle.evaluation.samples import SampleScore, score_samples
-from comingle.methods.base import Phase, Stream
+from comingle.methods.client import Phase, Stream
 
 COLUMNS_PER_PASS = 2**26
 """How many parameters, over all users, are stepped at once by default: their gradients and copies need memory."""

@@ -19,6 +19,8 @@ from comingle.models.stacked import StackedModel
 from comingle.protocol.messages import COUNT, Download, Upload
 from comingle.trees import ADAPTOR, STATISTICS, Layout, Tree, restrict
 
+VERSION = "version"
+
 
 @dataclass(kw_only=True)
 class ServerHalf:
@@ -37,6 +39,16 @@ class ServerHalf:
     centred: Callable[[Tree, Float[Tensor, " clusters"]], Tree]
     kept: Tree = field(default_factory=dict)
     version: int = 0
+
+    @property
+    def state(self) -> Tree:
+        """Everything that it goes on from."""
+        return {**self.kept, VERSION: torch.tensor(self.version)}
+
+    def restore(self, state: Tree) -> None:
+        """Go on from there."""
+        self.kept = {name: t for name, t in state.items() if name != VERSION}
+        self.version = int(state[VERSION])
 
     def answers(self, users: Sequence[str]) -> list[str]:
         """Those of some users for whom there is something; peers answer nobody who has sent nothing."""
@@ -127,9 +139,7 @@ def start_server(
     return half
 
 
-def _first_models(
-    model: AdaptedModel | StackedModel, method: Method, seed: int
-) -> Float[Tensor, "models columns"]:
+def _first_models(model: AdaptedModel | StackedModel, method: Method, seed: int) -> Float[Tensor, "models columns"]:
     """The differently initialised models that the server begins with; the first is what users start from."""
     count, layout = method.server.server_models, model.layout
     dtype = torch.promote_types(model.dtype, torch.float32)

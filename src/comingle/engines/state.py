@@ -41,6 +41,10 @@ class State:
         """Everything that has the rows on its leading dimension, by name."""
         return {name: getattr(self, name) for name in _USERS} | {_OWN + name: t for name, t in self.own.items()}
 
+    def filled(self, tensors: dict[str, Tensor], best: Tree) -> State:
+        """A state with other tensors, by the names of :meth:`tensors`."""
+        return replace(self._with(tensors), best=best)
+
     def _with(self, tensors: dict[str, Tensor]) -> State:
         own = {name.removeprefix(_OWN): t for name, t in tensors.items() if name.startswith(_OWN)}
         return replace(self, **{name: tensors[name] for name in _USERS}, own=own)

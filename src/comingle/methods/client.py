@@ -126,6 +126,8 @@ class Part:
     """What it trains."""
     validates: ClassVar[bool] = False
     """Whether it looks at validation text."""
+    language_only: ClassVar[bool] = False
+    """Whether it makes sense for language models alone."""
     resizes: ClassVar[bool] = False
     """Whether it changes ranks."""
     looks_back: ClassVar[bool] = False
@@ -162,6 +164,10 @@ class Part:
     def report(self, cohort: Cohort) -> Tree:
         """Numbers ``(users, ...)`` that go with each upload."""
         return {}
+
+    def shares(self, cohort: Cohort) -> Float[Tensor, "users models"] | None:
+        """How much of each of several models every user has, for people to look at."""
+        return None
 
     finishes: ClassVar[bool] = False
     """Whether there is something to be done once, after the last exchange."""
@@ -215,8 +221,13 @@ class Client:
 
 
 def joint(*, routed: bool) -> tuple[Phase, ...]:
-    """Experts (or the base, where it is trained), and the router if there is one, together, with one optimiser."""
-    return (Phase(roles=frozenset((*EXPERT_ROLES, ROUTER) if routed else (*EXPERT_ROLES, BASE))),)
+    """Experts (or the base, where it is trained), and the router if there is one, together.
+
+    Routers have settings of their own, whose rate is constant where the experts' follows a cosine (CoMiGS App. B.1).
+    """
+    if routed:
+        return (Phase(roles=frozenset((*EXPERT_ROLES, ROUTER)), optimizer="both"),)
+    return (Phase(roles=frozenset((*EXPERT_ROLES, BASE))),)
 
 
 def alternating(*, router_stream: Stream, router_every: int, router_steps: int) -> tuple[Phase, ...]:

@@ -21,7 +21,11 @@ def local_adaptor(*, precondition: bool = True) -> Method:
     """
     mixture = ClientMixture(clusters=1, precondition=precondition)
     return client_mixture(
-        "local-adaptor", mixture, phases=(Phase(roles=TRAINED),), shared=frozenset({BASE, BASE_STATISTICS}), server=Mean()
+        "local-adaptor",
+        mixture,
+        phases=(Phase(roles=TRAINED),),
+        shared=frozenset({BASE, BASE_STATISTICS}),
+        server=Mean(),
     )
 
 

@@ -69,6 +69,7 @@ class Fuse(Part):
     """For each user the weights of (global, personal) with the lowest validation loss that ``steps`` tries find."""
 
     steps: int
+    language_only = True
     validates = True
     finishes = True
 

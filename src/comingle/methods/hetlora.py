@@ -102,6 +102,7 @@ class Prune(Part):
     """Give up the tail where its norms have become smaller over the local steps."""
 
     gamma: float
+    language_only = True
     resizes = True
     looks_back = True
 

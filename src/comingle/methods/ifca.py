@@ -16,6 +16,7 @@ from comingle.methods.server import Mean, Received, ServerSetup, mix
 from comingle.methods.soups import soup_of, start_soup
 from comingle.trees import Tree
 
+
 def ifca(*, models: int = 5) -> Method:
     """IFCA: every user takes the one of k models with the lowest loss on its training data, and trains it.
 
@@ -57,6 +58,10 @@ class Choose(Part):
     def report(self, cohort: Cohort) -> Tree:
         """The number of the model."""
         return {CHOICE: cohort.own[CHOICE]}
+
+    def shares(self, cohort: Cohort) -> Float[Tensor, "users models"]:
+        """All of the one that it has."""
+        return torch.nn.functional.one_hot(cohort.own[CHOICE], self.models).double()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,7 +126,9 @@ class Merge(Server):
         soup, logits = soup_of(kept), kept[MERGING][list(received.users)]
         sent = mix(soup, self._shares(logits))  # as large as the users' models, so it becomes the updates in place
         updates = {name: t.sub_(received.tensors[name]) for name, t in sent.items()}
-        moves = (self._move_models, self._move_weights) if self.models_first else (self._move_weights, self._move_models)
+        moves = (
+            (self._move_models, self._move_weights) if self.models_first else (self._move_weights, self._move_models)
+        )
         for _ in range(self.global_iterations):
             for move in moves if self.weight_step else (self._move_models,):
                 move(soup, logits, updates, received.weights)

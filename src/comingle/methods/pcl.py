@@ -27,6 +27,7 @@ def collaboration(losses_nats: Float[Tensor, "users senders"]) -> Float[Tensor, 
 class Listen(Part):
     """Everybody averages the uploads of all with weights of its own, found on its own validation text."""
 
+    language_only = True
     validates = True
 
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree:
@@ -43,8 +44,7 @@ class Relay(Server):
     peer_to_peer = True
 
     def aggregate(self, kept: Tree, received: Received) -> None:
-        """Nothing but to keep them until they are fetched."""
-        kept.clear()
+        """Nothing but to keep them until they are fetched, which is at once."""
         kept.update(received.tensors | {SENDERS: torch.tensor(received.users)})
 
     def senders(self, kept: Tree) -> Sequence[int]:

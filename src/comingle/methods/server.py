@@ -110,7 +110,7 @@ class Mean(Server):
         """The model that users start from."""
         return {MODEL + name: t[0].clone() for name, t in setup.models.items()}
 
-    def coefficients(self, received: Received) -> dict[str, Float[Tensor, "users *components"]]:
+    def coefficients(self, received: Received) -> dict[str, Float[Tensor, users * components]]:
         """By what each upload is multiplied in the sums: one number, or one for each component."""
         return dict.fromkeys(received.tensors, received.weights)
 
@@ -134,19 +134,19 @@ class MeanByCluster(Mean):
 
     clipped_mean = False
 
-    def coefficients(self, received: Received) -> dict[str, Float[Tensor, "users *components"]]:
+    def coefficients(self, received: Received) -> dict[str, Float[Tensor, users * components]]:
         """``p(k)``, and of components ``p(k|c)``."""
         shares = aggregation_weights(received.reports["mixture"], received.weights)
         found = super().coefficients(received)
         return {name: shares if name in received.clustered else weights for name, weights in found.items()}
 
 
-def weighted_sums(uploads: Tree, coefficients: dict[str, Float[Tensor, "users *components"]]) -> Tree:
+def weighted_sums(uploads: Tree, coefficients: dict[str, Float[Tensor, users * components]]) -> Tree:
     """``sum_u weight_u upload_u``; where weights have components, of each component by its own."""
     return {name: _weighted_sum(t, coefficients[name].to(t)) for name, t in uploads.items()}
 
 
-def _weighted_sum(uploads: Tensor, weights: Float[Tensor, "users *components"]) -> Tensor:
+def _weighted_sum(uploads: Tensor, weights: Float[Tensor, users * components]) -> Tensor:
     if weights.dim() == 1:
         return torch.tensordot(weights, uploads, dims=1)
     return torch.einsum("uc,uc...->c...", weights, uploads)

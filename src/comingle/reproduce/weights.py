@@ -38,8 +38,8 @@ def _weigh_text(recipe: Recipe, method: Method) -> float:
     users, limit = 4, recipe.data.max_test_tokens
     scored = (sum(limit.values()) if isinstance(limit, dict) else (limit or 50_000) * users) / 3
     batch = training.batch_size * training.context * users
-    steps = training.rounds * training.local_steps * sum(phase.steps / phase.every for phase in method.phases)
-    return steps * batch + scored * (1 + training.rounds // recipe.evaluation.every * bool(method.phases))
+    steps = training.rounds * training.local_steps * sum(phase.steps / phase.every for phase in method.client.phases)
+    return steps * batch + scored * (1 + training.rounds // recipe.evaluation.every * method.trains)
 
 
 def _weigh_questions(recipe: Recipe, method: Method, asked: QuestionsSection) -> float:
@@ -49,7 +49,7 @@ def _weigh_questions(recipe: Recipe, method: Method, asked: QuestionsSection) ->
     """
     setting, training = QUESTIONS[asked.name], recipe.training
     users, train = len(asked.languages or setting.languages), asked.train or setting.train
-    rounds = training.rounds if method.phases else 0
+    rounds = training.rounds if method.trains else 0
     evaluations = max(1, ceil(rounds / recipe.evaluation.every) + (rounds > 0 and recipe.evaluation.first))
     passed = rounds * training.local_epochs * train + evaluations * (asked.test or setting.test or train)
     return users * training.context * passed
@@ -61,7 +61,7 @@ def _weigh_task(recipe: Recipe, method: Method, task: TaskSection) -> float:
     members = sum(map(len, part)) / len(part) if isinstance(part, list) else users * part
     net = recipe.base.removeprefix(PREFIX) if recipe.base.startswith(PREFIX) else ""
     per_sample, parameters = net_size(task.name, net)
-    mixture = method.mixture
+    mixture = method.placement.mixture
     passes = (
         mixture.clusters
         if mixture is not None and (mixture.of == "models" or mixture.at in ("losses", "samples"))
@@ -70,7 +70,7 @@ def _weigh_task(recipe: Recipe, method: Method, task: TaskSection) -> float:
     steps = training.local_epochs * ceil(train / training.batch_size)
     own = 3 * training.local_epochs * train * per_sample + steps * _PARAMETER * parameters
     scored = users * test * per_sample
-    rounds = training.rounds if method.phases else 0
+    rounds = training.rounds if method.trains else 0
     return passes * (rounds * (steps * _STEP + members * own) + scored * (1 + rounds // recipe.evaluation.every))
 
 

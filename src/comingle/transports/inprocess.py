@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from comingle.engines.client import Clients
-from comingle.engines.server import ServerHalf
+from comingle.engines.server import ServerHalf, start_server
 from comingle.protocol.messages import LOSS, Download, Upload, join_downloads, join_uploads
 from comingle.protocol.wire import pack, packed_bytes, unpack
 
@@ -26,7 +26,7 @@ class InProcess:
 
     def download(self, members: Sequence[int]) -> None:
         """Those of these users who are behind receive what the server has."""
-        behind = self.clients.behind(self.server.version, members) if self.clients.method.shared else []
+        behind = self.clients.behind(self.server.version, members) if self.clients.shares else []
         names = self.server.answers([self.clients.trainers[member].name for member in behind])
         if not names:
             return
@@ -50,6 +50,24 @@ class InProcess:
         users, self._sent = self._sent.users, self.server.aggregate(self._sent)
         if self.clients.method.server.peer_to_peer:
             self.download(self.clients.numbers(users))
+            self.server.kept.clear()
+
+
+def federate(clients: Clients) -> InProcess:
+    """These users with a server of their own.
+
+    Raises:
+        RecipeError: the method's server cannot serve such users.
+    """
+    training = clients.training
+    server = start_server(
+        clients.model,
+        clients.method,
+        [trainer.name for trainer in clients.trainers],
+        seed=training.seed,
+        weighted=training.weighting != "uniform",
+    )
+    return InProcess(clients=clients, server=server)
 
 
 def _downloaded(parts: Sequence[Download]) -> Download:
