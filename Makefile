@@ -44,6 +44,7 @@ bench: $(VENV)/base
 	$(BIN)/python benchmarks/throughput.py
 	$(BIN)/python benchmarks/throughput.py --layers 12 --dim 768 --heads 12 --vocab 50257 --batch 4
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/planned_memory.py
 
 docs: $(VENV)/dev
 	$(BIN)/python -m pytest -q tests/docs

@@ -14,6 +14,7 @@ if os.environ.get("COMINGLE_NO_TYPECHECK") != "1":
     jaxtyping.install_import_hook("comingle", _CHECKER)
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -108,9 +109,14 @@ def federate(make_user: MakeUser) -> Federate:
 
 @pytest.fixture(scope="session")
 def federate_nets() -> Federate:
-    """A federation of small nets as a recipe would build it, on a synthetic task in float64."""
+    """A federation of small nets as a recipe would build it, on a synthetic task in float64.
 
-    def make(method: str | Mapping[str, Any], *, changes: Mapping[str, Any] | None = None) -> Simulation:
+    ``order`` has the task's users, by number, in another order.
+    """
+
+    def make(
+        method: str | Mapping[str, Any], *, changes: Mapping[str, Any] | None = None, order: Sequence[int] | None = None
+    ) -> Simulation:
         sgd = {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "weight_decay": 0}
         content = {
             "method": method,
@@ -120,7 +126,10 @@ def federate_nets() -> Federate:
             "runtime": {"dtype": "float64", "device": "cpu"},
         }
         recipe = parse_recipe(content).with_changes(changes or {})
-        return build(recipe, prepare(recipe))
+        task = prepare(recipe).task
+        assert task is not None
+        users = tuple(task.users[i] for i in order) if order else task.users
+        return build(recipe, Materials(base=None, texts=(), users=(), task=replace(task, users=users)))
 
     return make
 

@@ -18,6 +18,8 @@ import difflib
 import math
 from collections.abc import Iterable
 
+_SHORT = 4
+
 
 class ComingleError(ValueError):
     """A mistake a user can correct."""
@@ -49,7 +51,8 @@ class DivergenceError(ComingleError):
 
 def did_you_mean(got: str, known: Iterable[str]) -> str:
     """A hint for a misspelt name: `` Did you mean 'x'?``, or nothing when no name is near."""
-    near = difflib.get_close_matches(got, list(known), n=1, cutoff=0.5)
+    cutoff = 0.65 if len(got) < _SHORT else 0.75  # one wrong letter of three; and names that begin alike are not near
+    near = difflib.get_close_matches(got, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

@@ -21,16 +21,19 @@ from comingle.engines.checkpoints import (
     read_progress,
     save_checkpoint,
 )
-from comingle.engines.client import Clients
-from comingle.engines.evaluations import summarise
+from comingle.engines.checksums import resume_command
 from comingle.engines.events import EventLog, Observer, tensorboard
+from comingle.engines.client import Clients
+from comingle.engines.clock import Clock
+from comingle.engines.evaluations import start_event, summarise
 from comingle.engines.local import finetuned
+from comingle.engines.naming import check_names, reorder, reorder_kept
 from comingle.engines.optimizers import OptimizerSettings
-from comingle.engines.rounds import Clock, run_rounds
+from comingle.engines.rounds import run_rounds
 from comingle.engines.training import Training
-from comingle.errors import DataError, RecipeError, RunError
+from comingle.errors import DataError, DivergenceError, RecipeError, RunError
 from comingle.folders import check_folder, open_folder
-from comingle.materials import Materials, gather, prepare
+from comingle.materials import Materials, describe, gather, prepare
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.adapted import AdaptedModel, adapt
@@ -39,8 +42,11 @@ from comingle.models.mixed import MixedLanguageModel
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import PersonalNet, personal_net
 from comingle.nets import build_nets, mix_base, warn_unread
+from comingle.opening import reopen
+from comingle.progress import LOADING, reporting
 from comingle.recipes import Recipe, load_recipe
-from comingle.records import read_metrics, write_json
+from comingle.records import GEOMETRIC, describe_metrics, read_metrics, write_json
+from comingle.terminal import printable
 from comingle.transports.inprocess import InProcess, federate
 
 COMPILE_FROM = 5e12
@@ -56,6 +62,10 @@ class Run:
     recipe: Recipe
     metrics: dict[str, Any]
     federation: InProcess
+
+    def __repr__(self) -> str:
+        place = "" if self.folder is None else f", in {self.folder}"
+        return printable(f"Run({describe_metrics(self.metrics)}{place})")
 
     @property
     def users(self) -> list[str]:
@@ -90,12 +100,13 @@ def run(
     force: bool = False,
     observers: Sequence[Observer] = (),
     materials: Materials | None = None,
+    progress: bool = False,
     **changes: Any,
 ) -> Run:
     """Run a recipe: an object, or the path of a file; ``changes`` replace keys, as ``seed=1`` or ``method="local"``.
 
     With ``out`` everything is written to that folder, from which ``resume=True`` goes on after an interruption;
-    without it nothing is written.
+    without it nothing is written. ``progress`` tells on stderr how far it is, in a notebook below the cell.
 
     Raises:
         ComingleError: whatever the user can correct, in one line.
@@ -107,25 +118,32 @@ def run(
         check_folder(folder, recipe, resume=resume, force=force)
     elif resume:
         raise RunError("resume: no run folder; give out=FOLDER of the run to go on with")
-    federation = build(recipe, materials or prepare(recipe))
-    warn_unread(recipe)
-    if folder is not None:
-        open_folder(folder, recipe, resume=resume, force=force)
-    return execute(federation, recipe, folder, resume=resume, observers=observers)
+    with reporting(quiet=not progress) as reporter:
+        with reporter.waiting(LOADING):
+            materials = materials or prepare(recipe)
+            federation = build(recipe, materials)
+        warn_unread(recipe)
+        watching = [*observers, reporter.watch(federation.clients)]
+        if folder is None:
+            return execute(federation, recipe, None, observers=watching)
+        with open_folder(folder, recipe, describe(materials, recipe), resume=resume, force=force):
+            return execute(federation, recipe, folder, resume=resume, observers=watching)
 
 
 def load(folder: str | Path) -> Run:
-    """Open a finished run, to talk to its users' models or predict with them.
+    """Open a finished run, to talk to its users' models or predict with them, out of its folder and its base alone.
+
+    The users' data is read when something asks for it: to score models on it, or for methods that tune on it.
 
     Raises:
-        RunError: not a finished run of comingle.
+        RunError: not a finished run of comingle, or the base changed.
     """
     folder = Path(folder)
     metrics = read_metrics(folder)
     recipe = load_recipe(folder)
-    federation = build(recipe, prepare(recipe))
+    federation = build(recipe, reopen(folder, recipe))
     if federation.clients.method.trains:
-        _restore(federation, folder, recipe)
+        _check_round(folder, metrics, _restore(federation, folder, recipe))
         federation.clients.choose()
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation)
 
@@ -142,7 +160,8 @@ def build(recipe: Recipe, materials: Materials) -> InProcess:
     method = make(recipe.method.name, **recipe.method.settings)
     if materials.task is not None:
         names = [user.name for user in materials.task.users]
-        return build_nets(recipe, materials.task, method, training_settings(recipe, names))
+        training = training_settings(recipe, names)
+        return build_nets(recipe, materials.task, method, training, unread=materials.unread)
     training = training_settings(recipe, [user.name for user in materials.users or materials.answers])
     if method.placement.pooled:  # the one trainer is always there
         training = replace(training, participation=1.0)
@@ -151,8 +170,21 @@ def build(recipe: Recipe, materials: Materials) -> InProcess:
     if method.placement.mixture is not None:
         model = mix_base(recipe, materials.base, method, len(trainers))
     else:
-        model = adapt_base(recipe, materials.base, method, len(trainers), training_tokens(trainers, training))
-    return federate(Clients(model, method, training, trainers=trainers, users=users, feed=feed))
+        asked_later = materials.unread and materials.answers  # only they could say how many tokens they have
+        tokens = 0 if asked_later else training_tokens(trainers, training)
+        model = adapt_base(recipe, materials.base, method, len(trainers), tokens)
+    return federate(
+        Clients(
+            model,
+            method,
+            training,
+            trainers=trainers,
+            users=users,
+            feed=feed,
+            reads=not materials.unread,
+            skipped=materials.skipped,
+        )
+    )
 
 
 def training_tokens(trainers: Sequence[UserData | UserAnswers], training: Training) -> int:
@@ -247,9 +279,11 @@ def execute(
     def checkpoint(done: int, clock: Clock) -> None:
         if folder is None or log is None:
             return
+        log.to_disk()
         progress = Progress(
             round=done,
             fingerprint=recipe.fingerprint,
+            trainers=[trainer.name for trainer in clients.trainers],
             events_bytes=log.size_bytes,
             wall_seconds=clock.wall_seconds,
             **{key: getattr(clock, key) for key in Clock.COUNTS},
@@ -257,13 +291,17 @@ def execute(
         save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)
         prune_checkpoints(folder, recipe.checkpoints.keep)
 
-    if start == 0:
-        observe(_start_event(clients, recipe))
+    if (log is not None and log.size_bytes == 0) or start == 0:  # a log that was lost begins anew
+        observe(start_event(clients))
     try:
         scores = run_rounds(federation, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
-        metrics = summarise(clients, scores, clock, base=clients.model.name).as_dict()
+        metrics = summarise(clients, scores, clock, base=clients.model.name).as_dict() | clients.left_out
         measure = f"mean_test_{metrics['measure']}"
-        observe({"event": "end", measure: metrics[measure]})
+        observe({"event": "end"} | {key: metrics[key] for key in (measure, GEOMETRIC) if key in metrics})
+    except DivergenceError as error:
+        if folder is None or not (found := list_checkpoints(folder)):
+            raise
+        raise DivergenceError(f"{error}; the last checkpoint is kept, {found[-1].name}") from error
     finally:
         for sink in (log, board):
             if sink is not None:
@@ -273,16 +311,13 @@ def execute(
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation)
 
 
-def _start_event(clients: Clients, recipe: Recipe) -> dict[str, Any]:
-    unit = clients.feed.unit
-    return {
-        "event": "start",
-        "method": clients.method.name,
-        "seed": recipe.seed,
-        "base": clients.model.name,
-        "rounds": clients.training.rounds if clients.method.trains else 0,
-        "users": {u.name: {f"train_{unit}": len(u.train), f"test_{unit}": len(u.test)} for u in clients.users},
-    }
+def _check_round(folder: Path, metrics: dict[str, Any], progress: Progress) -> None:
+    newest = list_checkpoints(folder)[-1]
+    if progress.round != metrics["rounds"]:
+        raise RunError(
+            f"{newest}: the run has {metrics['rounds']} rounds, its last checkpoint {progress.round}; "
+            f"{resume_command(newest)} goes on from there"
+        )
 
 
 def _restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:
@@ -298,7 +333,10 @@ def _restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:
     if progress.fingerprint != recipe.fingerprint:
         raise RunError(f"{found[-1]}: belongs to another recipe ({progress.fingerprint}, not {recipe.fingerprint})")
     clients, server = federation.clients, federation.server
-    clients.state, kept = load_checkpoint(found[-1], clients.model.layout, clients.state, server.state)
+    was, names = progress.trainers, [trainer.name for trainer in clients.trainers]
+    check_names(found[-1], was, names)
+    state, kept = load_checkpoint(found[-1], clients.model.layout, clients.state, server.state)
+    clients.state = reorder(state, was, names)
     clients.resized()
-    server.restore(kept)
+    server.restore(reorder_kept(kept, was, names, clients.method.server.by_user))
     return progress

@@ -3,59 +3,133 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from comingle.errors import RunError
+from comingle.inputs import INPUTS, Inputs, check_inputs, read_inputs, write_inputs
+from comingle.locks import HOLDER, LOCK, check_free, locked
+from comingle.methods import make
 from comingle.recipes import Recipe, load_recipe
-from comingle.records import write_text
+from comingle.records import DRAFT, check_name, told_in_one_line, write_text
 
-RUN_FILES = ("recipe.yaml", "events.jsonl", "metrics.json", "checkpoints", "tensorboard", "report.html", "figures")
+RUN_FILES = (
+    "recipe.yaml",
+    INPUTS,
+    "events.jsonl",
+    "metrics.json",
+    "checkpoints",
+    "tensorboard",
+    "report.html",
+    "figures",
+)
 """What a run folder holds, with the report and the figures that may be made of it."""
 
 
-def open_folder(folder: Path, recipe: Recipe, *, resume: bool, force: bool) -> None:
+@contextmanager
+def open_folder(folder: Path, recipe: Recipe, inputs: Inputs, *, resume: bool, force: bool) -> Iterator[None]:
     """Make a run folder, or take one up again; after everything that could be wrong with the recipe has been checked.
 
+    For as long as this is entered nobody else writes to it, and a disk that takes no more is one line. A new folder is
+    for its owner alone, since reports show text.
+
     Raises:
-        RunError: as :func:`check_folder`, or it cannot be written to.
+        RunError: as :func:`check_folder` and :func:`check_inputs`, or it cannot be written to.
     """
     check_folder(folder, recipe, resume=resume, force=force)
-    if resume:
-        return
-    try:
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-        write_text(folder / "recipe.yaml", recipe.as_yaml())
-    except OSError as error:
-        raise RunError(f"{folder}: cannot be written to: {error.strerror}") from None
+    _make(folder)
+    with told_in_one_line(folder), locked(folder):
+        check_folder(folder, recipe, resume=resume, force=force, mine=True)  # somebody may have been faster
+        _refuse_links(folder)
+        if resume:
+            pooled = make(recipe.method.name, **recipe.method.settings).placement.pooled
+            check_inputs(folder, read_inputs(folder), inputs, pooled=recipe.method.name if pooled else "")
+        else:
+            _clear(folder)
+            write_inputs(folder, inputs)
+            write_text(folder / "recipe.yaml", recipe.as_yaml())
+        yield
 
 
-def check_folder(folder: Path, recipe: Recipe, *, resume: bool, force: bool) -> None:
+def check_folder(folder: Path, recipe: Recipe, *, resume: bool, force: bool, mine: bool = False) -> None:
     """Whether a run may be written to a folder; touches nothing.
 
     Raises:
-        RunError: it exists and neither ``resume`` nor ``force`` is given, or it belongs to another recipe.
+        RunError: it exists and neither ``resume`` nor ``force`` is given, it belongs to another recipe, no folder can
+            have its name, or (unless the lock is ``mine``) another process writes to it.
     """
-    if resume:
-        if not (folder / "recipe.yaml").exists():
-            raise RunError(f"{folder}: nothing to resume, no recipe.yaml in it")
-        if (was := load_recipe(folder)).fingerprint != recipe.fingerprint:
-            raise RunError(f"{folder}: belongs to another recipe, {_difference(was, recipe)}; use another --out")
-        return
+    check_name(folder)
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder}: is a file; --out names a folder")
-    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if not mine:
+        with told_in_one_line(folder):
+            check_free(folder)
+    if resume:
+        check_recipe(folder, recipe)
+    else:
+        _check_new(folder, force)
+
+
+def check_recipe(folder: Path, recipe: Recipe) -> None:
+    """Whether a run folder is one of this recipe.
+
+    Raises:
+        RunError: it is not, with what differs.
+    """
+    if not (folder / "recipe.yaml").exists():
+        hint = "; it was never begun, so leave out --resume" if folder.exists() and not _content(folder) else ""
+        raise RunError(f"{folder}: nothing to resume, no recipe.yaml in it{hint}")
+    if (was := load_recipe(folder)).fingerprint != recipe.fingerprint:
+        raise RunError(f"{folder}: belongs to another recipe, {_difference(was, recipe)}; use another --out")
+
+
+def _check_new(folder: Path, force: bool) -> None:
+    names = _content(folder) if folder.exists() else set()
     if names and not force:
         raise RunError(f"{folder}: exists; --resume goes on with it, --force replaces it, --out names another")
     # Only what a run writes, drafts that a crash left included: a recipe alone, or one among other files, is a user's.
     strange = sorted(
         n for n in names if n not in RUN_FILES and not n.startswith(tuple(f".{own}." for own in RUN_FILES))
     )
-    if names and (strange or not {"recipe.yaml", "events.jsonl"} <= names):
+    ours = (folder / LOCK).exists() or {"recipe.yaml", "events.jsonl"} <= names
+    if names and (strange or not ours):
         hint = f" ({strange[0]!r} is in it)" if strange else ""
         raise RunError(f"{folder}: is not a run folder{hint}, so --force does not touch it; use another --out")
+
+
+def _content(folder: Path) -> set[str]:
+    """The names in a folder, but for what a process leaves that was stopped before it had a recipe in there."""
+    names = {path.name for path in folder.iterdir()} - {LOCK, HOLDER}
+    names -= set() if "recipe.yaml" in names else {INPUTS}  # which is written before it
+    drafts = (".recipe.yaml.", f".{INPUTS}.", f".{HOLDER}.")
+    return {n for n in names if not (n.startswith(drafts) and n.endswith(DRAFT))}
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{folder}: cannot be written to: {error.strerror}") from None
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name in (LOCK, HOLDER):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _refuse_links(folder: Path) -> None:
+    """What is written to a run stays in its folder, so nothing in there may be a link."""
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            raise RunError(f"{path}: is a link, and a run writes to no other folder; put there what it points to")
 
 
 def _difference(was: Recipe, now: Recipe) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from comingle.adapters.clustered import floral
 from comingle.adapters.lora import lora_scale
-from comingle.data.samples import check, pool_samples
+from comingle.data.later import later
+from comingle.data.samples import UserSamples, check, pool_samples
 from comingle.data.tasks import Task, make_task
 from comingle.engines.client import Clients
 from comingle.engines.samples import SampleFeed
@@ -41,8 +43,10 @@ def prepare_task(section: TaskSection, seed: int) -> Task:
     return make_task(section.name, **section.model_dump(exclude={"name"}, exclude_unset=True), seed=seed)
 
 
-def build_nets(recipe: Recipe, task: Task, method: Method, training: Training) -> InProcess:
+def build_nets(recipe: Recipe, task: Task, method: Method, training: Training, *, unread: bool = False) -> InProcess:
     """Everybody's copy of the task's net, with adaptors where the method mixes them.
+
+    ``unread`` leaves the users' samples where they are until something asks for them.
 
     Raises:
         RecipeError: a base that is no net, a method for language models, fewer components than true clusters for
@@ -50,20 +54,23 @@ def build_nets(recipe: Recipe, task: Task, method: Method, training: Training) -
         DataError: users whose samples cannot share the task.
     """
     users = list(task.users)
-    _check_users(task)
+    if not unread:
+        _check_users(task)
     _check_on_nets(method)
     _check_clusters(task, method)
     if method.placement.pooled:  # the one trainer is always there
         training = replace(training, participation=1.0)
     device = resolve_device(recipe.runtime.device)
     dtype = torch.float32 if recipe.runtime.dtype == "auto" else resolve_dtype(recipe.runtime.dtype, device)
-    trainers = [pool_samples(users)] if method.placement.pooled else users
+    pooled = later(UserSamples, "everyone", lambda: pool_samples(users)) if unread else None
+    trainers = [pooled or pool_samples(users)] if method.placement.pooled else users
     model = _model(recipe, task, method, len(trainers), device, dtype)
     size = training.batch_size * (len(users) if method.placement.pooled else 1)
     least = _least_batch(model, training, size)
     augment = task.augmented if task.augment and not method.placement.pooled else None
-    feed = SampleFeed(trainers, training, size, device=device, dtype=dtype, augment=augment, least=least)
-    return federate(Clients(model, method, training, trainers=trainers, users=users, feed=feed))
+    feed = partial(SampleFeed, trainers, training, size, device=device, dtype=dtype, augment=augment, least=least)
+    source = feed if unread else feed()
+    return federate(Clients(model, method, training, trainers=trainers, users=users, feed=source, reads=not unread))
 
 
 def net_name(recipe: Recipe, task: Task) -> str:
@@ -181,11 +188,7 @@ def _check_users(task: Task) -> None:
 def _check_clusters(task: Task, method: Method) -> None:
     """More components than true clusters are left without users, fewer would make two clusters one."""
     true = max((user.cluster for user in task.users if user.cluster is not None), default=-1) + 1
-    if (
-        method.placement.mixture is not None
-        and method.placement.mixture.optimal
-        and (got := method.placement.mixture.clusters) < true
-    ):
+    if method.placement.mixture is not None and method.placement.mixture.optimal and (got := method.placement.mixture.clusters) < true:
         raise RecipeError(f"method {method.name}: clusters is {got}; allowed: from {true}, the task's true clusters")
 
 

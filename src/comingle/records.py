@@ -1,24 +1,55 @@
 """What a run writes down: plain records that reports can read without torch.
 
-A run folder holds ``recipe.yaml``, ``events.jsonl`` (one event a line, in order), ``metrics.json`` (written at the end)
-and ``checkpoints/round-NNNN/``.
+A run folder holds ``recipe.yaml``, ``inputs.json`` (:mod:`comingle.inputs`), ``events.jsonl`` (one event a line, in
+order), ``metrics.json`` (written at the end) and ``checkpoints/round-NNNN/``.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
 import os
-import tempfile
-from collections.abc import Iterator
+import secrets
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from comingle.errors import RunError
 
+logger = logging.getLogger("comingle")
+
+DRAFT = ".draft"
+"""How the temporary name of a file ends that is being written."""
+
+_DISK = {
+    getattr(errno, name)
+    for name in (
+        "EACCES",
+        "EPERM",
+        "EROFS",
+        "ENOSPC",
+        "EDQUOT",
+        "EFBIG",
+        "EIO",
+        "ELOOP",
+        "ENOTDIR",
+        "ENAMETOOLONG",
+    )
+    if hasattr(errno, name)
+}
+
 MEASURES = {"perplexity": "lower", "accuracy": "higher", "rouge1": "higher", "loss": "lower"}
 """What models are compared by, and which way is better."""
+GEOMETRIC = "geometric_mean_test_perplexity"
+"""Beside ``mean_test_perplexity``: the exponential of the mean loss over users, which one bad user does not rule."""
+
+
+_NAME_MAX, _SHOWN = 255, 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +57,9 @@ class Metrics:
     """The result of a run.
 
     ``measure`` is what models are compared by: each user has ``test_<measure>``, and the run their mean,
-    ``mean_test_<measure>``. ``unit`` is what data is counted in, tokens or samples: each user has ``train_<unit>`` and
-    so on, and the run ``<unit>_per_second``, over the time of local work. ``selected_round`` is the round with whose
-    models the run ended.
+    ``mean_test_<measure>``; of perplexities also :data:`GEOMETRIC`. ``unit`` is what data is counted in, tokens or
+    samples: each user has ``train_<unit>`` and so on, and the run ``<unit>_per_second``, over the time of local work.
+    ``selected_round`` is the round with whose models the run ended.
     """
 
     method: str
@@ -53,8 +84,27 @@ class Metrics:
         """As nested dictionaries."""
         found = asdict(self)
         found[f"mean_test_{self.measure}"] = found.pop("mean")
+        found |= geometric(self.users, self.measure)
         found[f"{self.unit}_per_second"] = found.pop("per_second")
         return found
+
+
+def check_name(folder: Path) -> None:
+    """See that a folder could have this name; touches nothing.
+
+    Raises:
+        RunError: it is too long for the file system, or holds a NUL.
+    """
+    try:
+        os.lstat(folder)
+        why = None
+    except (FileNotFoundError, NotADirectoryError):  # also where a folder above is still to be made
+        why = os.strerror(errno.ENAMETOOLONG) if any(len(os.fsencode(p)) > _NAME_MAX for p in folder.parts) else None
+    except (OSError, ValueError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    if why:
+        shown = str(folder)
+        raise RunError(f"{shown[:_SHOWN] + '...' if len(shown) > _SHOWN else shown}: cannot be a folder: {why}")
 
 
 def measure_of(record: dict[str, Any]) -> str:
@@ -62,15 +112,55 @@ def measure_of(record: dict[str, Any]) -> str:
     return next(name for name in MEASURES if f"mean_test_{name}" in record)
 
 
+def geometric(users: dict[str, dict[str, Any]], measure: str) -> dict[str, float | None]:
+    """:data:`GEOMETRIC` and its value, for perplexities; nothing for other measures."""
+    if measure != "perplexity":
+        return {}
+    return {GEOMETRIC: geometric_mean([user["test_perplexity"] for user in users.values()])}
+
+
+def geometric_mean(values: Sequence[float | None]) -> float | None:
+    """``exp(mean(log(value)))``; None where a value is not finite or not positive, or there is none."""
+    known = [value for value in values if value is not None and 0 < value < math.inf]
+    return statistics.geometric_mean(known) if known and len(known) == len(values) else None
+
+
+def describe_metrics(metrics: dict[str, Any]) -> str:
+    """A run's metrics in half a line."""
+    measure = measure_of(metrics)
+    mean = metrics[f"mean_test_{measure}"]
+    found = "not finite" if mean is None else f"{mean:.4g}"
+    size = f"{len(metrics['users'])} users, {metrics['rounds']} rounds"
+    return f"{metrics['method']} on {metrics['base']}, {size}, mean test {measure} {found}"
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file under a temporary name, then rename: a reader or a crash sees the old file or the new one."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.chmod(name, 0o644)
-    os.replace(name, path)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}{DRAFT}")
+    try:
+        with draft.open("x", encoding="utf-8") as file:  # the umask says who may read it
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def told_in_one_line(folder: Path) -> Iterator[None]:
+    """A disk that takes nothing (full, read-only, forbidden, broken) is a user's to mend, wherever it is noticed.
+
+    Raises:
+        RunError: instead of such an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        raise RunError(f"{error.filename or folder}: cannot be written to: {os.strerror(error.errno)}") from None
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -107,12 +197,29 @@ def read_metrics(run: Path) -> dict[str, Any]:
 
 
 def read_events(run: Path) -> Iterator[dict[str, Any]]:
-    """The events of a run, in order; a last line torn by a crash is skipped."""
+    """The events of a run, in order; a last line torn by a crash is skipped, and damage before it is told of."""
     path = run / "events.jsonl"
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            return
+    *lines, last = path.read_bytes().split(b"\n")
+    damaged = []
+    for number, line in enumerate(lines, 1):
+        event = parse_event(line)
+        if event is None:
+            damaged.append(number)
+        else:
+            yield event
+    if (event := parse_event(last)) is not None:
+        yield event
+    if damaged:
+        told = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
+        logger.warning("%s: damaged, so %d of %d events are missing: line %s", path, len(damaged), len(lines), told)
+
+
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """A line of an event log; None if it is not one."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor, nn
+from transformers import BloomConfig, BloomForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
 
 from comingle.adapters.inject import Adapters, AdapterSettings, ExpertCounts, inject
 from comingle.adapters.kernels import ACTIVATIONS
@@ -16,6 +19,7 @@ from comingle.adapters.layouts import KNOWN, Targets, activation_name, decoder_l
 from comingle.errors import BaseModelError
 from comingle.models.families import FAMILIES
 from comingle.models.language import load_base
+from comingle.recipes import parse_recipe
 
 ONE = ExpertCounts(generalists=1, specialists=(0,))
 TARGETS = Targets(attention=("mixer.value", "mixer.out"), up="ffn.wide", down="ffn.narrow", mlp="ffn")
@@ -117,22 +121,25 @@ def test_given_targets_work_on_an_unknown_family() -> None:
     [
         (
             {"up": "ffn.broad"},
-            r"no linear named 'ffn\.broad' in a layer; got \['ffn\.narrow', 'ffn\.wide', 'mixer\.extra'",
+            r"up: no linear named 'ffn\.broad' in a decoder layer; got \['ffn\.narrow', 'ffn\.wide', 'mixer\.extra'",
         ),
-        ({"attention": ("mixer.value", "mixer.key")}, r"no linear named 'mixer\.key' in a layer"),
-        ({"gate": "ffn.gate"}, r"no linear named 'ffn\.gate' in a layer"),
-        ({"mlp": "fnn"}, r"mlp 'fnn' holds the linears \[\]; it must .* exactly \['ffn\.narrow', 'ffn\.wide'\]"),
-        ({"mlp": "mixer"}, r"mlp 'mixer' holds the linears \['mixer\.extra', 'mixer\.out', 'mixer\.value'\]"),
-        ({"mlp": ""}, r"mlp '' holds the linears \[\]"),
+        ({"attention": ("mixer.value", "mixer.key")}, r"attention: no linear named 'mixer\.key' in a decoder layer"),
+        ({"gate": "ffn.gate"}, r"gate: no linear named 'ffn\.gate' in a decoder layer"),
+        ({"down": "blocks.0.ffn.narrow"}, r"down: .* Names are relative to a decoder layer: 'ffn\.narrow'\."),
+        ({"down": "narrow"}, r"down: .* Names are relative to a decoder layer: 'ffn\.narrow'\."),
+        ({"down": "ffn.narow"}, r"down: .* Did you mean 'ffn\.narrow'\?"),
+        ({"mlp": "fnn"}, r"mlp: 'fnn' holds the linears \[\]; it must .* exactly \['ffn\.narrow', 'ffn\.wide'\]"),
+        ({"mlp": "mixer"}, r"mlp: 'mixer' holds the linears \['mixer\.extra', 'mixer\.out', 'mixer\.value'\]"),
+        ({"mlp": ""}, r"mlp: '' holds the linears \[\]"),
         (
             {"up": "mixer.extra"},
-            r"mlp 'ffn' holds the linears \['ffn\.narrow', 'ffn\.wide'\]; it must .*'mixer\.extra'",
+            r"mlp: 'ffn' holds the linears \['ffn\.narrow', 'ffn\.wide'\]; it must .*'mixer\.extra'",
         ),
     ],
 )
 def test_wrong_targets_are_refused(wrong: dict[str, object], message: str) -> None:
     settings = AdapterSettings(targets=replace(TARGETS, **wrong))
-    with pytest.raises(BaseModelError, match=r"adapters\.targets: " + message):
+    with pytest.raises(BaseModelError, match=r"adapters\.targets\." + message):
         inject(Handmade(), settings, ONE, routed=False)
 
 
@@ -148,6 +155,49 @@ def test_a_layer_with_the_mlp_in_itself_needs_an_activation_module() -> None:
     targets = Targets(attention=("mixer.value",), up="fc1", down="fc2")
     with pytest.raises(BaseModelError, match=r"needs a layer with an activation module; got \['fc1', 'fc2'\]"):
         inject(Handmade(layer=Flat), AdapterSettings(targets=targets), ONE, routed=False)
+
+
+BLOOM = Targets(
+    attention=("self_attention.query_key_value", "self_attention.dense"),
+    up="mlp.dense_h_to_4h",
+    down="mlp.dense_4h_to_h",
+    mlp="mlp",
+    activation="gelu_new",
+)
+
+
+def test_an_mlp_that_is_handed_the_residual_too_is_refused() -> None:
+    """Bloom's is; the mixture in its place would be called with it, and lose it."""
+    model = BloomForCausalLM(BloomConfig(vocab_size=300, hidden_size=32, n_layer=2, n_head=4)).eval()
+    with pytest.raises(BaseModelError, match=r"BloomForCausalLM: unknown family, .*'mlp\.dense_4h_to_h'"):
+        inject(model, AdapterSettings(), ONE, routed=False)
+    message = r"BloomForCausalLM: its MLP \(BloomMLP\) is called with hidden_states, residual; comingle can only adapt"
+    with pytest.raises(BaseModelError, match=message) as caught:
+        inject(model, AdapterSettings(targets=BLOOM), ONE, routed=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_example_of_the_docs_works() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    content = yaml.safe_load(text.split("For StarCoder2:")[1].split("```yaml")[1].split("```")[0])
+    content |= {"method": "fedavg", "data": {"users": {"ann": "unused"}}}
+    section = parse_recipe(content).adapters.targets
+    assert section is not None
+    fields = section.model_dump()
+    config = Starcoder2Config(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = Starcoder2ForCausalLM(config).eval()
+    with pytest.raises(BaseModelError, match="unknown family"):
+        find_targets(model)
+    targets = Targets(**{**fields, "attention": tuple(fields["attention"])})
+    adapters = inject(model, AdapterSettings(rank=2, targets=targets), ONE, routed=False)
+    assert (len(adapters.attention), len(adapters.experts)) == (8, 2)
 
 
 def test_an_unknown_activation_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -295,10 +296,10 @@ def test_a_damaged_library_is_made_again(
     damaged.write_bytes(sound.read_bytes()[:5000])
     made = []
 
-    def compile_again(compiler: str, cache: Path, name: str) -> Path:
+    def compile_again(compiler: str, cache: Path, name: str) -> int:
         made.append(name)
         damaged.write_bytes(sound.read_bytes())
-        return damaged
+        return os.open(damaged, os.O_RDONLY)
 
     monkeypatch.setattr(native, "_compile", compile_again)
     assert native.enable(tmp_path)

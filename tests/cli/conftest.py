@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,14 +12,17 @@ import pytest
 
 from comingle.cli import main
 
+TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
+
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command left behind."""
+    """What a command left behind; lines of progress, which begin with the time, are kept apart from other errors."""
 
     code: int
     out: str
     err: str
+    progress: tuple[str, ...] = ()
 
 
 @pytest.fixture
@@ -33,7 +37,10 @@ def comingle(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
             main()
         captured = capsys.readouterr()
         code = stop.value.code
-        return Answer(int(code) if code is not None else 0, captured.out, captured.err)
+        lines = captured.err.splitlines(keepends=True)
+        told = tuple(TIME.sub("", line).rstrip("\n") for line in lines if TIME.match(line))
+        others = "".join(line for line in lines if not TIME.match(line))
+        return Answer(int(code) if code is not None else 0, captured.out, others, told)
 
     yield run
     logging.getLogger("comingle").setLevel(level)

@@ -82,6 +82,39 @@ def test_neither_text_nor_weights_are_needed(comingle: Any, tmp_path: Path) -> N
     assert found["base_parameters"] > 5e9
 
 
+REFUSED = [
+    "training.context=2000",
+    "data.split.valid=0",
+    "data.max_train_tokens={dan: 5}",
+    "training.local_epochs=3",
+    "training.weighting=samples",
+    "method=ensemble",
+    "data.on_small_user=skip",
+]
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_cost_refuses_what_a_run_refuses_in_the_same_words(comingle: Any, recipe_file: Path, setting: str) -> None:
+    words = ["--set", setting]
+    if setting == "data.on_small_user=skip":
+        words += ["--set", "training.context=2000"]
+    run, cost = (comingle(verb, recipe_file, *words) for verb in ("run", "cost"))
+    assert (run.code, cost.code) == (2, 2)
+    if "skip" not in setting:
+        assert cost.err == run.err
+
+
+def test_users_who_would_be_left_out_are_not_counted(comingle: Any, recipe_file: Path) -> None:
+    (recipe_file.parent / "texts" / "cem.txt").write_text("few words")
+    found = json.loads(comingle("cost", recipe_file, "--set", "data.on_small_user=skip", "--json").out)
+    assert found["users"] == ["ann", "bob"]
+
+
+def test_text_that_is_not_here_is_said(comingle: Any, recipe_file: Path) -> None:
+    (recipe_file.parent / "texts" / "cem.txt").unlink()
+    assert "Some of the users' text is not here" in comingle("cost", recipe_file).out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -60,7 +60,7 @@ def test_an_interruption_exits_130_and_leaves_a_run_that_can_be_resumed(recipe_f
         "evaluation.every": rounds,
     }
     options = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
-    command = [*COMINGLE, "run", str(recipe_file), "--out", str(run), *options]
+    command = [*COMINGLE, "run", str(recipe_file), "--out", str(run), "--quiet", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=quiet())
     while not list_checkpoints(run) and process.poll() is None:
         time.sleep(0.005)

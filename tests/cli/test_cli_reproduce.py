@@ -100,7 +100,7 @@ def test_an_interrupted_run_goes_on_where_it_was(comingle: Any, tmp_path: Path) 
     cells = plan("comigs/table1", wanted).cells
     torn = tmp_path / "torn"
     with pytest.raises(KeyboardInterrupt):
-        list(run_cells(cells, torn, observers=lambda sim: [stop]))
+        list(run_cells(cells, torn, observers=lambda cell, sim: [stop]))
     assert not list(torn.glob("runs/*/metrics.json"))
     answer = comingle("reproduce", "comigs/table1", *SMOKE, *changes, "--out", torn, "--resume")
     assert answer.code == 0, answer.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from pathlib import Path
@@ -41,7 +42,7 @@ def test_run_writes_a_folder_and_prints_every_user(comingle: Any, recipe_file: P
     answer = comingle("run", recipe_file, "--out", tmp_path / "run", *QUICK, "--seed", 7)
     assert (answer.code, answer.err) == (0, "")
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names - {"tensorboard"} == {"recipe.yaml", "events.jsonl", "metrics.json", "checkpoints"}
+    assert names - {"tensorboard"} == {"recipe.yaml", "inputs.json", "events.jsonl", "metrics.json", "checkpoints"}
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics.keys() >= METRICS
     assert (metrics["method"], metrics["seed"]) == ("comigs-1g1s", 7)
@@ -52,6 +53,9 @@ def test_run_writes_a_folder_and_prints_every_user(comingle: Any, recipe_file: P
     for name, user in metrics["users"].items():
         assert f"{name} {user['test_perplexity']:,.2f} 59 " in plain(answer.out)
     assert f"mean {metrics['mean_test_perplexity']:,.2f}" in plain(answer.out)
+    assert f"geometric mean {metrics['geometric_mean_test_perplexity']:,.2f}" in plain(answer.out)
+    losses = [user["test_loss_nats"] for user in metrics["users"].values()]
+    assert metrics["geometric_mean_test_perplexity"] == pytest.approx(math.exp(statistics.mean(losses)), rel=1e-12)
     assert f"{tmp_path / 'run'}/" in answer.out
     assert load_recipe(tmp_path / "run").training.rounds == 1
 
@@ -90,7 +94,8 @@ def test_show_prints_a_run_and_its_curve(comingle: Any, recipe_file: Path, tmp_p
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     for event in (e for e in events if e["event"] == "evaluation"):
         scores = " ".join(f"{user['test_perplexity']:.2f}" for user in event["users"].values())
-        assert f"{event['round']} {event['mean_test_perplexity']:.2f} {scores}" in plain(shown.out)
+        means = f"{event['mean_test_perplexity']:.2f} {event['geometric_mean_test_perplexity']:.2f}"
+        assert f"{event['round']} {means} {scores}" in plain(shown.out)
 
 
 # ---------------------------------------------------------------- compare
@@ -111,12 +116,15 @@ def test_compare_tables_hold_means_and_deviations_over_seeds(compared: tuple[Pat
     markdown = (folder / "table.md").read_text()
     assert [row["method"] for row in table["methods"]] == ["pretrained", "local", "comigs-1g1s"]
     lines = [line for line in markdown.splitlines() if line.startswith("| ")]
-    assert lines[0] == "| method | ann | bob | cem | mean | trainable | upload / round | seconds |"
+    assert lines[0] == "| method | ann | bob | cem | mean | geometric mean | trainable | upload / round | seconds |"
     for row, line in zip(table["methods"], lines[1:], strict=True):
         runs = [json.loads((folder / f"{row['method']}-seed{seed}" / "metrics.json").read_text()) for seed in (0, 1)]
         assert row["seeds"] == [run["seed"] for run in runs] == [0, 1]
         means = [run["mean_test_perplexity"] for run in runs]
         assert row["mean_test_perplexity"] == {"mean": statistics.mean(means), "std": statistics.stdev(means)}
+        middles = [run["geometric_mean_test_perplexity"] for run in runs]
+        expected = {"mean": pytest.approx(statistics.mean(middles)), "std": pytest.approx(statistics.stdev(middles))}
+        assert row["geometric_mean_test_perplexity"] == expected
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert cells[0] == row["method"]
         for name, cell in zip(("ann", "bob", "cem"), cells[1:4], strict=True):

@@ -70,7 +70,7 @@ def test_a_compressed_text_file_is_read(tmp_path: Path, suffix: str, opener):
     ("name", "content", "message"),
     [
         ("latin.txt", "Stra\xdfe".encode("latin-1"), "not UTF-8 text (byte 0xdf at offset 4); convert it to UTF-8"),
-        ("binary.txt", b"ELF\0\1", "not UTF-8 text (byte 0x00 at offset 3)"),
+        ("binary.txt", b"ELF\0\1", "is binary (zero byte at offset 3), not text; accepted: UTF-8 text"),
         ("utf16.txt", "hello".encode("utf-16"), "not UTF-8 text"),
         ("empty.txt", b"", "no text in it, a user needs at least one document"),
         ("blank.txt", b" \n\n \t", "no text in it"),

@@ -38,7 +38,7 @@ def test_limits_hold_for_their_own_split(word_tokenizer):
     [(make_user(train=9, valid=9, test=2), True), (make_user(train=9, valid=0, test=2), False)],
 )
 def test_just_enough_is_enough(user: UserData, needs_validation: bool):
-    check(user, context=8, needs_validation=needs_validation)
+    check([user], context=8, needs_validation=needs_validation)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_just_enough_is_enough(user: UserData, needs_validation: bool):
 )
 def test_too_little_is_named(user: UserData, message: str):
     with pytest.raises(DataError) as raised:
-        check(user, context=8, needs_validation=True)
+        check([user], context=8, needs_validation=True)
     assert str(raised.value).startswith(f"user 'anna': {message}")
     assert "\n" not in str(raised.value)
 

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
 
+from comingle.data import sources
 from comingle.data.sources import read_dataset, read_documents
 from comingle.errors import DataError
 
@@ -102,6 +104,41 @@ def test_a_builder_with_data_files_is_read(tmp_path: Path):
     assert read_dataset("json", data_files=str(path), user="who", split="part") == GROUPED
 
 
+def test_the_first_so_many_users_are_taken_with_all_that_they_have(tmp_path: Path):
+    path = write_as(tmp_path, ".jsonl")
+    for number in (1, 2):
+        assert read_dataset(path, user="who", split="part", users=number) == dict(list(GROUPED.items())[:number])
+    with pytest.raises(DataError, match=r"rows\.jsonl: 9 users wanted, found 2: anna, ben$"):
+        read_dataset(path, user="who", users=9)
+
+
+def test_reading_a_data_set_ends_when_the_first_users_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = [{"text": f"{who}{i}", "who": who} for i in range(9) for who in ("ann", "bob", "cem")]
+    path = write_jsonl(tmp_path / "many.jsonl", rows)
+    seen: list[str] = []
+    real = sources.iterate_rows
+
+    def counted(*args: Any) -> Any:
+        for row in real(*args):
+            seen.append(row[0])
+            yield row
+
+    monkeypatch.setattr(sources, "iterate_rows", counted)
+    found = read_dataset(path, user="who", users=2, max_documents=2)
+    assert found == {"ann": {"train": ["ann0", "ann1"]}, "bob": {"train": ["bob0", "bob1"]}}
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "\x1b[31m"])
+def test_a_column_with_a_name_that_cannot_be_one_is_refused(tmp_path: Path, name: str):
+    path = write_jsonl(tmp_path / "odd.jsonl", [{"text": "a", "who": name}, {"text": "b", "who": "ben"}])
+    with pytest.raises(DataError) as raised:
+        read_dataset(path, user="who")
+    assert str(raised.value).startswith(f"{path}: column 'who': ")
+    assert "\n" not in str(raised.value)
+    assert list(read_dataset(path, user="who", users=["ben"])) == ["ben"]
+
+
 def test_users_come_in_the_order_asked_for(tmp_path: Path):
     grouped = read_dataset(write_as(tmp_path, ".jsonl"), user="who", users=["ben", "anna"])
     assert list(grouped) == ["ben", "anna"]
@@ -178,7 +215,7 @@ def test_a_broken_file_is_one_line_and_nothing_else(tmp_path: Path):
     [
         ({"user": "whom"}, "no column 'whom'; found: text, who, part. Did you mean 'who'?"),
         ({"user": "who", "text": "body"}, "no column 'body'; found: text, who, part."),
-        ({"user": "who", "split": "splat"}, "no column 'splat'; found: text, who, part. Did you mean 'part'?"),
+        ({"user": "who", "split": "parts"}, "no column 'parts'; found: text, who, part. Did you mean 'part'?"),
         ({"user": "who", "users": ["anna", "bern"]}, "no user 'bern'; found: anna, ben. Did you mean 'ben'?"),
         ({"user": "who", "users": ["carl"]}, "no user 'carl'; found: anna, ben."),
     ],

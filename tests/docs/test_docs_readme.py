@@ -246,6 +246,18 @@ def test_the_functions_and_tests_of_the_paper_table_exist() -> None:
             assert f"def {test}(" in (REPOSITORY / "tests" / path).read_text(encoding="utf-8"), test
 
 
+def test_every_test_named_anywhere_exists() -> None:
+    """A file, or files by a pattern, below ``tests``, and the function if one is named."""
+    count, named = 0, re.compile(r"`(?:tests/)?([a-z]+/test_[\w*]+\.py)(?:::(\w+))?`")
+    for page in PAGES:
+        for path, test in named.findall(page.read_text(encoding="utf-8")):
+            found = sorted((REPOSITORY / "tests").glob(path))
+            assert found, (page.name, path)
+            assert not test or any(f"def {test}(" in file.read_text(encoding="utf-8") for file in found), (path, test)
+            count += 1
+    assert count > 50
+
+
 def test_names_of_the_library_in_prose_exist() -> None:
     for page in PAGES:
         for name in re.findall(r"`comingle\.([\w.]+)`", page.read_text(encoding="utf-8")):

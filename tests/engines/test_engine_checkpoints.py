@@ -21,17 +21,20 @@ from comingle.engines.checkpoints import (
     read_progress,
     save_checkpoint,
 )
+from comingle.engines.checksums import seal
 from comingle.engines.simulation import Simulation
 from comingle.engines.state import State
 from comingle.errors import RunError
 
 CPU = torch.device("cpu")
+FILES = ["SHA256SUMS", "checkpoint.json", "state.safetensors"]
 
 
 def progress(number: int) -> Progress:
     return Progress(
         round=number,
         fingerprint="abc",
+        trainers=["ann", "bob", "cem"],
         events_bytes=17,
         train_seconds=1.5,
         wall_seconds=2.25,
@@ -77,7 +80,7 @@ def test_a_round_trip_changes_nothing(folder: Path, sim: Simulation) -> None:
         assert getattr(found, name).dtype == tensor.dtype
     assert read_progress(folder) == progress(3)
     assert folder.name == "round-0003"
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint.json", "state.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == FILES
 
 
 def test_tensors_keep_their_names(folder: Path, sim: Simulation) -> None:
@@ -100,13 +103,14 @@ def test_a_draft_that_a_process_of_the_same_number_left_is_no_obstacle(sim: Simu
     (draft / "left").write_text("over")
     folder = save_checkpoint(tmp_path, sim.model.layout, sim.state, progress(3))
     assert torch.equal(load(folder, sim).rows, sim.state.rows)
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint.json", "state.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == FILES
 
 
 @pytest.mark.parametrize("keep", [0, 7, 100, 10_000])
 def test_a_truncated_checkpoint(folder: Path, sim: Simulation, keep: int) -> None:
     path = folder / "state.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
+    seal(folder)
     assert "truncated or not safetensors" in refused(folder, sim)
 
 
@@ -124,6 +128,7 @@ def test_a_checkpoint_is_never_executed(folder: Path, sim: Simulation, tmp_path:
     pickle.loads(content)
     (tmp_path / "executed").unlink()  # it works, and it is not what happens here
     (folder / "state.safetensors").write_bytes(content)
+    seal(folder)
     refused(folder, sim)
     assert not (tmp_path / "executed").exists()
 
@@ -133,7 +138,7 @@ def rename(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def widen(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["user/layers.1.mlp.up.b"] = tensors["user/layers.1.mlp.up.b"].double()
+    tensors["iterations"] = tensors["iterations"].double()
 
 
 def cut(tensors: dict[str, torch.Tensor]) -> None:
@@ -152,10 +157,7 @@ def add(tensors: dict[str, torch.Tensor]) -> None:
     ("damage", "said"),
     [
         (rename, "tensor 'user/layers.0.mlp.op.a': got ((3, 3, 2, 32), torch.float32), this recipe has nothing"),
-        (
-            widen,
-            "tensor 'user/layers.1.mlp.up.b': got ((3, 3, 2, 88), torch.float64), this recipe has ((3, 3, 2, 88), ",
-        ),
+        (widen, "tensor 'iterations': got ((3,), torch.float64), this recipe has ((3,), torch.int64)"),
         (cut, "tensor 'user/layers.1.mlp.up.b': got ((3, 2, 2, 88), torch.float32), this recipe has ((3, 3, 2, 88), "),
         (drop, "tensor 'iterations': got nothing, this recipe has ((3,), torch.int64)"),
         (add, "tensor 'zeta': got ((1,), torch.float32), this recipe has nothing"),
@@ -169,6 +171,7 @@ def test_a_foreign_checkpoint(
     tensors = load_file(path)
     damage(tensors)
     save_file(tensors, path)
+    seal(folder)
     message = refused(folder, sim)
     assert "foreign checkpoint" in message
     assert said in message
@@ -182,23 +185,27 @@ def test_a_checkpoint_of_another_federation(folder: Path, sim: Simulation, feder
 
 
 @pytest.mark.parametrize(
-    "content", [None, "", "{", "[]", "{}", '{"round": 3}', '{"round": 3, "colour": "red"}', "\x00"], ids=repr
+    "content", ["", "{", "[]", "{}", '{"round": 3}', '{"round": 3, "colour": "red"}', "\x00"], ids=repr
 )
-def test_a_checkpoint_without_a_word_of_what_it_is(folder: Path, content: str | None) -> None:
-    path = folder / "checkpoint.json"
-    path.unlink() if content is None else path.write_text(content)
+def test_a_checkpoint_without_a_word_of_what_it_is(folder: Path, content: str) -> None:
+    (folder / "checkpoint.json").write_text(content)
+    seal(folder)
     with pytest.raises(RunError) as caught:
         read_progress(folder)
     message = str(caught.value)
     assert "\n" not in message
     assert f"{folder}: not a checkpoint of comingle" in message
-    assert "delete it to resume from an older one" in message
+    assert f"no older one is whole: `rm -r {folder}`, then `comingle run --resume" in message
 
 
-@pytest.mark.parametrize(("key", "value"), [("round", '"two"'), ("events_bytes", "1.5"), ("wall_seconds", "null")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("round", '"two"'), ("events_bytes", "1.5"), ("wall_seconds", "null"), ("trainers", '["ann", 1]')],
+)
 def test_what_a_checkpoint_says_is_of_the_right_kind(folder: Path, key: str, value: str) -> None:
     path = folder / "checkpoint.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), key: json.loads(value)}))
+    seal(folder)
     with pytest.raises(RunError, match=f"{folder}: not a checkpoint of comingle [(]{key} is "):
         read_progress(folder)
 
@@ -225,6 +232,7 @@ def test_old_checkpoints_and_drafts_are_pruned(tmp_path: Path) -> None:
 def test_progress_is_plain_json(folder: Path) -> None:
     found = json.loads((folder / "checkpoint.json").read_text())
     assert found == {
-        "round": 3, "fingerprint": "abc", "events_bytes": 17, "train_seconds": 1.5, "wall_seconds": 2.25, "tokens": 300,
+        "round": 3, "fingerprint": "abc", "trainers": ["ann", "bob", "cem"],
+        "events_bytes": 17, "train_seconds": 1.5, "wall_seconds": 2.25, "tokens": 300,
         "upload_bytes": 21, "download_bytes": 27, "user_rounds": 9,
     }  # fmt: skip

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from comingle import experiment
 from comingle.engines.checkpoints import list_checkpoints
+from comingle.engines.checksums import seal
 from comingle.errors import RunError
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import read_events
@@ -90,7 +91,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(recipe: Path, whole: Pa
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert kept == ["round-0003", "round-0004"]
-    assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == [".lock"]
 
 
 def test_a_finished_run_resumes_to_itself(recipe: Path, whole: Path, stage: Path) -> None:
@@ -139,7 +140,7 @@ def test_a_truncated_checkpoint_is_named_and_can_be_left_out(recipe: Path, whole
     newest = stopped / "checkpoints" / "round-0003"
     content = (newest / "state.safetensors").read_bytes()
     (newest / "state.safetensors").write_bytes(content[:-1])
-    assert f"delete {newest} to use an older one" in refused(recipe, stopped)
+    assert f"round-0002 is whole: `rm -r {newest}`, then" in refused(recipe, stopped)
     shutil.rmtree(newest)
     experiment.run(recipe, out=stopped, resume=True)  # round-0002 is a copy of round 3 here
     assert final(stopped) == final(whole)
@@ -148,6 +149,7 @@ def test_a_truncated_checkpoint_is_named_and_can_be_left_out(recipe: Path, whole
 def test_a_checkpoint_of_another_recipe_is_refused(recipe: Path, stopped: Path) -> None:
     path = stopped / "checkpoints" / "round-0003" / "checkpoint.json"
     path.write_text(path.read_text().replace('"fingerprint": "', '"fingerprint": "0'))
+    seal(path.parent)
     assert "round-0003: belongs to another recipe (0" in refused(recipe, stopped)
 
 

@@ -17,7 +17,7 @@ from comingle.engines.rounds import mean_measure, run_rounds
 from comingle.engines.simulation import Simulation
 from comingle.errors import ComingleError, DivergenceError
 from comingle.folders import open_folder
-from comingle.materials import prepare
+from comingle.materials import describe, prepare
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import read_events
 
@@ -152,10 +152,11 @@ def recipe(recipe_file: Path) -> Recipe:
 
 def stopped(recipe: Recipe, folder: Path, spoil: Callable[[Simulation, dict[str, Any]], None] | None = None) -> str:
     """The one line with which a run stops; ``spoil`` may touch the simulation at every event."""
-    open_folder(folder, recipe, resume=False, force=False)
-    sim = experiment.build(recipe, prepare(recipe))
+    materials = prepare(recipe)
+    sim = experiment.build(recipe, materials)
+    inputs = describe(materials, recipe)
     observers = [lambda event: spoil(sim, event)] if spoil else []
-    with pytest.raises(DivergenceError) as caught:
+    with open_folder(folder, recipe, inputs, resume=False, force=False), pytest.raises(DivergenceError) as caught:
         experiment.execute(sim, recipe, folder, observers=observers)
     assert isinstance(caught.value, ComingleError)
     assert "\n" not in str(caught.value)
@@ -165,8 +166,9 @@ def stopped(recipe: Recipe, folder: Path, spoil: Callable[[Simulation, dict[str,
 
 def test_a_rate_beyond_reason_is_named_with_user_and_round(recipe: Recipe, tmp_path: Path) -> None:
     message = stopped(recipe.with_changes({"training.experts.learning_rate": 1e30}), tmp_path / "run")
-    assert message.startswith("user 'ann': training loss is nan in round 1, local step 2; the last checkpoint is kept")
+    assert message.startswith("user 'ann': training loss is nan in round 1, local step 2; ")
     assert "training.experts.learning_rate" in message
+    assert "checkpoint" not in message
     assert list_checkpoints(tmp_path / "run") == []
 
 
@@ -176,7 +178,8 @@ def test_the_last_good_checkpoint_is_kept_and_can_be_gone_on_with(recipe: Recipe
             sim.state.rows[1] = math.nan
 
     message = stopped(recipe, tmp_path / "run", spoil)
-    assert message.startswith("user 'bob': training loss is nan in round 3, local step 2")
+    assert message.startswith("user 'bob': training loss is nan in round 3, local step 2; ")
+    assert message.endswith("; the last checkpoint is kept, round-0002")
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["round-0001", "round-0002"]
     resumed = experiment.run(recipe, out=tmp_path / "run", resume=True)
     whole = experiment.run(recipe)

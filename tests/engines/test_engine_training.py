@@ -14,37 +14,53 @@ from comingle.experiment import training_settings
 from comingle.recipes import parse_recipe
 
 CPU = torch.device("cpu")
+NAMES = [f"user {i}" for i in range(10)]
 
 
 def test_everybody_takes_part_by_default() -> None:
-    assert [participants(Training(), number, 4) for number in range(3)] == [[0, 1, 2, 3]] * 3
+    assert [participants(Training(), number, NAMES[:4]) for number in range(3)] == [[0, 1, 2, 3]] * 3
 
 
 @pytest.mark.parametrize(
     ("fraction", "users", "count"), [(0.5, 4, 2), (0.5, 5, 3), (0.7, 10, 7), (0.01, 3, 1), (1, 3, 3)]
 )
 def test_a_fraction_is_rounded_up(fraction: float, users: int, count: int) -> None:
-    drawn = [participants(Training(participation=fraction), number, users) for number in range(20)]
+    drawn = [participants(Training(participation=fraction), number, NAMES[:users]) for number in range(20)]
     assert all(len(members) == count and members == sorted(set(members)) for members in drawn)
     assert {user for members in drawn for user in members} == set(range(users))
 
 
 def test_a_draw_depends_on_seed_and_round_alone() -> None:
     half, other = Training(participation=0.5), Training(participation=0.5, seed=1)
-    drawn = [participants(half, number, 8) for number in range(10)]
-    assert [participants(half, number, 8) for number in reversed(range(10))] == drawn[::-1]
+    drawn = [participants(half, number, NAMES[:8]) for number in range(10)]
+    assert [participants(half, number, NAMES[:8]) for number in reversed(range(10))] == drawn[::-1]
     assert len({tuple(members) for members in drawn}) > 1
-    assert [participants(other, number, 8) for number in range(10)] != drawn
+    assert [participants(other, number, NAMES[:8]) for number in range(10)] != drawn
+
+
+def test_a_draw_is_of_names_whatever_their_order() -> None:
+    training = Training(participation=0.5)
+    for number in range(10):
+        drawn = {NAMES[i] for i in participants(training, number, NAMES)}
+        again = {NAMES[::-1][i] for i in participants(training, number, NAMES[::-1])}
+        assert again == drawn
+
+
+def test_everybody_is_drawn_equally_often() -> None:
+    training = Training(participation=0.3)
+    drawn = [user for number in range(2000) for user in participants(training, number, NAMES)]
+    counts = torch.tensor(drawn).bincount(minlength=len(NAMES))
+    assert (counts - 600).abs().max() < 4 * (2000 * 0.3 * 0.7) ** 0.5
 
 
 def test_a_list_names_the_users_of_each_round_and_repeats() -> None:
     training = Training(participation=((2, 0), (1,)))
-    assert [participants(training, number, 3) for number in range(4)] == [[0, 2], [1], [0, 2], [1]]
+    assert [participants(training, number, NAMES[:3]) for number in range(4)] == [[0, 2], [1], [0, 2], [1]]
 
 
 def test_a_list_with_a_number_too_high_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"training.participation: user 3; allowed: 0 to 2"):
-        participants(Training(participation=((3,),)), 0, 3)
+        participants(Training(participation=((3,),)), 0, NAMES[:3])
 
 
 def test_names_in_a_recipe_become_numbers() -> None:

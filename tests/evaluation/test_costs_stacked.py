@@ -94,6 +94,9 @@ def agrees(cost: UserCost, sim: Simulation, user: int = 0) -> None:
     found = counted(lambda: sim.local_round([user], 0)) if sim.method.phases else 0
     if sim.method.picks:
         found += counted(lambda: sim.assess(soup_of(sim.state.server), sim.state.rows)) / len(sim.trainers)
+    if sim.method.reroute is not None:  # behind the exchange, which everybody receives
+        reroute = sim.method.reroute
+        found += counted(lambda: sim._reroute(reroute)) / len(sim.trainers)
     assert cost.round.total == pytest.approx(found, rel=1e-9)
 
 

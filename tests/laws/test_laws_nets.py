@@ -10,6 +10,7 @@ from torch import Tensor
 
 from comingle.data.samples import Samples
 from comingle.engines.exchange import build_uploads
+from comingle.engines.mixing import mixtures
 from comingle.engines.simulation import Simulation
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
@@ -64,7 +65,7 @@ def test_only_what_is_shared_leaves(federate_nets: Any, netted: dict[str, Any]) 
     assert set(uploads) == sent
     clusters = sim.mixture.clusters if sim.method.report else 0
     entries = sum(t[0].numel() for t in uploads.values())
-    said = clusters + bool(sim.method.picks)  # which model it took
+    said = clusters + bool(sim.method.picks) + 1  # which model it took, and how many samples it trains on
     assert sim.upload_bytes() == [4 * (entries + said) * bool(uploads)] * 4 or not uploads
 
 
@@ -119,3 +120,10 @@ def test_absent_users_train_nothing(federate_nets: Any, name: str) -> None:
     local = ~sim.model.layout.mask(sim.method.shared)
     sim.exchange([0, 3])
     assert torch.equal(sim.state.rows[1:3, local], before[1:3, local])
+
+
+def test_evaluations_say_what_is_mixed(federate_nets: Any, netted: dict[str, Any]) -> None:
+    event = mixtures(federate_nets(netted))
+    models = netted["name"].startswith(("ensemble", "fedmerge", "ifca", "fedem"))
+    mixes = models or netted["name"].startswith("floral")
+    assert event.get("component") == ({True: "model", False: "adaptor set"}[models] if mixes else None)

@@ -158,3 +158,18 @@ def test_a_method_shares_only_what_it_trains(federate: Any, method: dict[str, An
     trained, shared = (sim.model.layout.mask(roles) for roles in (sim.method.trained, sim.method.shared))
     assert not (shared & ~trained).any()
     assert not (shared & sim.model.layout.mask({SPECIALIST, ROUTER})).any()
+
+
+@pytest.mark.parametrize("name", ["fedavg", "floral", "ifca", "pcl", "local"])
+def test_what_is_said_beside_the_tensors_is_counted(federate: Any, name: str) -> None:
+    """Where means are weighted a user says how much it has; mixtures and choices are sent, and not received."""
+    by_count, uniform = (federate(name, changes={"training.weighting": w}) for w in ("tokens", "uniform"))
+    uploads = build_uploads(uniform.method, uniform.model.layout, uniform.state.rows)
+    tensors = sum(t[0].numel() for t in uploads.values()) * 4
+    said = {"fedavg": 0, "floral": 4 * 4, "ifca": 4, "pcl": 0, "local": 0}[name]
+    counts = 4 if name in ("fedavg", "floral", "ifca") else 0
+    assert uniform.upload_bytes() == [tensors + said] * 3
+    assert by_count.upload_bytes() == [tensors + said + counts] * 3
+    models = {"ifca": 5, "pcl": 1, "floral": 1, "fedavg": 1, "local": 1}[name]
+    for sim in (uniform, by_count):  # with two members PCL's each receive one model
+        assert sim.exchanged_bytes([0, 2])[1] == 2 * models * tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -242,6 +243,35 @@ def test_a_user_who_leaves_the_real_numbers_is_left_out(
     assert bool(sim.state.rows.isfinite().all())
     assert torch.equal(sim.state.rows, absent.state.rows)
     assert all(torch.equal(t, absent.state.server[key]) for key, t in sim.state.server.items())
+
+
+def test_what_breaks_in_the_last_step_is_seen_in_the_rows(federate_nets: Any) -> None:
+    """The losses of such a round are all finite: a step of infinite length is its last thing."""
+    changes = {"data.task.name": "linear", "training.batch_size": 64}  # one step a round
+    sim = federate_nets({"name": "fedmerge", "models": MODELS}, changes=changes)
+    bank = sim.feed.banks["train"]
+    bank.inputs[int(bank.starts[1])] = 1e15  # its loss and its gradient are numbers still
+    sim.training = replace(sim.training, experts=replace(sim.training.experts, learning_rate=1e300))
+    before = sim.state.rows[1].clone()
+    found = sim.local_round(EVERYONE, 0)
+    assert found.rejected[1] == "not all tensors are finite after round 1"
+    assert torch.equal(sim.state.rows[1], before)
+    assert bool(sim.state.rows[1].isfinite().all())
+
+
+def test_who_is_left_out_loses_the_moments_of_the_round(federate_nets: Any) -> None:
+    """Else they would be NaN, or push a user on who stands where it began."""
+    adam = {"training.experts.name": "adamw", "training.experts.learning_rate": 0.05}
+    sim = broken(federate_nets, [], 0.0, **adam)
+    sim.local_round(EVERYONE, 0)
+    for kept in (sim.state.first, sim.state.second):
+        assert bool((kept[EVERYONE] != 0).any(1).all())
+    bank = sim.feed.banks["train"]
+    bank.inputs[int(bank.starts[1])] = float("nan")
+    assert set(sim.local_round(EVERYONE, 1).rejected) == {1}
+    for kept in (sim.state.first, sim.state.second):
+        assert not kept[1].any()
+        assert bool((kept[[0, 2, 3]] != 0).any(1).all())
 
 
 def test_a_round_without_anybody_ends_the_run(federate_nets: Any) -> None:

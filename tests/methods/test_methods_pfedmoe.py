@@ -85,7 +85,7 @@ def test_an_extractor_travels_and_the_gate_is_small(federate_nets: Any) -> None:
     sim, plain = federate_nets(METHOD), federate_nets("fedavg")
     shared, own, head, gate = (sum(p.numel() for p in part.parameters()) for part in pair_of(sim, 0))
     statistics = 2 * 20  # mean and variance of the norm
-    assert sim.upload_bytes()[0] == 4 * (shared + statistics)
+    assert sim.upload_bytes()[0] == 4 * (shared + statistics + 1)  # and how many samples it trains on
     assert shared == own == plain.trainable_parameters()[0] - head
     assert sim.trainable_parameters()[0] == shared + own + head + gate
     assert gate == 2 * (10 + 1) < shared

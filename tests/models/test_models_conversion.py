@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from comingle.errors import BaseModelError
-from comingle.models import conversion
+from comingle.models import conversion, folders
 from comingle.models.byte_tokenizer import byte_tokenizer
 from comingle.models.conversion import convert_gguf
 from comingle.models.language import Base, lm_head, load_base
@@ -166,3 +166,14 @@ def test_a_cache_that_cannot_be_written(file: Path, tmp_path: Path, monkeypatch:
     (tmp_path / "occupied").write_text("a file")
     monkeypatch.setenv("COMINGLE_CACHE", str(tmp_path / "occupied"))
     refused(file, "cannot write the conversion to .*; free space there or set COMINGLE_CACHE")
+
+
+def test_a_file_larger_than_memory_is_refused_before_it_is_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors become float32, and stand beside the model that they are copied into."""
+    numbers = sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(file).tensors)
+    monkeypatch.setattr(folders, "free_bytes", lambda device: 8 * numbers - 1)
+    with pytest.raises(BaseModelError, match=r"converted, its weights need 0\.000 GB .* or its folder") as caught:
+        convert_gguf(file)
+    assert str(file) in str(caught.value)
+    monkeypatch.setattr(folders, "free_bytes", lambda device: 8 * numbers)
+    assert convert_gguf(file).is_dir()

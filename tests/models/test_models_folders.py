@@ -10,7 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from comingle.errors import BaseModelError
+from comingle.models import folders
+from comingle.models.folders import read_folder
 from comingle.models.language import lm_head, load_base
+from comingle.models.skeleton import load_skeleton
 
 
 def refused(folder: Path, match: str) -> None:
@@ -36,7 +39,7 @@ def test_a_saved_model_comes_back(saved: Path) -> None:
     lm_head(base)
 
 
-def test_sharded_weights(saved: Path) -> None:
+def cut_in_two(saved: Path) -> None:
     tensors = load_file(saved / "model.safetensors")
     (saved / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -45,6 +48,10 @@ def test_sharded_weights(saved: Path) -> None:
         save_file({name: tensors[name] for name in part}, saved / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {name: file for file, part in parts.items() for name in part}}
     (saved / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_sharded_weights(saved: Path) -> None:
+    cut_in_two(saved)
     lm_head(load_base(str(saved), dtype="float32", device="cpu"))
     (saved / "b.safetensors").unlink()
     refused(saved, "b.safetensors is named in model.safetensors.index.json but missing")
@@ -142,3 +149,64 @@ def test_home_is_expanded(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree(saved)
     with pytest.raises(BaseModelError, match="'~/saved': no such file or folder"):
         load_base("~/saved")
+
+
+# ---------------------------------------------------------------- foreign settings, damaged numbers, too little memory
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation", "_experts_implementation"])
+@pytest.mark.parametrize("attention", [None, "eager"])
+def test_a_foreign_config_chooses_no_kernel(saved: Path, key: str, attention: str | None) -> None:
+    """A name such as owner/kernel would be fetched from the hub and run."""
+    edit_config(saved, **{key: "owner/kernel"})
+    model, _ = read_folder(saved, dtype=torch.float32, device=torch.device("cpu"), attention=attention)
+    assert model.config._attn_implementation == attention or model.config._attn_implementation == "sdpa"
+    assert model.config._experts_implementation in (None, "eager")
+    bare = load_skeleton(str(saved), device="cpu", attention=attention or "auto")
+    assert bare.model.config._attn_implementation in ("eager", "sdpa")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_weights_that_are_not_finite_are_named(saved: Path, value: float, name: str) -> None:
+    tensors = load_file(saved / "model.safetensors")
+    tensors[name].view(-1)[3] = value
+    save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(BaseModelError, match=f"{name} holds numbers that are not finite") as caught:
+            load_base(str(saved), dtype=dtype, device="cpu")
+        assert "\n" not in str(caught.value)
+
+
+def test_logits_that_are_not_finite_are_named_as_such(saved: Path) -> None:
+    tensors = load_file(saved / "model.safetensors")
+    tensors["lm_head.weight"].fill_(3e38)
+    save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
+    base = load_base(str(saved), dtype="float32", device="cpu")
+    with pytest.raises(BaseModelError, match="its logits are not finite") as caught:
+        lm_head(base)
+    assert "nan" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float64", 8)])
+def test_weights_larger_than_memory_are_refused_before_they_are_loaded(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, size: int
+) -> None:
+    """The dtype asked for counts, not the file's."""
+    needed = size * sum(t.numel() for t in load_file(saved / "model.safetensors").values())
+    monkeypatch.setattr(folders, "free_bytes", lambda device: needed)
+    load_base(str(saved), dtype=dtype, device="cpu")
+    monkeypatch.setattr(folders, "free_bytes", lambda device: needed - 1)
+    monkeypatch.setattr(folders, "_load_model", lambda *_, **__: pytest.fail("loaded"))
+    message = rf"its weights need 0\.000 GB of memory in {dtype}, and 0\.000 GB are free on cpu; take a smaller base"
+    with pytest.raises(BaseModelError, match=message) as caught:
+        load_base(str(saved), dtype=dtype, device="cpu")
+    assert str(saved) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_all_shards_count(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = sum(t.numel() for t in load_file(saved / "model.safetensors").values()) * 4
+    cut_in_two(saved)
+    monkeypatch.setattr(folders, "free_bytes", lambda device: whole - 1)
+    refused(saved, "its weights need")

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from comingle.errors import RecipeError
+from comingle.methods import make
 from comingle.recipes import load_recipe, parse_recipe
 
 USERS = {"users": {"ann": {"path": "a.txt"}}}
@@ -58,6 +59,13 @@ def test_an_unknown_key_at_every_level_gets_the_nearest_known_one(key: str, near
     assert nearest in message.partition("Allowed: ")[2].split(", ")
 
 
+@pytest.mark.parametrize("name", ["fedprox", "fedadam", "fedopt", "scaffold"])
+def test_a_method_that_is_not_here_is_not_taken_for_another(name: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        make(name)
+    assert str(caught.value).startswith(f"method: no method {name!r}. Allowed: pretrained, ")
+
+
 def test_an_unknown_key_that_is_near_nothing_gets_the_list() -> None:
     message = problem(content("xyz", 1))
     assert message.startswith("unknown key 'xyz'. Allowed: base, method, seed, data, adapters, floral, training, ")
@@ -82,7 +90,9 @@ def test_an_unknown_key_that_is_near_nothing_gets_the_list() -> None:
         ("training", 3, "training: Input should be a mapping; got 3"),
         ("adapters.rank", -8, "adapters.rank: Input should be greater than or equal to 1; got -8"),
         ("adapters.mix", "both", "adapters.mix: Input should be 'output' or 'linear'; got 'both'"),
-        ("method", 3, "method: Input should be a mapping; got 3"),
+        ("method", 3, "method: give a name, or a mapping with name; got 3"),
+        ("adapters.rank", "x", "adapters.rank: give a whole number from 1, or a list with one for each user; got 'x'"),
+        ("data.max_train_tokens", "many", "data.max_train_tokens: give a whole number from 1, or a mapping of names"),
         ("method.settings", 3, "method.settings: Input should be a mapping; got 3"),
         ("seed", -1, "seed: Input should be greater than or equal to 0; got -1"),
         ("base", None, "base: Input should be a valid string; got None"),
@@ -102,8 +112,17 @@ def test_a_wrong_value_is_named_with_what_was_got(key: str, value: Any, said: st
         ({"users": {"ann": "a"}, "dataset": {"path": "x", "user": "who"}}, "data: give one of users, dataset, task"),
         ({"task": "linear", "questions": "xnli"}, "data: give one of users, dataset, task and questions"),
         ({"users": {}}, "data: zero users; name at least one, as `users: {alice: path/to/text}`"),
-        ({"users": ["ann"]}, "data.users: Input should be a mapping"),
-        ({"users": {"ann": None}}, "data.users.ann: Input should be a mapping; got None"),
+        ({"users": ["ann"]}, "data.users: give a mapping of names to texts, as {alice: path/to/text}; got a list"),
+        ({"users": {"ann": None}}, "data.users.ann: give a path, or a mapping with path, or with train and test (and "),
+        ({"users": {"a.b": [1]}}, "data.users.a.b: give a path, or a mapping with path, or with train and test (and "),
+        ({"task": 3}, "data.task: give a name, or a mapping with name; got 3"),
+        ({"questions": ["x"]}, "data.questions: give a name, or a mapping with name; got a list"),
+        ({"dataset": {"path": 3, "user": "x"}}, "data.dataset.path: give a path or a hub name, or a list of them; "),
+        (
+            {"dataset": {"path": "a", "user": "x", "users": "y"}},
+            "data.dataset.users: give a list of names, or how many",
+        ),
+        ({"dataset": {"path": "a", "user": "x", "users": 0}}, "data.dataset.users: give a list of names, or how many"),
         ({"users": {"ann": ""}}, "data.users.ann.path: String should have at least 1 character; got ''"),
         ({"users": {"ann": {}}}, "data.users.ann: give either path alone, or train and test"),
         ({"users": {"ann": {"path": "a", "train": "b", "test": "c"}}}, "data.users.ann: give either path alone, or "),

@@ -124,11 +124,11 @@ def test_a_setting_of_the_method_can_be_changed_alone_or_with_the_method(recipe_
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("training.round", 3, "--set: unknown key 'training.round'. Did you mean 'rounds'?"),
-        ("trainin.rounds", 3, "--set: unknown key 'trainin'. Did you mean 'training'?"),
-        ("training.rounds", "x", "--set: training.rounds: Input should be a valid integer; got 'x'"),
-        ("training.rounds.x", 3, "--set: training.rounds: Input should be a valid integer"),
-        ("", 3, "--set: unknown key ''"),
+        ("training.round", 3, "recipe: unknown key 'training.round'. Did you mean 'rounds'?"),
+        ("trainin.rounds", 3, "recipe: unknown key 'trainin'. Did you mean 'training'?"),
+        ("training.rounds", "x", "recipe: training.rounds: Input should be a valid integer; got 'x'"),
+        ("training.rounds.x", 3, "recipe: training.rounds: Input should be a valid integer"),
+        ("", 3, "recipe: unknown key ''"),
     ],
 )
 def test_a_wrong_change_is_one_line(recipe_file: Path, key: str, value: Any, said: str) -> None:

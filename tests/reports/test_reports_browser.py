@@ -1,10 +1,11 @@
-"""The page in headless Chromium, from disk: it works with mouse and keyboard, in light and in dark, without an error.
+"""The page in headless Chromium, from disk: with mouse and keyboard, light and dark, on a phone, without an error.
 
 Needs Debian's packages chromium and chromium-driver, and selenium (extra ``dev``).
 """
 
 from __future__ import annotations
 
+import csv
 import re
 import shutil
 from collections.abc import Iterator
@@ -35,8 +36,10 @@ def gates(seed: int) -> np.ndarray:
     return found.astype(np.float16)
 
 
-@pytest.fixture
-def page(write_run: Any, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def page(run_writer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("browser")
+    write_run = run_writer(folder)
     curve = {0: dict.fromkeys(USERS, 9.0), 2: dict.fromkeys(USERS, 5.0)}
     experts = {key: ["generalist", "specialist"] for key in USERS}
     scores = {2: {key: [[0.3, 0.7], [0.4, 0.6]] for key in USERS}}
@@ -60,7 +63,7 @@ def page(write_run: Any, tmp_path: Path) -> Path:
         )
         for label in ("comigs", "pfedmoe")
     ]
-    path = tmp_path / "a page.html"
+    path = folder / "a page.html"
     path.write_text(render_page(entries, views), encoding="utf-8")
     return path
 
@@ -76,6 +79,8 @@ def browser() -> Iterator[Any]:
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1300,1000"):
+        options.add_argument(argument)
+    for argument in ("--disable-gpu", "--disable-background-networking"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
@@ -195,7 +200,7 @@ def test_another_run_can_be_chosen_and_curves_switched(opened: Any) -> None:
 def test_weights_are_painted_over_the_page(opened: Any, tmp_path: Path) -> None:
     """The heat map is an image inside the page: solid where a weight is 1, the page's own colour where it is 0."""
     browser, theme = opened
-    drawing = browser.find_element("css selector", "#mixtures figure svg")
+    drawing = browser.find_element("css selector", "#mixtures figure .frame svg")
     browser.execute_script("arguments[0].scrollIntoView()", drawing)
     (tmp_path / "heat.png").write_bytes(drawing.screenshot_as_png)
     pixels = (255 * imread(tmp_path / "heat.png")[..., :3]).round().astype(int)
@@ -226,3 +231,95 @@ def test_the_page_itself_never_scrolls_sideways(opened: Any) -> None:
     script = "return [document.documentElement.scrollWidth, innerWidth]"
     width, window = browser.execute_script(script)
     assert width <= window
+
+
+# ---------------------------------------------------------------- on a phone
+
+PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+
+LETTERS = """
+const seen = [...document.querySelectorAll("figure svg text")].filter((one) => one.getClientRects().length);
+return seen.map((one) => {
+  const drawing = one.ownerSVGElement;
+  const scale = drawing.getBoundingClientRect().width / drawing.viewBox.baseVal.width;
+  return parseFloat(getComputedStyle(one).fontSize) * scale;
+});
+"""
+FRAMES = """
+return [...document.querySelectorAll(arguments[0])].filter((one) => one.getClientRects().length).map((one) => {
+  one.scrollLeft = 1e6;
+  const inner = one.firstElementChild.getBoundingClientRect();
+  return [one.scrollWidth, one.clientWidth, one.scrollLeft, inner.right, one.getBoundingClientRect().right];
+});
+"""
+
+
+@pytest.fixture
+def phone(browser: Any, page: Path) -> Iterator[Any]:
+    """The page on a screen 390 pixels wide, with everything unfolded."""
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
+    browser.get(page.as_uri())
+    browser.execute_script("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    yield browser
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert browser.get_log("browser") == []
+
+
+def test_a_phone_shows_the_whole_page_without_scrolling_sideways(phone: Any) -> None:
+    assert phone.execute_script("return [document.documentElement.scrollWidth, innerWidth]") == [390, 390]
+    for which in ("#curves .panels .frame", "#scores .panels .frame", "#ledger .panels .frame", "#users .phone .frame"):
+        lefts = phone.execute_script(
+            "return [...document.querySelectorAll(arguments[0])].map((one) => one.getBoundingClientRect().left)"
+            ".filter((left) => left > 0)",
+            which,
+        )
+        assert lefts, which
+        assert len(set(lefts)) == 1, which  # panels stand below each other
+
+
+def test_letters_of_figures_can_be_read_on_a_phone(phone: Any) -> None:
+    sizes = phone.execute_script(LETTERS)
+    assert len(sizes) > 100
+    assert min(sizes) > 9.9
+
+
+@pytest.mark.parametrize("width", [320, 700, 1300])
+def test_letters_of_figures_can_be_read_on_every_screen(phone: Any, width: int) -> None:
+    phone.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {**PHONE, "width": width})
+    assert phone.execute_script("return document.documentElement.scrollWidth") == width
+    assert min(phone.execute_script(LETTERS)) > 9.9
+
+
+def test_wide_tables_and_figures_scroll_to_their_end_inside_their_frames(phone: Any) -> None:
+    frames = phone.execute_script(FRAMES, ".wide, .frame")
+    wide = [frame for frame in frames if frame[0] > frame[1]]
+    assert len(wide) >= 3  # the ledger, who gained, the mixtures
+    for inside, shown, scrolled, end, edge in wide:
+        assert scrolled == pytest.approx(inside - shown, abs=1)
+        assert end <= edge + 1  # the last column is in sight
+    names = phone.execute_script(
+        "return [...document.querySelectorAll('#ledger tbody th')].map((one) => one.getBoundingClientRect().left)"
+    )
+    assert min(names) >= 0  # and the names of its rows still are
+
+
+def test_the_numbers_of_a_figure_are_a_link_away(browser: Any, page: Path, tmp_path: Path) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    folder = tmp_path / "downloads"
+    browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(folder)})
+    browser.get(page.as_uri())
+    browser.execute_script("document.querySelector('#ledger a.csv').click()")
+    browser.execute_script("document.querySelector('#token-csv').click()")
+    for name in ("bytes.csv", "tokens.csv"):
+        WebDriverWait(browser, 10).until(lambda _, name=name: (folder / name).is_file())
+    (head, *rows) = csv.reader((folder / "bytes.csv").open(encoding="utf-8"))
+    assert head[:2] == ["of", "method"]
+    assert [row[:2] for row in rows][:3] == [["mean", "local"], ["mean", "comigs"], ["mean", "floral"]]
+    (head, *rows) = csv.reader((folder / "tokens.csv").open(encoding="utf-8", newline=""))
+    assert head == ["text", "model", "layer", "token_number", "token", "expert", "probability"]
+    assert len(rows) == 4 * 3 * len(TOKENS) * 2
+    assert rows[:2] == [
+        ["ann", "ann", "0", "0", "Once", "generalist", "0.9"], ["ann", "ann", "0", "0", "Once", "specialist", "0.1"]
+    ]  # fmt: skip
+    assert {row[4] for row in rows} == set(TOKENS)

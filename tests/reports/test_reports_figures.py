@@ -12,9 +12,10 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.patches import Patch
 
-from comingle.reports import figures
-from comingle.reports.canvas import draw, legend_above, svg
-from comingle.reports.colours import expert_class, expert_css, layer_colours, rgb, styles
+from comingle.reports import figures, gains
+from comingle.reports.canvas import SMALLEST, draw, legend_above, short, svg
+from comingle.reports.colours import expert_class, expert_colour, expert_css, rgb, styles
+from comingle.reports.extremes import extremes
 from comingle.reports.runs import read_entries
 from comingle.reports.tokens import Text, TokenView, tokens_figure, visible
 
@@ -53,32 +54,76 @@ def test_a_legend_is_no_wider_than_its_figure(width: float) -> None:
 
 def test_curves_have_a_panel_for_the_mean_and_for_each_user(entries: Any) -> None:
     figure = figures.curves_figure(entries)
-    assert [axis.get_title("left") for axis in figure.axes] == ["mean over users", "ann", "b$b <&"]
-    level, local, fedavg, comigs = figure.axes[1].lines
+    titles = ["mean over users", "geometric mean over users", "ann", "b$b <&"]
+    assert [axis.get_title("left") for axis in figure.axes] == titles
+    assert list(figure.axes[0].lines[1].get_ydata()) == [15, 6.25]
+    assert list(figure.axes[1].lines[1].get_ydata()) == pytest.approx([200**0.5, (32**0.5 + 40**0.5) / 2])
+    level, local, fedavg, comigs = figure.axes[2].lines
     assert list(level.get_ydata()) == [10, 10]
     assert [list(line.get_ydata()) for line in (local, fedavg, comigs)] == [[10, 4.5], [10, 5], [10, 3]]
     assert list(local.get_xdata()) == [0, 20]
-    assert len(figure.axes[1].collections) == 1  # a band where there are two seeds, and only there
+    assert len(figure.axes[2].collections) == 1  # a band where there are two seeds, and only there
     late = figures.curves_figure(entries, start=False)
-    assert [list(line.get_xdata()) for line in late.axes[1].lines] == [[20]] * 3
+    assert [list(line.get_xdata()) for line in late.axes[2].lines] == [[20]] * 3
 
 
-def test_curves_of_many_users_say_how_many_they_leave_out(write_run: Any) -> None:
-    crowd = {f"user{i}": float(i + 1) for i in range(30)}
-    figure = figures.curves_figure(read_entries([write_run("f", "fedavg", {0: crowd, 2: crowd})]))
+def population(write_run: Any, *methods: str) -> Any:
+    """30 users: local's results are 10, another method's are better for low numbers and worse for high ones."""
+    crowd = {f"user{i}": 10.0 for i in range(30)}
+    ends = {name: 10.0 if m == "local" else 10.0 + i - 14.5 for m in methods for i, name in enumerate(crowd)}
+    return read_entries(
+        [write_run(m, m, {0: crowd, 2: crowd if m == "local" else ends}, measure="perplexity") for m in methods]
+    )
+
+
+def test_of_a_population_the_best_and_the_worst_have_curves(write_run: Any) -> None:
+    figure = figures.curves_figure(population(write_run, "local", "comigs"))
     titles = [axis.get_title("left") for axis in figure.axes if axis.axison]
-    assert titles == ["mean over 30 users (24 shown)", *list(crowd)[:24]]
+    best = [f"best {i + 1}: user{i}" for i in range(12)]
+    worst = [f"worst {12 - i}: user{18 + i}" for i in range(12)]
+    assert titles == ["mean over 30 users", "geometric mean over 30 users", *best, *worst]
 
 
-def test_scores_are_drawn_for_every_layer_darker_for_deeper(entries: Any) -> None:
-    ann, bob = figures.scores_figure(entries[-1]).axes
-    assert [list(line.get_ydata())[-1] for line in ann.lines[::2]] == [0.3, 0.4, 0.7, 0.6]
-    assert [to_hex(line.get_color()) for line in ann.lines[:4:2]] == [c.light for c in layer_colours("generalist", 2)]
-    assert bob.get_title("left") == "b$b <&"
-    for name in ("generalist", "generalist 2", "specialist", "specialist 2", "specialist 3", "specialist 4"):
-        for theme in ("light", "dark"):
-            shades = [luminance(getattr(colour, theme)) for colour in layer_colours(name, 12)]
-            assert shades == sorted(shades, reverse=True), name
+def test_the_best_of_a_population_are_known_without_a_baseline(write_run: Any) -> None:
+    (entry,) = population(write_run, "comigs")
+    assert extremes([entry], 3) == {"user0": "best 1: user0", "user1": "best 2: user1", "user29": "worst 1: user29"}
+    assert extremes([entry], 30) == {user: user for user in entry.first.users}
+    crowd = {"ann": 0.9, "bob": None, "cem": 0.5}
+    accuracies = read_entries([write_run("a", "floral", {2: crowd}, measure="accuracy")])
+    assert list(extremes(accuracies, 2)) == ["ann", "bob"]  # whose accuracy is no number is not the best
+
+
+def test_a_population_has_its_distribution_and_its_gains_against_data(write_run: Any) -> None:
+    local, comigs = population(write_run, "local", "comigs")
+    panels = gains.population_panels([local, comigs], local)
+    assert panels is not None
+    distribution, against = panels.figure().axes
+    ends = sorted(10 * (i - 14.5) for i in range(30))
+    assert list(distribution.lines[0].get_xdata())[1:] == pytest.approx(ends)
+    assert list(distribution.lines[0].get_ydata())[-1] == pytest.approx(1)
+    assert list(against.lines[0].get_ydata()) == pytest.approx(ends)
+    assert set(against.lines[0].get_xdata()) == {100}
+    assert against.get_xlabel() == "training tokens of the user"
+    assert panels.sheet[0][2:5] == ["user", "train_tokens", "change"]
+    assert panels.sheet[1][2:5] == ["user0", 100, pytest.approx(-145)]
+    assert len(panels.sheet) == 31
+    bars = gains.users_panels([local, comigs], local)
+    assert bars is not None
+    assert len(bars.sheet) == 31  # with all of them too, whoever has a bar
+
+
+def test_scores_are_heat_maps_of_layers_and_rounds_for_each_user_and_expert(entries: Any) -> None:
+    """No lines on top of each other: every score has a place of its own, whatever the number of layers."""
+    axes = figures.scores_figure(entries[-1]).axes
+    shown = [axis for axis in axes if axis.axison]
+    assert [axis.get_title("left") for axis in shown] == ["ann: generalist", "ann: specialist", "b$b <&: generalist"]
+    assert not any(axis.lines for axis in shown)
+    assert [axis.images[0].get_array().tolist() for axis in shown] == [[[0.3], [0.4]], [[0.7], [0.6]], [[1.0], [1.0]]]
+    for axis, name in zip(shown, ("generalist", "specialist"), strict=False):
+        blank, solid = axis.images[0].cmap([0.0, 1.0])
+        assert to_hex(solid, keep_alpha=True) == expert_colour(name).light + "ff"
+        assert blank[3] == 0
+    assert [label.get_text() for label in shown[-1].get_xticklabels() if label.get_text()] == ["2"]
 
 
 def luminance(colour: str) -> float:
@@ -114,9 +159,26 @@ def test_bars_are_gains_and_harm_is_hatched(entries: Any) -> None:
     figure = figures.users_figure(entries, entries[1])
     assert figure is not None
     bars = {(round(bar.get_width(), 6), bool(bar.get_hatch())) for bar in figure.axes[0].patches}
+    assert {bar.get_alpha() for bar in figure.axes[0].patches} == {1.0}
     # Against local's 4 and 8 at the seed that they share
     assert bars == {(25.0, True), (-25.0, False), (-25.0, False), (-12.5, False)}
     assert figures.users_figure(entries[:2], entries[1]) is None
+
+
+def test_a_level_result_is_pale_and_never_hatched(write_run: Any) -> None:
+    runs = [write_run("l", "local", curve(10, 10)), write_run("c", "comigs", curve(10.01, 9.99))]
+    entries = read_entries(runs)
+    figure = figures.users_figure(entries, entries[0])
+    assert figure is not None
+    assert [(bar.get_alpha(), bar.get_hatch()) for bar in figure.axes[0].patches] == [(gains.PALE, "")] * 2
+
+
+def test_bytes_are_held_against_both_means_of_perplexities(entries: Any) -> None:
+    mean, geometric = figures.bytes_figure(entries).axes
+    assert [axis.get_title("left") for axis in (mean, geometric)] == ["mean over users", "geometric mean over users"]
+    ends = {text.get_text(): text.xy[1] for text in geometric.texts}
+    assert ends["comigs-1g1s"] == pytest.approx(21**0.5)
+    assert {text.get_text(): text.xy[1] for text in mean.texts}["comigs-1g1s"] == 5
 
 
 def test_bytes_are_those_of_all_rounds(entries: Any) -> None:
@@ -168,7 +230,8 @@ def test_accuracies_are_drawn_in_per_cent_and_never_logarithmic(write_run: Any) 
     losses = figures.curves_figure(entries, measure="loss").axes[0]
     assert losses.get_ylabel() == "test loss"
     assert list(losses.lines[0].get_ydata()) == pytest.approx([1.7, 0.3])
-    assert figures.bytes_figure(entries).axes[0].get_ylabel() == "mean test accuracy, %"
+    (axis,) = figures.bytes_figure(entries).axes
+    assert (axis.get_title("left"), axis.get_ylabel()) == ("mean over users", "test accuracy, %")
 
 
 def test_accuracy_bars_to_the_right_are_gains(write_run: Any) -> None:
@@ -178,7 +241,7 @@ def test_accuracy_bars_to_the_right_are_gains(write_run: Any) -> None:
     axis = figure.axes[0]
     assert [(round(bar.get_width(), 6), bool(bar.get_hatch())) for bar in axis.patches] == [(5, False), (-10, True)]
     assert axis.get_xlabel() == (
-        "change of test accuracy against local, percentage points (left: harmed, right: gained)"
+        "change of test accuracy against local, percentage points (left: worse, right: better)"
     )
 
 
@@ -190,10 +253,10 @@ def test_loss_bars_are_multiples_on_a_logarithmic_axis(write_run: Any) -> None:
     assert axis.get_xscale() == "log"
     ends = [(bar.get_x() + bar.get_width(), bool(bar.get_hatch())) for bar in axis.patches]
     assert [end for end, _ in ends] == pytest.approx([1e-4, 4.0])
-    assert [hatched for _, hatched in ends] == [False, True]
+    assert [hatched for _, hatched in ends] == [False, False]  # two seeds that differ so much tell neither
     ((low, _), (high, _)) = axis.collections[0].get_segments()[0]
     assert (low, high) == pytest.approx((1e-4 / 10**2**0.5, 1e-4 * 10**2**0.5))
-    assert axis.get_xlabel() == "test loss as a multiple of that of local (left: gained, right: harmed)"
+    assert axis.get_xlabel() == "test loss as a multiple of that of local (left: better, right: worse)"
 
 
 def test_losses_over_powers_of_ten_keep_their_lines_in_sight(write_run: Any) -> None:
@@ -224,6 +287,29 @@ def test_files_are_png_and_svg_and_the_same_again(entries: Any, tmp_path: Path) 
     before = paths[1].read_bytes()
     figures.save(figures.curves_figure(entries), tmp_path, "curves")
     assert paths[1].read_bytes() == before
+
+
+def test_a_picture_is_never_so_narrow_that_its_letters_are_small(entries: Any) -> None:
+    for figure in (figures.curves_figure(entries), *figures.curves_panels(entries).parts()):
+        root = ET.fromstring(svg(figure, "f", "l", {}))
+        width = float(str(root.get("viewBox")).split()[2])
+        least = float(str(root.get("style")).partition("min-width:")[2].partition("px")[0])
+        assert least * 9 / width >= SMALLEST
+    assert least < 350  # a panel has room on a phone
+
+
+def test_long_names_lose_their_middle() -> None:
+    assert short("abc") == "abc"
+    assert short("a" * 30 + "b" * 30, 11) == "aaaaa…bbbbb"
+
+
+def test_panels_are_the_same_in_one_picture_and_apart(entries: Any) -> None:
+    panels = figures.curves_panels(entries)
+    together, apart = panels.figure().axes, [figure.axes[0] for figure in panels.parts()]
+    for one, other in zip(together, apart, strict=True):
+        assert one.get_title("left") == other.get_title("left")
+        assert [list(a.get_ydata()) for a in one.lines] == [list(a.get_ydata()) for a in other.lines]
+        assert (other.get_xlabel(), other.get_ylabel()) == ("local iterations", "test perplexity")
 
 
 def test_inline_svg_follows_the_theme_and_has_ids_of_its_own(entries: Any) -> None:

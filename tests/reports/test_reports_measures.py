@@ -79,10 +79,10 @@ def test_a_change_that_has_no_number_is_none() -> None:
 
 
 def test_the_ends_of_the_axis_are_where_the_measure_has_them() -> None:
-    assert change_label("perplexity", "local").endswith("against local, % (left: gained, right: harmed)")
-    assert change_label("accuracy", "local").endswith("percentage points (left: harmed, right: gained)")
-    assert change_label("rouge1", "local").endswith("points of 0.01 (left: harmed, right: gained)")
-    assert change_label("loss", "local").endswith("multiple of that of local (left: gained, right: harmed)")
+    assert change_label("perplexity", "local").endswith("against local, % (left: better, right: worse)")
+    assert change_label("accuracy", "local").endswith("percentage points (left: worse, right: better)")
+    assert change_label("rouge1", "local").endswith("points of 0.01 (left: worse, right: better)")
+    assert change_label("loss", "local").endswith("multiple of that of local (left: better, right: worse)")
 
 
 def test_few_bytes_are_counted_one_by_one() -> None:

@@ -167,8 +167,18 @@ def test_without_true_clusters_nothing_is_said_of_recovery(tmp_path: Path) -> No
     assert [label.get_text() for label in panel.get_yticklabels()] == ["ann", "bob", "cem"]
 
 
-@pytest.mark.parametrize("method", ["ensemble", "fedmerge"])
-def test_some_methods_mix_models(tmp_path: Path, method: str) -> None:
+def test_a_run_says_what_its_method_mixes(tmp_path: Path) -> None:
+    folder = hand_made(tmp_path / "run", clusters=None, last=[[0.1, 0.9], [0.6, 0.4], [0.0, 1.0]])
+    path = folder / "events.jsonl"
+    told = path.read_text().replace('"floral"', '"my-own"').replace('"mixtures"', '"component": "model", "mixtures"')
+    path.write_text(told)
+    found = read_mixtures(folder)
+    assert found is not None
+    assert mixtures_figure(found).axes[0].get_xlabel() == "model"
+
+
+@pytest.mark.parametrize("method", ["ensemble", "fedmerge", "ifca", "fedem"])
+def test_older_runs_that_mix_models(tmp_path: Path, method: str) -> None:
     folder = hand_made(tmp_path / "run", clusters=None, last=[[0.1, 0.9], [0.6, 0.4], [0.0, 1.0]])
     path = folder / "events.jsonl"
     path.write_text(path.read_text().replace('"floral"', f'"{method}"'))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import html.parser
 import json
 import re
@@ -11,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from comingle.reports import figures
 from comingle.reports.page import render_page
 from comingle.reports.runs import read_entries
 from comingle.reports.tokens import Text, TokenView, pack_gates
 
 NASTY = "</script><img src=x onerror=alert(1)> & \"'{{ 7*7 }} \u2028"
+CSV = "data:text/csv;charset=utf-8;base64,"
 EXPERTS = {"ann": ["generalist", "specialist"], NASTY: ["generalist", "specialist"]}
 
 
@@ -89,7 +90,7 @@ def parse(page: str) -> Seen:
 
 def test_nothing_is_loaded_and_nobody_can_put_a_tag_into_the_page(page: str) -> None:
     seen = parse(page)
-    assert seen.loads == []
+    assert [link for link in seen.loads if not link.startswith((CSV, "data:image/png;base64,"))] == []
     assert "img" not in seen.tags
     assert seen.tags.count("script") == 2
     assert "{{ 7*7 }}" in page  # a name is no template
@@ -115,7 +116,9 @@ def test_without_a_baseline_the_page_says_what_to_run(entries: Any) -> None:
 
 
 def test_the_best_of_each_column_is_marked(page: str) -> None:
-    assert best_cells(page) == [["8.00 (0.00)", "6.00 (0.00)"], ["3.00 (0.00)", "6.00 (0.00)"]]
+    local, comigs = best_cells(page)
+    assert local == ["8.00 (0.00)", "6.00 (0.00)"]
+    assert comigs == ["3.00 (0.00)", "6.00 (0.00)", "5.20 (0.00)"]  # the geometric mean: 5.20 against 5.66
 
 
 def prose(page: str) -> str:
@@ -175,7 +178,10 @@ def test_a_page_of_accuracies_speaks_of_accuracies(accuracies: str) -> None:
     assert "Task mnist (shift labels) · net mnist · 2 users" in text
     assert "Test accuracy at the last evaluation (per cent, higher is better)" in text
     assert best_cells(page) == [["50.0%", "62.5%"], ["80.0%"]]
-    assert "floral user-0 (+5.0\u00a0points) user-1 (-25.0\u00a0points)".replace("\u00a0", " ") in text
+    assert "geometric" not in text
+    assert "method higher (one seed) level lower (one seed)" in text
+    assert "floral user-0 (+5.0\u00a0points) nobody user-1 (-25.0\u00a0points)".replace("\u00a0", " ") in text
+    assert 'a change below 1 point is called "level"' in text
     assert "in percentage points: more is better" in text
     assert "samples/s" in text
     for word in ("perplexity", "tokens", "token", "Expert scores", "expert", "private"):
@@ -192,7 +198,7 @@ def test_of_accuracies_the_losses_can_be_seen_too(accuracies: str) -> None:
         ("2", False, "loss from the start"),
         ("3", False, f"loss {late}"),
     ]
-    drawings = re.findall(r'<figure data-curves="(\d)"( hidden)?>(.*?)</figure>', accuracies, re.DOTALL)
+    drawings = re.findall(r'<div data-curves="(\d)"( hidden)?>(.*?)</figure>', accuracies, re.DOTALL)
     assert [(value, bool(hidden)) for value, hidden, _ in drawings] == [
         ("0", False), ("1", True), ("2", True), ("3", True)
     ]  # fmt: skip
@@ -204,7 +210,8 @@ def test_a_page_of_losses_says_multiples(losses: str) -> None:
     text = prose(losses)
     assert "Test loss at the last evaluation (lower is better)" in text
     assert best_cells(losses) == [["2", "2"], ["0.002"]]
-    assert "floral user-0 (×0.001) user-1 (×2)" in text
+    assert "floral user-0 (×0.001) nobody user-1 (×2)" in text
+    assert 'a change below a factor of 1.01 is called "level"' in text
     assert "×0.5 is half the loss." in text
     assert "geometric" not in text  # there is one seed
 
@@ -215,7 +222,7 @@ def test_mixtures_are_shown_with_the_index(accuracies: str) -> None:
     assert "user true cluster adaptor set 1 adaptor set 0 user-0 0 0.88 0.12 user-1 1 0.12 0.88" in text
     (heat,) = re.findall(r'<svg role="img" aria-label="weight of each adaptor set.*?</svg>', page, re.DOTALL)
     assert all(f">{word}<" in heat for word in ("cluster 0", "cluster 1", "round 0", "round 2", "ARI 1.00"))
-    loads = parse(page).loads
+    loads = [link for link in parse(page).loads if not link.startswith(CSV)]
     assert len(loads) == 3  # two heat maps and the colours beside them
     assert all(link.startswith("data:image/png;base64,") for link in loads)
 
@@ -246,8 +253,10 @@ def test_given_mixtures_are_no_finding(write_run: Any) -> None:
 def test_of_many_users_the_worst_and_the_best_stand_in_the_table(
     write_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(figures, "MAX_PANELS", 1)
-    monkeypatch.setattr(figures, "MAX_BARS", 3)
+    monkeypatch.setattr("comingle.reports.extremes.MAX_PANELS", 2)
+    monkeypatch.setattr("comingle.reports.figures.MAX_PANELS", 2)
+    monkeypatch.setattr("comingle.reports.page.MAX_PANELS", 2)
+    monkeypatch.setattr("comingle.reports.gains.MAX_BARS", 3)
     ends = {"local": [0.5] * 16, "floral": [1.0, 0.5, *[0.25] * 13, 0.125]}
     page = render_page(net_entries(write_run, "loss", ends))
     text = prose(page)
@@ -255,19 +264,55 @@ def test_of_many_users_the_worst_and_the_best_stand_in_the_table(
     assert "floral 1 · user-0 0.125 · user-15 0.305" in text
     assert best_cells(page) == [["0.5 · user-0"], ["0.125 · user-15", "0.305"]]
     assert "All 16 users as a table user local floral user-0 0.5 1 user-1 0.5 0.5" in text
-    assert "Of 16 users the first 1 have a panel." in text
-    assert "The picture has the 3 users of 16 whose results differ most." in text
+    assert "Of 16 users the 1 best and the 1 worst have a panel: by their change against a baseline" in text
+    assert "Bars of the 2 best and the 1 worst of 16 users" in text
+    assert "All 16 users: the share of them" in text
+    titles = re.findall(r">((?:best|worst) \d: user-\d+)</text>", page[: page.index('id="users"')])
+    assert set(titles) == {"best 1: user-15", "worst 1: user-0"}
     named = ", ".join(f"user-{number} (×0.5)" for number in range(2, 13))
     # Those for whom nothing changes are told with a single seed too.
     assert f"floral 14 users: user-15 (×0.25), {named} and 2 more user-1 (×1) user-0 (×2)" in text
 
 
 def test_the_worst_accuracy_is_the_lowest(write_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "MAX_PANELS", 0)
     monkeypatch.setattr("comingle.reports.page.WIDE", 1)
     page = render_page(net_entries(write_run, "accuracy", {"floral": [0.8, 0.25], "ensemble": [0.75, 0.5]}))
     assert "floral 25.0% · user-1 80.0% · user-0 52.5%" in prose(page)
     assert best_cells(page) == [["80.0% · user-0"], ["50.0% · user-1", "62.5%"]]
+
+
+def sheets(page: str) -> dict[str, list[list[str]]]:
+    """The files behind the links of the page."""
+    links = re.findall(rf'download="([^"]+)\.csv" href="{CSV}([^"]+)"', page)
+    return {name: list(csv.reader(base64.b64decode(data).decode().splitlines())) for name, data in links}
+
+
+def test_every_figure_has_its_numbers(page: str, accuracies: str) -> None:
+    assert page.count("<figure>") == len(sheets(page)) == 5
+    assert sheets(accuracies)["mixtures-floral"][1] == ["0", "0", "user-0", "0", "1", "0.5"]
+    found = sheets(page)
+    assert found["curves-perplexity"][-1][1:] == ["comigs", "20", "9.0", "0.0"]
+    assert ["geometric mean over users", "comigs", "20"] in [row[:3] for row in found["curves-perplexity"]]
+    assert "0" not in {row[2] for row in found["curves-perplexity-late"]}
+    (ann, _) = found["users-against-local"][1:]
+    assert ann == ["comigs", "local", "ann", "100", "-25.0", "0.0", "-25.0", "-25.0", "gained"]
+    assert found["bytes"][0] == ["of", "method", "upload_bytes_in_total", "mean_over_seeds", "std_over_seeds"]
+    assert found["scores-comigs"][1] == ["ann", "generalist", "0", "2", "0.3", "0.0"]
+
+
+def test_a_single_method_is_not_the_best(entries: Any) -> None:
+    page = render_page(entries[:1])
+    assert best_cells(page) == [[]]
+    assert "the best of each column" not in page
+
+
+def test_one_seed_is_neither_gain_nor_harm(write_run: Any) -> None:
+    page = render_page(net_entries(write_run, "perplexity", {"local": [4.0, 8.0], "comigs": [4.004, 9.0]}))
+    text = prose(page)
+    assert "comigs nobody user-0 (+0.1%) user-1 (+12.5%)" in text
+    assert "method lower (one seed) level higher (one seed)" in text
+    assert 'a change below 1% is called "level"' in text
+    assert 'class="harm"' not in page
 
 
 def test_private_text_is_announced_and_given_text_is_not(entries: Any, page: str) -> None:

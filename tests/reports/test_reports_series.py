@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scipy.stats
 
+from comingle.reports.measures import change
 from comingle.reports.runs import Entry, Evaluation, RunRecord, read_entries
 from comingle.reports.series import (
+    Gain,
     Spread,
     baselines,
     compared,
@@ -17,8 +20,10 @@ from comingle.reports.series import (
     expert_curves,
     final,
     gains,
+    interval,
     learning_curve,
     measured,
+    verdicts,
 )
 
 
@@ -51,7 +56,9 @@ def test_gains_are_paired_by_seed_best_first(write_run: Any) -> None:
     local = entry(write_run, "local", (4.0, 8.0), (8.0, 8.0))
     ours = entry(write_run, "comigs", (5.0, 6.0), (10.0, 4.0))
     found = gains(ours, local)
-    assert [(g.user, g.change.mean, g.verdict) for g in found] == [("bob", -37.5, "gained"), ("ann", 25.0, "harmed")]
+    # Of bob -25% and -50% are known: with two seeds the interval reaches from -196% to 121%.
+    assert [(g.user, g.change.mean, g.verdict) for g in found] == [("bob", -37.5, "level"), ("ann", 25.0, "harmed")]
+    assert found[0].interval == pytest.approx((-37.5 - 12.5 * 12.7062, -37.5 + 12.5 * 12.7062))
     assert found[0].change.std == pytest.approx(math.sqrt(2) * 12.5)
     assert [g.text for g in found] == ["-37.5%", "+25.0%"]
     assert found[1].change.std == 0.0  # in both seeds the same quarter, though the perplexities differ
@@ -70,9 +77,10 @@ def scored(method: str, **users: dict[str, float | None]) -> Entry:
 def test_accuracies_differ_by_points_and_more_is_better() -> None:
     ours = scored("floral", ann={"accuracy": 0.9, "loss": 0.2}, bob={"accuracy": 0.4, "loss": 2.0})
     theirs = scored("fedavg", ann={"accuracy": 0.8, "loss": 0.7}, bob={"accuracy": 0.5, "loss": 1.0})
-    assert [(g.user, g.verdict) for g in gains(ours, theirs)] == [("ann", "gained"), ("bob", "harmed")]
+    one_seed = {"ann": "higher (one seed)", "bob": "lower (one seed)"}
+    assert {g.user: g.verdict for g in gains(ours, theirs)} == one_seed
     assert [g.text for g in gains(ours, theirs)] == ["+10.0\u00a0points", "-10.0\u00a0points"]
-    assert [(g.user, g.verdict) for g in gains(theirs, ours)] == [("bob", "gained"), ("ann", "harmed")]
+    assert [g.user for g in gains(theirs, ours)] == ["bob", "ann"]
     assert final(ours) == Spread(mean=(0.9 + 0.4) / 2)
     assert learning_curve(ours, "ann").values == (Spread(mean=0.9),)
     assert learning_curve(ours, measure="loss").values == (Spread(mean=1.1),)
@@ -83,7 +91,7 @@ def test_losses_differ_by_a_factor(write_run: Any) -> None:
     local = entry(write_run, "local", (2.0, 0.5), (2.0, 0.5), measure="loss")
     ours = entry(write_run, "floral", (2e-1, 1.0), (2e-3, 4.0), measure="loss")
     found = gains(ours, local)
-    assert [(g.user, g.text, g.verdict) for g in found] == [("ann", "×0.01", "gained"), ("bob", "×4", "harmed")]
+    assert [(g.user, g.text, g.verdict) for g in found] == [("ann", "×0.01", "level"), ("bob", "×4", "level")]
     assert found[0].change.std == pytest.approx(math.sqrt(2))  # a tenth and a thousandth: one power of ten to each side
     nothing = entry(write_run, "fedavg", (0.0, 1.0), (1.0, 1.0), measure="loss")
     assert [g.user for g in gains(nothing, local)] == ["bob"]
@@ -96,10 +104,58 @@ def test_what_else_was_measured_is_known(write_run: Any) -> None:
     assert measured([entry(write_run, "local", (4.0, 8.0))]) == ["perplexity"]
 
 
-def test_a_difference_within_one_deviation_is_even(write_run: Any) -> None:
-    local = entry(write_run, "local", (10.0, 8.0), (10.0, 8.0))
-    ours = entry(write_run, "comigs", (9.0, 8.0), (10.5, 8.0))
-    assert {g.user: g.verdict for g in gains(ours, local)} == {"ann": "even", "bob": "even"}
+@pytest.mark.parametrize(
+    ("ends", "verdict"),
+    [
+        ([10.01], "level"),
+        ([10.05], "level"),
+        ([9.8], "lower (one seed)"),
+        ([20.0], "higher (one seed)"),
+        ([9.0, 10.5], "level"),
+        ([10.01, 10.02], "level"),
+        ([10.1, 10.1001], "harmed"),
+        ([9.0, 9.1, 9.2], "gained"),
+        ([10.9, 11.0, 11.1], "harmed"),
+        ([9.0, 9.8, 10.0], "level"),
+        ([10.0, 10.0], "level"),
+    ],
+)
+def test_gained_and_harmed_need_seeds_and_an_interval(write_run: Any, ends: list[float], verdict: str) -> None:
+    local = entry(write_run, "local", *[(10.0, 8.0)] * len(ends))
+    ours = entry(write_run, "comigs", *[(end, 8.0) for end in ends])
+    assert {g.user: g.verdict for g in gains(ours, local)} == {"ann": verdict, "bob": "level"}
+
+
+def test_an_interval_is_that_of_a_t_test(write_run: Any) -> None:
+    """The interval of the textbook excludes 0 exactly where scipy's t-test finds p below 5%."""
+    values = [-9.0, -8.0, -3.0, -1.0]
+    found = scipy.stats.ttest_1samp(values, 0).confidence_interval()
+    assert interval(values) == pytest.approx((found.low, found.high))
+    assert interval([3.0]) is None
+
+
+@pytest.mark.parametrize("measure", ["accuracy", "rouge1", "loss", "perplexity"])
+def test_verdicts_go_from_the_best_to_the_worst(measure: str) -> None:
+    better, worse = (0.9, 0.1) if measure in ("accuracy", "rouge1") else (0.1, 0.9)
+    sides = [
+        Gain(user="ann", measure=measure, change=Spread(mean=c))
+        for c in (change(v, 0.5, measure) for v in (better, worse))
+        if c
+    ]
+    assert [gain.verdict for gain in sides] == [verdicts(measure)[1], verdicts(measure)[3]]
+
+
+def test_a_geometric_mean_is_the_exponential_of_the_mean_loss(write_run: Any) -> None:
+    one = entry(write_run, "local", (10.0, 1e6), (10.0, 1e4))
+    found = final(one, geometric=True)
+    assert found is not None
+    assert found.mean == pytest.approx((1e7**0.5 + 1e5**0.5) / 2)
+    assert [v.mean for v in learning_curve(one, geometric=True).values] == pytest.approx([200**0.5, found.mean])
+    assert final(entry(write_run, "fedavg", (None, 8.0)), geometric=True) is None
+
+
+def test_how_much_each_user_trains_on_is_read(write_run: Any) -> None:
+    assert entry(write_run, "local", (4.0, 8.0)).first.amounts == {"ann": 100, "bob": 100}
 
 
 def test_only_shared_seeds_are_compared(write_run: Any) -> None:

@@ -97,13 +97,42 @@ def test_the_markdown_table(folders: list[Path], tmp_path: Path) -> None:
         == (
             "Table: test perplexity of each user (lower is better), mean (std) over seeds 0, 1\n"
             "\n"
-            "| method | ann | bob | mean | trainable | upload / round | seconds |\n"
-            "|---|---|---|---|---|---|---|\n"
-            "| local | 3.00 (1.41) | 5.00 (1.41) | 4.00 (1.41) | 1,234 | 2.50 MB | 15 |\n"
-            "| fedavg | 3.00 (0.00) | 6.00 (1.41) | 4.50 (0.71) | 1,234 | 2.50 MB | 15 |\n"
+            "| method | ann | bob | mean | geometric mean | trainable | upload / round | seconds |\n"
+            "|---|---|---|---|---|---|---|---|\n"
+            "| local | 3.00 (1.41) | 5.00 (1.41) | 4.00 (1.41) | 3.86 (1.46) | 1,234 | 2.50 MB | 15 |\n"
+            "| fedavg | 3.00 (0.00) | 6.00 (1.41) | 4.50 (0.71) | 4.23 (0.50) | 1,234 | 2.50 MB | 15 |\n"
         )
     )
     assert read_comparison(tmp_path) == table == json.loads((tmp_path / "table.json").read_text())
+
+
+def test_a_geometric_mean_is_not_ruled_by_one_user(tmp_path: Path) -> None:
+    """Beside the mean of 10 and 1,000,000 stands the exponential of their mean loss, in every table of perplexities."""
+    folder = run_folder(tmp_path / "run", scores={"ann": 10.0, "vie": 1e6})
+    (row,) = compare_runs([folder])["methods"]
+    assert row["mean_test_perplexity"]["mean"] == 500_005
+    assert row["geometric_mean_test_perplexity"] == {"mean": pytest.approx(math.sqrt(1e7)), "std": 0}
+    shown = printed(render_run(read_metrics(folder)))
+    assert [line.split()[-1] for line in shown.splitlines() if "mean" in line] == ["500,005.00", "3,162.28"]
+    event = {"event": "evaluation", "round": 1, "mean_test_perplexity": 500_005.0, **read_metrics(folder)}
+    assert "1 500,005.00 3,162.28 10.00" in " ".join(printed(render_curve([event])).split())
+
+
+def test_other_measures_have_one_mean(tmp_path: Path) -> None:
+    folder = net_folder(tmp_path / "net", method="floral", accuracies=[0.5, 1.0])
+    assert "geometric" not in json.dumps(compare_runs([folder])) + printed(render_run(read_metrics(folder)))
+
+
+def test_one_method_alone_is_not_marked_as_the_best(folders: list[Path]) -> None:
+    assert [row.style for row in render_comparison(compare_runs(folders[:2])).rows] == [""]
+    assert [row.style for row in render_comparison(compare_runs(folders)).rows] == ["green", ""]
+
+
+def test_an_older_table_without_geometric_means_is_shown(folders: list[Path]) -> None:
+    table = compare_runs(folders)
+    for row in table["methods"]:
+        del row["geometric_mean_test_perplexity"]
+    assert "geometric" not in markdown(table)
 
 
 def test_the_terminal_table_has_the_same_cells(folders: list[Path]) -> None:
@@ -184,7 +213,7 @@ def test_a_perplexity_beyond_all_numbers_is_said_so(tmp_path: Path) -> None:
     assert read_metrics(folders[1])["mean_test_perplexity"] is None
     table = compare_runs(folders)
     assert table["methods"][0]["users"]["ann"] == {"mean": None, "std": None}
-    assert "| local | not finite | 2.00 (0.00) | not finite |" in markdown(table)
+    assert "| local | not finite | 2.00 (0.00) | not finite | not finite |" in markdown(table)
     assert "not finite" in printed(render_comparison(table))
     assert "not finite" in printed(render_run(read_metrics(folders[1])))
 
@@ -214,9 +243,9 @@ def test_a_curve_has_a_row_for_each_evaluation() -> None:
         {"event": "evaluation", "round": 4, "users": {"ann": {"test_perplexity": None}}, "mean_test_perplexity": None},
     ]
     lines = [line.split() for line in printed(render_curve(events)).splitlines()]
-    assert ["round", "mean", "ann"] in lines
-    assert ["2", "3.50", "3.50"] in lines
-    assert ["4", "not", "finite", "not", "finite"] in lines
+    assert ["round", "mean", "geometric", "mean", "ann"] in lines
+    assert ["2", "3.50", "3.50", "3.50"] in lines
+    assert ["4", *["not", "finite"] * 3] in lines
     assert "round" in printed(render_curve([]))
 
 

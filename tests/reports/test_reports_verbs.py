@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,11 +84,22 @@ def test_plots_are_png_and_svg(comingle: Any, compared: Path, tmp_path: Path) ->
     assert code == 0, said
     names = ["bytes", "curves", "curves-late", "scores-comigs-1gxs", "users-against-local"]
     written = {path.name for path in (tmp_path / "all").iterdir()}
-    assert written == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
+    assert written == {f"{name}.{kind}" for name in names for kind in ("png", "svg", "csv")}
+    rows = list(csv.DictReader((tmp_path / "all" / "curves.csv").open(encoding="utf-8")))
+    assert {row["method"] for row in rows} == {"local", "comigs-1gxs"}
+    metrics = [json.loads((compared / f"local-seed{s}" / "metrics.json").read_text()) for s in (0, 1)]
+    end = [row for row in rows if (row["of"], row["method"]) == ("bob", "local")][-1]
+    values = [one["users"]["bob"]["test_perplexity"] for one in metrics]
+    assert float(end["mean_over_seeds"]) == pytest.approx(statistics.mean(values))
+    assert float(end["std_over_seeds"]) == pytest.approx(statistics.stdev(values))
     words = ["--figure", "tokens", "--layer", 1, "--tokens", 6, "--text", "abc def", "--out", tmp_path / "tokens"]
     code, said = comingle("plot", compared, *words)
     assert code == 0, said
     assert (tmp_path / "tokens" / "tokens-comigs-1gxs-seed-0-layer1.svg").is_file()
+    rows = list(csv.DictReader((tmp_path / "tokens" / "tokens-comigs-1gxs-seed-0-layer1.csv").open(encoding="utf-8")))
+    assert [r["token"] for r in rows if (r["model"], r["expert"]) == ("bob", "specialist 2")] == list("abc de")
+    of_bob = [float(r["probability"]) for r in rows if r["model"] == "bob" and r["token_number"] == "0"]
+    assert (len(of_bob), sum(of_bob)) == (3, pytest.approx(1, abs=1e-3))
     code, said = comingle("plot", compared, "--out", tmp_path / "all", "--figure", "curves")
     assert code == 2
     assert "curves.png: exists; --force" in said

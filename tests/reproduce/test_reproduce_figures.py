@@ -12,7 +12,10 @@ from comingle.reproduce.plan import Wanted, plan
 from comingle.reproduce.runner import run_cells
 
 SHOWN = {
-    "figure4": (["ag-news-comigs-1g1s", "ag-news-pfedmoe"], ["World", "Sci/Tech", "generalist, layer 0"]),
+    "figure4": (
+        ["ag-news-comigs-1g1s", "ag-news-pfedmoe"],
+        ["World: generalist", "Sci/Tech: generalist", "generalist (solid 1, blank 0)"],
+    ),
     "figure5": (["multilingual"], ["de", "fr", "(2,8,8,2)", "(2,2,2,2)", "test perplexity"]),
     "figure8": (["slimpajama"], ["router_every 10", "router_every 60", "router_steps"]),
     "figure9": (["multilingual", "slimpajama", "ag-news"], ["mean over users", "local", "comigs-2s"]),

@@ -326,7 +326,7 @@ def test_finished_runs_of_tasks_leave_no_copies_of_their_nets(tmp_path: Path) ->
         if event["event"] == "evaluation":
             saved.append((folder / "checkpoints" / "round-0002").is_dir())
 
-    (outcome,) = run_cells([cell], tmp_path, observers=lambda sim: [look])
+    (outcome,) = run_cells([cell], tmp_path, observers=lambda cell, sim: [look])
     assert (saved, outcome.folder) == ([False, False, False, True], folder)  # before the first round, and after each
     assert not (folder / "checkpoints").exists()
     (again,) = run_cells([cell], tmp_path)
@@ -341,6 +341,7 @@ def test_accuracies_are_in_per_cent(tmp_path: Path) -> None:
     assert scores({cell.folder: outcome}, [cell], "mean_test_accuracy") == {("fedavg", "linear"): [87.5]}
 
 
+@pytest.mark.slow
 def test_vgg_with_batch_norm_runs_on_images_in_every_form(tmp_path: Path) -> None:
     draw, labels = np.random.default_rng(0), np.arange(400) % 100
     pixels = draw.integers(0, 255, (400, 32, 32, 3), dtype=np.uint8)

@@ -215,7 +215,7 @@ def test_local_text_is_named_by_option_or_environment(tmp_path: Path, monkeypatc
     [
         ({"scale": "cup"}, "--scale 'cup': unknown. Did you mean 'cpu'? Allowed: paper, cpu, cpu-smollm2, smoke"),
         ({"methods": ["fedavq"]}, "--methods: no 'fedavq' in it. Did you mean 'fedavg'? There are: pretrained,"),
-        ({"columns": ["news"]}, "--columns: no 'news' in it. Did you mean 'ag-news'? There are: multilingual,"),
+        ({"columns": ["agnews"]}, "--columns: no 'agnews' in it. Did you mean 'ag-news'? There are: multilingual,"),
         ({"data": Path("nowhere/at/all")}, "--data nowhere/at/all: no such folder"),
         ({"scale": "cpu"}, "nothing to run; multilingual: scale cpu takes its base from a folder; give --data FOLDER"),
         ({"changes": {"training.rnds": 1}}, "unknown key 'training.rnds'. Did you mean 'rounds'?"),

@@ -81,8 +81,9 @@ def test_one_user_stands_for_a_whole_federation(method: str, task: Task) -> None
     found = count_usage(recipe, task)
     kept = sum(t.numel() for t in sim.state.server.values())
     assert found.server == (kept or found.communicate)
-    assert {4 * found.communicate} == set(sim.upload_bytes())
-    assert sim.exchanged_bytes(range(USERS)) == (4 * USERS * found.communicate, 4 * USERS * found.received)
+    count = 1  # of its samples, which is no parameter
+    assert {4 * (found.communicate + count)} == set(sim.upload_bytes())
+    assert sim.exchanged_bytes(range(USERS)) == (4 * USERS * (found.communicate + count), 4 * USERS * found.received)
     assert sim.mask.sum(1).tolist() == [found.client] * USERS
 
 

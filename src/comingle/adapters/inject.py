@@ -7,8 +7,11 @@ tensors to the modules. The base's own parameters are not touched.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
+from itertools import islice
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,6 +24,8 @@ from comingle.errors import BaseModelError, RecipeError
 from comingle.routers.penalties import Balance
 from comingle.routers.token import init_router
 from comingle.trees import Layout, Slot, Tree
+
+logger = logging.getLogger("comingle")
 
 ATTENTION, GENERALIST, SPECIALIST, ROUTER = "attention", "generalist", "specialist", "router"
 EXPERT_ROLES = (ATTENTION, GENERALIST, SPECIALIST)
@@ -146,6 +151,7 @@ def inject(model: nn.Module, settings: AdapterSettings, counts: ExpertCounts, *,
 
     Raises:
         BaseModelError: unknown family, or targets or an activation that it cannot adapt.
+        RecipeError: a rank above what some weight can have.
     """
     targets = find_targets(model, settings.targets)
     ranks = settings.ranks(len(counts.specialists))
@@ -165,6 +171,7 @@ def inject(model: nn.Module, settings: AdapterSettings, counts: ExpertCounts, *,
     for name, mlp in experts.items():
         for key, linear in [*mlp.first.items(), ("down", mlp.last)]:
             linears.append((f"{name}.{key}", linear, (counts.width, rank), counts.roles))
+    _check_ranks(ranks, linears)
     # All A, all B, all routers, so that whatever a phase trains is one run of columns.
     slots = [_a_slot(*linear) for linear in linears] + [_b_slot(*linear) for linear in linears]
     if routed and counts.width > 1:
@@ -177,6 +184,31 @@ def inject(model: nn.Module, settings: AdapterSettings, counts: ExpertCounts, *,
         attention=attention,
         experts=experts,
     )
+
+
+def _check_ranks(ranks: Int[Tensor, " users"], linears: Sequence[_Linear]) -> None:
+    """A change of a weight has at most the rank of its smaller side; what is above is trained and sent for nothing.
+
+    Raises:
+        RecipeError: a rank above both sides together of every weight, where factors dwarf what they change.
+    """
+    shapes = {name: tuple(base_weight(linear)[0].shape) for name, linear, _, _ in linears}
+    user = int(ranks.argmax())
+    rank = int(ranks[user])
+    whose = f" for user {user + 1} of {len(ranks)}" if len(ranks.unique()) > 1 else ""
+    name = max(shapes, key=lambda name: sum(shapes[name]))
+    d_out, d_in = shapes[name]
+    if rank > d_in + d_out:
+        raise RecipeError(
+            f"adapters.rank: got {rank}{whose}; the largest weight, {name}, maps {d_in} to {d_out}, so its changes "
+            f"have a rank of at most {min(d_in, d_out)}; allowed: up to {d_in + d_out}"
+        )
+    above = {name: shape for name, shape in shapes.items() if rank > min(shape)}
+    for name, (d_out, d_in) in islice(above.items(), 1):
+        logger.warning(
+            "adapters.rank: %d%s: more than a change can have in %d of %d weights (%s maps %d to %d), adds nothing",
+            rank, whose, len(above), len(shapes), name, d_in, d_out,
+        )  # fmt: skip
 
 
 def _routed_mlp(
@@ -194,6 +226,7 @@ def _routed_mlp(
 @torch.no_grad()
 def _check_same_function(original: nn.Module, mlp: RoutedMLP, family: str) -> None:
     """With adapters at zero the mixture is the MLP that it replaces, or the family's MLP has something more to it."""
+    _require_one_input(original, family)
     weights = {name: base_weight(linear)[0] for name, linear in [*mlp.first.items(), ("down", mlp.last)]}
     up = weights["up"]
     mlp.factors = {
@@ -211,6 +244,20 @@ def _check_same_function(original: nn.Module, mlp: RoutedMLP, family: str) -> No
         )
 
 
+def _require_one_input(original: nn.Module, family: str) -> None:
+    """Some MLPs are handed more than their input, as Bloom's is the residual that it adds."""
+    needed = [
+        p.name
+        for p in signature(original.forward).parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if len(needed) != 1:
+        raise BaseModelError(
+            f"{family}: its MLP ({type(original).__name__}) is called with {', '.join(needed) or 'nothing'}; comingle "
+            "can only adapt MLPs of one input"
+        )
+
+
 def _place(layer: nn.Module, targets: Targets, mlp: RoutedMLP) -> None:
     if targets.mlp:
         layer.set_submodule(targets.mlp, mlp)
@@ -218,7 +265,7 @@ def _place(layer: nn.Module, targets: Targets, mlp: RoutedMLP) -> None:
     leaves = [name for name, child in layer.named_children() if not list(child.children())]
     activations = [name for name in leaves if "activation" in name and not name.endswith("norm")]
     if not activations:  # it would act a second time, on the mixture's output
-        raise BaseModelError(f"adapters.targets: mlp '' needs a layer with an activation module; got {sorted(leaves)}")
+        raise BaseModelError(f"adapters.targets.mlp: '' needs a layer with an activation module; got {sorted(leaves)}")
     layer.set_submodule(targets.up, mlp)
     for name in (targets.down, *activations):
         layer.set_submodule(name, nn.Identity())

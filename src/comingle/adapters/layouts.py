@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from comingle.adapters.kernels import ACTIVATIONS
-from comingle.errors import BaseModelError
+from comingle.errors import BaseModelError, did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,15 @@ class Targets:
     mlp: str = ""
     activation: str | None = None
 
+    def named(self) -> Iterator[tuple[str, str]]:
+        """Key and name of each linear."""
+        yield from (("attention", name) for name in self.attention)
+        yield from ((key, name) for key in ("up", "down", "gate") if (name := getattr(self, key)))
+
     @property
     def names(self) -> set[str]:
         """All linears named."""
-        return {*self.attention, self.up, self.down, *([self.gate] if self.gate else [])}
+        return {name for _, name in self.named()}
 
 
 _QKVO = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -81,8 +86,12 @@ def find_targets(model: nn.Module, targets: Targets | None = None) -> Targets:
     layer = decoder_layers(model)[0]
     found = set(linear_names(layer))
     if targets is not None:
-        if missing := sorted(targets.names - found):
-            raise BaseModelError(f"adapters.targets: no linear named {missing[0]!r} in a layer; got {sorted(found)}")
+        for key, name in targets.named():
+            if name not in found:
+                raise BaseModelError(
+                    f"adapters.targets.{key}: no linear named {name!r} in a decoder layer; got {sorted(found)}."
+                    + _relative(name, found)
+                )
         _check_mlp(targets, found)
         return targets
     for known in KNOWN.values():
@@ -91,8 +100,14 @@ def find_targets(model: nn.Module, targets: Targets | None = None) -> Targets:
     raise BaseModelError(
         f"{type(model).__name__}: unknown family, its layers have the linears {sorted(found)}; name them in the "
         "recipe: adapters: {targets: {attention: [...], up: NAME, down: NAME, gate: NAME or null, "
-        "mlp: NAME of the MLP module}}"
+        "mlp: NAME of the MLP module}}, all relative to a decoder layer (docs/recipes.md has an example)"
     )
+
+
+def _relative(name: str, found: set[str]) -> str:
+    """A hint for a name that is right but for where it starts."""
+    near = sorted(n for n in found if name.endswith(f".{n}") or n.endswith(f".{name}"))
+    return f" Names are relative to a decoder layer: {near[0]!r}." if near else did_you_mean(name, sorted(found))
 
 
 def _check_mlp(targets: Targets, found: set[str]) -> None:
@@ -104,7 +119,7 @@ def _check_mlp(targets: Targets, found: set[str]) -> None:
         inside = {name for name in (targets.up, targets.down) if "." not in name}
     if inside != own:
         raise BaseModelError(
-            f"adapters.targets: mlp {targets.mlp!r} holds the linears {sorted(inside)}; it must be the module that "
+            f"adapters.targets.mlp: {targets.mlp!r} holds the linears {sorted(inside)}; it must be the module that "
             f"holds exactly {sorted(own)} (empty only where the layer itself holds up and down, without a gate)"
         )
 
@@ -119,7 +134,10 @@ def activation_name(model: nn.Module, targets: Targets) -> str:
     keys = ("hidden_activation", "hidden_act", "activation_function", "hidden_activation_fn", "activation")
     found = targets.activation or next((v for k in keys if isinstance(v := getattr(config, k, None), str)), None)
     if found not in ACTIVATIONS:
-        raise BaseModelError(f"{type(model).__name__}: MLP activation {found!r}; allowed: {sorted(ACTIVATIONS)}")
+        raise BaseModelError(
+            f"{type(model).__name__}: MLP activation {found!r}; allowed: {sorted(ACTIVATIONS)}; where one of them is "
+            "the same function, name it in the recipe: adapters.targets.activation"
+        )
     return found
 
 

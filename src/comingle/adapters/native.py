@@ -24,6 +24,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.adapters import kernels
+from comingle.adapters.private import open_private
+from comingle.records import logger
 
 SOURCES = sorted(Path(__file__).parent.glob("mixture*"), key=lambda path: path.suffix)  # the .cpp first
 # Nothing that changes values: the sources round on purpose, and a NaN has to arrive.
@@ -193,8 +195,10 @@ def _load(cache: Path) -> ctypes.CDLL | None:
         return None
     name = f"mixture-{_fingerprint(compiler)}"
     try:
-        path = _find(cache, name) or _compile(compiler, cache, name)
-        library = ctypes.CDLL(str(path))
+        handle = _find(cache, name)
+        handle = _compile(compiler, cache, name) if handle is None else handle
+        # The very file that was looked at. It stays open: the loader takes two libraries of one name for the same.
+        library = ctypes.CDLL(f"/proc/self/fd/{handle}")
     except (OSError, subprocess.SubprocessError):
         return None
     for function in (library.mixture_forward, library.mixture_backward):
@@ -216,21 +220,51 @@ def _fingerprint(compiler: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _find(cache: Path, name: str) -> Path | None:
-    """The cached library. Its name ends in a digest of its content: loading a damaged one could kill the process."""
-    return next((p for p in sorted(cache.glob(f"{name}-*.so")) if p.stem == f"{name}-{_digest(p)}"), None)
+def _find(cache: Path, name: str) -> int | None:
+    """The cached library, opened. Its name ends in a digest of its content: a damaged one could kill the process."""
+    folder = open_private(cache)
+    if folder is None:
+        return None
+    try:
+        for found in sorted(os.listdir(folder)):
+            if not (found.startswith(f"{name}-") and found.endswith(".so")):
+                continue
+            library = open_private(found, folder=folder)
+            if library is not None and found == f"{name}-{_digest(library)}.so":
+                return library
+            if library is not None:
+                os.close(library)
+    finally:
+        os.close(folder)
+    return None
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+def _digest(handle: int) -> str:
+    with os.fdopen(os.dup(handle), "rb") as file:
+        file.seek(0)
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
-def _compile(compiler: str, cache: Path, name: str) -> Path:
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{name}.partial-", dir=cache) as folder:
+def _compile(compiler: str, cache: Path, name: str) -> int:
+    """The library, compiled and opened; kept in the cache if that is this user's alone."""
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    kept = open_private(cache)
+    if kept is None:
+        logger.warning(
+            "%s: belongs to somebody else, is a link, or others can write to it; native code is compiled anew for this "
+            "process; set COMINGLE_CACHE to a folder of your own, or take away the right to write",
+            cache,
+        )
+    else:
+        os.close(kept)
+    with tempfile.TemporaryDirectory(prefix=f"{name}.partial-", dir=None if kept is None else cache) as folder:
         made = Path(folder) / "mixture.so"
         command = [compiler, *FLAGS, str(SOURCES[0]), "-o", str(made)]
         subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS)
-        target = cache / f"{name}-{_digest(made)}.so"
-        made.replace(target)
-    return target
+        made.chmod(0o700)  # whatever the umask is
+        library = open_private(made)
+        if library is None:
+            raise PermissionError(f"{made}: somebody else has replaced it")
+        if kept is not None:
+            made.replace(cache / f"{name}-{_digest(library)}.so")
+    return library

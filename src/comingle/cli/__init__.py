@@ -20,6 +20,7 @@ from comingle.cli.run import run
 from comingle.cli.show import show
 from comingle.cli.theory import theory
 from comingle.errors import ComingleError
+from comingle.terminal import printable
 
 app = typer.Typer(
     name="comingle",
@@ -35,20 +36,49 @@ for verb in (demo, run, compare, methods, data, cost, show, report, plot, reprod
 
 @app.callback(invoke_without_command=False)
 def _options(verbose: bool = typer.Option(False, "--verbose", "-v", help="Say what is loaded and from where.")) -> None:
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.basicConfig(level=logging.WARNING)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_Formatter("%(message)s"))
     logging.getLogger("comingle").setLevel(logging.INFO if verbose else logging.WARNING)
 
 
+class _Formatter(logging.Formatter):
+    """Messages hold names and paths, which are not obeyed."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), keep="\n\t")
+
+
 def main() -> None:
-    """Entry point: a user's mistake is one line and exit code 2, an interruption is 130."""
+    """Entry point: a user's mistake is one line and exit code 2, an interruption is 130, a bug of ours a traceback."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         app()
-    except ComingleError as error:
-        print(f"comingle: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    except BrokenPipeError:  # whoever read us has enough, as in `comingle methods | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the last flush does not fail too
+        raise SystemExit(1) from None
     except (KeyboardInterrupt, SystemExit) as stop:  # typer turns the former into the latter, with code 130
         if isinstance(stop, SystemExit) and stop.code != 130:
             raise
         print("\ncomingle: stopped; the same command with --resume goes on from the last checkpoint", file=sys.stderr)
         raise SystemExit(130) from None
+    except Exception as error:
+        if (line := _line(error)) is None:
+            raise
+        print(f"comingle: {printable(line)}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _line(error: Exception) -> str | None:
+    """What is said of an error that a user can do something about; None of a mistake of ours."""
+    if isinstance(error, ComingleError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:  # the system's, not a library's
+        where = " to ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+        return f"{where}: {error.strerror}" if where else error.strerror
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or _ALLOCATION in str(error):
+        return f"out of memory ({error or 'no more is said'}); `comingle cost` counts what a recipe needs"
+    return None
+
+
+_ALLOCATION = "can't allocate memory"  # torch's allocator for CPUs raises a RuntimeError

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from comingle.cli.options import Force, Out, RecipePath, Resume, Sets, read_recipe
+from comingle.cli.options import Everybody, Force, Out, Quiet, RecipePath, Resume, Sets, read_recipe
 from comingle.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -24,49 +24,72 @@ def compare(
     out: Out = None,
     resume: Resume = False,
     force: Force = False,
+    everybody: Everybody = False,
+    quiet: Quiet = False,
 ) -> None:
     """Run several methods over several seeds; print and write a table of means and deviations."""
     read = read_recipe(recipe, sets)
     folder = out or Path("runs") / f"compare-{recipe.stem}"
-    compare_methods(read, split_names(methods), split_seeds(seeds), folder, resume=resume, force=force)
+    options = {"resume": resume, "force": force, "everybody": everybody, "quiet": quiet}
+    compare_methods(read, split_names(methods), split_seeds(seeds), folder, **options)
 
 
 def compare_methods(
-    recipe: Recipe, methods: list[str], seeds: list[int], folder: Path, *, resume: bool, force: bool
+    recipe: Recipe,
+    methods: list[str],
+    seeds: list[int],
+    folder: Path,
+    *,
+    resume: bool,
+    force: bool,
+    everybody: bool = False,
+    quiet: bool = False,
 ) -> list[Run]:
     """Every method with every seed, each in its own run folder below ``folder``; the last seed's runs are returned."""
     from comingle import experiment
-    from comingle.cli.progress import console, progress_bars, status
-    from comingle.cli.training import bar, warn_overlaps
+    from comingle.cli.progress import console
+    from comingle.cli.training import warn_overlaps
     from comingle.folders import check_folder, open_folder
-    from comingle.materials import prepare
+    from comingle.materials import describe, prepare
+    from comingle.methods import make
     from comingle.nets import check_method
-    from comingle.reports.tables import render_comparison, write_comparison
+    from comingle.progress import LOADING, reporting
+    from comingle.reports.tables import tables_of, write_comparison
+    from comingle.terminal import words
 
-    recipes = {(m, s): recipe.with_changes({"method": _method(recipe, m), "seed": s}) for s in seeds for m in methods}
+    recipes = {
+        (m, s): recipe.with_changes({"method": _method(recipe, m), "seed": s}, where="--seeds")
+        for s in seeds
+        for m in methods
+    }
     for one in recipes.values():  # every mistake in the settings is found before the first hour of training
         check_method(one)
+    # Users who are too small are left out of all methods, or of none.
+    validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in recipes.values())
     folders = {key: folder / f"{key[0]}-seed{key[1]}" for key in recipes}
     again = {key: resume and (place / "recipe.yaml").exists() for key, place in folders.items()}
     for key, one in recipes.items():
         check_folder(folders[key], one, resume=again[key], force=force)
     materials: Materials | None = None
     runs: list[Run] = []
-    with progress_bars() as progress:
+    with reporting(quiet=quiet) as reporter:
         for seed in seeds:
-            with status("loading the base model and the users' text"):
-                materials = prepare(recipes[methods[0], seed], base=materials.base if materials else None)
+            with reporter.waiting(LOADING):
+                one = recipes[methods[0], seed]
+                materials = prepare(one, base=materials.base if materials else None, validates=validates)
             if seed == seeds[0]:
                 warn_overlaps(materials)
             runs = []
             for method in methods:
                 one, place, goes_on = recipes[method, seed], folders[method, seed], again[method, seed]
                 sim = experiment.build(one, materials)
-                open_folder(place, one, resume=goes_on, force=force)
-                runs.append(experiment.execute(sim, one, place, resume=goes_on, observers=[bar(progress, sim)]))
-    table = write_comparison(folder, list(folders.values()))
-    console.print(render_comparison(table))
-    console.print(f"[dim]{folder}/  table.md · table.json · one run folder for each method and seed[/dim]")
+                title = f"run {list(recipes).index((method, seed)) + 1} of {len(recipes)} · {method}, seed {seed}"
+                observers = [reporter.watch(sim, title)]
+                with open_folder(place, one, describe(materials, one), resume=goes_on, force=force):
+                    runs.append(experiment.execute(sim, one, place, resume=goes_on, observers=observers))
+    for part in tables_of(write_comparison(folder, list(folders.values())), everybody=everybody):
+        console.print(part)
+    console.print(words(f"{folder}/  table.md · table.json · one run folder for each method and seed", "dim"))
     return runs
 
 

@@ -37,4 +37,4 @@ def cost(
     for part in render_plan(found):
         console.print(part, highlight=False)
     for line, fits in verdicts(found):
-        console.print(f"[{'green' if fits else 'bold red'}]{line}[/]", highlight=False)
+        console.print(line, style="green" if fits else "bold red", highlight=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from comingle.cli.options import Force, Resume, Sets, read_recipe
+from comingle.cli.options import Force, Quiet, Resume, Sets, possible, read_recipe
 
 if TYPE_CHECKING:
     from comingle.experiment import Run
@@ -24,9 +24,10 @@ PROMPTS = {
 
 def demo(
     sets: Sets = None,
-    out: Annotated[Path, typer.Option("--out", help="Folder to write to.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option("--out", callback=possible, help="Folder to write to.")] = Path("runs/demo"),
     resume: Resume = False,
     force: Force = False,
+    quiet: Quiet = False,
 ) -> None:
     """Four users, one small language model: pretrained, alone, averaged, and with CoMiGS."""
     from comingle.cli.compare import compare_methods
@@ -39,10 +40,10 @@ def demo(
         "and licences. Nobody's text leaves them: with CoMiGS the attention's LoRA and one shared expert\n"
         "are averaged between rounds, each user's own expert and router stay at home.\n"
     )
-    runs = compare_methods(recipe, METHODS, [recipe.seed], out, resume=resume, force=force)
+    runs = compare_methods(recipe, METHODS, [recipe.seed], out, resume=resume, force=force, quiet=quiet)
     _speak(runs[-1])
+    console.print("\nWhat next", style="bold")
     console.print(
-        "\n[bold]What next[/bold]\n"
         f"  comingle show {out}/comigs-1g1s-seed{recipe.seed}        one run: every user, every evaluation\n"
         "  comingle methods                                the other methods; comingle methods comigs for one\n"
         "  comingle data recipes/demo.yaml                 what the users read\n"
@@ -54,14 +55,18 @@ def demo(
 
 def _speak(run: Run) -> None:
     """One generated sample per user."""
+    from rich.text import Text
+
     from comingle.cli.progress import console
     from comingle.cli.views import speaker
+    from comingle.terminal import printable, words
 
-    console.print(f"\n[bold]Each user's own model speaks[/bold] ({run.metrics['method']}, greedy)", highlight=False)
+    told = ("\nEach user's own model speaks", "bold"), f" ({run.metrics['method']}, greedy)"
+    console.print(Text.assemble(*told), highlight=False)
     for name in run.users:
         prompt = PROMPTS.get(name, "The")
         said = speaker(run, name).generate(prompt, max_new_tokens=40)
-        console.print(f"  [cyan]{name}[/cyan]: [bold]{prompt}[/bold]", end="", highlight=False)
         # Source code keeps its lines, prose is put on one.
         shown = said.rstrip() if name == "library" else re.sub(r"\s+", " ", said).rstrip()
-        console.print(shown, markup=False, highlight=False)
+        begun = Text.assemble("  ", words(name, "cyan"), ": ", words(prompt, "bold"))
+        console.print(begun + printable(shown, keep="\n\t"), highlight=False)

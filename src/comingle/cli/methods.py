@@ -18,10 +18,10 @@ def methods(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="O
 
     if name is not None:
         settings = settings_of(name)  # refuses an unknown name
-        console.print(f"[bold]{name}[/bold]", highlight=False)
-        console.print(inspect.getdoc(REGISTRY[name]), markup=False, highlight=False)
+        console.print(name, style="bold", highlight=False)
+        console.print(inspect.getdoc(REGISTRY[name]), highlight=False)
         shown = ", ".join(f"{key}: {value}" for key, value in settings.items()) or "none"
-        console.print(f"Settings: {shown}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"Settings: {shown}", highlight=False, soft_wrap=True)
         return
     table = Table("method", "what it does", box=None, pad_edge=False)
     for key, make in REGISTRY.items():

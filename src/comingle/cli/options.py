@@ -7,16 +7,40 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from comingle.errors import RecipeError
+from comingle.errors import RecipeError, RunError
 
 if TYPE_CHECKING:
     from comingle.recipes import Recipe
+
+_SHOWN = 80
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file, or a run folder.")]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a key, as training.rounds=3.")
 ]
-Out = Annotated[Path | None, typer.Option("--out", help="Folder to write to (default: below runs/).")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing of progress.")]
+Everybody = Annotated[bool, typer.Option("--all", help="Show every user, however many there are.")]
+
+
+def possible(out: Path | None) -> Path | None:
+    """Whether a folder can have the name given by ``--out``.
+
+    Raises:
+        RunError: it cannot.
+    """
+    if out is not None:
+        from comingle.records import check_name
+
+        try:
+            check_name(out)
+        except RunError as error:
+            raise RunError(f"--out {error}") from None
+    return out
+
+
+Out = Annotated[
+    Path | None, typer.Option("--out", help="Folder to write to (default: below runs/).", callback=possible)
+]
 
 
 def _not_both(context: Any, given: bool) -> bool:
@@ -34,20 +58,24 @@ def changes(sets: list[str] | None) -> dict[str, Any]:
     """``--set`` options as a mapping; values are read as YAML.
 
     Raises:
-        RecipeError: not of the form KEY=VALUE.
+        RecipeError: not of the form KEY=VALUE, a key twice, or a value that is not YAML.
     """
-    import yaml
+    from comingle.recipes.reading import read_text
 
     found: dict[str, Any] = {}
     for item in sets or []:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
-            raise RecipeError(f"--set {item!r}: give KEY=VALUE, as training.rounds=3")
-        try:
-            found[key.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise RecipeError(f"--set {item!r}: the value is not YAML") from None
+            raise RecipeError(f"--set {shorten(item)!r}: give KEY=VALUE, as training.rounds=3")
+        if key.strip() in found:
+            raise RecipeError(f"--set {shorten(item)!r}: {shorten(key.strip())!r} a second time; give each key once")
+        found[key.strip()] = read_text(value, f"--set {shorten(item)!r}")
     return found
+
+
+def shorten(text: str) -> str:
+    """The text, or its beginning where it would fill a screen."""
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def read_recipe(path: Path, sets: list[str] | None, seed: int | None = None) -> Recipe:
@@ -58,9 +86,9 @@ def read_recipe(path: Path, sets: list[str] | None, seed: int | None = None) -> 
     """
     from comingle.recipes import load_recipe
 
-    wanted = changes(sets) | ({} if seed is None else {"seed": seed})
-    recipe = load_recipe(path)
-    return recipe.with_changes(wanted) if wanted else recipe
+    wanted, recipe = changes(sets), load_recipe(path)
+    recipe = recipe.with_changes(wanted, where="--set") if wanted else recipe
+    return recipe if seed is None else recipe.with_changes({"seed": seed}, where="--seed")
 
 
 def default_folder(path: Path, method: str, seed: int) -> Path:

@@ -1,4 +1,4 @@
-"""``comingle plot``: the report's figures one by one, as PNG and SVG."""
+"""``comingle plot``: the report's figures one by one, as PNG and SVG, with their numbers as CSV."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from comingle.errors import RecipeError, RunError, did_you_mean
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from comingle.reports.canvas import Panels
     from comingle.reports.runs import Entry
+    from comingle.reports.sheets import Sheet
 
-Figures = Iterator[tuple[str, "Figure"]]
+Figures = Iterator[tuple[str, "Figure", "Sheet"]]
+"""Names, pictures, and the numbers in them."""
 KINDS = ("curves", "scores", "users", "bytes", "mixtures", "tokens")
 
 
@@ -36,11 +39,13 @@ def plot(
     tokens: Length = 120,
     force: Replace = False,
 ) -> None:
-    """Write single figures of runs as PNG and SVG. The figure tokens shows the users' test text, or --text."""
+    """Write single figures of runs as PNG, SVG and CSV. The figure tokens shows the users' test text, or --text."""
     require_packages("plot")
     from comingle.cli.progress import console, status
-    from comingle.reports.figures import save
+    from comingle.records import write_text
+    from comingle.reports.canvas import save
     from comingle.reports.runs import read_entries
+    from comingle.reports.sheets import csv_text
 
     kinds = figure or [kind for kind in KINDS if kind != "tokens"]
     for kind in kinds:
@@ -51,68 +56,81 @@ def plot(
         raise RunError(f"{folder}: is a file; --out names a folder")
     with status("drawing"):
         drawn = [
-            pair
-            for kind in kinds
-            for pair in _draw(kind, entries, lambda: _tokens(entries, text, users, tokens, layer))
+            one for kind in kinds for one in _draw(kind, entries, lambda: _tokens(entries, text, users, tokens, layer))
         ]
     if not drawn:
         raise RunError(
             f"{runs[0]}: nothing to draw for {', '.join(kinds)}: no token routers, or nothing to compare with"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    for name, _ in drawn:
-        for ending in (".png", ".svg"):
+    for name, _, _ in drawn:
+        for ending in (".png", ".svg", ".csv"):
             check_target(folder / f"{name}{ending}", force=force)
-    for name, one in drawn:
+    for name, one, sheet in drawn:
         save(one, folder, name)
-        console.print(f"{folder / name}.png  {folder / name}.svg", highlight=False)
+        write_text(folder / f"{name}.csv", csv_text(sheet))
+        console.print(f"{folder / name}.png  {folder / name}.svg  {folder / name}.csv", highlight=False)
 
 
 def _draw(kind: str, entries: list[Entry], tokens: Callable[[], Figures]) -> Figures:
-    from comingle.reports import figures
+    if kind == "mixtures":
+        yield from _mixtures(entries)
+    elif kind == "tokens":
+        yield from tokens()
+    else:
+        for name, found in _panels(kind, entries):
+            if found is not None:
+                yield name, found.figure(), found.sheet
+
+
+def _panels(kind: str, entries: list[Entry]) -> Iterator[tuple[str, Panels | None]]:
+    from comingle.reports.extremes import is_population
+    from comingle.reports.figures import bytes_panels, curves_panels
+    from comingle.reports.gains import population_panels, users_panels
+    from comingle.reports.heatmaps import scores_panels
     from comingle.reports.series import baselines
 
     if kind == "curves":
-        yield "curves", figures.curves_figure(entries)
-        yield "curves-late", figures.curves_figure(entries, start=False)
+        yield "curves", curves_panels(entries)
+        yield "curves-late", curves_panels(entries, start=False)
+    elif kind == "bytes":
+        yield "bytes", bytes_panels(entries)
     elif kind == "scores":
         for entry in entries:
             if entry.first.routed:
-                yield f"scores-{file_name(entry.label)}", figures.scores_figure(entry)
-    elif kind == "users":
-        for baseline in baselines(entries):
-            if (found := figures.users_figure(entries, baseline)) is not None:
-                yield f"users-against-{file_name(baseline.label)}", found
-    elif kind == "bytes":
-        yield "bytes", figures.bytes_figure(entries)
-    elif kind == "mixtures":
-        yield from _mixtures(entries)
+                yield f"scores-{file_name(entry.label)}", scores_panels(entry, entries)
     else:
-        yield from tokens()
+        for baseline in baselines(entries):
+            yield f"users-against-{file_name(baseline.label)}", users_panels(entries, baseline)
+            if is_population(entries[0].first.users):
+                yield f"population-against-{file_name(baseline.label)}", population_panels(entries, baseline)
 
 
 def _mixtures(entries: list[Entry]) -> Figures:
     """Of every run whose users mix adaptors at the level of the client."""
     from comingle.reports.mixtures import mixtures_figure, read_mixtures
+    from comingle.reports.sheets import mixtures_sheet
 
     for entry in entries:
         for run in entry.runs:
             if (found := read_mixtures(run.folder)) is not None:
                 seed = f"-seed{run.seed}" if len(entry.runs) > 1 else ""
-                yield f"mixtures-{file_name(entry.label)}{seed}", mixtures_figure(found)
+                yield f"mixtures-{file_name(entry.label)}{seed}", mixtures_figure(found), mixtures_sheet(found)
 
 
 def _tokens(
     entries: list[Entry], text: list[str] | None, users: str | None, length: int, layers: list[int] | None
 ) -> Figures:
     from comingle.cli.views import route_texts
+    from comingle.reports.sheets import tokens_sheet
     from comingle.reports.tokens import tokens_figure
 
     for view in route_texts(entries, text, users, length):
         for layer in layers or sorted({0, (view.layers - 1) // 2, view.layers - 1}):
             if not 0 <= layer < view.layers:
                 raise RecipeError(f"--layer {layer}: {view.label} has layers 0 to {view.layers - 1}")
-            yield f"tokens-{file_name(view.label)}-layer{layer}", tokens_figure(view, layer)
+            name = f"tokens-{file_name(view.label)}-layer{layer}"
+            yield name, tokens_figure(view, layer), tokens_sheet(view, layer)
 
 
 def file_name(label: str) -> str:

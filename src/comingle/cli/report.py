@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -52,10 +53,13 @@ def report(
         views = [] if no_tokens else route_texts(entries, text, users, tokens)
     with status("drawing"):
         page = render_page(entries, views)
-    write_text(path, page)
+    try:
+        write_text(path, page)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written: {error.strerror}") from None
     console.print(f"{path}  {len(page.encode()) / 1e6:.2f} MB; open it in a browser", highlight=False)
     if any(one.owner for view in views for one in view.texts):
-        console.print("[dim]it shows the beginning of each user's test text; --no-tokens leaves text out[/dim]")
+        console.print("it shows the beginning of each user's test text; --no-tokens leaves text out", style="dim")
 
 
 def require_packages(verb: str) -> None:
@@ -75,7 +79,7 @@ def check_target(path: Path, *, force: bool) -> None:
     """Whether a file may be written.
 
     Raises:
-        RunError: it exists and ``force`` is not given, it is a folder, or its folder does not exist.
+        RunError: it exists and ``force`` is not given, it is a folder, or its folder is none or cannot be written to.
     """
     if path.is_dir():
         raise RunError(f"{path}: is a folder; --out names a file")
@@ -83,3 +87,7 @@ def check_target(path: Path, *, force: bool) -> None:
         raise RunError(f"{path}: exists; --force replaces it, --out names another")
     if not path.parent.is_dir():
         raise RunError(f"{path.parent}: no such folder to write {path.name} to")
+    try:  # now, not after minutes of drawing; rights alone say little of what a file system allows
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written: {error.strerror}") from None

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from comingle.cli.compare import split_names, split_seeds
-from comingle.cli.options import Force, Resume, Sets, changes
+from comingle.cli.options import Force, Quiet, Resume, Sets, changes, possible
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
+    from comingle.engines.events import Observer
     from comingle.engines.simulation import Simulation
     from comingle.reproduce.plan import Cell, Plan
     from comingle.reproduce.runner import Outcome
@@ -31,12 +34,15 @@ def reproduce(
         typer.Option("--data", help="Folder with local text and images (default: $COMINGLE_DATA, else the hub)."),
     ] = None,
     sets: Sets = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder (default: runs/PAPER-SCALE).")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder (default: runs/PAPER-SCALE).", callback=possible)
+    ] = None,
     resume: Resume = False,
     force: Force = False,
     jobs: Annotated[
         int | None, typer.Option("--jobs", min=1, help="Runs at a time (default: the scale's; cpu: one for each core).")
     ] = None,
+    quiet: Quiet = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs, start none.")] = False,
 ) -> None:
     """Run a published table or figure and compare our numbers and their order with the paper's."""
@@ -58,7 +64,7 @@ def reproduce(
         return _show(planned)
     if planned.experiment.kind == "cost":
         return _count(planned, out or _default_out(name, scale), force=force or resume)
-    return _run(planned, out or _default_out(name, scale), jobs, resume=resume, force=force)
+    return _run(planned, out or _default_out(name, scale), jobs, resume=resume, force=force, quiet=quiet)
 
 
 def _default_out(name: str, scale: str) -> Path:
@@ -89,22 +95,24 @@ def _show(planned: Plan) -> None:
         console.print(f"missing: {row} (no such method yet)", highlight=False)
 
 
-def _run(planned: Plan, out: Path, jobs: int | None, *, resume: bool, force: bool) -> None:
+def _run(planned: Plan, out: Path, jobs: int | None, *, resume: bool, force: bool, quiet: bool) -> None:
     from comingle.cli.progress import console, errors
     from comingle.reproduce.runner import Estimate, check_out, scores, unique
     from comingle.reproduce.tables import build_table, remarks, render, write_tables
+    from comingle.terminal import words
 
     folder = check_out(out, planned.name, resume=resume, force=force)
     cells, jobs = unique(planned.cells), jobs or planned.jobs
     estimate = Estimate()
     outcomes: dict[str, Outcome] = {}
     table: dict[str, Any] = {}
-    for outcome in _outcomes(cells, out, jobs, force=force):
+    for outcome in _outcomes(cells, out, jobs, force=force, quiet=quiet):
         outcomes[outcome.cell.folder] = outcome
         estimate.learn(outcome)
         left = estimate.left(_left(cells, outcomes, out, force))
         told = _told(outcome, len(outcomes), len(cells), None if left is None else left / jobs)
-        errors.print(told, soft_wrap=True)  # a line a run, in a file too
+        if not quiet:
+            errors.print(told, soft_wrap=True)  # a line a run, in a file too
         failed = [f"{o.cell.column}, {o.cell.row}: {o.diverged}" for o in outcomes.values() if o.diverged]
         table = build_table(planned, scores(outcomes, planned.cells, planned.experiment.metric), diverged=failed)
         write_tables(folder, table)
@@ -115,8 +123,8 @@ def _run(planned: Plan, out: Path, jobs: int | None, *, resume: bool, force: boo
         draw(planned, outcomes, folder)
     console.print(render(table))
     for one in remarks(table):
-        console.print(f"· {one}", markup=False, highlight=False)
-    console.print(f"[dim]{folder}/  table.md · table.json{drawn}; the runs are in {out}/runs[/dim]")
+        console.print(f"· {one}", highlight=False)
+    console.print(words(f"{folder}/  table.md · table.json{drawn}; the runs are in {out}/runs", "dim"))
 
 
 def _count(planned: Plan, out: Path, *, force: bool) -> None:
@@ -126,6 +134,7 @@ def _count(planned: Plan, out: Path, *, force: bool) -> None:
     from comingle.reports.costs import render_plan
     from comingle.reproduce.costs import write_costs
     from comingle.reproduce.runner import check_out
+    from comingle.terminal import words
 
     folder = check_out(out, planned.name, resume=False, force=force)
     recipe = planned.cells[-1].recipe
@@ -134,27 +143,25 @@ def _count(planned: Plan, out: Path, *, force: bool) -> None:
     write_costs(folder, planned, counted)
     for part in render_plan(counted.as_dict()):
         console.print(part, highlight=False)
-    console.print(f"[dim]{folder}/  table.md · table.json[/dim]")
+    console.print(words(f"{folder}/  table.md · table.json", "dim"))
 
 
-def _outcomes(cells: list[Cell], out: Path, jobs: int, *, force: bool) -> Iterator[Outcome]:
-    """The runs as they end: one after another with a progress bar, or several at a time."""
-    from comingle.cli.progress import ProgressBar, progress_bars
-    from comingle.cli.training import bar
+def _outcomes(cells: list[Cell], out: Path, jobs: int, *, force: bool, quiet: bool) -> Iterator[Outcome]:
+    """The runs as they end, one after another or several at a time."""
+    from comingle.progress import reporting
     from comingle.reproduce.parallel import run_parallel
-    from comingle.reproduce.runner import run_cells
+    from comingle.reproduce.runner import run_cells, title_of
 
     if jobs > 1 and len(cells) > 1:
-        yield from run_parallel(cells, out, jobs=jobs, force=force)
+        yield from run_parallel(cells, out, jobs=jobs, force=force, quiet=quiet)
         return
-    with progress_bars() as progress:
+    with reporting(quiet=quiet) as reporter:
 
-        def observers(sim: Simulation) -> list[ProgressBar]:
-            for task in progress.task_ids:  # one bar at a time; a run that has ended has its line
-                progress.remove_task(task)
-            return [bar(progress, sim)]
+        def observers(cell: Cell, sim: Simulation) -> list[Observer]:
+            reporter.clear()  # one bar at a time; a run that has ended has its line
+            return [reporter.watch(sim, title_of(cell))]
 
-        yield from run_cells(cells, out, force=force, observers=observers)
+        yield from run_cells(cells, out, force=force, observers=observers, waiting=reporter.waiting)
 
 
 def _left(cells: Sequence[Cell], outcomes: dict[str, Outcome], out: Path, force: bool) -> list[Cell]:
@@ -165,9 +172,11 @@ def _left(cells: Sequence[Cell], outcomes: dict[str, Outcome], out: Path, force:
     return [cell for cell in rest if force or not finished(out / RUNS / cell.folder, cell.recipe)]
 
 
-def _told(outcome: Outcome, done: int, total: int, left: float | None) -> str:
+def _told(outcome: Outcome, done: int, total: int, left: float | None) -> Text:
     """One line for a run that has ended."""
     import json
+
+    from rich.text import Text
 
     from comingle.records import measure_of
     from comingle.reports.tables import number
@@ -181,4 +190,5 @@ def _told(outcome: Outcome, done: int, total: int, left: float | None) -> str:
         found = number(metrics[f"mean_test_{measure}"], measure)
     took = f"{outcome.seconds:.0f} s" if outcome.ran else "was there"
     rest = "" if left is None or done == total else f" · about {max(1, round(left / 60))} min left"
-    return f"[dim]{done}/{total}[/dim] {cell.column} · {cell.row} · seed {cell.seed}: {found} · {took}{rest}"
+    told = f" {cell.column} · {cell.row} · seed {cell.seed}: {found} · {took}{rest}"
+    return Text.assemble((f"{done}/{total}", "dim"), told)

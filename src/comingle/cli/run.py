@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from comingle.cli.options import Force, Out, RecipePath, Resume, Sets, default_folder, read_recipe
+from comingle.cli.options import Everybody, Force, Out, Quiet, RecipePath, Resume, Sets, default_folder, read_recipe
 
 
 def run(
@@ -16,26 +16,31 @@ def run(
     out: Out = None,
     resume: Resume = False,
     force: Force = False,
+    everybody: Everybody = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train the users of a recipe together and write a run folder."""
     read = read_recipe(recipe, sets, seed)
     from comingle import experiment
-    from comingle.cli.progress import console, progress_bars, status
-    from comingle.cli.training import bar, warn_overlaps
+    from comingle.cli.progress import console
+    from comingle.cli.training import warn_overlaps
     from comingle.folders import check_folder, open_folder
-    from comingle.materials import prepare
+    from comingle.materials import describe, prepare
     from comingle.nets import warn_unread
+    from comingle.progress import LOADING, reporting
     from comingle.reports.tables import render_run
+    from comingle.terminal import words
 
     folder = out or default_folder(recipe, read.method.name, read.seed)
     check_folder(folder, read, resume=resume, force=force)
-    with status("loading the base model and the users' text"):
-        materials = prepare(read)
-    warn_overlaps(materials)
-    sim = experiment.build(read, materials)
-    warn_unread(read)
-    open_folder(folder, read, resume=resume, force=force)
-    with progress_bars() as progress:
-        done = experiment.execute(sim, read, folder, resume=resume, observers=[bar(progress, sim)])
-    console.print(render_run(done.metrics))
-    console.print(f"[dim]{folder}/  metrics.json · events.jsonl · checkpoints/ · tensorboard/[/dim]")
+    with reporting(quiet=quiet) as reporter:
+        with reporter.waiting(LOADING):
+            materials = prepare(read)
+            warn_overlaps(materials)
+            sim = experiment.build(read, materials)
+            inputs = describe(materials, read)
+        warn_unread(read)
+        with open_folder(folder, read, inputs, resume=resume, force=force):
+            done = experiment.execute(sim, read, folder, resume=resume, observers=[reporter.watch(sim)])
+    console.print(render_run(done.metrics, everybody=everybody))
+    console.print(words(f"{folder}/  metrics.json · events.jsonl · checkpoints/ · tensorboard/", "dim"))

@@ -7,17 +7,21 @@ from typing import Annotated
 
 import typer
 
+from comingle.cli.options import Everybody
+
 
 def show(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or the folder of a comparison.")],
+    everybody: Everybody = False,
 ) -> None:
     """Print the results of a run or of a comparison."""
     from comingle.cli.progress import console
     from comingle.records import read_events, read_metrics
-    from comingle.reports.tables import read_comparison, render_comparison, render_curve, render_run
+    from comingle.reports.tables import read_comparison, render_curve, render_run, tables_of
 
     if (run / "table.json").exists():
-        console.print(render_comparison(read_comparison(run)))
+        for part in tables_of(read_comparison(run), everybody=everybody):
+            console.print(part)
         return
-    console.print(render_run(read_metrics(run)))
+    console.print(render_run(read_metrics(run), everybody=everybody))
     console.print(render_curve(list(read_events(run))))

@@ -29,6 +29,7 @@ def theory(
     path, read = _read(recipe, seed)
     _require_packages()
     from comingle.cli.progress import console, status
+    from comingle.terminal import words
     from comingle.theory.checks import LinearSettings, QuadraticSettings, as_json, check_all, summarise
     from comingle.theory.folders import check_folder, write_folder
 
@@ -42,7 +43,7 @@ def theory(
         )
         write_folder(folder, read.as_yaml(), as_json(read.seed, curves), curves)
     console.print(render(summarise(curves)))
-    console.print(f"[dim]{folder}/  residuals.png · residuals.svg · theory.json · recipe.yaml[/dim]")
+    console.print(words(f"{folder}/  residuals.png · residuals.svg · theory.json · recipe.yaml", "dim"))
 
 
 def _read(recipe: Path | None, seed: int | None) -> tuple[Path, TheoryRecipe]:
@@ -69,6 +70,8 @@ def render(rows: list[Row]) -> Table:
     """A heading for each scheme, a line for each statement about it."""
     from rich.table import Table
 
+    from comingle.terminal import words
+
     table = Table("", title="what the tightest instance does, and what is predicted", title_justify="left", box=None)
     for name in ("measured", "", "bound", "holds for"):
         table.add_column(name, justify="right")
@@ -76,7 +79,7 @@ def render(rows: list[Row]) -> Table:
     for row in rows:
         if row.scheme != scheme:
             scheme = row.scheme
-            table.add_row(f"[bold]{scheme}[/bold]")
+            table.add_row(words(scheme, "bold"))
         relation = "" if row.bound is None else ("≥" if row.at_least else "≤")
         style = "" if row.held == row.covered else "red"
         bound = "none" if row.bound is None else number(row.bound)

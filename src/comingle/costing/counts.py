@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from comingle.adapters.inject import ATTENTION, GENERALIST, ROUTER, SPECIALIST
 from comingle.adapters.lora import base_weight
 from comingle.costing.records import UserCost
-from comingle.engines.exchange import download_bytes
 from comingle.engines.simulation import Simulation
 from comingle.evaluation.costs.flops import Block, Flops, Linear, backward, forward
 from comingle.methods.client import Phase
@@ -38,7 +37,7 @@ def count_users(sim: Simulation, names: tuple[str, ...]) -> list[UserCost]:
     costs = []
     for key, members in found.items():
         row, mine = rows[min(members[0], len(rows) - 1)], key[-1]
-        received = download_bytes(sim.method, mine, everything)
+        received = sim.download_bytes(mine, everything)
         own = {role: counts[row % len(sim.trainers)] for role, counts in parameters.items()}
         shape = Shape(
             sim, row, dict(zip((s.name for s in sim.adapted.layout.slots), entries[row].tolist(), strict=True))

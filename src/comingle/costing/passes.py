@@ -28,8 +28,8 @@ TRACED_BATCHES = 2
 class Rehearsal:
     """A federation whose model has no data, and the fakes that stand for it.
 
-    ``trainers`` is their true number, ``data_bytes`` what is kept of their samples, ``known`` what has been found out
-    about passes.
+    ``trainers`` is their true number, ``data_bytes`` what is kept of their samples, ``process_bytes`` what a process
+    holds in any case, ``known`` what has been found out about passes.
     """
 
     sim: Simulation
@@ -37,10 +37,11 @@ class Rehearsal:
     weights_bytes: int
     trainers: int
     data_bytes: int = 0
+    process_bytes: int = 0
     known: dict[tuple[tuple[int, ...], Portions], tuple[int, int]] = field(default_factory=dict)
 
 
-def rehearse(sim: Simulation, trainers: int, *, data_bytes: int = 0) -> Rehearsal:
+def rehearse(sim: Simulation, trainers: int, *, data_bytes: int = 0, process_bytes: int = 0) -> Rehearsal:
     """Put fakes in the place of everything frozen, and of samples, in place."""
     fakes, model, device, size = Fakes(), sim.model, sim.model.device, 0
     if isinstance(model, (AdaptedModel, MixedLanguageModel)):
@@ -54,7 +55,8 @@ def rehearse(sim: Simulation, trainers: int, *, data_bytes: int = 0) -> Rehearsa
             inputs, targets = fakes.of(bank.inputs, device), fakes.of(bank.targets, device)
             sim.feed.banks[name] = replace(bank, inputs=inputs, targets=targets)
         sim.feed.augment = None  # done before the pass, and small beside it
-    return Rehearsal(sim=sim, fakes=fakes, weights_bytes=size, trainers=trainers, data_bytes=data_bytes)
+    always = {"weights_bytes": size, "data_bytes": data_bytes, "process_bytes": process_bytes}
+    return Rehearsal(sim=sim, fakes=fakes, trainers=trainers, **always)
 
 
 def memory(stage: Rehearsal, *, own: bool = False, portions: Portions | None = None) -> MemoryCost:
@@ -79,6 +81,7 @@ def memory(stage: Rehearsal, *, own: bool = False, portions: Portions | None = N
         activations_bytes=peak - gradients,
         allocator_bytes=int(gaps * peak),
         data_bytes=stage.data_bytes // (stage.trainers if own else 1),
+        process_bytes=stage.process_bytes,
     )
 
 

@@ -9,7 +9,9 @@ from math import ceil
 import torch
 
 from comingle.costing.bare import bare_mixture
+from comingle.costing.checking import check_settings, check_texts
 from comingle.costing.counts import count_users
+from comingle.costing.footprint import process_bytes
 from comingle.costing.passes import rehearse
 from comingle.costing.records import MethodCost, Plan
 from comingle.costing.stacked import Base as BaseFlops
@@ -42,18 +44,17 @@ def plan(recipe: Recipe, methods: Sequence[str] = (), *, users: int | None = Non
     Raises:
         RecipeError: a method or a setting is wrong.
         BaseModelError: the base cannot be used.
-        DataError: who the users are cannot be found out.
+        DataError: who the users are cannot be found out, or text that is here is too little for a run.
     """
     recipes = [with_method(recipe, name) for name in methods or [recipe.method.name]]
-    for one in recipes:
-        make(one.method.name, **one.method.settings)
+    check_settings(recipes)
     if recipe.data.task is not None:
         return plan_task(recipes, users)
-    note = ""
+    small, note = check_texts(recipes) if users is None else (set[str](), "")
     if (asked := recipe.data.questions) is not None:
         recipes = [text_in_place_of_questions(one, asked) for one in recipes]
         recipe, note = recipes[0], QUESTIONS_NOTE
-    names = user_names(recipe, users)
+    names = tuple(name for name in user_names(recipe, users) if name not in small)
     runtime = recipe.runtime
     base = load_skeleton(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
     free, training = free_bytes(base.device), recipe.training
@@ -144,12 +145,12 @@ def _nobody(name: str) -> UserData:
 
 def method_cost(recipe: Recipe, base: Base, names: tuple[str, ...], free: int) -> MethodCost:
     """Everything about one method; ``free`` are the bytes that the machine has left."""
-    sim = federate(recipe, base, names)
+    sim, own = federate(recipe, base, names), process_bytes("text", base.device)
     if sim.mixture is None:
         users = count_users(sim, names)
-        stage = rehearse(sim, trainers=1 if sim.method.pooled else len(names))
+        stage = rehearse(sim, trainers=1 if sim.method.pooled else len(names), process_bytes=own)
     else:
-        stage = rehearse(sim, trainers=len(names))
+        stage = rehearse(sim, trainers=len(names), process_bytes=own)
         users = count_stacked(stage, dict.fromkeys(names, text_load(sim)), _language_base(recipe, base, names))
     return summarise(stage, users, free)
 

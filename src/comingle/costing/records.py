@@ -61,11 +61,12 @@ def _over(total: float, base: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCost:
-    """Bytes at the worst moment of a run, beside Python and its libraries.
+    """Bytes at the worst moment of a run.
 
     ``adapters_bytes`` are the trainable tensors of all users with padding and masks, ``moments_bytes`` the optimiser's,
     ``gradients_bytes`` those of the users of one pass, ``activations_bytes`` everything else that the pass holds,
-    ``allocator_bytes`` what the memory allocator may keep in gaps, ``data_bytes`` a task's samples.
+    ``allocator_bytes`` what the memory allocator keeps in gaps, ``data_bytes`` a task's samples, ``process_bytes``
+    Python and its libraries.
     """
 
     weights_bytes: int
@@ -75,6 +76,7 @@ class MemoryCost:
     activations_bytes: int
     allocator_bytes: int
     data_bytes: int = 0
+    process_bytes: int = 0
 
     @property
     def pass_bytes(self) -> int:
@@ -84,7 +86,8 @@ class MemoryCost:
     @property
     def fixed_bytes(self) -> int:
         """What is there all the time."""
-        return self.weights_bytes + self.adapters_bytes + self.moments_bytes + self.data_bytes
+        held = self.weights_bytes + self.adapters_bytes + self.moments_bytes + self.data_bytes
+        return held + self.process_bytes
 
     @property
     def total_bytes(self) -> int:

@@ -12,7 +12,6 @@ import torch
 
 from comingle.costing.passes import Rehearsal, empty_batch, empty_inputs, quietly
 from comingle.costing.records import UserCost
-from comingle.engines.exchange import download_bytes
 from comingle.engines.feeds import TextFeed
 from comingle.engines.simulation import Simulation
 from comingle.evaluation.costs.flops import Flops
@@ -79,7 +78,7 @@ def count_stacked(stage: Rehearsal, loads: Mapping[str, Load], base: Base) -> li
                 experts=0,
                 parameters=parameters,
                 upload_bytes=sent,
-                download_bytes=download_bytes(sim.method, sent, sent),
+                download_bytes=sim.download_bytes(sent, sent),
                 forward=forward,
                 training=passes * (1 / (load.items * load.unit)),
                 round=passes,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from comingle.costing.bare import bare_nets
+from comingle.costing.footprint import process_bytes
 from comingle.costing.passes import Rehearsal, rehearse
 from comingle.costing.records import MethodCost, Plan
 from comingle.costing.stacked import Base, Load, count_stacked, measured_base
@@ -70,7 +71,8 @@ def rehearse_task(recipe: Recipe, task: Task) -> Rehearsal:
     """The federation of a task without its data."""
     sim = bare_nets(recipe, task)
     trainers = 1 if sim.method.pooled else len(task.users)
-    return rehearse(sim, trainers, data_bytes=data_bytes(task, sim.model.dtype))
+    own = process_bytes("task", sim.model.device)
+    return rehearse(sim, trainers, data_bytes=data_bytes(task, sim.model.dtype), process_bytes=own)
 
 
 def loads_of(sim: Simulation, task: Task) -> dict[str, Load]:

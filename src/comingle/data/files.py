@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
 import logging
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from comingle.data.compressed import UNREADABLE, open_bytes
+from comingle.data.kinds import UTF_16, kind_of
 from comingle.errors import DataError
 
 _LOG = logging.getLogger(__name__)
@@ -15,41 +19,78 @@ _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
 # A single file becomes blocks of about this many characters, so that it can be shuffled and split like a corpus while
 # most windows of the usual contexts still see running text.
 _BLOCK_CHARACTERS = 2000
+_ACCEPTED = "accepted: UTF-8 text (also .gz or .xz), a folder of such files, rows (.jsonl, .json, .csv, .tsv, .parquet)"
 
 
-def read_text_file(path: Path) -> list[str]:
+class _NotText(Exception):
+    """Why some bytes are no text."""
+
+
+def check_regular(path: Path) -> None:
+    """See that there is a file or a folder, and not a device or a pipe, which may never end.
+
+    Raises:
+        DataError: there is not.
+    """
+    if not os.path.exists(path):  # which a name that is too long is not either
+        raise DataError(f"{path}: no such file or folder")
+    if not (path.is_file() or path.is_dir()):
+        raise DataError(f"{path}: not a regular file or folder")
+
+
+def read_text_file(path: Path, *, most: int | None = None) -> list[str]:
     """The documents of one UTF-8 text file, plain or compressed by ``.xz`` or ``.gz``: blocks of whole paragraphs.
 
     Paragraphs end at blank lines; consecutive ones are joined until a block has 2,000 characters. A paragraph is never
-    cut, so a file without blank lines is one document.
+    cut, so a file without blank lines is one document. Of a longer file the first ``most`` bytes are read, to the end
+    of their last whole line.
 
     Raises:
         DataError: the file cannot be opened, or is no UTF-8 text.
     """
     try:
-        return cut_paragraphs(_decode(_read_bytes(path)))
+        with open_bytes(path) as file:
+            text, longer = _read_head(file, most)
     except UNREADABLE as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text ({_describe(error)}); convert it to UTF-8 first") from error
+    except _NotText as reason:
+        raise DataError(f"{path}: {reason}") from None
+    if longer and most is not None:
+        warn_longer(path, most)
+    return cut_paragraphs(text)
 
 
-def read_text_folder(folder: Path) -> list[str]:
+def read_text_folder(folder: Path, *, most: int | None = None) -> list[str]:
     """Every text file below a folder, in the order of their relative paths, one document a file.
 
-    Hidden files and folders are passed over. Files that are not UTF-8 text are skipped, and their number logged as a
-    warning. Compressed files and tables inside a folder are not opened: name such a file itself as the user.
+    Hidden files and folders are passed over. What is not UTF-8 text, or no file, is skipped, and counted in a warning.
+    Compressed files and tables inside a folder are not opened: name such a file itself as the user. Reading ends when
+    ``most`` bytes have been read.
     """
     documents: list[str] = []
     skipped: list[str] = []
+    left = most
     for path in _visible_files(folder):
+        if most is not None and left is not None and left <= 0:
+            warn_longer(folder, most)
+            break
         try:
-            documents.append(_decode(path.read_bytes()))
-        except (OSError, UnicodeDecodeError):
+            if not path.is_file():
+                raise _NotText
+            with path.open("rb") as file:
+                text, _ = _read_head(file, left)
+                left = left if left is None else left - file.tell()
+            documents.append(text)
+        except (OSError, _NotText):
             skipped.append(path.relative_to(folder).as_posix())
     if skipped:
         _LOG.warning("%s: %d files skipped that are not UTF-8 text, first: %s", folder, len(skipped), skipped[0])
     return documents
+
+
+def warn_longer(source: str | Path, most: int) -> None:
+    """Say that a source was not read to its end."""
+    _LOG.warning("%s: longer than what is kept of it; its first %s bytes are read", source, f"{most:,}")
 
 
 def cut_paragraphs(text: str) -> list[str]:
@@ -64,23 +105,29 @@ def cut_paragraphs(text: str) -> list[str]:
 
 
 def _visible_files(folder: Path) -> Iterator[Path]:
-    """Files below a folder without a dot-name on their way, sorted by relative path on every system alike."""
-    relative = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    """What is no folder below a folder, without a dot-name on its way, by relative path on every system alike."""
+    relative = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
     return (folder / name for name in relative if not any(part.startswith(".") for part in name.split("/")))
 
 
-def _read_bytes(path: Path) -> bytes:
-    with open_bytes(path) as file:
-        return file.read()
+def _read_head(file: Any, most: int | None) -> tuple[str, bool]:
+    """The text of the first ``most`` bytes, to the end of their last whole line, and whether there are more."""
+    content: bytes = file.read() if most is None else file.read(most + 1)
+    if most is None or len(content) <= most:
+        return _decode(content), False
+    text = _decode(content[:most], final=False)
+    return text.rpartition("\n")[0] or text, True
 
 
-def _decode(content: bytes) -> str:
-    """UTF-8 text with Unix line ends; a byte order mark is dropped, a zero byte means a binary file."""
-    if b"\0" in content:
-        at = content.index(b"\0")
-        raise UnicodeDecodeError("utf-8", content, at, at + 1, "zero byte")
-    return content.decode("utf-8-sig").replace("\r\n", "\n")
-
-
-def _describe(error: UnicodeDecodeError) -> str:
-    return f"byte {error.object[error.start]:#04x} at offset {error.start}"
+def _decode(content: bytes, *, final: bool = True) -> str:
+    """UTF-8 text with Unix line ends; a byte order mark is dropped. If not ``final``, half a character may be left."""
+    if kind := kind_of(content):
+        raise _NotText(f"is {kind}, not text; {_ACCEPTED}")
+    try:
+        text, _ = codecs.utf_8_decode(content.removeprefix(codecs.BOM_UTF8), "strict", final)
+    except UnicodeDecodeError as error:
+        # Of the text's own bytes: where a mark has been dropped, three earlier than in the file.
+        at = error.start + len(content) - len(error.object)
+        coding = "it is UTF-16" if content.startswith(UTF_16) else f"byte {content[at]:#04x} at offset {at}"
+        raise _NotText(f"not UTF-8 text ({coding}); convert it to UTF-8 first") from None
+    return text.replace("\r\n", "\n")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from jaxtyping import Int32
@@ -25,6 +26,14 @@ class UserData:
     test: Int32[Tensor, " test_tokens"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """What a user has too little of; what for, and what to do about it."""
+
+    what: str
+    advice: str
+
+
 def pack(
     user: UserText,
     tokenizer: PreTrainedTokenizerBase,
@@ -42,24 +51,50 @@ def pack(
     )
 
 
-def check(user: UserData, *, context: int, needs_validation: bool) -> None:
-    """Whether every stream that will be used is long enough.
+def check(users: Sequence[UserData], *, context: int, needs_validation: bool) -> None:
+    """Whether every stream that will be used is long enough; all users for whom one is not are named at once.
+
+    Raises:
+        DataError: some have no text, or one of their streams is too short (:func:`find_shortage`).
+    """
+    found = {u.name: s for u in users if (s := find_shortage(u, context=context, needs_validation=needs_validation))}
+    if not found:
+        return
+    skip = "; or leave such users out with data.on_small_user: skip" if len(found) < len(users) else ""
+    if len(found) == 1:
+        ((name, shortage),) = found.items()
+        raise DataError(f"user {name!r}: {shortage.what}{shortage.advice}{skip}")
+    listed = list_small({name: shortage.what for name, shortage in found.items()})
+    advice, *others = {shortage.advice for shortage in found.values()}
+    advice = "; give them more text or shorten training.context" if others else advice
+    raise DataError(f"{len(found)} of {len(users)} users have too little text: {listed}{advice}{skip}")
+
+
+def find_shortage(user: UserData, *, context: int, needs_validation: bool) -> Shortage | None:
+    """The first stream of a user that is too short, or None.
 
     Train, and valid where the method needs it, must hold one window of ``context + 1`` tokens (the last token is only
     a target); test must hold two tokens, one input and one target.
-
-    Raises:
-        DataError: the user has no text, or one of the streams is too short.
     """
     if not (len(user.train) or len(user.valid) or len(user.test)):
-        raise DataError(f"user {user.name!r}: no text in train, valid or test; give it text or remove the user")
+        return Shortage(what="no text in train, valid or test", advice="; give it text or remove the user")
     window = context + 1
-    purpose = f"for one window of context {context}"
-    _need(user.name, "train", len(user.train), window, f"{purpose}; give the user more text or shorten the context")
+    purpose = f" for one window of context {context};"
+    wanted = [("train", user.train, window, f"{purpose} give more text or shorten training.context")]
     if needs_validation:
         advice = "give a valid split or fraction, or choose a method without validation data"
-        _need(user.name, "valid", len(user.valid), window, f"{purpose}; {advice}")
-    _need(user.name, "test", len(user.test), 2, "to measure perplexity; give a test split or fraction")
+        wanted.append(("valid", user.valid, window, f"{purpose} {advice}"))
+    wanted.append(("test", user.test, 2, " to measure perplexity; give a test split or fraction"))
+    for split, stream, needed, advice in wanted:
+        if len(stream) < needed:
+            return Shortage(what=f"{split} holds {len(stream)} tokens, needs at least {needed}", advice=advice)
+    return None
+
+
+def list_small(found: Mapping[str, str], most: int = 10) -> str:
+    """Users and what is wrong with each, the first ten of them."""
+    named = [f"{name!r} ({what})" for name, what in islice(found.items(), most)]
+    return ", ".join(named) + (f" and {len(found) - most} more" if len(found) > most else "")
 
 
 def pool(users: Sequence[UserData]) -> UserData:
@@ -70,8 +105,3 @@ def pool(users: Sequence[UserData]) -> UserData:
         valid=torch.cat([user.valid for user in users]),
         test=torch.cat([user.test for user in users]),
     )
-
-
-def _need(name: str, split: str, got: int, needed: int, purpose: str) -> None:
-    if got < needed:
-        raise DataError(f"user {name!r}: {split} holds {got} tokens, needs at least {needed} {purpose}")

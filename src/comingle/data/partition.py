@@ -22,6 +22,10 @@ _EXAMPLES = 3
 _EXAMPLE_CHARACTERS = 120
 
 
+class NoTextError(DataError):
+    """A user has no text, or none of a split."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class UserText:
     """The documents of one user, split by split."""
@@ -91,13 +95,14 @@ def split_given(
     by (seed, name)) becomes valid; with a fraction of 0 an unnamed valid stays empty.
 
     Raises:
-        DataError: a named split is missing and nothing replaces it; the message lists those found.
+        NoTextError: a named split is missing and nothing replaces it; the message lists those found.
     """
     replaceable = valid is None or (valid not in splits and valid_fraction > 0)
     for wanted in (train, test) if replaceable else (train, valid, test):
         if wanted not in splits:
             found = ", ".join(splits) or "none"
-            raise DataError(f"user {name!r}: no split {wanted!r}; found: {found}.{did_you_mean(str(wanted), splits)}")
+            hint = did_you_mean(str(wanted), splits)
+            raise NoTextError(f"user {name!r}: no split {wanted!r}; found: {found}.{hint}")
     test_part = tuple(splits[test])
     if valid is not None and valid in splits:
         return UserText(name=name, train=tuple(splits[train]), valid=tuple(splits[valid]), test=test_part)

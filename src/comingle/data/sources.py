@@ -6,6 +6,8 @@ that is deleted at once: private text leaves no copy in a shared cache, and a ch
 
 from __future__ import annotations
 
+import math
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,26 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from comingle.data.demo import DEMO_USERS
-from comingle.data.files import read_text_file, read_text_folder
+from comingle.data.files import check_regular, read_text_file, read_text_folder, warn_longer
+from comingle.data.formats import BUILDERS, COMPRESSIONS, builder_of, is_saved, looks_like_path
 from comingle.data.hub import HUB_PREFIX, parse_hub_name
+from comingle.data.names import name_problem
+from comingle.data.partition import NoTextError
 from comingle.data.rows import Rows, choose_columns, describe, iterate_batches, iterate_rows, list_names
 from comingle.errors import DataError, did_you_mean
 
 _DEMO_PREFIX = "demo:"
-_COMPRESSIONS = (".xz", ".gz")
-# Suffix -> builder of ``datasets`` and its options. NA, null and None are words that people write, not missing values.
-_BUILDERS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    ".jsonl": ("json", {}),
-    ".ndjson": ("json", {}),
-    ".json": ("json", {}),
-    ".csv": ("csv", {"keep_default_na": False}),
-    ".tsv": ("csv", {"keep_default_na": False, "sep": "\t"}),
-    ".parquet": ("parquet", {}),
-}
 _LOCAL_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 
 
-def read_documents(path: str | Path, *, column: str = "text") -> list[str]:
+def read_documents(path: str | Path, *, column: str = "text", most: int | None = None) -> list[str]:
     """The documents of one user.
 
     - A folder: each text file below it is a document (:func:`comingle.data.files.read_text_folder`); a folder written
@@ -45,22 +40,23 @@ def read_documents(path: str | Path, *, column: str = "text") -> list[str]:
     - ``hub:NAME?config=C&split=S&documents=N``: ``column`` of the rows of a data set of the hub; all splits unless one
       is named; with ``documents`` the rows are streamed, and no more of them are fetched than that.
 
-    Files may be compressed by ``.xz`` or ``.gz``. Blank documents are dropped.
+    Files may be compressed by ``.xz`` or ``.gz``. Blank documents are dropped. With ``most`` reading ends after about
+    so many bytes of text, which is said in a warning.
 
     Raises:
-        DataError: no such path or column, an unreadable file, or no text at all.
+        NoTextError: no text at all.
+        DataError: no such path or column, what is neither file nor folder, or an unreadable file.
     """
     if str(path).startswith(_DEMO_PREFIX):
         return read_demo(str(path))
     if str(path).startswith(HUB_PREFIX):
-        documents = _read_rows(str(path), column, parse_hub_name(str(path)).documents)
+        documents = _read_rows(str(path), column, parse_hub_name(str(path)).documents, most)
     else:
         path = Path(path).expanduser()
-        if not path.exists():
-            raise DataError(f"{path}: no such file or folder")
-        documents = [document for document in _read_path(path, column) if document.strip()]
+        check_regular(path)
+        documents = [document for document in _read_path(path, column, most) if document.strip()]
     if not documents:
-        raise DataError(f"{path}: no text in it, a user needs at least one document")
+        raise NoTextError(f"{path}: no text in it, a user needs at least one document")
     return documents
 
 
@@ -88,7 +84,7 @@ def read_dataset(
     user: str,
     text: str = "text",
     split: str | None = None,
-    users: Sequence[str] | None = None,
+    users: Sequence[str] | int | None = None,
     name: str | None = None,
     data_files: str | Sequence[str] | Mapping[str, Any] | None = None,
     max_documents: int | None = None,
@@ -102,7 +98,7 @@ def read_dataset(
             the field ``set`` of a column ``meta``.
         text: the column with the document.
         split: the column that names a row's split; without it, the data set's own splits (a plain file is "train").
-        users: the users wanted, in this order; without it all, in the order of their first rows.
+        users: the users wanted, in this order, or how many of the first; without it all, by their first rows.
         name: configuration of a hub data set.
         data_files: passed on to ``datasets.load_dataset``.
         max_documents: keep that many first documents of each user and split. Rows of ``hub:NAME`` are then streamed,
@@ -111,27 +107,34 @@ def read_dataset(
     Rows without text, user or split are dropped.
 
     Raises:
-        DataError: an unknown source, column or user, rows that cannot be read, or no rows at all.
+        DataError: an unknown source, column or user, a name that cannot be one, unreadable rows, or no rows at all.
     """
     where = str(source) if isinstance(source, str | Path) else ", ".join(map(str, source))
     if where.startswith(HUB_PREFIX) and parse_hub_name(where).documents:
         raise DataError(f"{where}: documents is for a single user's source; here, max_documents says how many")
     groups: dict[str, dict[str, list[str]]] = {}
+    named = set(users) if isinstance(users, Sequence) else None
+    number = users if named is None else len(named)
     columns = [text, user] if split is None else [text, user, split]
     with _open_splits(source, name=name, data_files=data_files, stream=max_documents is not None) as splits:
         for own_split, rows in splits:
-            waiting = set(users or ())  # those whose documents of this split are not complete
+            complete: set[str] = set()  # those who are wanted and have all they may have of this split
             for document, owner, *row_split in iterate_rows(rows, columns, where):
+                if isinstance(users, int) and owner not in groups and len(groups) == users:
+                    continue
                 documents = groups.setdefault(owner, {}).setdefault((row_split or [own_split])[0], [])
                 if max_documents is None or len(documents) < max_documents:
                     documents.append(document)
-                if split is None and len(documents) == max_documents and owner in waiting:
-                    waiting.remove(owner)
-                    if not waiting:
+                if split is None and len(documents) == max_documents and (named is None or owner in named):
+                    complete.add(owner)
+                    if len(complete) == number:
                         break
     if not groups:
         raise DataError(f"{where}: no row has both text in column {text!r} and a user in column {user!r}")
-    return groups if users is None else _choose(groups, users, where)
+    groups = groups if users is None else _choose(groups, users, where)
+    if problem := name_problem(groups):
+        raise DataError(f"{where}: column {user!r}: {problem}")
+    return groups
 
 
 def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str) -> Iterator[tuple[Any, ...]]:
@@ -158,27 +161,39 @@ def make_rows(columns: Mapping[str, Sequence[Any]]) -> Rows:
     return _import_datasets().Dataset.from_dict(dict(columns))
 
 
-def _choose(groups: dict[str, Any], users: Sequence[str], where: str) -> dict[str, Any]:
+def _choose(groups: dict[str, Any], users: Sequence[str] | int, where: str) -> dict[str, Any]:
+    if isinstance(users, int):
+        if len(groups) < users:
+            raise DataError(f"{where}: {users} users wanted, found {len(groups)}: {list_names(groups)}")
+        return groups
     for wanted in users:
         if wanted not in groups:
             raise DataError(f"{where}: no user {wanted!r}; found: {list_names(groups)}.{did_you_mean(wanted, groups)}")
     return {wanted: groups[wanted] for wanted in users}
 
 
-def _read_rows(source: str, column: str, count: int | None) -> list[str]:
-    """The documents of the first ``count`` rows (None: of all rows) of a data set."""
+def _read_rows(source: str, column: str, count: int | None, most: int | None) -> list[str]:
+    """The documents of the first ``count`` rows (None: of all rows) of a data set, of about ``most`` bytes at most."""
+    documents: list[str] = []
+    left = math.inf if most is None else most
     with _open_splits(source, stream=count is not None) as splits:
         rows = (document for _, rows in splits for (document,) in iterate_rows(rows, [column], source))
-        return list(islice(rows, count))
+        for document in islice(rows, count):
+            if left <= 0:
+                warn_longer(source, most or 0)
+                break
+            documents.append(document)
+            left -= len(document.encode(errors="replace"))
+    return documents
 
 
-def _read_path(path: Path, column: str) -> Iterator[str]:
-    if path.is_dir() and not _is_saved(path):
-        yield from read_text_folder(path)
-    elif path.is_dir() or _builder(path):
-        yield from _read_rows(str(path), column, None)
+def _read_path(path: Path, column: str, most: int | None) -> Iterator[str]:
+    if path.is_dir() and not is_saved(path):
+        yield from read_text_folder(path, most=most)
+    elif path.is_dir() or builder_of(path):
+        yield from _read_rows(str(path), column, None, most)
     else:
-        yield from read_text_file(path)
+        yield from read_text_file(path, most=most)
 
 
 @contextmanager
@@ -210,12 +225,15 @@ def _open_splits(
 
 def _load(datasets: Any, source: str, name: str | None, data_files: Any, cache: str) -> list[tuple[str, Rows]]:
     path = Path(source).expanduser()
-    local = path.exists() or (source in _LOCAL_BUILDERS and data_files is not None)
-    if not local and _looks_like_path(source):
+    found = os.path.exists(path)
+    if found:
+        check_regular(path)
+    local = found or (source in _LOCAL_BUILDERS and data_files is not None)
+    if not local and looks_like_path(source):
         raise DataError(f"{source}: no such file or folder")
-    if path.is_file() and not _builder(path):
-        known = ", ".join(_BUILDERS)
-        raise DataError(f"{path}: not a file of rows; allowed: {known}, each also with {' or '.join(_COMPRESSIONS)}")
+    if path.is_file() and not builder_of(path):
+        known = ", ".join(BUILDERS)
+        raise DataError(f"{path}: not a file of rows; allowed: {known}, each also with {' or '.join(COMPRESSIONS)}")
     try:
         loaded = _load_any(datasets, path, source, name, data_files, {"cache_dir": cache} if local else {})
     except StopIteration:  # what ``datasets`` makes of a file without rows
@@ -247,12 +265,14 @@ def _as_splits(loaded: Any, name: str) -> list[tuple[str, Rows]]:
 def _load_any(
     datasets: Any, path: Path, source: str, name: str | None, data_files: Any, where: dict[str, str]
 ) -> Rows | dict[str, Rows]:
-    builder = _builder(path)
-    if path.is_dir() and _is_saved(path):
+    builder = builder_of(path)
+    if path.is_dir() and is_saved(path):
         return datasets.load_from_disk(str(path))
     if path.is_file() and builder:
         return datasets.load_dataset(builder[0], data_files=str(path), **builder[1], **where)
-    return datasets.load_dataset(str(path) if path.exists() else source, name=name, data_files=data_files, **where)
+    return datasets.load_dataset(
+        str(path) if os.path.exists(path) else source, name=name, data_files=data_files, **where
+    )
 
 
 def _import_datasets() -> Any:
@@ -277,20 +297,3 @@ def _quietly(datasets: Any) -> Iterator[None]:
         datasets.logging.set_verbosity(verbosity)
         if bars:
             datasets.enable_progress_bars()
-
-
-def _builder(path: Path) -> tuple[str, dict[str, Any]] | None:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in _COMPRESSIONS:
-        suffixes.pop()
-    return _BUILDERS.get(suffixes[-1]) if suffixes else None
-
-
-def _is_saved(folder: Path) -> bool:
-    """Whether ``save_to_disk`` wrote the folder."""
-    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
-
-
-def _looks_like_path(source: str) -> bool:
-    """Hub names are ``NAME`` or ``OWNER/NAME``; anything else that does not exist is a mistyped path."""
-    return source.startswith((".", "~", "/")) or source.count("/") > 1 or _builder(Path(source)) is not None

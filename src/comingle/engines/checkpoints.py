@@ -1,23 +1,27 @@
 """Checkpoints: everything that a run needs to go on as if nothing had happened.
 
 ``checkpoints/round-NNNN/`` holds ``state.safetensors`` (every user's named tensors, both moments, step counts and
-ranks, what the server keeps, and all of it in the best round where that is selected) and ``checkpoint.json``. It is
-written under a temporary name and renamed, so that it exists whole or not at all. Nothing in it is ever executed.
+ranks, what the server keeps, and all of it in the best round where that is selected), ``checkpoint.json``, and the
+checksums of both (:mod:`comingle.engines.checksums`). It is written under a temporary name and renamed, so that it
+exists whole or not at all. Nothing in it is ever executed.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from comingle.engines.checksums import advise, list_checkpoints, resume_command, seal, verify
 from comingle.engines.state import State
 from comingle.errors import RunError
 from comingle.records import write_json
@@ -28,10 +32,14 @@ _ROWS, _SERVER, _BEST = "user/", "server/", "best/"
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run has come. ``fingerprint`` names the recipe; ``events_bytes`` is the length of the event log."""
+    """How far a run has come. ``fingerprint`` names the recipe; ``events_bytes`` is the length of the event log.
+
+    ``trainers`` are the names of those to whom the rows belong, in the rows' order.
+    """
 
     round: int
     fingerprint: str
+    trainers: list[str]
     events_bytes: int
     train_seconds: float
     wall_seconds: float
@@ -44,21 +52,45 @@ class Progress:
 
 
 def save_checkpoint(run: Path, layout: Layout, state: State, kept: Tree, progress: Progress) -> Path:
-    """Write the checkpoint of a round; returns its folder."""
+    """Write the checkpoint of a round; returns its folder.
+
+    Raises:
+        RunError: the disk does not take it; the older checkpoints stay.
+    """
     folder = run / "checkpoints" / f"round-{progress.round:04d}"
     draft = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed and had our number, as in a container
-    draft.mkdir(parents=True)
-    tensors = {name: t.cpu().contiguous() for name, t in _named(layout, state, kept).items()}
-    save_file(tensors, draft / "state.safetensors")
-    write_json(draft / "checkpoint.json", asdict(progress))
-    for path in draft.iterdir():  # on disk before it gets its name
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    if folder.exists():
-        shutil.rmtree(folder)
-    draft.rename(folder)
+    try:
+        draft.mkdir(parents=True)
+        _write(draft, _named(layout, state, kept), progress)
+        if folder.exists():
+            shutil.rmtree(folder)
+        draft.rename(folder)
+        for parent in (folder.parent, run):
+            _to_disk(parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        why = error.strerror if isinstance(error, OSError) else error
+        goes_on = f"once it can be, {resume_command(folder)} goes on"
+        raise RunError(f"{folder}: cannot be written to: {why}; {goes_on}") from None
     return folder
+
+
+def _write(draft: Path, tensors: Tree, progress: Progress) -> None:
+    """A whole checkpoint, on disk before it gets its name."""
+    save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, draft / "state.safetensors")
+    write_json(draft / "checkpoint.json", asdict(progress))
+    seal(draft)
+    for path in [*draft.iterdir(), draft]:
+        _to_disk(path)
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def prune_checkpoints(run: Path, keep: int) -> None:
@@ -69,52 +101,73 @@ def prune_checkpoints(run: Path, keep: int) -> None:
         shutil.rmtree(folder)
 
 
-def list_checkpoints(run: Path) -> list[Path]:
-    """Checkpoint folders of a run, oldest first."""
-    # Longer names are later: round-10000 comes after round-9999.
-    return sorted((run / "checkpoints").glob("round-*"), key=lambda folder: (len(folder.name), folder.name))
-
-
 def read_progress(folder: Path) -> Progress:
     """What a checkpoint says of itself.
 
     Raises:
-        RunError: unreadable or not a checkpoint of comingle.
+        RunError: unreadable, changed since it was written, or not a checkpoint of comingle.
     """
+    verify(folder, "checkpoint.json")
     try:
         content = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
         for name, kind in get_type_hints(Progress).items():
-            if name in content and not isinstance(content[name], (int, float) if kind is float else kind):
-                raise TypeError(f"{name} is {content[name]!r}")
+            if name in content and not _is_of(got := content[name], kind):
+                raise TypeError(f"{name} is {got!r}")
+            if name in content and kind in (int, float) and not 0 <= got < math.inf:
+                raise ValueError(f"{name} is {got!r}")
         return Progress(**content)
     except (OSError, ValueError, TypeError) as error:
-        raise RunError(
-            f"{folder}: not a checkpoint of comingle ({error}); delete it to resume from an older one"
-        ) from None
+        raise RunError(f"{folder}: not a checkpoint of comingle ({error}); {advise(folder)}") from None
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if kind == list[str]:
+        return isinstance(value, list) and all(isinstance(one, str) for one in value)
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def load_checkpoint(folder: Path, layout: Layout, like: State, kept: Tree) -> tuple[State, Tree]:
     """The users' state and what the server keeps, on the device of ``like``, a state of the same recipe.
 
     Raises:
-        RunError: truncated, or tensors that are not those of this recipe (names the first one that differs).
+        RunError: changed since it was written, or tensors that are not those of this recipe, not finite, or negative
+            counts (names the first one).
     """
+    verify(folder)
     path = folder / "state.safetensors"
     try:
         found = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise RunError(f"{path}: truncated or not safetensors ({error}); delete {folder} to use an older one") from None
+        raise RunError(f"{path}: truncated or not safetensors ({error}); {advise(folder)}") from None
     expected = {name: (tuple(t.shape), t.dtype) for name, t in _named(layout, like, kept).items()}
     for name in sorted(expected.keys() | found.keys()):
-        got = (tuple(found[name].shape), found[name].dtype) if name in found else "nothing"
-        wanted = expected.get(name, "nothing")
-        if got != wanted:
-            raise RunError(f"{path}: foreign checkpoint, tensor {name!r}: got {got}, this recipe has {wanted}")
-    found = {name: t.to(like.rows.device) for name, t in found.items()}
+        got = (tuple(found[name].shape), found[name].dtype) if name in found else None
+        wanted = expected.get(name)
+        if not _fits(got, wanted):
+            said = [part or "nothing" for part in (got, wanted)]
+            raise RunError(f"{path}: foreign checkpoint, tensor {name!r}: got {said[0]}, this recipe has {said[1]}")
+        if wrong := _find_impossible(name, found[name]):
+            raise RunError(f"{path}: tensor {name!r} {wrong}; {advise(folder)}")
+    found = {name: t.to(like.rows.device, expected[name][1]) for name, t in found.items()}
     rows = flatten([found.pop(_ROWS + slot.name) for slot in layout.slots])
     server = {name: found.pop(_SERVER + name) for name in kept}
     best = {name: found.pop(_BEST + name) for name in like.best}
     return like.filled({"rows": rows, **found}, best), server
+
+
+def _fits(got: tuple[Any, torch.dtype] | None, wanted: tuple[Any, torch.dtype] | None) -> bool:
+    """Equal; but ``runtime.dtype`` may have changed, so that any floating format takes on any other."""
+    if got is None or wanted is None or got == wanted:
+        return got == wanted
+    return got[0] == wanted[0] and got[1].is_floating_point and wanted[1].is_floating_point
+
+
+def _find_impossible(name: str, tensor: Tensor) -> str:
+    """Why no run can have had such a tensor; empty if one can. The best loss is infinite until there is one."""
+    if tensor.is_floating_point():
+        broken = tensor.isnan() if name == _BEST + "loss" else ~tensor.isfinite()
+        return "is not finite" if bool(broken.any()) else ""
+    return "has a negative count" if bool((tensor < 0).any()) else ""
 
 
 def _named(layout: Layout, state: State, server: Tree) -> dict[str, Tensor]:

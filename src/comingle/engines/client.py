@@ -7,7 +7,8 @@ with one row.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -22,7 +23,7 @@ from comingle.engines.feeds import Feed, TextFeed
 from comingle.engines.scoring import AnyScore, Models, Scorer
 from comingle.engines.state import State, initial_state
 from comingle.engines.steps import Steps
-from comingle.engines.training import Training
+from comingle.engines.training import Portions, Training
 from comingle.errors import DataError, RecipeError
 from comingle.methods.base import Method
 from comingle.models.adapted import AdaptedModel
@@ -41,7 +42,8 @@ class Clients:
 
     ``trainers`` own rows of the state: the users themselves, or the single pooled trainer of an upper bound; where a
     method keeps several copies, row ``copy * trainers + i`` is a copy of trainer i. ``users`` are always the real ones;
-    ``row_of`` maps each to the row whose model it uses.
+    ``row_of`` maps each to the row whose model it uses. Without ``reads``, nobody's data is asked for before something
+    needs it, and then ``feed`` may be what makes the feed. ``skipped`` are users who were left out beforehand, and why.
     """
 
     def __init__(
@@ -52,35 +54,44 @@ class Clients:
         *,
         trainers: Population,
         users: Population,
-        feed: Feed | None = None,
+        feed: Feed | Callable[[], Feed] | None = None,
+        reads: bool = True,
+        skipped: Mapping[str, str] = MappingProxyType({}),
     ):
         self.model, self.method, self.training = model, method, training
-        self.trainers, self.users = list(trainers), list(users)
+        self.trainers, self.users, self.skipped = list(trainers), list(users), dict(skipped)
         last = (method.placement.copies - 1) * len(trainers)
         self.row_of = [last] * len(users) if method.placement.pooled else list(range(last, last + len(users)))
         # A pooled trainer sees as many sequences a step as its users would have together.
         self.batch_size = training.batch_size * (len(users) if method.placement.pooled else 1)
-        self.feed = feed or TextFeed(cast(list[UserData], self.trainers), training, self.batch_size)
-        self.portions = self.feed.portions(model.device, model.layout.columns)
+        source = feed or TextFeed(cast(list[UserData], self.trainers), training, self.batch_size)
+        self.steps = Steps(model=model, method=method, training=training, trainers=len(trainers), source=source)
         # Where nobody has more than one expert there is no router, and nothing to do in its phase.
         self.phases = [phase for phase in method.client.phases if model.layout.only(phase.roles).slots]
-        self.local_steps = max(self.feed.steps(i) for i in range(len(trainers)))
-        self.steps = Steps(
-            model=model,
-            method=method,
-            training=training,
-            feed=self.feed,
-            portions=self.portions,
-            local_steps=self.local_steps,
-        )
         self.scorer = Scorer(steps=self.steps)
         self.shares = bool(model.layout.mask(method.shared).any())
         self.state = self._initial()
         self.initial = self.state.rows.clone() if method.client.resets else self.state.rows[:0]
         self.resized()
         if training.select == "best":
-            self._check_validation()
+            if reads:
+                self._check_validation()
             self.state.remember(0, math.inf)
+
+    @property
+    def feed(self) -> Feed:
+        """The trainers' data."""
+        return self.steps.feed
+
+    @property
+    def portions(self) -> Portions:
+        """What goes through the model at once."""
+        return self.steps.portions
+
+    @property
+    def left_out(self) -> dict[str, dict[str, str]]:
+        """Who was skipped, as the start event and the metrics have it; nothing where nobody was."""
+        return {"skipped_users": self.skipped} if self.skipped else {}
 
     # ---------------------------------------------------------------- state
 

@@ -16,7 +16,7 @@ from comingle.engines.mixing import mixtures
 from comingle.engines.runtime import peak_memory_bytes
 from comingle.engines.scoring import AnyScore
 from comingle.engines.server import ServerHalf
-from comingle.records import Metrics
+from comingle.records import Metrics, geometric
 
 
 def evaluate(clients: Clients, server: ServerHalf, done: int, observe: Observer) -> Sequence[AnyScore]:
@@ -28,16 +28,18 @@ def evaluate(clients: Clients, server: ServerHalf, done: int, observe: Observer)
     observe({"event": "step", "advance": 0, "round": done, "evaluating": True})
     with finetuned(clients, done):  # once for both
         scores, loss = clients.evaluate(), clients.validate() if clients.state.best else None
-    for user, score in zip(clients.users, scores, strict=True):
+    for user, row, score in zip(clients.users, clients.row_of, scores, strict=True):
         if not math.isfinite(score.mean_loss):
-            raise diverged(user.name, f"test loss is {score.mean_loss} after round {done}")
+            suspects = clients.steps.suspects(row, clients.state.rows[row]) if done else ()
+            raise diverged(user.name, f"test loss is {score.mean_loss} after round {done}", suspects)
     users = {user.name: _measured(score) for user, score in zip(clients.users, scores, strict=True)}
     event = {
         "event": "evaluation",
         "round": done,
-        "iterations": done * clients.local_steps,
+        "iterations": done * clients.steps.local_steps,
         "users": users,
         f"mean_test_{measure_of(scores)}": mean_measure(scores),
+        **geometric(users, measure_of(scores)),
     }
     observe(event | _validated(clients, done, loss) | _experts(clients, scores) | mixtures(clients, server))
     return scores
@@ -68,6 +70,20 @@ def _experts(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Any]:
 
 def _measured(score: AnyScore) -> dict[str, float]:
     return {f"test_{name}": value for name, value in score.measures.items()}
+
+
+def start_event(clients: Clients) -> dict[str, Any]:
+    """What a run says first: what it is, and how much everybody has."""
+    unit = clients.feed.unit
+    return {
+        "event": "start",
+        "method": clients.method.name,
+        "seed": clients.training.seed,
+        "base": clients.model.name,
+        "rounds": clients.training.rounds if clients.method.trains else 0,
+        "users": {u.name: {f"train_{unit}": len(u.train), f"test_{unit}": len(u.test)} for u in clients.users},
+        **clients.left_out,
+    }
 
 
 def measure_of(scores: Sequence[AnyScore]) -> str:

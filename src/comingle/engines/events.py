@@ -4,45 +4,69 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from comingle.records import finite, measure_of
+from comingle.records import GEOMETRIC, finite, logger, measure_of
 
 Observer = Callable[[dict[str, Any]], None]
 """Receives every event: ``{"event": NAME, ...}``. "step" events only tell of progress and are not kept."""
 
 
 class EventLog:
-    """Appends events to a file, one JSON object a line, flushed at once.
+    """Appends events to a file, one JSON object a line, each with the system at once.
 
-    ``size_bytes`` goes into each checkpoint: on resume the file is cut there, so that rounds which are run again do
-    not appear twice, and a line torn by a crash disappears.
+    ``size_bytes`` goes into each checkpoint, after :meth:`to_disk`: on resume the file is cut there, so that rounds
+    which are run again do not appear twice, and a line torn by a crash disappears. A file that has lost something since
+    is cut at its last whole line, which is told; never is it filled up or written through a link.
     """
 
     def __init__(self, path: Path, *, keep_bytes: int = 0):
-        path.touch()
-        with path.open("r+b") as file:
-            file.truncate(min(keep_bytes, file.seek(0, os.SEEK_END)))  # never longer: that would fill it with zeros
-        self._file = path.open("a", encoding="utf-8")
+        self._file = open(path, "a+b", buffering=0, opener=_open_unlinked)  # noqa: SIM115
+        self._file.seek(0)
+        self.size_bytes = _whole(path, self._file.read(keep_bytes), keep_bytes)
+        self._file.truncate(self.size_bytes)
 
     def __call__(self, event: dict[str, Any]) -> None:
-        """Take one event."""
-        if event["event"] != "step":
-            self._file.write(json.dumps(finite(event)) + "\n")
-            self._file.flush()
+        """Take one event.
 
-    @property
-    def size_bytes(self) -> int:
-        """Length of the file so far."""
-        return self._file.tell()
+        Raises:
+            OSError: the disk does not take it; what it took is removed again.
+        """
+        if event["event"] == "step":
+            return
+        line = (json.dumps(finite(event)) + "\n").encode()
+        try:
+            written = 0
+            while written < len(line):
+                written += self._file.write(line[written:])
+        except OSError:
+            self._file.truncate(self.size_bytes)
+            raise
+        self.size_bytes += len(line)
+
+    def to_disk(self) -> None:
+        """Return when everything so far would outlive a power cut."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _open_unlinked(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
+def _whole(path: Path, kept: bytes, expected: int) -> int:
+    """How many bytes of a log are whole lines, of as many as a checkpoint expects; told if it is fewer."""
+    size = kept.rfind(b"\n") + 1
+    if size < expected:
+        found = f"cut after {size} bytes, its last whole line" if size else "missing or empty, so begun anew"
+        logger.warning("%s: %s; %d bytes were written, and reports lack what is lost", path, found, expected)
+    return size
 
 
 class TensorBoard:
@@ -62,7 +86,9 @@ class TensorBoard:
             name = f"test_{measure_of(event)}"
             for user, score in event["users"].items():
                 self._writer.add_scalar(f"{name}/{user}", score[name], event["round"])
-            self._writer.add_scalar(f"mean_{name}", event[f"mean_{name}"], event["round"])
+            for mean in (f"mean_{name}", GEOMETRIC):
+                if event.get(mean) is not None:
+                    self._writer.add_scalar(mean, event[mean], event["round"])
             self._experts(event)
 
     def _experts(self, event: dict[str, Any]) -> None:
@@ -82,5 +108,5 @@ def tensorboard(folder: Path) -> TensorBoard | None:
     try:
         return TensorBoard(folder)
     except ImportError:
-        logging.getLogger("comingle").info("no TensorBoard files: pip install 'comingle[reports]'")
+        logger.info("no TensorBoard files: pip install 'comingle[reports]'")
         return None

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from comingle.errors import DivergenceError
+from comingle.trees import Layout
 
 
-def diverged(user: str, what: str) -> DivergenceError:
-    """The error for a user who has left the real numbers."""
-    advice = "try a smaller training.experts.learning_rate, or training.experts.clip_norm: 1.0"
-    return DivergenceError(f"user {user!r}: {what}; the last checkpoint is kept; {advice}")
+def diverged(user: str, what: str, suspects: Sequence[str] = ("experts",)) -> DivergenceError:
+    """The error for a user who has left the real numbers.
+
+    ``suspects`` are the optimisers that may have done it; none before any training.
+    """
+    keys = ("learning_rate", "clip_norm")
+    rates, norms = (" and ".join(f"training.{name}.{key}" for name in suspects) for key in keys)
+    advice = f"try a smaller {rates}, or {norms}: 1.0" if suspects else "nothing was trained, so the base is at fault"
+    return DivergenceError(f"user {user!r}: {what}; {advice}")
+
+
+def broke_first(
+    layout: Layout, row: Float[Tensor, " columns"], trained: Mapping[str, frozenset[str]]
+) -> tuple[str, ...]:
+    """Which optimisers, each with the roles that it trains, made a user's tensors so large that a loss broke.
+
+    What breaks a loss is larger than the rest by orders of magnitude. Where two are within one, or neither is a number
+    any more, that cannot be told, and both are named.
+    """
+    found = {name: row[layout.mask(roles).to(row.device)].abs() for name, roles in trained.items()}
+    sizes = {name: own.nan_to_num(nan=torch.inf).max().item() for name, own in found.items() if len(own)}
+    return tuple(name for name, size in sizes.items() if size >= max(sizes.values()) / 10)
 
 
 def find_broken(

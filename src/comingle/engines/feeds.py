@@ -20,6 +20,7 @@ from comingle.data.seeds import generator
 from comingle.engines.training import Portions, Training, portions
 from comingle.evaluation.perplexity import Gates, Score, score_streams
 from comingle.methods.client import Phase, Stream
+from comingle.models.hardware import require_bytes
 
 Predict = Callable[[Sequence[int], Any], Tensor]
 """What the models of the given rows make of a batch, one row's after the other: losses of text, outputs for samples."""
@@ -92,6 +93,8 @@ class TextFeed(Feed):
 
     def __init__(self, trainers: Sequence[UserData], training: Training, batch_size: int):
         self.trainers, self.training, self.batch_size = list(trainers), training, batch_size
+        window = training.context + 1
+        require_bytes(f"training.batch_size: {batch_size:,} windows of {window:,} tokens", 8 * batch_size * window)
 
     def portions(self, device: torch.device, columns: int) -> Portions:
         """By tokens alone: adapters are small beside activations."""

@@ -43,6 +43,7 @@ def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tic
         DivergenceError: a user's loss is not finite; names the user and the round.
     """
     started, method = time.perf_counter(), clients.method
+    clients.steps.blamed.clear()
     losses: dict[int, float] = {}
     rejected: dict[int, str] = {}
     copies = range(method.placement.copies)
@@ -81,7 +82,7 @@ def _leave_out(clients: Clients, cohort: Cohort, broken: dict[int, str]) -> None
     """Users who are not finite end the run; where the method drops them, they have not taken part."""
     for user, what in broken.items():
         if cohort.before is None or not clients.method.client.drops_nonfinite:
-            raise diverged(cohort.names[user], what)
+            raise diverged(cohort.names[user], what, clients.steps.suspects(cohort.rows[user], cohort.part.rows[user]))
         cohort.part.rows[user] = cohort.before[user]
         cohort.part.first[user], cohort.part.second[user] = 0, 0
 

@@ -63,7 +63,7 @@ def run_rounds(
     for number in range(first_round, rounds):
         done, last = number + 1, number + 1 == rounds
         due = last or done % training.evaluate_every == 0
-        members = participants(training, number, len(names))
+        members = participants(training, number, names)
         federation.download(members)
         work = _train(clients, members, number, observe)
         members = list(work.losses)
@@ -101,7 +101,8 @@ def _train(clients: Clients, members: list[int], number: int, observe: Observer)
         logger.warning("user %r is left out of round %d: %s", name, number + 1, what)
         observe({"event": "rejected", "round": number + 1, "user": name, "reason": what})
     if not work.losses:
-        raise diverged(*next((clients.trainers[m].name, what) for m, what in work.rejected.items()))
+        member, what = next(iter(work.rejected.items()))
+        raise diverged(clients.trainers[member].name, what, clients.steps.suspects(member, clients.state.rows[member]))
     return work
 
 

@@ -5,8 +5,9 @@ The objective is the sum over users of each user's mean loss, so a user's gradie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from comingle.data.seeds import generator
+from comingle.engines.faults import broke_first
 from comingle.engines.feeds import Feed
 from comingle.engines.optimizers import descend, learning_rate, update
 from comingle.engines.training import Portions, Training
@@ -34,9 +36,26 @@ class Steps:
     model: AdaptedModel | StackedModel
     method: Method
     training: Training
-    feed: Feed
-    portions: Portions
-    local_steps: int
+    trainers: int
+    source: Feed | Callable[[], Feed]
+    """The trainers' data, or what makes it a feed when something needs it."""
+    blamed: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Optimisers that made a row leave the real numbers, in this round."""
+
+    @cached_property
+    def feed(self) -> Feed:
+        """The trainers' data."""
+        return self.source if isinstance(self.source, Feed) else self.source()
+
+    @cached_property
+    def portions(self) -> Portions:
+        """What goes through the model at once."""
+        return self.feed.portions(self.model.device, self.model.layout.columns)
+
+    @cached_property
+    def local_steps(self) -> int:
+        """Local iterations of a round, of the trainer who has most."""
+        return max(self.feed.steps(i) for i in range(self.trainers))
 
     @property
     def iterations(self) -> int:
@@ -81,11 +100,22 @@ class Steps:
             noise = self._noise(cohort.names, number, phase.purpose, step, i)
             with self.model.randomness(self.training.seed, cohort.names[0], number, step, i):
                 losses, gradients = self.gradient(cohort, drawn, phase, noise)
+            for place in (~losses.isfinite()).nonzero().flatten().tolist():  # before the step spoils all that it trains
+                self.suspects(cohort.rows[place], cohort.part.rows[place])
             for part in self.method.client.parts:
                 part.correct(cohort, gradients)
             self.descend(phase, cohort, gradients, number * self.local_steps + max(step, 0))
             total += losses
         return total / phase.steps
+
+    def suspects(self, row: int, values: Float[Tensor, " columns"]) -> tuple[str, ...]:
+        """Which optimisers may have made a row leave the real numbers: as its tensors were when that first showed."""
+        if row not in self.blamed:
+            trained: dict[str, frozenset[str]] = {}
+            for name, roles in self.method.client.optimizers:
+                trained[name] = trained.get(name, frozenset()) | roles
+            self.blamed[row] = broke_first(self.model.layout, values, trained)
+        return self.blamed[row]
 
     def _noise(self, names: Sequence[str], *place: str | int) -> Float[Tensor, "users clusters"] | None:
         """Noise on the users' router logits, each user's from a stream of its own; None where there is none."""

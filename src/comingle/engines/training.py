@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from comingle.data.seeds import generator
+from comingle.data.seeds import derive
 from comingle.engines.optimizers import OptimizerSettings
 from comingle.errors import RecipeError
 
@@ -79,19 +79,21 @@ def portions(training: Training, device: torch.device, batch_size: int) -> Porti
     return Portions(users=training.users_per_step or max(1, room // sequences), sequences=sequences)
 
 
-def participants(training: Training, round_number: int, users: int) -> list[int]:
-    """Who takes part in this round (from 0), in ascending order.
+def participants(training: Training, round_number: int, users: Sequence[str]) -> list[int]:
+    """Which of the users take part in this round (from 0), by number, in ascending order.
+
+    Each has a lot from (seed, round, name) and the lowest take part, so the draw does not depend on the users' order.
 
     Raises:
         RecipeError: a list names a user who does not exist.
     """
     if isinstance(training.participation, float | int):
-        count = max(1, math.ceil(training.participation * users - 1e-9))
-        draw = torch.randperm(users, generator=generator(training.seed, round_number, "participation"))
-        return sorted(draw[:count].tolist())
+        count = max(1, math.ceil(training.participation * len(users) - 1e-9))
+        lots = [derive(training.seed, round_number, "participation", name) for name in users]
+        return sorted(sorted(range(len(users)), key=lots.__getitem__)[:count])
     chosen = training.participation[round_number % len(training.participation)]
-    if wrong := [u for u in chosen if not 0 <= u < users]:
-        raise RecipeError(f"training.participation: user {wrong[0]}; allowed: 0 to {users - 1}")
+    if wrong := [u for u in chosen if not 0 <= u < len(users)]:
+        raise RecipeError(f"training.participation: user {wrong[0]}; allowed: 0 to {len(users) - 1}")
     return sorted(set(chosen))
 
 

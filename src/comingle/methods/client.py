@@ -197,6 +197,12 @@ class Client:
         return frozenset().union(*(phase.roles for phase in self.phases), *(part.roles for part in self.parts))
 
     @property
+    def optimizers(self) -> list[tuple[str, frozenset[str]]]:
+        """Which optimiser updates which roles, phase after phase."""
+        own = [("router", part.roles) for part in self.parts if part.roles]
+        return own + [pair for phase in self.phases for pair in phase.optimizers]
+
+    @property
     def needs_validation(self) -> bool:
         """Whether validation text is used for anything."""
         return any(phase.stream == "valid" for phase in self.phases) or any(part.validates for part in self.parts)

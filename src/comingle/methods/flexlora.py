@@ -40,6 +40,7 @@ class Redistribute(Server):
     """Keeps factors of the mean change in the largest rank; what is beyond a user's rank is cut off on its way."""
 
     kind = "stack"
+    by_user = frozenset({"scales"})
 
     def start(self, setup: ServerSetup) -> Tree:
         """What users start from, as it would be with scale 1, and everybody's scale."""
@@ -83,11 +84,21 @@ def mean_factors(
     left, singular, right = torch.linalg.svd(r @ t.mT, full_matrices=False)
     new_a = _first((q @ left).mT, rank)
     new_b = _first(singular.unsqueeze(-1) * (right @ p.mT), rank)
-    return new_a, new_b
+    signs = _signs(new_a)
+    return new_a * signs, new_b * signs
 
 
 def _side_by_side(factors: Float[Tensor, "users *experts rank width"]) -> Float[Tensor, "*experts ranks width"]:
     return torch.cat(factors.unbind(0), dim=-2)
+
+
+def _signs(rows: Float[Tensor, "*experts rank width"]) -> Float[Tensor, "*experts rank 1"]:
+    """-1 or 1 for each row, so that its largest entry becomes positive.
+
+    A decomposition leaves the sign open, and optimisers remember it: it must not follow from who is first.
+    """
+    largest = rows.gather(-1, rows.abs().argmax(-1, keepdim=True))
+    return torch.where(largest < 0, -1.0, 1.0).to(rows)
 
 
 def _first(factors: Float[Tensor, "*experts found width"], rank: int) -> Float[Tensor, "*experts rank width"]:

@@ -105,6 +105,7 @@ class Merge(Server):
     global_iterations: int = 1
     chosen: int | None = None
     kind = "stack"
+    by_user = frozenset({MERGING})
     downloads_first = True
 
     @property

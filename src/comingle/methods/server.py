@@ -66,6 +66,8 @@ class Server:
     what one user can change, and differential privacy can be computed."""
     peer_to_peer: ClassVar[bool] = False
     """Whether everybody who took part downloads the others' uploads, at once."""
+    by_user: ClassVar[frozenset[str]] = frozenset()
+    """What of it has the users on its leading dimension."""
     downloads_first: ClassVar[bool] = False
     """Whether users download something before the first round."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +25,8 @@ class Base:
 
     `model` has no parameter that requires a gradient, is in evaluation mode (no dropout) and keeps no cache.
     `tokenizer` is None for a folder that holds none. `name` says which source was used and, for an alias or a hub
-    name, holds no path of this machine. `dtype` is that of the weights.
+    name, holds no path of this machine. `dtype` is that of the weights. `origin` is the folder that they are from, or
+    the words that define random ones; None where only the model itself says what it is.
     """
 
     model: PreTrainedModel
@@ -31,6 +34,16 @@ class Base:
     name: str
     dtype: torch.dtype
     device: torch.device
+    origin: Path | str | None = None
+
+    @cached_property
+    def digest(self) -> str:
+        """By which the weights are known again: whatever they are rounded to, where they have an origin."""
+        from comingle.models.digests import digest_all, digest_folder, digest_model
+
+        if self.origin is None:
+            return digest_model(self.model)
+        return digest_folder(self.origin) if isinstance(self.origin, Path) else digest_all(self.origin)
 
 
 def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -13,7 +13,7 @@ import torch
 from comingle.errors import BaseModelError
 from comingle.models.base import PreTrainedModel, PreTrainedTokenizerBase, logger
 from comingle.models.cache import cache_folder, make_once
-from comingle.models.folders import check_config, one_line
+from comingle.models.folders import check_config, one_line, require_memory
 
 # Part of every cached folder's name: raise it when the conversion changes what it writes.
 _VERSION = 1
@@ -73,9 +73,14 @@ def _read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
     transformers' from_pretrained would need accelerate for this, and would keep some kinds packed.
     """
+    from gguf import GGUFReader
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+    numbers = sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
+    # Twice: the tensors stand beside the model that they are copied into.
+    advice = "its folder of safetensors"
+    require_memory(f"base model {path}: converted,", 2 * numbers, torch.float32, torch.device("cpu"), advice)
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     check_config(path, config.to_dict())
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -14,6 +14,8 @@ from comingle.models.byte_tokenizer import BOS, EOS, NUM_TOKENS, PAD
 PREFIX = "random:"
 # Divides every head: some families rotate only a quarter of it, and a rotation needs pairs.
 _HEAD_DIM_STEP = 8
+MAX_LAYERS = 1000
+"""Far above any model; each takes its time to be made, whatever its size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,7 @@ class Family:
     mlp_setting: str = "intermediate_size"
     grouped: bool = False
     gated: bool = False
+    learned_positions: bool = False
 
 
 def _llama_like(model_type: str) -> Family:
@@ -44,7 +47,7 @@ def _llama_like(model_type: str) -> Family:
 
 
 FAMILIES = {
-    "gpt2": Family(model_type="gpt2", mlp_setting="n_inner"),
+    "gpt2": Family(model_type="gpt2", mlp_setting="n_inner", learned_positions=True),
     "llama": _llama_like("llama"),
     "qwen2": _llama_like("qwen2"),
     "qwen3": _llama_like("qwen3"),
@@ -53,7 +56,7 @@ FAMILIES = {
     "mistral": _llama_like("mistral"),
     "phi": Family(model_type="phi", grouped=True),
     "gpt_neox": Family(model_type="gpt_neox"),
-    "opt": Family(model_type="opt", mlp_setting="ffn_dim"),
+    "opt": Family(model_type="opt", mlp_setting="ffn_dim", learned_positions=True),
 }
 
 
@@ -117,12 +120,25 @@ def _parse_override(name: str, family: Family, text: str) -> tuple[str, int]:
     return key, int(value)
 
 
+def about_parameters(family: Family, shape: Shape) -> int:
+    """Parameters of a random base, but for biases, norms and an output matrix of its own."""
+    settings = _settings(family, shape)
+    mlp = settings[family.mlp_setting] * (3 if family.gated else 2)
+    layer = shape.dim * (
+        2 * shape.dim + 2 * (_kv_heads(shape) if family.grouped else shape.heads) * shape.dim // shape.heads + mlp
+    )
+    positions = shape.ctx if family.learned_positions else 0
+    return shape.layers * layer + (shape.vocab + positions) * shape.dim
+
+
 def _check_shape(name: str, family: Family, shape: Shape) -> None:
     if shape.dim % (_HEAD_DIM_STEP * shape.heads):
         raise BaseModelError(
             f"base model {name!r}: dim must be a multiple of {_HEAD_DIM_STEP} * heads "
             f"= {_HEAD_DIM_STEP * shape.heads}, got {shape.dim}."
         )
+    if shape.layers > MAX_LAYERS:
+        raise BaseModelError(f"base model {name!r}: layers must be at most {MAX_LAYERS:,}, got {shape.layers}.")
     if shape.heads % _kv_heads(shape):
         raise BaseModelError(f"base model {name!r}: kv_heads must divide heads ({shape.heads}), got {shape.kv_heads}.")
     if shape.vocab < NUM_TOKENS:

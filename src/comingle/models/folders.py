@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from comingle.errors import BaseModelError
+from comingle.evaluation.costs.memory import free_bytes
 from comingle.models.base import PreTrainedModel, PreTrainedTokenizerBase
 
 _WEIGHTS = "model.safetensors"
@@ -24,7 +26,7 @@ def is_complete(folder: Path) -> bool:
     if not (folder / "config.json").is_file() or not has_tokenizer(folder):
         return False
     try:
-        return all(path.is_file() for path in _weight_files(folder))
+        return all(path.is_file() for path in weight_files(folder))
     except BaseModelError:
         return False
 
@@ -35,17 +37,47 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def read_folder(
-    folder: Path, *, dtype: torch.dtype, attention: str | None
+    folder: Path, *, dtype: torch.dtype, device: torch.device, attention: str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Model and tokenizer (None where the folder holds none) of `folder`; never unpickles, never runs its code.
+    """Model (on the CPU) and tokenizer (None where the folder holds none); never unpickles, never runs its code.
+
+    `device` is where the model will be moved to.
 
     Raises:
-        BaseModelError: no configuration, not a causal or a quantised model, weights missing, pickled or damaged.
+        BaseModelError: no configuration, not a causal or a quantised model, weights missing, pickled, damaged or larger
+            than memory.
     """
     check_config(folder, _read_json(folder / "config.json"))
-    for path in _weight_files(folder):
-        _check_weights(path)
-    return _load_model(folder, dtype=dtype, attention=attention), _load_tokenizer(folder)
+    parameters = sum(_count_weights(path) for path in weight_files(folder))
+    for place in {torch.device("cpu"), device}:  # loaded there first
+        require_memory(f"base model {folder}:", parameters, dtype, place)
+    model = _load_model(folder, dtype=dtype, attention=attention)
+    _require_finite(folder, model)
+    return model, load_tokenizer(folder)
+
+
+def require_memory(what: str, parameters: int, dtype: torch.dtype, device: torch.device, advice: str = "") -> None:
+    """See that so many weights fit into what `device` has free, before the system ends the process for it.
+
+    `advice` is what to do besides taking a smaller base.
+
+    Raises:
+        BaseModelError: they do not.
+    """
+    needed, free = parameters * dtype.itemsize, free_bytes(device) if device.type in ("cpu", "cuda") else math.inf
+    if needed > free:
+        advice = advice or ("runtime.dtype: bfloat16" if dtype.itemsize > 2 else "")
+        raise BaseModelError(
+            f"{what} its weights need {needed / 1e9:,.3f} GB of memory in {str(dtype).removeprefix('torch.')}, and "
+            f"{free / 1e9:,.3f} GB are free on {device.type}; take a smaller base{advice and f', or {advice}'}."
+        )
+
+
+def own_config(config: Any) -> Any:
+    """`config` without its own choice of kernels: a foreign one may name code on the hub, which would be run."""
+    config._attn_implementation = None
+    config._experts_implementation = None
+    return config
 
 
 def check_config(where: Path, config: dict[str, Any]) -> None:
@@ -83,7 +115,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The files of the weights, which may be missing.
+
+    Raises:
+        BaseModelError: none are named, or they are pickled.
+    """
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     if (folder / _INDEX).is_file():
@@ -98,14 +135,19 @@ def _weight_files(folder: Path) -> list[Path]:
     raise BaseModelError(f"base model {folder}: no weights; expected {_WEIGHTS} or {_INDEX} (pickles are never read).")
 
 
-def _check_weights(path: Path) -> None:
+def _count_weights(path: Path) -> int:
+    """Numbers in a file of weights, out of its header.
+
+    Raises:
+        BaseModelError: missing, truncated or damaged.
+    """
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
         raise BaseModelError(f"base model {path.parent}: {path.name} is named in {_INDEX} but missing.")
     try:
-        with safe_open(path, framework="pt"):
-            pass  # opening compares the header with the length of the file
+        with safe_open(path, framework="pt") as file:  # which compares the header with the length of the file
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     except SafetensorError as error:
         raise BaseModelError(
             f"base model {path.parent}: {path.name} ({path.stat().st_size} bytes) is truncated or damaged ({error}); "
@@ -114,11 +156,13 @@ def _check_weights(path: Path) -> None:
 
 
 def _load_model(folder: Path, *, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
+            config=own_config(config),
             dtype=dtype,
             attn_implementation=attention,
             use_safetensors=True,
@@ -135,7 +179,18 @@ def _load_model(folder: Path, *, dtype: torch.dtype, attention: str | None) -> P
     return model
 
 
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+def _require_finite(folder: Path, model: PreTrainedModel) -> None:
+    for name, tensor in model.named_parameters():
+        if tensor.numel() and not torch.stack(tensor.detach().aminmax()).isfinite().all():
+            raise BaseModelError(f"base model {folder}: its weight {name} holds numbers that are not finite.")
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of `folder`, None where it holds none.
+
+    Raises:
+        BaseModelError: it cannot be loaded.
+    """
     from transformers import AutoTokenizer
 
     if not has_tokenizer(folder):

@@ -53,7 +53,7 @@ def _greedy(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"], limit: i
     width, own = prompts.shape[1], network.generation_config
     most = getattr(network.config, "max_position_embeddings", None)
     speak = cast(Callable[..., Tensor], network.generate)  # torch types every attribute as a Tensor
-    with _padded_attention(network):
+    with padded_attention(network):
         said = speak(
             prompts.clamp(min=0),
             attention_mask=(prompts != PAD).long(),
@@ -65,15 +65,20 @@ def _greedy(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"], limit: i
     return said[:, width:].cpu()
 
 
+def can_pad(network: PreTrainedModel) -> bool:
+    """Whether :func:`padded_attention` helps: a capped softmax in float64 (Gemma 2) knows no other attention."""
+    return network.dtype != torch.float64 or getattr(network.config, "attn_logit_softcapping", None) is None
+
+
 @contextmanager
-def _padded_attention(network: PreTrainedModel) -> Iterator[None]:
+def padded_attention(network: PreTrainedModel, *, padded: bool = True) -> Iterator[None]:
     """Within, attention over padding has numbers in float64 too.
 
     The softmax of transformers' own attention is in float32, where the mask, float64's lowest number, is infinite.
     """
     config: Any = network.base_model.config
     style = config._attn_implementation
-    if network.dtype == torch.float64 and style == "eager":
+    if padded and network.dtype == torch.float64 and style == "eager":
         config._attn_implementation = "sdpa"
     try:
         yield

@@ -87,6 +87,16 @@ def require_room(what: str, count: int, parameters: int) -> None:
         )
 
 
+def require_bytes(what: str, needed: int) -> None:
+    """See that so many bytes fit into this machine's memory, with nothing else in it; ``what`` are they.
+
+    Raises:
+        RecipeError: they do not.
+    """
+    if needed > (there := psutil.virtual_memory().total):
+        raise RecipeError(f"{what} are {needed / 2**30:,.0f} GiB; this machine has {there / 2**30:,.0f}")
+
+
 def fast_bf16(device: torch.device) -> bool:
     """Whether `device` multiplies bfloat16 matrices in hardware (without it, bfloat16 is slower than float32)."""
     if device.type == "cuda":

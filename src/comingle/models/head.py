@@ -74,6 +74,11 @@ def _read_head(model: PreTrainedModel) -> Head:
 
 
 def _require_equal(base: Base, ours: Tensor, theirs: Tensor) -> None:
+    if not theirs.isfinite().all():
+        raise BaseModelError(
+            f"base model {base.name!r} (model type {_model_type(base.model)!r}): its logits are not finite on a text "
+            f"of {theirs.shape[1]} tokens; its weights are damaged, or too large for {base.dtype}."
+        )
     limit = _TOLERANCE[base.dtype] * theirs.abs().max().item()
     error = (ours - theirs).abs().max().item()
     if not error <= limit:  # written so that NaN fails too

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
 import torch
 
+from comingle.errors import BaseModelError
 from comingle.models.base import Base, freeze
 from comingle.models.byte_tokenizer import byte_tokenizer
 from comingle.models.cache import cache_folder
-from comingle.models.families import PREFIX, random_base
+from comingle.models.families import PREFIX, about_parameters, parse_random, random_base
 from comingle.models.folders import read_folder
 from comingle.models.hardware import fast_bf16, resolve_attention, resolve_device, resolve_dtype
 from comingle.models.head import Head, backbone, lm_head
@@ -47,15 +49,26 @@ def load_base(name: str, *, dtype: str = "auto", device: str = "auto", attention
     style = resolve_attention(attention, place)
     with _quiet_transformers():
         if name.startswith(PREFIX):
+            _require_room(name)
             model = random_base(name, dtype=number, attention=style, seed=seed)
-            tokenizer, source = byte_tokenizer(), name
+            tokenizer, source, origin = byte_tokenizer(), name, f"{name} seed {seed}"
         else:
             found = locate(name)
-            model, tokenizer = read_folder(found.folder, dtype=number, attention=style)
-            source = found.name
+            model, tokenizer = read_folder(found.folder, dtype=number, device=place, attention=style)
+            source, origin = found.name, found.folder
         freeze(model, tokenizer)
     torch.nn.Module.to(model, place)
-    return Base(model=model, tokenizer=tokenizer, name=source, dtype=number, device=place)
+    return Base(model=model, tokenizer=tokenizer, name=source, dtype=number, device=place, origin=origin)
+
+
+def _require_room(name: str) -> None:
+    """A random base is drawn in float32 whatever it is kept in."""
+    parameters, there = about_parameters(*parse_random(name)), psutil.virtual_memory().total
+    if 4 * parameters > there:
+        raise BaseModelError(
+            f"base model {name!r}: about {parameters:,} parameters are {4 * parameters / 2**30:,.0f} GiB in float32; "
+            f"this machine has {there / 2**30:,.0f}"
+        )
 
 
 @contextmanager

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor
 
 from comingle.adapters import watching
 from comingle.adapters.clustered import FloralModel
-from comingle.errors import DataError
+from comingle.errors import DataError, RecipeError
 from comingle.evaluation.perplexity import Score, score_streams
 from comingle.evaluation.routing import Routing, pieces, route
 from comingle.models.adapted import AdaptedModel
 from comingle.models.base import PreTrainedModel
+from comingle.models.generation import continue_texts, max_places
 from comingle.models.mixed import MixedLanguageModel
-from comingle.models.owning import own_language_model
+from comingle.models.owning import merge_adapters, own_language_model, why_not_merged
+from comingle.models.sampling import read_sampling
 from comingle.trees import Tree
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+else:
+    GenerationConfig = object  # as in comingle.models.base
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,57 +67,96 @@ class PersonalModel:
         In bfloat16 the sums are rounded, so it is not quite what :meth:`generate` speaks as.
 
         Raises:
-            DataError: experts are mixed behind a nonlinearity, so no weight can hold them.
+            DataError: several experts are mixed behind a nonlinearity, so no weights can hold them.
         """
-        if isinstance(self.model, AdaptedModel):
-            raise DataError(f"user {self.name!r}: experts cannot be merged into weights; client-level mixtures can")
-        return cast(PreTrainedModel, self._own.merge(self._shares))
-
-    @torch.no_grad()
-    def generate(
-        self, prompt: str, *, max_new_tokens: int = 64, temperature: float = 0.0, top_p: float = 0.95, seed: int = 0
-    ) -> str:
-        """Continue ``prompt``; greedy at temperature 0, otherwise nucleus sampling from ``seed``.
-
-        Returns the continuation without the prompt.
-        """
-        tokenizer, device = self.model.base.tokenizer, self.model.base.device
-        assert tokenizer is not None
-        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].to(device)
-        if ids.shape[1] == 0:  # an empty prompt: start from the token that separates documents
-            start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-            ids = torch.tensor([[start]], device=device)
-        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature > 0 else {}
-        # Lengths change with every token: compiling for each of them would not pay.
-        with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"), self.speaking() as network:
-            torch.manual_seed(seed)
-            speak = cast(Callable[..., Tensor], network.generate)  # torch types every attribute as a Tensor
-            out = speak(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_new_tokens,
-                use_cache=True,
-                pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-                **sampling,
+        if not isinstance(self.model, AdaptedModel):
+            return cast(PreTrainedModel, self._own.merge(self._shares))
+        if why := why_not_merged(self.model, self.row):
+            raise DataError(
+                f"user {self.name!r}: experts cannot be merged into weights, because {why}; "
+                "models of one expert (as of fedit) and client-level mixtures can"
             )
-        return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+        return merge_adapters(self.model, self.tensors, self.row)
 
-    def perplexity(self, text: str, *, context: int = 128) -> float:
-        """Perplexity of ``text`` in windows of ``context`` tokens; NaN for fewer than two tokens."""
+    @overload
+    def generate(self, prompt: str, generation_config: GenerationConfig | None = None, **options: Any) -> str: ...
+
+    @overload
+    def generate(
+        self, prompt: list[str] | tuple[str, ...], generation_config: GenerationConfig | None = None, **options: Any
+    ) -> list[str]: ...
+
+    def generate(
+        self,
+        prompt: str | list[str] | tuple[str, ...],
+        generation_config: GenerationConfig | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> str | list[str]:
+        """Continue ``prompt``: a text for a text, a list for a list; the prompt itself is not returned.
+
+        Each prompt of a list is continued as it is alone, with ``seed`` of its own. Greedy without ``do_sample`` and
+        ``temperature``; otherwise sampled, with ``top_p`` 0.95 and ``top_k`` 50 unless given. ``stop`` ends a text and
+        is cut off. ``options``: ``stop_strings`` (which stay), ``eos_token_id``, ``min_new_tokens``, ``min_p``,
+        ``repetition_penalty``, ``no_repeat_ngram_size``, all as in transformers. What is given by name counts more
+        than ``generation_config``.
+
+        Raises:
+            RecipeError: a setting that is unknown, not supported or out of range.
+            DataError: not a text, or longer than the base can read.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt) if isinstance(prompt, list | tuple) else [None]
+        if wrong := [p for p in prompts if not isinstance(p, str)]:
+            raise DataError(f"user {self.name!r}: a prompt is a text or a list of texts, got {wrong[0]!r:.40}")
+        named = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "temperature": temperature, "top_p": top_p}
+        sampling = read_sampling(generation_config, **named, top_k=top_k, stop=stop, seed=seed, **options)
         tokenizer = self.model.base.tokenizer
         assert tokenizer is not None
+        with self.speaking() as network:
+            said = continue_texts(network, tokenizer, cast(list[str], prompts), sampling)
+        return said[0] if isinstance(prompt, str) else said
+
+    def perplexity(self, text: str, *, context: int = 128) -> float:
+        """Perplexity of ``text`` in windows of ``context`` tokens; NaN for fewer than two tokens.
+
+        Raises:
+            DataError: not a text.
+            RecipeError: ``context`` is not a whole number from 1, or more than the base can read.
+        """
+        tokenizer = self.model.base.tokenizer
+        assert tokenizer is not None
+        if not isinstance(text, str):
+            raise DataError(f"user {self.name!r}: perplexity is of one text, got {text!r:.40}")
         ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int32)
         if len(ids) < 2:
+            self._window(context, len(ids))
             return math.nan
         return self.score(ids, context=context).perplexity
 
+    def _window(self, context: int, tokens: int) -> int:
+        """``context``, but never more than a text of so many tokens fills."""
+        if not isinstance(context, int) or isinstance(context, bool) or context < 1:
+            raise RecipeError(f"context: got {context!r}, allowed is a whole number from 1")
+        window, most = min(context, max(1, tokens - 1)), max_places(self.model.base.model)
+        if most is not None and window > most:
+            raise RecipeError(f"context: got {context:,}, but the base reads at most {most:,} tokens at once")
+        return window
+
     def score(self, tokens: Tensor, *, context: int) -> Score:
-        """Score a stream of tokens in one pass."""
+        """Score a stream of tokens in one pass, in windows of ``context`` or, where it is shorter, of its length."""
 
         def losses(rows: object, windows: Tensor) -> Tensor:
             return self.model.predict(self.tensors, [self.row], windows.to(self.model.base.device))
 
-        return score_streams(losses, [tokens], [0], context=context, batch=16, slots=1)[0]
+        window = self._window(context, len(tokens))
+        return score_streams(losses, [tokens], [0], context=window, batch=16, slots=1)[0]
 
     def route(self, text: str | Tensor, *, context: int = 128) -> Routing:
         """Which expert each token of ``text`` (or of a stream of tokens) goes to, in every layer.

@@ -10,7 +10,7 @@ import torch
 from comingle.errors import BaseModelError
 from comingle.models.base import Base, freeze
 from comingle.models.families import PREFIX, random_base
-from comingle.models.folders import check_config, one_line
+from comingle.models.folders import check_config, one_line, own_config
 from comingle.models.hardware import resolve_attention, resolve_device, resolve_dtype
 from comingle.models.hub import hub_answers
 from comingle.models.sources import ALIASES, locate
@@ -43,7 +43,7 @@ def _from_config(name: str, dtype: torch.dtype, attention: str | None) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         check_config(folder, config.to_dict())
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        return AutoModelForCausalLM.from_config(own_config(config), dtype=dtype, attn_implementation=attention)
     except BaseModelError:
         raise
     except Exception as error:  # a foreign file meets a foreign library here; whatever it says, the file is at fault

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from comingle.data.names import name_problem
 from comingle.recipes.fields import Count, Fraction, Positive, Section, Source, TokenLimit
 
 
@@ -39,9 +40,16 @@ class DatasetSource(Section):
     user: str
     text: str = "text"
     split: str | None = None
-    users: list[str] | None = None
+    users: list[str] | Count | None = None
     config: str | None = None
     max_documents: Count | None = None
+
+    @field_validator("users")
+    @classmethod
+    def _names(cls, users: Any) -> Any:
+        if isinstance(users, list) and (problem := name_problem(users) or ("" if users else "zero users; name one")):
+            raise ValueError(problem)
+        return users
 
 
 class SplitSection(Section):
@@ -91,6 +99,7 @@ class DataSection(Section):
     questions: QuestionsSection | None = None
     split: SplitSection = SplitSection()
     held_out: Literal["own", "mixture"] = "own"
+    on_small_user: Literal["refuse", "skip"] = "refuse"
     max_train_tokens: TokenLimit = None
     max_valid_tokens: TokenLimit = None
     max_test_tokens: TokenLimit = None
@@ -100,6 +109,8 @@ class DataSection(Section):
     def _plain_paths(cls, users: Any) -> Any:
         if not isinstance(users, Mapping):
             return users
+        if problem := name_problem(str(name) for name in users):
+            raise ValueError(problem)
         return {str(name): {"path": s} if isinstance(s, str) else s for name, s in users.items()}
 
     @field_validator("task", "questions", mode="before")

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from comingle.errors import RecipeError
+from comingle.recipes.reading import read_text
 from comingle.recipes.sections import Recipe
 
 
@@ -45,12 +44,13 @@ def read_yaml(path: Path) -> Any:
     """The content of a YAML file.
 
     Raises:
-        RecipeError: not YAML.
+        RecipeError: as :func:`comingle.recipes.reading.read_text`, or it cannot be read.
     """
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    return read_text(text, str(path))
 
 
 def shipped_recipes() -> Path:
@@ -74,7 +74,7 @@ def _anchor(recipe: Recipe, folder: Path) -> Recipe:
         if not isinstance(source, str) or source.startswith(("demo:", "hub:")):
             return source
         source = os.path.expandvars(os.path.expanduser(source))
-        return str((folder / source).resolve()) if (folder / source).exists() else source
+        return str((folder / source).resolve()) if os.path.exists(folder / source) else source
 
     data = content["data"]
     others = [data[key] for key in ("dataset", "questions") if data.get(key)]
@@ -82,6 +82,6 @@ def _anchor(recipe: Recipe, folder: Path) -> Recipe:
         for key in ("path", "train", "valid", "test"):
             if entry.get(key) is not None:
                 entry[key] = anchored(entry[key])
-    if (folder / recipe.base).exists():
+    if os.path.exists(folder / recipe.base):
         content["base"] = anchored(recipe.base)
     return Recipe.model_validate(content)

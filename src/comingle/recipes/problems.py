@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -13,23 +13,67 @@ from comingle.errors import did_you_mean
 _BRANCHES = ("function-", "constrained-", "list[", "dict[", "literal[")
 """How pydantic calls the branches of a union within a place."""
 
+_PLAIN = ("str", "int", "float", "bool")
+"""Likewise, where a branch is a plain type."""
+
+_NAMED = "a name, or a mapping with name"
+_LIMIT = "a whole number from 1, or a mapping of names to such numbers"
+_ACCEPTED = {
+    "method": _NAMED,
+    "data.users": "a mapping of names to texts, as {alice: path/to/text}",
+    "data.users.*": "a path, or a mapping with path, or with train and test (and valid)",
+    "data.task": _NAMED,
+    "data.questions": _NAMED,
+    "data.dataset.path": "a path or a hub name, or a list of them",
+    "data.dataset.users": "a list of names, or how many to take",
+    "data.max_train_tokens": _LIMIT,
+    "data.max_valid_tokens": _LIMIT,
+    "data.max_test_tokens": _LIMIT,
+    "adapters.rank": "a whole number from 1, or a list with one for each user",
+    "training.participation": "a number above 0 and up to 1, or a list with the names of each round",
+    "runtime.compile": "auto, true or false",
+}
+"""What is accepted where pydantic would name one of several kinds."""
+
+_USERS = ["data", "users"]
+_KINDS: Mapping[type, str] = {list: "a list", dict: "a mapping"}
+_WRONG_KINDS = ("_type", "_parsing", "literal_error", "int_from_float")
+
 
 def first_problem(error: ValidationError, model: type[BaseModel]) -> str:
     """The mistake that explains the others, in one line: its place, what was got, what is allowed."""
     # A misspelt key explains the missing one; of the branches of a union, the one that got furthest was meant.
     problem = max(error.errors(), key=lambda p: (p["type"] == "extra_forbidden", len(p["loc"])))
-    place = ".".join(str(p) for p in problem["loc"] if not str(p).startswith(_BRANCHES))
+    parts = _parts(problem["loc"])
+    place = ".".join(parts)
     if problem["type"] == "extra_forbidden":
         known = _known_keys(problem["loc"], model)
         return f"unknown key {place!r}.{did_you_mean(str(problem['loc'][-1]), known)} Allowed: {', '.join(known)}"
     if problem["type"] == "missing":
         return f"key {place!r} is missing"
-    reason = re.sub("a valid dictionary( or instance of .*)?", "a mapping", problem["msg"]).removeprefix(
-        "Value error, "
-    )
+    shown = _shown(problem)
+    accepted = _ACCEPTED.get("data.users.*" if parts[:2] == _USERS and len(parts) == 3 else place)
+    if accepted and problem["type"].endswith(_WRONG_KINDS):
+        return f"{place}: give {accepted}{shown or '; got ' + _KINDS.get(type(problem['input']), 'a section')}"
+    reason = re.sub("a valid dictionary( or instance of .*)?", "a mapping", problem["msg"])
+    return f"{place or 'recipe'}: {reason.removeprefix('Value error, ')}{shown}"
+
+
+def _parts(loc: Sequence[str | int]) -> list[str]:
+    """A place without pydantic's names of branches."""
+    parts = [str(part) for part in loc if not str(part).startswith(_BRANCHES)]
+    above = ".".join(parts[:-1])
+    return parts[:-1] if parts[-1:] and parts[-1] in _PLAIN and above in _ACCEPTED and above != "data.users" else parts
+
+
+def _shown(problem: Mapping[str, Any]) -> str:
+    """What was got, where that is no list or mapping."""
     got = problem.get("input")
-    shown = "" if isinstance(got, dict | list | BaseModel) else f"; got {got!r}"
-    return f"{place or 'recipe'}: {reason}{shown}"
+    if isinstance(got, dict | list | BaseModel):
+        return ""
+    # What YAML makes of no, 1 or 2024-01-01 was meant as a name.
+    quoted = "; in quotes it would be text" if problem["type"] == "string_type" and got is not None else ""
+    return f"; got {got!r}{quoted}"
 
 
 def _known_keys(place: Iterable[str | int], model: Any) -> list[str]:

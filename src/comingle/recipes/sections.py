@@ -107,6 +107,9 @@ class TrainingSection(Section):
     def _somebody_each_round(cls, participation: Any) -> Any:
         if isinstance(participation, list) and (not participation or not all(participation)):
             raise ValueError("a round without users; list at least one user for each round")
+        for number, members in enumerate(participation if isinstance(participation, list) else (), start=1):
+            if twice := next((name for i, name in enumerate(members) if name in members[:i]), None):
+                raise ValueError(f"user {twice!r} twice in round {number}; list each once")
         return participation
 
 
@@ -138,7 +141,7 @@ class RuntimeSection(Section):
     dtype: str = "auto"
     attention: str = "auto"
     compile: Literal["auto"] | bool = "auto"
-    threads: Count | None = None
+    threads: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
     users_per_step: Count | None = None
     micro_batch: Count | None = None
 
@@ -184,19 +187,29 @@ class Recipe(Section):
     def computed(self) -> dict[str, Any]:
         """What decides on the result: everything but the runtime and what is written when.
 
-        Where the best of the evaluated rounds is selected, so does when models are evaluated.
+        Where the best of the evaluated rounds is selected, so does when models are evaluated. The order of the users
+        does not: a value for each of them stands under the name.
         """
         aside = {"select", "every", "first"} if self.evaluation.select == "last" else set[str]()
         without = {"runtime": True, "checkpoints": True, "evaluation": aside}
-        return self.model_dump(mode="json", exclude=without)
+        content = self.model_dump(mode="json", exclude=without)
+        for section, key in ((content["adapters"], "rank"), (content["method"]["settings"], "specialists")):
+            if key in section:
+                section[key] = self._by_name(section[key])
+        return content
+
+    def _by_name(self, value: Any) -> Any:
+        """A list with a value for each of the users named in the recipe as what each of them has."""
+        names = list(self.data.users or {})
+        return dict(zip(names, value, strict=True)) if isinstance(value, list) and len(value) == len(names) else value
 
     @property
     def fingerprint(self) -> str:
         """A short name of :attr:`computed`."""
         return hashlib.sha256(json.dumps(self.computed, sort_keys=True).encode()).hexdigest()[:16]
 
-    def with_changes(self, changes: Mapping[str, Any]) -> Recipe:
-        """A copy with dotted keys replaced, as ``{"training.rounds": 3}``.
+    def with_changes(self, changes: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
+        """A copy with dotted keys replaced, as ``{"training.rounds": 3}``; ``where`` is what messages call them.
 
         Raises:
             RecipeError: an unknown key or a wrong value.
@@ -211,7 +224,7 @@ class Recipe(Section):
             place[last] = value
         from comingle.recipes.files import parse_recipe  # which needs this class
 
-        return parse_recipe(content, where="--set")
+        return parse_recipe(content, where=where)
 
     def as_yaml(self) -> str:
         """The whole recipe, defaults included; a base that was not named stays so where a task has a net of its own."""

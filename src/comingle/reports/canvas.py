@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
 
 from comingle.reports.colours import INK, LINE, MUTED, PAPER
 
@@ -51,6 +55,78 @@ def draw(rows: int, columns: int, size: tuple[float, float], paint: Callable[[Fi
     return figure
 
 
+SMALLEST = 10
+"""Pixels: no letter of a figure in the page is smaller. A figure that would need smaller ones scrolls in its frame."""
+
+Key = tuple[Line2D | Patch, str]
+"""A mark of a legend and what it means."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panels:
+    """A figure made of panels alike, with its legend and the numbers in it (a header and rows).
+
+    A file has them in one picture. The page has each by itself, and puts as many side by side as there is room for.
+    ``paint`` has None where a place stays empty. ``size`` of a panel is in inches.
+    """
+
+    paint: Sequence[Callable[[Axes], None] | None]
+    columns: int
+    size: tuple[float, float]
+    sheet: Sequence[Sequence[object]]
+    keys: Sequence[Key] = ()
+    below: str = ""
+    left: str = ""
+
+    def figure(self) -> Figure:
+        """All panels in one picture; only the outer ones have labels."""
+
+        def paint(figure: Figure, axes: list[Axes]) -> None:
+            for number, (axis, one) in enumerate(zip(axes, self.paint, strict=False)):
+                axis.set_xlabel(self.below if number + self.columns >= len(self.paint) else "")
+                axis.set_ylabel(self.left if number % self.columns == 0 else "")
+                if one is None:
+                    axis.set_axis_off()
+                else:
+                    one(axis)
+            for axis in axes[len(self.paint) :]:
+                axis.set_axis_off()
+            if self.keys:
+                legend_above(figure, [mark for mark, _ in self.keys], [label for _, label in self.keys])
+
+        return draw(-(-len(self.paint) // self.columns), self.columns, self.size, paint)
+
+    def parts(self) -> list[Figure]:
+        """Each panel as a picture with labels of its own."""
+        return [draw(1, 1, self.size, lambda _, axes, one=one: self._part(axes[0], one)) for one in self.paint if one]
+
+    def _part(self, axis: Axes, paint: Callable[[Axes], None]) -> None:
+        axis.set_xlabel(self.below)
+        axis.set_ylabel(self.left)
+        paint(axis)
+
+
+def draw_key(mark: Line2D | Patch) -> Figure:
+    """The mark of a legend alone, as a small picture."""
+    with mpl.rc_context(SETTINGS):
+        figure = Figure(figsize=(0.4, 0.16))
+        FigureCanvasAgg(figure)
+        if isinstance(mark, Line2D):
+            shown: Any = Line2D([0.02, 0.5, 0.98], [0.5] * 3, markevery=[1])
+        else:
+            shown = Rectangle((0.2, 0.05), 0.6, 0.9)
+        shown.update_from(mark)
+        shown.set_transform(figure.transFigure)
+        figure.add_artist(shown)
+    return figure
+
+
+def short(name: str, most: int = 26) -> str:
+    """A name that fits into a panel: the middle of a long one is left out."""
+    half = (most - 1) // 2
+    return name if len(name) <= most else f"{name[:half]}…{name[-half:]}"
+
+
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write ``name.png`` and ``name.svg``, on white."""
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
@@ -61,7 +137,10 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 
 
 def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> str:
-    """A figure as inline SVG: ids begin with ``prefix``, colours named in ``variables`` follow the page's theme."""
+    """A figure as inline SVG: ids begin with ``prefix``, colours named in ``variables`` follow the page's theme.
+
+    It is never so narrow that a letter has less than ``SMALLEST`` pixels. Without a ``label`` it is decoration.
+    """
     with mpl.rc_context(SETTINGS):
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
@@ -71,9 +150,11 @@ def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> s
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}-", text)
     text = re.sub("#[0-9a-f]{6}", lambda found: variables.get(found[0], found[0]), text)
     width, height = (float(re.search(rf'{side}="([\d.]+)pt"', text)[1]) for side in ("width", "height"))  # type: ignore[index]
-    opening = (
-        f'<svg role="img" aria-label="{label}" viewBox="0 0 {width} {height}" style="max-width:{width * 1.45:.0f}px"'
-    )
+    letters = [float(size) for size in re.findall(r"<text[^>]*font(?:-size)?:[^;\">]*?([\d.]+)px", text)]
+    least = width * SMALLEST / min(letters) if letters else 0.0
+    sides = f"min-width:{math.ceil(least)}px;max-width:{max(least, width * 1.45):.0f}px"
+    told = f'role="img" aria-label="{label}"' if label else 'aria-hidden="true"'
+    opening = f'<svg {told} viewBox="0 0 {width} {height}" style="{sides}"'
     return re.sub(r"<svg [^>]*>", f'{opening} xmlns:xlink="http://www.w3.org/1999/xlink">', text, count=1)
 
 

@@ -1,7 +1,7 @@
 """Colours, each for light and for dark backgrounds; pairs that colour-blind readers can tell apart.
 
 Methods take Okabe and Ito's colours, with a line style and a marker that say the same once more. Generalists are
-orange and specialists blue, as in the paper; further ones get hues of their own. Within an expert, darker is deeper.
+orange and specialists blue, as in the paper; further ones get hues of their own.
 """
 
 from __future__ import annotations
@@ -41,18 +41,15 @@ _METHODS = (
 _LINES: tuple[LineStyle, ...] = ("-", "--", "-.", ":")
 _MARKERS = "osD^vPX*<>hd"
 
-# (shallowest, deepest) on light, the same on dark; then what a token's background is on light and on dark.
+# What a token's background is, and what a heat map is filled with; on light and on dark.
 _EXPERTS = {
-    "generalist": (
-        (("#f9bd80", "#8a3800"), ("#ffcf96", "#c25a08"), Colour("#f0892b", "#9a4904")),
-        (("#e8d282", "#5c4600"), ("#f3e3a0", "#a8841a"), Colour("#d9b52c", "#806410")),
-    ),
+    "generalist": (Colour("#f0892b", "#9a4904"), Colour("#d9b52c", "#806410")),
     "specialist": (
-        (("#a9cdec", "#0a3a82"), ("#b5d8fa", "#2f7fd0"), Colour("#4a94d8", "#1f69b3")),
-        (("#a5dccb", "#00523b"), ("#a8e6d3", "#1c9c78"), Colour("#35b592", "#0c6b50")),
-        (("#d6c3ec", "#431b78"), ("#dcc8f7", "#8f5fd0"), Colour("#a885d6", "#7247ad")),
-        (("#c9ced4", "#24292f"), ("#eceff2", "#7d8894"), Colour("#98a2ad", "#5d6873")),
-        (("#f2bcd3", "#6e1040"), ("#fbc6da", "#c74f86"), Colour("#e07aa5", "#a83a6e")),
+        Colour("#4a94d8", "#1f69b3"),
+        Colour("#35b592", "#0c6b50"),
+        Colour("#a885d6", "#7247ad"),
+        Colour("#98a2ad", "#5d6873"),
+        Colour("#e07aa5", "#a83a6e"),
     ),
 }
 
@@ -89,26 +86,10 @@ def expert_kind(name: str) -> tuple[str, int]:
     return role, int(number) - 1 if number else 0
 
 
-def _expert(name: str) -> tuple[tuple[str, str], tuple[str, str], Colour]:
-    role, number = expert_kind(name)
-    return _EXPERTS[role][number % len(_EXPERTS[role])]
-
-
 def expert_colour(name: str) -> Colour:
     """The background of a token whose top expert this is."""
-    return _expert(name)[2]
-
-
-def layer_colours(name: str, layers: int) -> list[Colour]:
-    """An expert's colour in each layer, darker for deeper."""
-    light, dark, _ = _expert(name)
-    steps = [layer / max(1, layers - 1) for layer in range(layers)]
-    return [Colour(_between(*light, step), _between(*dark, step)) for step in steps]
-
-
-def _between(start: str, end: str, step: float) -> str:
-    channels = zip(rgb(start), rgb(end), strict=True)
-    return "#" + "".join(f"{round(a + (b - a) * step):02x}" for a, b in channels)
+    role, number = expert_kind(name)
+    return _EXPERTS[role][number % len(_EXPERTS[role])]
 
 
 def rgb(colour: str) -> tuple[int, int, int]:
@@ -118,7 +99,7 @@ def rgb(colour: str) -> tuple[int, int, int]:
 
 def expert_css() -> list[tuple[str, Colour]]:
     """The tokens' colours by the short name of their expert: g1, g2, s1 ..."""
-    return [(f"{role[0]}{n + 1}", one[2]) for role, kinds in _EXPERTS.items() for n, one in enumerate(kinds)]
+    return [(f"{role[0]}{n + 1}", one) for role, kinds in _EXPERTS.items() for n, one in enumerate(kinds)]
 
 
 def expert_class(name: str) -> str:

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from comingle.reports.tables import megabytes
+from comingle.terminal import printable, words
 
 
-def render_plan(plan: dict[str, Any]) -> Iterator[Table | str]:
+def render_plan(plan: dict[str, Any]) -> Iterator[Table | Text | str]:
     """What is counted, then parameters and bytes, compute, memory, and the paper's figures beside them."""
     yield _head(plan)
     for table in (_parameters(plan), _compute(plan), _memory(plan)):
@@ -33,7 +35,7 @@ def verdicts(plan: dict[str, Any]) -> Iterator[tuple[str, bool]]:
             yield f"{method['method']}: does not fit: {needs}; {hint}", False
 
 
-def _head(plan: dict[str, Any]) -> str:
+def _head(plan: dict[str, Any]) -> Text:
     names = ", ".join(plan["users"][:8]) + (" ..." if len(plan["users"]) > 8 else "")
     if plan["unit"] == "token":
         size = f"{plan['base_parameters'] / 1e6:,.1f}M"
@@ -43,12 +45,13 @@ def _head(plan: dict[str, Any]) -> str:
         size = f"{plan['base_parameters']:,}"
         work = f"up to {plan['local_steps']} steps with {plan['batch_size']} samples"
         read = "Nothing was trained."
-    return (
-        f"[bold]{plan['base']}[/bold], {size} parameters, {plan['dtype']} on "
+    told = (
+        f", {size} parameters, {plan['dtype']} on "
         f"{plan['device']}; {len(plan['users'])} users: {names}\n"
         f"{plan['rounds']} rounds of {work} for each user. {read} MB = 10^6 bytes.\n"
         + (f"{plan['note']}\n" if plan["note"] else "")
     )
+    return Text.assemble(words(plan["base"], "bold"), printable(told, keep="\n"))
 
 
 def _table(title: str, caption: str = "") -> Table:
@@ -81,7 +84,8 @@ def _parameters(plan: dict[str, Any]) -> Table:
     for name, shown, user in _rows(plan):
         counts = [f"{user['parameters'].get(role, 0):,}" for role in roles]
         sent = [_bytes(user[key]) for key in ("upload_bytes", "download_bytes")]
-        table.add_row(name, shown, *counts, f"{user['trainable_parameters']:,}", *sent, str(exchanges.get(name, "")))
+        cells = [*counts, f"{user['trainable_parameters']:,}", *sent, str(exchanges.get(name, ""))]
+        table.add_row(name, words(shown), *cells)
     return table
 
 
@@ -104,7 +108,7 @@ def _compute(plan: dict[str, Any]) -> Table:
         forward, training = user[f"forward_flops_per_{unit}"], user[f"training_flops_per_{unit}"]
         done = user["training_flops_per_round"]
         cells = [_mega(forward["total"]), *_overheads(user, forward, naive), _mega(training["total"])]
-        table.add_row(name, shown, *cells, _tera(done["total"]), *_overheads(user, done, naive))
+        table.add_row(name, words(shown), *cells, _tera(done["total"]), *_overheads(user, done, naive))
     return table
 
 
@@ -119,12 +123,14 @@ _COMPILED = ", as runtime.compile: false holds it; compiled it is less"
 
 def _memory(plan: dict[str, Any]) -> Table:
     sampled = plan["unit"] == "sample"
-    keys = ("data" if sampled else "weights", "adapters", "moments", "gradients", "activations", "allocator")
+    kept = ("process", "data" if sampled else "weights", "adapters", "moments")
+    keys = (*kept, "gradients", "activations", "allocator")
     names = ["nets" if sampled and key == "adapters" else key for key in keys]
     table = _table(
-        "Memory in MB at the worst moment, beside Python and its libraries",
+        "Memory in MB at the worst moment",
+        "Process: Python and its libraries, measured on this machine; for a GPU not known.\n"
         f"Activations: all that a pass holds but its gradients{'' if sampled else _COMPILED}."
-        "\nAllocator: a margin above what it was seen to keep in gaps on a CPU, no bound; for a GPU none is known.",
+        "\nAllocator: about what it was seen to keep in gaps on a CPU, no bound; for a GPU none is known.",
     )
     _columns(table, "method", "where", f"users x {'samples' if sampled else 'sequences'} in a pass", *names, "total")
     for method in plan["methods"]:

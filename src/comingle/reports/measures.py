@@ -35,6 +35,12 @@ def tick(value: float, measure: str) -> str:
     return f"{value:,.2f}".rstrip("0").removesuffix(".") if value >= 10 else f"{value:g}"
 
 
+def sparse(value: float, measure: str) -> str:
+    """Between powers of ten only 2 and 5 are written."""
+    leading = round(value / 10 ** math.floor(math.log10(value)))
+    return tick(value, measure) if leading in (2, 5) else ""
+
+
 def byte_unit(largest: float) -> tuple[float, str]:
     """Bytes in a unit, and its name, for numbers up to ``largest``: whole bytes while they are few, else megabytes."""
     return (1.0, "B") if largest < 10_000 else (1e6, "MB")
@@ -64,6 +70,16 @@ def is_worse(found: float, measure: str) -> bool:
     return found < 0 if MEASURES[measure] == "higher" else found > 0
 
 
+def level(measure: str) -> float:
+    """Below what size a change of a single seed says nothing: 1 per cent, 1 point, a factor of 1.01 of losses."""
+    return math.log10(1.01) if measure == "loss" else 1.0
+
+
+def level_text(measure: str) -> str:
+    """That size in words."""
+    return "a factor of 1.01" if measure == "loss" else "1 point" if measure in _POINTS else "1%"
+
+
 def change_text(found: float, measure: str) -> str:
     """A change as people read it."""
     if measure == "loss":
@@ -71,10 +87,12 @@ def change_text(found: float, measure: str) -> str:
     return f"{found:+.1f}\u00a0points" if measure in _POINTS else f"{found:+.1f}%"
 
 
-def change_label(measure: str, baseline: str) -> str:
-    """A change beside an axis, and which end of it is which."""
-    sides = ("gained", "harmed") if MEASURES[measure] == "lower" else ("harmed", "gained")
+def change_label(measure: str, baseline: str, *, short: bool = False) -> str:
+    """A change beside an axis, and, unless it must be short, which end of it is which."""
+    sides = ("better", "worse") if MEASURES[measure] == "lower" else ("worse", "better")
     ends = f"(left: {sides[0]}, right: {sides[1]})"
+    if short:
+        return f"change against {baseline}, {'multiple' if measure == 'loss' else _POINTS.get(measure, '%')}"
     if measure == "loss":
         return f"test loss as a multiple of that of {baseline} {ends}"
     return f"change of test {measure} against {baseline}, {_POINTS.get(measure, '%')} {ends}"

@@ -21,12 +21,13 @@ from matplotlib.figure import Figure
 from scipy.optimize import linear_sum_assignment
 
 from comingle.records import read_events
-from comingle.reports.canvas import draw
+from comingle.reports.canvas import draw, short
 from comingle.reports.colours import INK
 
 MAX_PANELS = 6
 _MOST_NAMES = 40
-_OF_MODELS = ("ensemble", "fedmerge", "mfl", "fml")
+_OF_MODELS = ("ensemble", "fedmerge", "ifca", "fedem", "mfl", "fml")
+"""Methods that mix whole models, for runs whose events do not say what is mixed."""
 _SOLID = "#2b7bc4"  # about equally far from white paper and from dark
 _SHADES = LinearSegmentedColormap.from_list("weights", [f"{_SOLID}00", f"{_SOLID}ff"])
 
@@ -38,7 +39,8 @@ class Mixtures:
     ``values`` is (evaluation, user, adaptor set), each row a point of the simplex. Users are sorted by their true
     cluster, where that is known, and adaptor sets so that set c is the one that cluster c uses, after the last round;
     ``order`` says which of the run's sets each of them is. ``entropy`` of the routers, mean over users, is in nats;
-    ``mismatch`` is the mean distance of the learned aggregation weights from the true ones (FLoRAL, section 4).
+    ``component`` says what is mixed; ``mismatch`` is the mean distance of the learned aggregation weights from the true
+    ones (FLoRAL, section 4).
     """
 
     method: str
@@ -48,13 +50,9 @@ class Mixtures:
     clusters: tuple[int, ...] | None
     order: tuple[int, ...]
     values: np.ndarray
+    component: str = "adaptor set"
     entropy: tuple[float, ...] | None = None
     mismatch: tuple[float, ...] | None = None
-
-    @property
-    def component(self) -> str:
-        """What is mixed: some methods have whole models."""
-        return "model" if self.method.startswith(_OF_MODELS) else "adaptor set"
 
     @property
     def learned(self) -> bool:
@@ -104,9 +102,14 @@ def read_mixtures(folder: Path) -> Mixtures | None:
         clusters=clusters,
         order=order,
         values=values[:, :, list(order)],
+        component=found[-1].get("component") or _component(start["method"]),
         entropy=_told(found, "router_entropy_nats"),
         mismatch=_told(found, "aggregation_mismatch"),
     )
+
+
+def _component(method: str) -> str:
+    return "model" if method.startswith(_OF_MODELS) else "adaptor set"
 
 
 def _told(events: Sequence[dict[str, Any]], key: str) -> tuple[float, ...] | None:
@@ -205,4 +208,4 @@ def _mark_clusters(axis: Axes, found: Mixtures, *, labels: bool) -> None:
         return
     ends = [*starts[1:], len(names)]
     places = [(start + end - 1) / 2 for start, end in zip(starts, ends, strict=True)]
-    axis.set_yticks(places, [names[start] for start in starts])
+    axis.set_yticks(places, [short(names[start]) for start in starts])

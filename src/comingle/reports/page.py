@@ -6,17 +6,31 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup, escape
-from matplotlib.figure import Figure
+from markupsafe import Markup
 
 from comingle.records import MEASURES
-from comingle.reports import figures
-from comingle.reports.canvas import svg
-from comingle.reports.colours import INK, LINE, MUTED, PAPER, Colour, expert_css, layer_colours, rgb, styles
-from comingle.reports.measures import number, rule
+from comingle.reports.colours import INK, LINE, MUTED, PAPER, Colour, expert_colour, expert_css, rgb, styles
+from comingle.reports.drawn import Drawn
+from comingle.reports.extremes import MAX_PANELS, is_population
+from comingle.reports.figures import bytes_panels, curves_panels
+from comingle.reports.gains import bars_room, population_panels, users_panels
+from comingle.reports.heatmaps import scores_panels
+from comingle.reports.measures import level_text, number, rule
 from comingle.reports.mixtures import Mixtures, mixtures_figure, read_mixtures
 from comingle.reports.runs import Entry, notices
-from comingle.reports.series import Cost, Spread, baselines, compared, cost, expert_curves, final, measured
+from comingle.reports.series import (
+    Cost,
+    Gain,
+    Spread,
+    baselines,
+    compared,
+    cost,
+    expert_curves,
+    final,
+    measured,
+    verdicts,
+)
+from comingle.reports.sheets import mixtures_sheet
 from comingle.reports.tables import sizes
 from comingle.reports.tokens import TokenView, as_data
 
@@ -24,12 +38,13 @@ WIDE = 8
 """The table of results has a column for each of so many users; of more it shows the worst and the best."""
 NAMED = 12
 """How many names stand in a cell."""
+_CLASSES = {"gained": "gain", "harmed": "harm"}
 
 
 def render_page(entries: Sequence[Entry], views: Sequence[TokenView] = (), *, title: str = "comingle report") -> str:
     """The page. Text of users and names are escaped wherever they stand."""
     palette = _palette(entries)
-    drawn = _Drawn({colour.light: f"var(--c{colour.light[1:]})" for colour in palette})
+    drawn = Drawn({colour.light: f"var(--c{colour.light[1:]})" for colour in palette})
     environment = Environment(
         loader=PackageLoader("comingle.reports", "templates"),
         autoescape=True,
@@ -55,41 +70,27 @@ def render_page(entries: Sequence[Entry], views: Sequence[TokenView] = (), *, ti
         experts=expert_css(),
         channels=lambda colour: " ".join(map(str, rgb(colour))),
         results=_results(entries, users),
-        panels=figures.MAX_PANELS,
+        panels=MAX_PANELS,
+        population=is_population(users),
+        level=level_text(first.measure),
         curves=list(_curves(entries, drawn)),
         gains=[found for baseline in baselines(entries) if (found := _gains(entries, baseline, drawn))],
         costs=_costs([cost(entry) for entry in entries]),
-        bytes_figure=drawn(figures.bytes_figure(entries), f"mean test {first.measure} against uploaded bytes"),
+        bytes_figure=drawn.panels(bytes_panels(entries), f"test {first.measure} against uploaded bytes", "bytes"),
         mixtures=mixtures,
         component=components.pop() if len(components) == 1 else "component",
-        scores=[
-            (entry.label, drawn(figures.scores_figure(entry), f"expert scores of {entry.label}"), _score_rows(entry))
-            for entry in entries
-            if entry.first.routed
-        ],
+        scores=[_scores(entry, entries, drawn) for entry in entries if entry.first.routed],
         views=as_data(views),
         owners=any(text.owner for view in views for text in view.texts),
     )
-
-
-class _Drawn:
-    """Turns figures into inline SVG, each with ids of its own."""
-
-    def __init__(self, variables: dict[str, str]):
-        self._variables, self._count = variables, 0
-
-    def __call__(self, figure: Figure, label: str) -> Markup:
-        self._count += 1
-        return Markup(svg(figure, f"f{self._count}", str(escape(label)), self._variables))
 
 
 def _palette(entries: Sequence[Entry]) -> list[Colour]:
     """Every colour that the figures of these entries use, each once."""
     colours = [INK, MUTED, LINE, PAPER, *(style.colour for style in styles([entry.method for entry in entries]))]
     for entry in entries:
-        for user in entry.first.users:
-            for expert in expert_curves(entry, user):
-                colours += layer_colours(expert.name, len(expert.layers))
+        experts = {name for names in entry.first.evaluations[-1].experts.values() for name in names}
+        colours += [expert_colour(name) for name in sorted(experts)]
     return list({colour.light: colour for colour in colours}.values())
 
 
@@ -108,9 +109,11 @@ def _results(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, Any]:
     measure = entries[0].first.measure
     by_user = {user: [final(entry, user) for entry in entries] for user in users}
     whole = [(user, _marked([_told(v, measure) for v in found], found, measure)) for user, found in by_user.items()]
-    mean = [final(entry) for entry in entries]
+    means = {"mean": [final(entry) for entry in entries]}
+    if measure == "perplexity":
+        means["geometric mean"] = [final(entry, geometric=True) for entry in entries]
     columns = whole if len(users) <= WIDE else [_extreme(by_user, measure, worst=worst) for worst in (True, False)]
-    columns = [*columns, ("mean", _marked([_told(v, measure) for v in mean], mean, measure))]
+    columns = [*columns, *((name, _marked([_told(v, measure) for v in of], of, measure)) for name, of in means.items())]
     rows = zip(entries, zip(*(cells for _, cells in columns), strict=True), strict=True)
     return {
         "head": [name for name, _ in columns],
@@ -133,47 +136,60 @@ def _extreme(by_user: dict[str, list[Spread | None]], measure: str, *, worst: bo
 
 
 def _marked(cells: Sequence[str], found: Sequence[Spread | None], measure: str) -> list[tuple[str, bool]]:
-    """Cells, and whether each is the best of them."""
+    """Cells, and whether each is the best of them; one alone is not."""
     means = [value.mean for value in found if value is not None]
     best = (max if MEASURES[measure] == "higher" else min)(means, default=None)
-    return [(text, value is not None and value.mean == best) for text, value in zip(cells, found, strict=True)]
+    return [
+        (text, len(cells) > 1 and value is not None and value.mean == best)
+        for text, value in zip(cells, found, strict=True)
+    ]
 
 
-def _curves(entries: Sequence[Entry], drawn: _Drawn) -> Iterator[tuple[str, Markup]]:
+def _curves(entries: Sequence[Entry], drawn: Drawn) -> Iterator[tuple[str, Markup]]:
     """What is shown and its figure: of accuracies the losses too."""
     names = measured(entries)
     for name in names:
         of = f"{name} " if len(names) > 1 else ""
         for start, told in ((True, "from the start"), (False, "without the start, so that late differences show")):
-            figure = figures.curves_figure(entries, start=start, measure=name)
-            yield of + told, drawn(figure, f"test {name} of all methods during training, {told}")
+            panels = curves_panels(entries, start=start, measure=name)
+            label, file = f"test {name} during training, {told}", f"curves-{name}{'' if start else '-late'}"
+            yield of + told, drawn.panels(panels, label, file)
 
 
-def _gains(entries: Sequence[Entry], baseline: Entry, drawn: _Drawn) -> dict[str, Any] | None:
-    figure = figures.users_figure(entries, baseline)
-    if figure is None:
+def _gains(entries: Sequence[Entry], baseline: Entry, drawn: Drawn) -> dict[str, Any] | None:
+    measure, pairs = baseline.first.measure, compared(entries, baseline)
+    bars = users_panels(entries, baseline)
+    if bars is None:
         return None
+    kinds = [kind for kind in verdicts(measure) if _told_of(kind, pairs)]
     rows = []
-    pairs = compared(entries, baseline)
     for entry, found in pairs:
-        named = {
-            verdict: _names([f"{gain.user} ({gain.text})" for gain in found if gain.verdict == verdict], verdict)
-            for verdict in ("gained", "even", "harmed")
-        }
-        rows.append({"label": entry.label, **named})
-    label = f"each user's test {baseline.first.measure} held against that of {baseline.label}"
+        by_kind = {kind: [f"{gain.user} ({gain.text})" for gain in found if gain.verdict == kind] for kind in kinds}
+        bad = verdicts(measure)[3:]
+        cells = [(_CLASSES.get(kind, ""), _names(names, last=kind in bad)) for kind, names in by_kind.items()]
+        rows.append({"label": entry.label, "cells": cells})
+    label, file = f"change of each user's test {measure} against {baseline.label}", f"users-against-{baseline.method}"
+    everybody = population_panels(entries, baseline) if is_population(entries[0].first.users) else None
     return {
         "baseline": baseline.label,
-        "figure": drawn(figure, label),
+        "figure": drawn.panels(bars, label, file, phone=users_panels(entries, baseline, width=4.2)),
+        "population": everybody and drawn.panels(everybody, f"all users, against {baseline.label}", f"all-{file}"),
+        "kinds": kinds,
+        "single": any("one seed" in kind for kind in kinds),
         "rows": rows,
-        "room": figures.bars_room(pairs),
-        "even": len(entries[0].runs) > 1 or any(row["even"] != "nobody" for row in rows),
+        "room": bars_room(pairs),
     }
 
 
-def _names(told: list[str], verdict: str) -> Markup:
-    """The names of users, best first; of many the count, and those whom it concerns most, beginning with the first."""
-    most = told[: -NAMED - 1 : -1] if verdict == "harmed" else told[:NAMED]
+def _told_of(kind: str, pairs: Sequence[tuple[Entry, Sequence[Gain]]]) -> bool:
+    """Whether a verdict has a column: "level" always, others where there are several seeds, or a single one."""
+    single = {gain.interval is None for _, found in pairs for gain in found}
+    return kind == "level" or ("one seed" in kind) in single
+
+
+def _names(told: list[str], *, last: bool) -> Markup:
+    """The names of users, best first; of many the count, and the first, or those from the ``last`` on."""
+    most = told[: -NAMED - 1 : -1] if last else told[:NAMED]
     shown = told if len(told) <= NAMED else most
     spans = [Markup('<span class="name">{}</span>').format(name + ",") for name in shown[:-1]]
     spans += [Markup('<span class="name">{}</span>').format(name) for name in shown[-1:]]
@@ -224,7 +240,7 @@ def _learned(entry: Entry) -> list[Mixtures]:
     return [one for one in found if one is not None and one.learned]
 
 
-def _mixtures(label: str, found: Sequence[Mixtures], drawn: _Drawn) -> dict[str, Any]:
+def _mixtures(label: str, found: Sequence[Mixtures], drawn: Drawn) -> dict[str, Any]:
     first = found[0]
     users = first.clusters or [None] * len(first.users)
     return {
@@ -232,7 +248,12 @@ def _mixtures(label: str, found: Sequence[Mixtures], drawn: _Drawn) -> dict[str,
         "component": first.component,
         "sets": first.order,
         "seed": first.seed,
-        "figure": drawn(mixtures_figure(first), f"weight of each {first.component} for each user over the rounds"),
+        "figure": drawn.wide(
+            mixtures_figure(first),
+            f"weight of each {first.component} for each user over the rounds",
+            f"mixtures-{first.method}",
+            mixtures_sheet(first),
+        ),
         "runs": [
             [
                 str(one.seed),
@@ -248,6 +269,12 @@ def _mixtures(label: str, found: Sequence[Mixtures], drawn: _Drawn) -> dict[str,
             for user, cluster, weights in zip(first.users, users, first.values[-1], strict=True)
         ],
     }
+
+
+def _scores(entry: Entry, entries: Sequence[Entry], drawn: Drawn) -> tuple[str, Markup, list[Any]]:
+    panels = scores_panels(entry, entries)
+    figure = drawn.panels(panels, f"expert scores of {entry.label}", f"scores-{entry.method}")
+    return entry.label, figure, _score_rows(entry)
 
 
 def _score_rows(entry: Entry) -> list[tuple[str, str, list[str]]]:

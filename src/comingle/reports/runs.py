@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from comingle.errors import RunError
-from comingle.records import measure_of, read_events, read_metrics
+from comingle.records import geometric_mean, measure_of, read_events, read_metrics
 
 # What decides neither on the result nor on its name.
 _ASIDE = ("seed", "runtime", "checkpoints")
@@ -35,10 +35,12 @@ class Evaluation:
     scores: dict[str, list[list[float]]]
     valid_loss: float | None = None
 
-    def value(self, user: str | None = None, measure: str = "") -> float | None:
+    def value(self, user: str | None = None, measure: str = "", *, geometric: bool = False) -> float | None:
         """What was measured of a user, or the mean over users; None where it is not known or not finite."""
         names = self.users if user is None else [user]
         values = [self.users.get(name, {}).get(measure or self.measure) for name in names]
+        if geometric:
+            return geometric_mean(values)
         known = [value for value in values if value is not None]
         return sum(known) / len(known) if known and len(known) == len(values) else None
 
@@ -59,6 +61,8 @@ class RunRecord:
     metrics: dict[str, Any] | None
     unit: str = "tokens"
     """What the users' data is counted in: tokens or samples."""
+    amounts: dict[str, int] = field(default_factory=dict)
+    """How much each user trains on, in that unit; empty where the run does not tell."""
 
     @property
     def task(self) -> str:
@@ -174,6 +178,7 @@ def read_run(folder: Path) -> RunRecord:
         rounds=tuple(event for event in events if event["event"] == "round"),
         metrics=read_metrics(folder) if (folder / "metrics.json").exists() else None,
         unit=_unit(start["users"]),
+        amounts=_amounts(start["users"], f"train_{_unit(start['users'])}"),
     )
 
 
@@ -181,6 +186,10 @@ def _unit(users: dict[str, dict[str, Any]]) -> str:
     """What the start of a run counts its users' data in."""
     counted = next(iter(users.values()), {})
     return "samples" if "train_samples" in counted else "tokens"
+
+
+def _amounts(users: dict[str, dict[str, Any]], key: str) -> dict[str, int]:
+    return {name: user[key] for name, user in users.items()} if all(key in u for u in users.values()) else {}
 
 
 def _read_recipe(folder: Path) -> dict[str, Any]:

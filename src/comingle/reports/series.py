@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scipy.special import stdtrit
+
 from comingle.records import MEASURES
-from comingle.reports.measures import change, change_text, is_worse
-from comingle.reports.runs import Entry, Evaluation, RunRecord
+from comingle.reports.measures import change, change_text, is_worse, level
+from comingle.reports.runs import Entry, Evaluation
 
 BASELINES = ("local", "fedavg")
 """What each user's result is held against: alone, and with everything averaged."""
@@ -44,24 +47,48 @@ class Gain:
     """How far a user's last test result under one entry is from that under a baseline.
 
     ``change`` is in the unit of :func:`comingle.reports.measures.change`: percentage points of accuracies, per cent of
-    perplexities, powers of ten of losses.
+    perplexities, powers of ten of losses. ``interval`` is the 95% confidence interval of its mean over seeds
+    (Student's t), None for a single seed.
     """
 
     user: str
     measure: str
     change: Spread
+    interval: tuple[float, float] | None = None
 
     @property
     def verdict(self) -> str:
-        """ "gained" or "harmed"; "even" where the difference is within one deviation over seeds, or nothing."""
-        if abs(self.change.mean) <= (self.change.std or 0.0):
-            return "even"
+        """One of :func:`verdicts`: "gained" and "harmed" need several seeds, and an interval without 0.
+
+        A single seed is "lower (one seed)" or "higher (one seed)", or "level" below :func:`measures.level`.
+        """
+        if self.interval is None:
+            side = "lower" if self.change.mean < 0 else "higher"
+            return "level" if abs(self.change.mean) < level(self.measure) else f"{side} (one seed)"
+        if self.interval[0] <= 0 <= self.interval[1]:
+            return "level"
         return "harmed" if is_worse(self.change.mean, self.measure) else "gained"
 
     @property
     def text(self) -> str:
         """The change in words."""
         return change_text(self.change.mean, self.measure)
+
+
+def verdicts(measure: str) -> tuple[str, ...]:
+    """All verdicts, from the best to the worst."""
+    one = ("lower (one seed)", "higher (one seed)")
+    good, bad = one if MEASURES[measure] == "lower" else one[::-1]
+    return ("gained", good, "level", bad, "harmed")
+
+
+def interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The 95% confidence interval of the mean, ``mean -+ t s / sqrt(n)``; None for a single value."""
+    if len(values) < 2:
+        return None
+    mean, reach = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+    reach *= float(stdtrit(len(values) - 1, 0.975))
+    return mean - reach, mean + reach
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -72,12 +99,12 @@ def spread(values: Sequence[float]) -> Spread:
 # -------------------------------------------------------------------- over training
 
 
-def learning_curve(entry: Entry, user: str | None = None, measure: str = "") -> Curve:
+def learning_curve(entry: Entry, user: str | None = None, measure: str = "", *, geometric: bool = False) -> Curve:
     """What was measured of a user, or the mean over users, by default what models are compared by.
 
     Evaluations without a finite value are left out.
     """
-    return _curve(entry, lambda evaluation: evaluation.value(user, measure))
+    return _curve(entry, lambda evaluation: evaluation.value(user, measure, geometric=geometric))
 
 
 def expert_curves(entry: Entry, user: str) -> list[ExpertCurves]:
@@ -118,15 +145,11 @@ def measured(entries: Sequence[Entry]) -> list[str]:
 # -------------------------------------------------------------------- at the end
 
 
-def final(entry: Entry, user: str | None = None) -> Spread | None:
+def final(entry: Entry, user: str | None = None, *, geometric: bool = False) -> Spread | None:
     """The test result of a user, or the mean over users, at the end; None where a seed's is not finite."""
-    values = [_last(run, user) for run in entry.runs]
+    values = [run.chosen.value(user, geometric=geometric) for run in entry.runs]
     known = [value for value in values if value is not None]
     return spread(known) if len(known) == len(values) else None
-
-
-def _last(run: RunRecord, user: str | None) -> float | None:
-    return run.chosen.value(user)
 
 
 def gains(entry: Entry, baseline: Entry) -> list[Gain]:
@@ -135,11 +158,11 @@ def gains(entry: Entry, baseline: Entry) -> list[Gain]:
     measure = entry.first.measure
     found = []
     for user in entry.first.users:
-        both = [(_last(run, user), _last(other, user)) for run, other in pairs]
+        both = [(run.chosen.value(user), other.chosen.value(user)) for run, other in pairs]
         changes = [change(one, other, measure) for one, other in both if one is not None and other is not None]
         known = [value for value in changes if value is not None]
         if known and len(known) == len(pairs):
-            found.append(Gain(user=user, measure=measure, change=spread(known)))
+            found.append(Gain(user=user, measure=measure, change=spread(known), interval=interval(known)))
     return sorted(found, key=lambda gain: gain.change.mean, reverse=MEASURES[measure] == "higher")
 
 

@@ -10,17 +10,24 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from comingle.engines.events import Observer
+from comingle.engines.simulation import Simulation
+from comingle.progress import reporting
 from comingle.reproduce.plan import Cell
-from comingle.reproduce.runner import Outcome, run_cells, unique
+from comingle.reproduce.runner import Outcome, run_cells, title_of, unique
+from comingle.terminal import errors
 
 _POLL_SECONDS = 0.5
 _outcomes: Any = None  # in a worker, the queue to its parent
 
 
-def run_parallel(cells: Sequence[Cell], out: Path, *, jobs: int, force: bool = False) -> Iterator[Outcome]:
+def run_parallel(
+    cells: Sequence[Cell], out: Path, *, jobs: int, force: bool = False, quiet: bool = True
+) -> Iterator[Outcome]:
     """Like :func:`comingle.reproduce.runner.run_cells`, ``jobs`` runs at a time, in the order in which they end.
 
-    Cells of one column and seed stay together, since they share their text.
+    Cells of one column and seed stay together, since they share their text. Unless ``quiet``, and where stderr is no
+    terminal, each tells of its rounds.
 
     Raises:
         ComingleError: whatever a worker raises; the others are stopped after their run.
@@ -29,7 +36,7 @@ def run_parallel(cells: Sequence[Cell], out: Path, *, jobs: int, force: bool = F
     results = context.Queue()
     groups = [list(group) for _, group in groupby(unique(cells), key=lambda cell: (cell.column, cell.seed))]
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(results,)) as pool:
-        futures = [pool.submit(_work, group, out, force) for group in groups]
+        futures = [pool.submit(_work, group, out, force, quiet) for group in groups]
         try:
             yield from _collect(futures, results)
         finally:
@@ -60,9 +67,14 @@ def _begin(results: Any) -> None:
     _outcomes = results
 
 
-def _work(cells: Sequence[Cell], out: Path, force: bool) -> None:
+def _work(cells: Sequence[Cell], out: Path, force: bool, quiet: bool) -> None:
     try:
-        for outcome in run_cells(cells, out, force=force):
-            _outcomes.put(outcome)
+        with reporting(quiet=quiet or errors.is_terminal) as reporter:  # several bars would write over each other
+
+            def observers(cell: Cell, sim: Simulation) -> list[Observer]:
+                return [reporter.watch(sim, title_of(cell))]
+
+            for outcome in run_cells(cells, out, force=force, observers=observers, waiting=reporter.waiting):
+                _outcomes.put(outcome)
     except KeyboardInterrupt:  # Ctrl-C reaches every process; the parent says so once
         return

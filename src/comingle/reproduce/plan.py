@@ -214,7 +214,7 @@ def _recipe(
     }
     where = f"{experiment.source}, column {column}, row {row.label or row.method}"
     recipe = parse_recipe(_filled(content, own.values), where=where)
-    recipe = recipe.with_changes(wanted.changes) if wanted.changes else recipe
+    recipe = recipe.with_changes(wanted.changes, where="--set") if wanted.changes else recipe
     make(recipe.method.name, **recipe.method.settings)  # every mistake is found before the first run
     return recipe
 

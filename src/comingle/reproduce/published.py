@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from comingle.errors import RecipeError, did_you_mean
 from comingle.recipes import shipped_recipes
+from comingle.recipes.files import read_yaml
 from comingle.recipes.problems import first_problem
 from comingle.recipes.sections import Section
 
@@ -255,15 +255,13 @@ def _natural(path: Path) -> tuple[str, int]:
 def _read(path: Path, model: type[Model]) -> Model:
     try:
         return model.model_validate(_content(path))
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     except ValidationError as error:
         raise RecipeError(f"{path}: {first_problem(error, model)}") from None
 
 
 def _content(path: Path) -> Any:
     """A file with what it takes from another one."""
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content = read_yaml(path)
     like = content.pop("like", None) if isinstance(content, dict) else None
     if like is None:
         return content

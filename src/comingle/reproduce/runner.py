@@ -7,6 +7,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,19 @@ from comingle import experiment
 from comingle.engines.events import Observer
 from comingle.engines.simulation import Simulation
 from comingle.errors import DivergenceError, RunError
-from comingle.folders import check_folder, open_folder
-from comingle.materials import Materials, prepare
+from comingle.folders import check_recipe, open_folder
+from comingle.materials import Materials, describe, prepare
 from comingle.models.language import Base
+from comingle.progress import LOADING
 from comingle.recipes import Recipe
+from comingle.records import write_text
 from comingle.reproduce.plan import Cell
 
 RUNS = "runs"
 DIVERGED = "diverged.txt"
+
+Waiting = Callable[[str], AbstractContextManager[Any]]
+"""Says what is being waited for, while it lasts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +73,16 @@ def unique(cells: Sequence[Cell]) -> list[Cell]:
     return list(first.values())
 
 
+def title_of(cell: Cell) -> str:
+    """What a run of a table is called."""
+    return f"{cell.column} · {cell.row}, seed {cell.seed}"
+
+
 def finished(folder: Path, recipe: Recipe) -> bool:
     """Whether a folder holds the result of this recipe."""
     if not ((folder / "metrics.json").exists() or (folder / DIVERGED).exists()):
         return False
-    check_folder(folder, recipe, resume=True, force=False)  # refuses a foreign one
+    check_recipe(folder, recipe)  # refuses a foreign one
     return True
 
 
@@ -80,7 +91,8 @@ def run_cells(
     out: Path,
     *,
     force: bool = False,
-    observers: Callable[[Simulation], Sequence[Observer]] = lambda sim: (),
+    observers: Callable[[Cell, Simulation], Sequence[Observer]] = lambda cell, sim: (),
+    waiting: Waiting = nullcontext,
 ) -> Iterator[Outcome]:
     """Run every cell below ``out/runs``, in order; text and base are loaded once for neighbours that share them.
 
@@ -90,7 +102,7 @@ def run_cells(
     Raises:
         RunError: a run folder belongs to something else.
     """
-    shelf = _Shelf()
+    shelf = _Shelf(waiting)
     for cell in unique(cells):
         folder = out / RUNS / cell.folder
         if not force and finished(folder, cell.recipe):
@@ -101,13 +113,13 @@ def run_cells(
         started = time.perf_counter()
         (folder / DIVERGED).unlink(missing_ok=True)
         sim = experiment.build(cell.recipe, materials)
-        open_folder(folder, cell.recipe, resume=resume, force=force)
-        try:
-            experiment.execute(sim, cell.recipe, folder, resume=resume, observers=observers(sim))
-        except DivergenceError as error:
-            (folder / DIVERGED).write_text(f"{error}\n", encoding="utf-8")
-        if cell.recipe.data.task is not None:
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        with open_folder(folder, cell.recipe, describe(materials, cell.recipe), resume=resume, force=force):
+            try:
+                experiment.execute(sim, cell.recipe, folder, resume=resume, observers=observers(cell, sim))
+            except DivergenceError as error:
+                write_text(folder / DIVERGED, f"{error.__cause__ or error}\n")  # the cause names no checkpoint
+            if cell.recipe.data.task is not None:
+                shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         yield Outcome(
             cell=cell, folder=folder, seconds=time.perf_counter() - started, ran=True, diverged=_diverged(folder)
         )
@@ -155,7 +167,8 @@ def _diverged(folder: Path) -> str:
 class _Shelf:
     """The base and the text that were loaded last."""
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: Waiting) -> None:
+        self._waiting = waiting
         self._base: tuple[str, Base] | None = None
         self._materials: tuple[str, Materials] | None = None
 
@@ -168,6 +181,7 @@ class _Shelf:
         if self._materials is None or self._materials[0] != key:
             base = self._base[1] if self._base is not None and self._base[0] == base_key else None
             self._materials = None  # so that two bases never lie side by side
-            self._materials = (key, prepare(recipe, base=base))
+            with self._waiting(LOADING):
+                self._materials = (key, prepare(recipe, base=base))
             self._base = (base_key, found) if (found := self._materials[1].base) is not None else None
         return self._materials[1]

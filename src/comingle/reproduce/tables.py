@@ -14,6 +14,7 @@ from comingle.records import write_json, write_text
 from comingle.reproduce.orders import Entry, compare_orders, ranks, sentence
 from comingle.reproduce.plan import Plan
 from comingle.reproduce.published import Note, printed
+from comingle.terminal import words
 
 _FORMATS = {"mean_test_accuracy": ",.1f", "mean_test_rouge1": ".3f", "mean_test_loss": ",.3g"}
 _FORMAT = ",.2f"
@@ -125,7 +126,7 @@ def render(table: Mapping[str, Any]) -> Table:
         ours = i == 0 or name != table["reference"]
         shown.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0, style="" if ours else "dim")
     for row in rows:
-        cells = [f"[green]{c}[/green]" if i % 2 and c.endswith(" #1") else c for i, c in enumerate(row)]
+        cells = [words(c, "green" if i % 2 and c.endswith(" #1") else "") for i, c in enumerate(row)]
         shown.add_row(*cells)
     return shown
 

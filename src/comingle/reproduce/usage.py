@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from comingle.costing.summaries import with_method
 from comingle.data.samples import UserSamples
 from comingle.data.tasks import Task
-from comingle.engines.exchange import WIRE_DTYPE, download_bytes
+from comingle.engines.exchange import WIRE_DTYPE
 from comingle.engines.simulation import Simulation
 from comingle.experiment import training_settings
 from comingle.methods import make
@@ -66,12 +66,14 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
     user = _with_few(task.users[0])
     recipe = with_method(recipe, recipe.method.name)  # where participation names others
     method = make(recipe.method.name, **recipe.method.settings)
-    sim = build_nets(recipe, replace(task, users=(user,)), method, training_settings(recipe, [user.name]))
+    # Weighted means need a count of samples, which is no parameter.
+    settings = replace(training_settings(recipe, [user.name]), weighting="uniform")
+    sim = build_nets(recipe, replace(task, users=(user,)), method, settings)
     sent, size = sim.upload_bytes()[0], WIRE_DTYPE.itemsize
     return Usage(
         server=_server(sim, len(task.users)),
         communicate=sent / size,
-        received=download_bytes(method, sent, sent) / size,
+        received=sim.download_bytes(sent, sent) / size,
         client=int(sim.mask[0].sum()),
     )
 

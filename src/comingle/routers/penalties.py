@@ -17,6 +17,9 @@ def balance_weights(present: Bool[Tensor, "users experts"], balance: Balance) ->
     ``uniform``: 1 (Fedus et al. 2022). ``generalist`` (CoMiGS eq. 10, expert 0 is the generalist):
     ``c_0 = 2 / ((n-1)^2 + 1)``, ``c_j = 2 (n-1) / ((n-1)^2 + 1)``. The factor 2 makes both forms coincide at n = 2,
     as the paper says they do; eq. 10 as printed is this divided by 2n.
+
+    The public code, with expert 0 half as important as all and two experts a token, has the same sum ``f_0 P_0 + (n-1)
+    sum_j f_j P_j`` times 1 where ours has ``2 n / ((n-1)^2 + 1)``: 6/5 with three experts, 8/10 with four.
     """
     weights = present.double()
     if balance == "generalist":

@@ -22,11 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-ALLOCATOR_GAPS = {"cpu": 1.25}
-"""What the allocator may keep beyond live tensors, as a fraction of a pass's peak: a margin, not a bound. On the CPU
+ALLOCATOR_GAPS = {"cpu": 0.7}
+"""What the allocator keeps beyond live tensors, as a fraction of a pass's peak: an estimate, not a bound. On the CPU
 ``runtime.keep_buffers`` trades memory for speed: freed blocks stay with the process, with gaps between them, which no
-shape predicts. Twenty runs on five shapes kept 0.3 to 1.0 (more after five rounds than after one); the margin was set
-above that, and four other shapes then kept 0.7 to 1.0 over 20 rounds. docs/log.md has the measurements."""
+shape predicts. Twenty runs on five shapes kept 0.3 to 1.0 (more after five rounds than after one), four others 0.7 to
+1.0 over 20 rounds, and three whole runs 0.6 to 0.7. docs/log.md has the measurements."""
 
 _CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),

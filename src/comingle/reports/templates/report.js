@@ -114,6 +114,27 @@
     tip.style.left = `${Math.max(8, Math.min(token.left, document.documentElement.clientWidth - size.width - 8))}px`;
     tip.style.top = `${above > 8 ? above : token.bottom + 8}px`;
   };
+  // The numbers of the view that is shown, written when they are asked for.
+  const quoted = (value) => `"${String(value).replaceAll('"', '""')}"`;
+  const sheet = () => {
+    const rows = [["text", "model", "layer", "token_number", "token", "expert", "probability"]];
+    for (const cell of cells) {
+      for (let layer = 0; layer < view.layers; layer += 1) {
+        cell.text.tokens.forEach((token, i) => at(cell, layer, i).forEach((gate, e) => {
+          rows.push([cell.text.name, cell.user.name, layer, i, token, cell.user.experts[e], gate / 1000]);
+        }));
+      }
+    }
+    return rows.map((row) => row.map(quoted).join(",") + "\n").join("");
+  };
+  const download = (event) => {
+    event.preventDefault();
+    const address = URL.createObjectURL(new Blob([sheet()], { type: "text/csv" }));
+    const link = Object.assign(document.createElement("a"), { href: address, download: "tokens.csv" });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(address), 10000);
+  };
+  document.getElementById("token-csv").addEventListener("click", download);
   const hide = () => { tip.hidden = true; };
 
   // One tab stop for each cell; within it the arrow keys move from token to token.

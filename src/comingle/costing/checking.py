@@ -1,0 +1,88 @@
+"""What a run would refuse, found before its costs are counted: settings, and text where it lies on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from comingle.data.pack import check, find_shortage, pack
+from comingle.data.partition import UserText, mix_held_out
+from comingle.materials import read_users, token_limits
+from comingle.methods import make
+from comingle.models.base import PreTrainedTokenizerBase
+from comingle.models.byte_tokenizer import byte_tokenizer
+from comingle.models.families import PREFIX
+from comingle.models.folders import load_tokenizer
+from comingle.nets import check_method
+from comingle.recipes import DataSection, Recipe
+from comingle.recipes.unused import check_used
+
+ABSENT_NOTE = "Some of the users' text is not here, so nobody's text is checked: a run may refuse it."
+
+
+def check_settings(recipes: Sequence[Recipe]) -> None:
+    """As before a run.
+
+    Raises:
+        RecipeError: a method that is none or not for such users, or a setting that would not be read.
+    """
+    for recipe in recipes:
+        check_method(recipe)
+        check_used(recipe)
+
+
+def check_texts(recipes: Sequence[Recipe]) -> tuple[set[str], str]:
+    """Whether users named in the recipes have the text that a run needs, where it is here: who would be left out, and
+    a note where nothing could be checked. Text of demo users, of the hub and of data sets is not looked at.
+
+    Raises:
+        DataError: text that a run would refuse.
+        RecipeError: a limit for somebody who is no user.
+    """
+    recipe = recipes[0]
+    data = recipe.data
+    sources = _sources(data)
+    if not sources or any(source.startswith(("demo:", "hub:")) for source in sources):
+        return set(), ""
+    if not all(os.path.exists(os.path.expanduser(source)) for source in sources):
+        return set(), ABSENT_NOTE
+    texts = read_users(data, recipe.seed)
+    tokenizer = _tokenizer(recipe.base)
+    if tokenizer is None:
+        return set(), ""
+    validates = any(make(one.method.name, **one.method.settings).needs_validation for one in recipes)
+    return _check_lengths(recipe, texts, tokenizer, validates), ""
+
+
+def _check_lengths(
+    recipe: Recipe, texts: list[UserText], tokenizer: PreTrainedTokenizerBase, validates: bool
+) -> set[str]:
+    """A window's length of every stream is enough to know whether it is too short."""
+    data, context = recipe.data, recipe.training.context
+    skip = data.on_small_user == "skip"
+    if data.held_out == "mixture" and not skip:
+        texts = mix_held_out(texts, seed=recipe.seed)
+    limits = token_limits(data, [text.name for text in texts])
+    heads = {
+        name: {key: min(limit or context + 1, context + 1) for key, limit in own.items()}
+        for name, own in limits.items()
+    }
+    users = [pack(text, tokenizer, **heads[text.name]) for text in texts]
+    small = {user.name for user in users if find_shortage(user, context=context, needs_validation=validates)}
+    if not skip or len(small) == len(users):
+        check(users, context=context, needs_validation=validates)
+    return small
+
+
+def _sources(data: DataSection) -> list[str]:
+    users = (data.users or {}).values()
+    return [source for user in users for source in (user.path, user.train, user.valid, user.test) if source]
+
+
+def _tokenizer(base: str) -> PreTrainedTokenizerBase | None:
+    """The base's tokenizer where that takes neither weights nor the hub."""
+    if base.startswith(PREFIX):
+        return byte_tokenizer()
+    folder = Path(base).expanduser()
+    return load_tokenizer(folder) if os.path.isdir(folder) else None

@@ -1,0 +1,36 @@
+"""Digests of what users have: equal if and only if the data is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comingle.data.answers import Answers
+from comingle.data.samples import Samples
+
+
+def digest_split(part: Tensor | Samples | Answers) -> str:
+    """The digest of a stream of tokens, of samples, or of questions."""
+    if isinstance(part, Samples):
+        return digest_all(part.inputs, part.targets)
+    if isinstance(part, Answers):
+        return digest_all(part.windows, part.prompt_tokens, [part.references, part.limit, part.labels])
+    return digest_all(part)
+
+
+def digest_all(*parts: Tensor | Any) -> str:
+    """SHA-256 over tensors (kind, shape and content) and what JSON can hold, one after the other."""
+    found = hashlib.sha256()
+    for part in parts:
+        if not isinstance(part, Tensor):
+            found.update(json.dumps(part, sort_keys=True).encode())
+            continue
+        plain = part.detach().cpu().contiguous()
+        found.update(json.dumps([str(plain.dtype), *plain.shape]).encode())
+        if plain.numel():
+            found.update(plain.flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -1,0 +1,188 @@
+"""Texts that a causal language model continues.
+
+Prompts of different lengths share every pass, filled on the left. What chooses tokens sees each row by itself, without
+its filling and with a random stream of its own, so a prompt is continued as it is alone (to rounding).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from comingle.errors import DataError, RecipeError
+from comingle.models.base import PreTrainedModel, PreTrainedTokenizerBase
+from comingle.models.greedy import can_pad, padded_attention
+from comingle.models.sampling import Sampling, as_tuple
+
+
+@torch.no_grad()
+def continue_texts(
+    network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], sampling: Sampling
+) -> list[str]:
+    """What follows each prompt, without the prompt; an empty one starts from the token between documents.
+
+    Raises:
+        DataError: a prompt with its continuation is longer than the base can read.
+        RecipeError: ``eos_token_id`` is not in the vocabulary.
+    """
+    if not prompts:
+        return []
+    own = [_encode(tokenizer, prompt) for prompt in prompts]
+    if len({len(ids) for ids in own}) > 1 and not can_pad(network):
+        return [text for prompt in prompts for text in continue_texts(network, tokenizer, [prompt], sampling)]
+    _require_places(network, own, sampling)
+    width, device = max(map(len, own)), next(network.parameters()).device
+    starts = [width - len(ids) for ids in own]
+    ends = _stop_ids(network, tokenizer, sampling)
+    pad = cast(int, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0))
+    ids = torch.tensor([[pad] * start + ids for start, ids in zip(starts, own, strict=True)], device=device)
+    mask = (torch.arange(width, device=device) >= torch.tensor(starts, device=device).unsqueeze(1)).long()
+    watch = _Watch(tokenizer, width, ends, sampling.stop + sampling.stop_strings)
+    # Lengths change with every token: compiling for each of them would not pay.
+    with torch.compiler.set_stance("force_eager"), padded_attention(network, padded=any(starts)):
+        out = _speak(network, ids, mask, starts, ends, pad, sampling, watch)
+    said = [str(tokenizer.decode(out[i, width : watch.ends[i]], skip_special_tokens=True)) for i in range(len(own))]
+    return [_cut(text, sampling.stop) for text in said]
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    ids = cast(list[int], list(tokenizer(prompt, add_special_tokens=False)["input_ids"]))
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    return ids or [cast(int, start)]
+
+
+def _require_places(network: PreTrainedModel, own: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    most, longest = max_places(network), max(map(len, own))
+    if most is not None and longest + sampling.max_new_tokens > most:
+        where = f"prompt {next(i for i, ids in enumerate(own) if len(ids) == longest) + 1}" if own[1:] else "the prompt"
+        raise DataError(
+            f"{where} has {longest:,} tokens, with max_new_tokens={sampling.max_new_tokens:,} more than the {most:,} "
+            "that the base reads at once; shorten one of them"
+        )
+
+
+def max_places(network: PreTrainedModel) -> int | None:
+    """How many tokens the base reads at once; None where its configuration does not say."""
+    found = getattr(network.config, "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _stop_ids(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> tuple[int, ...]:
+    if sampling.eos_token_id is None:
+        own = network.generation_config
+        found = tokenizer.eos_token_id if own is None else own.eos_token_id
+        return () if found is None else as_tuple(found)
+    size = cast(Tensor, network.get_input_embeddings().weight).shape[0]
+    if wrong := [i for i in sampling.eos_token_id if i >= size]:
+        raise RecipeError(f"eos_token_id: got {wrong[0]}, allowed are tokens below {size:,}")
+    return sampling.eos_token_id
+
+
+def _speak(
+    network: PreTrainedModel,
+    ids: Int[Tensor, "n prompt"],
+    mask: Int[Tensor, "n prompt"],
+    starts: Sequence[int],
+    ends: Sequence[int],
+    pad: int,
+    sampling: Sampling,
+    watch: _Watch,
+) -> Int[Tensor, "n total"]:
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+    device = ids.device
+    rows = [_chooser(sampling, len(own) - start, ends, device) for own, start in zip(ids, starts, strict=True)]
+
+    def choose(tokens: Tensor, scores: Tensor) -> Tensor:
+        parts = [pick(tokens[i : i + 1, starts[i] :], scores[i : i + 1]) for i, pick in enumerate(rows)]
+        return torch.cat(parts)
+
+    speak = cast(Callable[..., Tensor], network.generate)  # torch types every attribute as a Tensor
+    return speak(
+        ids,
+        attention_mask=mask,
+        generation_config=GenerationConfig(
+            max_new_tokens=sampling.max_new_tokens,
+            do_sample=False,  # the rows draw by themselves
+            eos_token_id=list(ends) or None,
+            pad_token_id=pad,
+            use_cache=True,
+        ),
+        logits_processor=LogitsProcessorList([choose]),  # type: ignore[list-item]
+        stopping_criteria=StoppingCriteriaList([watch]),  # type: ignore[list-item]
+    )
+
+
+def _chooser(sampling: Sampling, prompt: int, ends: Sequence[int], device: torch.device) -> Callable[..., Tensor]:
+    """One row's processors, in transformers' own order; the last one draws and leaves a single token possible."""
+    import transformers as library
+
+    found: list[Any] = []
+    if sampling.repetition_penalty != 1:
+        found.append(library.RepetitionPenaltyLogitsProcessor(penalty=float(sampling.repetition_penalty)))
+    if sampling.no_repeat_ngram_size:
+        found.append(library.NoRepeatNGramLogitsProcessor(sampling.no_repeat_ngram_size))
+    if sampling.min_new_tokens and ends:
+        least = sampling.min_new_tokens
+        found.append(library.MinNewTokensLengthLogitsProcessor(prompt, least, list(ends), device=str(device)))
+    if sampling.temperature:
+        found += _warpers(sampling)
+        found.append(_Draw(torch.Generator(device).manual_seed(sampling.seed)))
+    return library.LogitsProcessorList(found)
+
+
+def _warpers(sampling: Sampling) -> list[Any]:
+    import transformers as library
+
+    found: list[Any] = []
+    if sampling.temperature != 1:
+        found.append(library.TemperatureLogitsWarper(float(sampling.temperature)))
+    if sampling.top_k:
+        found.append(library.TopKLogitsWarper(top_k=sampling.top_k))
+    if sampling.top_p < 1:
+        found.append(library.TopPLogitsWarper(top_p=float(sampling.top_p)))
+    if sampling.min_p:
+        found.append(library.MinPLogitsWarper(min_p=float(sampling.min_p)))
+    return found
+
+
+class _Draw:
+    """Draws one token from a row's probabilities."""
+
+    def __init__(self, generator: torch.Generator):
+        self.generator = generator
+
+    def __call__(self, tokens: Int[Tensor, "1 n"], scores: Float[Tensor, "1 vocab"]) -> Float[Tensor, "1 vocab"]:
+        drawn = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)
+        return torch.full_like(scores, -math.inf).scatter(1, drawn, 0.0)
+
+
+class _Watch:
+    """Ends a row after a token of ``stop_ids`` or one of the ``stops``, and keeps where: ``ends``."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, width: int, stop_ids: Sequence[int], stops: Sequence[str]
+    ) -> None:
+        self.tokenizer, self.width, self.stop_ids, self.stops = tokenizer, width, stop_ids, stops
+        self.ends: dict[int, int | None] = {}
+
+    def __call__(self, tokens: Int[Tensor, "n total"], scores: Any, **_: Any) -> Bool[Tensor, " n"]:
+        for i, row in enumerate(tokens[:, self.width :].tolist()):
+            if self.ends.get(i) is None:
+                self.ends[i] = tokens.shape[1] if self._over(row) else None
+        return torch.tensor([end is not None for end in self.ends.values()], device=tokens.device)
+
+    def _over(self, said: list[int]) -> bool:
+        if said[-1] in self.stop_ids:
+            return True
+        return bool(self.stops) and any(s in self.tokenizer.decode(said, skip_special_tokens=True) for s in self.stops)
+
+
+def _cut(text: str, stops: Sequence[str]) -> str:
+    """``text`` up to the first of ``stops``."""
+    return text[: min([at for stop in stops if (at := text.find(stop)) >= 0], default=len(text))]

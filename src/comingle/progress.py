@@ -1,0 +1,272 @@
+"""Progress of runs, on stderr: a bar in a terminal, one line that changes in a notebook, a line a round elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import accumulate
+from statistics import fmean
+from typing import Any, Protocol
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from comingle.engines.client import Clients
+from comingle.engines.events import Observer
+from comingle.engines.training import cohorts, participants
+from comingle.records import measure_of
+from comingle.reports.measures import number
+from comingle.terminal import errors, printable
+
+LONG_SECONDS = 30.0
+"""After so long without a line there is another one, whatever is being done."""
+
+LOADING = "loading the base model and the users' data"
+
+
+class Reporter(Protocol):
+    """Tells of what takes long."""
+
+    def waiting(self, message: str) -> AbstractContextManager[Any]:
+        """Tells what is being waited for, while it lasts."""
+        ...
+
+    def watch(self, clients: Clients, title: str | None = None) -> Observer:
+        """An observer of a run's events that tells of them; of one run at a time."""
+        ...
+
+    def clear(self) -> None:
+        """Take away what tells of runs that have ended."""
+        ...
+
+
+@contextmanager
+def reporting(*, quiet: bool = False) -> Iterator[Reporter]:
+    """What suits the place: a bar in a terminal, one line that changes in a notebook, lines elsewhere, or nothing."""
+    if quiet:
+        yield Silent()
+    elif errors.is_jupyter:
+        with Lines(_notebook(), stamped=False) as lines:
+            yield lines
+    elif errors.is_terminal:
+        with Progress(*_columns(), console=errors) as progress:
+            yield Bars(progress)
+    else:
+        with Lines(_to_stderr) as lines:
+            yield lines
+
+
+def steps_of(clients: Clients) -> list[int]:
+    """How many local iterations of cohorts each round has."""
+    training, names = clients.training, [trainer.name for trainer in clients.trainers]
+    present = [participants(training, r, names) for r in range(training.rounds if clients.method.trains else 0)]
+    return [len(cohorts(who * clients.method.placement.copies, clients.portions.users)) * clients.steps.local_steps for who in present]
+
+
+def about(seconds: float) -> str:
+    """A duration in round numbers."""
+    for size, name in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
+class Course:
+    """How far a run is, out of its events, and how long the rest may take; a resumed one starts in its middle."""
+
+    def __init__(self, clients: Clients, title: str | None):
+        self.title = title or f"{clients.method.name}, seed {clients.training.seed}"
+        self._before = [0, *accumulate(steps_of(clients))]  # steps before each round
+        self.rounds, self.total = len(self._before) - 1, self._before[-1]
+        self.round, self.done, self.started_at = 0, 0, -1
+        self.evaluating, self.result = False, ""
+        self._began = time.perf_counter()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        """Take one event."""
+        if event["event"] == "step":
+            self.round, self.evaluating = event["round"], event.get("evaluating", False)
+            if not self.evaluating:
+                self._step(event["advance"])
+        elif event["event"] == "evaluation":
+            self.result = f"test {_found(event)} after round {event['round']}"
+        elif event["event"] == "end":
+            self.result = f"test {_found(event)}"
+
+    def _step(self, advance: int) -> None:
+        if self.started_at < 0:
+            self.started_at = self.done = self._before[self.round - 1]
+            self._began = time.perf_counter()
+        self.done += advance
+
+    @property
+    def seconds(self) -> float:
+        """Since the first local iteration."""
+        return time.perf_counter() - self._began
+
+    @property
+    def left(self) -> str:
+        """How long the rest may take, from what has been done so far; nothing where that cannot be said."""
+        done, rest = self.done - self.started_at, self.total - self.done
+        return f" · about {about(self.seconds * rest / done)} left" if self.started_at >= 0 < done and rest else ""
+
+    @property
+    def place(self) -> str:
+        """What is being done."""
+        if self.evaluating:
+            return f"evaluating after round {self.round}/{self.rounds}"
+        return f"round {self.round}/{self.rounds}, local step {self.done:,} of {self.total:,}"
+
+
+def _found(event: dict[str, Any]) -> str:
+    measure = measure_of(event)
+    return f"{measure} {number(event[f'mean_test_{measure}'], measure)}"
+
+
+# -------------------------------------------------------------------- nothing
+
+
+class Silent:
+    """Says nothing."""
+
+    @contextmanager
+    def waiting(self, message: str) -> Iterator[None]:
+        """Only waits."""
+        yield
+
+    def watch(self, clients: Clients, title: str | None = None) -> Observer:
+        """An observer that does nothing."""
+        return lambda event: None
+
+    def clear(self) -> None:
+        """There is nothing to take away."""
+
+
+# -------------------------------------------------------------------- bars
+
+
+def _columns() -> tuple[Any, ...]:
+    left = (TextColumn("left"), TimeRemainingColumn())
+    told = TextColumn("{task.description}", markup=False)
+    return (told, BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), *left)
+
+
+class Bars:
+    """Moves a bar by local iterations of cohorts."""
+
+    def __init__(self, progress: Progress):
+        self._progress = progress
+
+    @contextmanager
+    def waiting(self, message: str) -> Iterator[None]:
+        """A bar without an end, while it lasts."""
+        task = self._progress.add_task(message, total=None)
+        try:
+            yield
+        finally:
+            self._progress.remove_task(task)
+
+    def watch(self, clients: Clients, title: str | None = None) -> Observer:
+        """A bar of its own for a run."""
+        course = Course(clients, title)
+        task = self._progress.add_task(printable(course.title), total=course.total or None)
+
+        def take(event: dict[str, Any]) -> None:
+            was = course.started_at
+            course(event)
+            if course.started_at != was:
+                self._progress.reset(task, completed=course.started_at)  # a resumed run has done so much before
+            training = event["event"] == "step" and not course.evaluating
+            doing = f"round {course.round}" if training else "evaluating" if event["event"] == "step" else course.result
+            self._progress.update(task, completed=course.done, description=printable(f"{course.title} · {doing}"))
+
+        return take
+
+    def clear(self) -> None:
+        """Take away all bars."""
+        for task in self._progress.task_ids:
+            self._progress.remove_task(task)
+
+
+# -------------------------------------------------------------------- lines
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _notebook() -> Callable[[str], None]:
+    """Writes to one place below a notebook's cell, each line over the one before."""
+    import importlib
+
+    display = importlib.import_module("IPython.display").display
+    handle = display({"text/plain": ""}, raw=True, display_id=True)
+    return lambda line: handle.update({"text/plain": line}, raw=True)
+
+
+class Lines:
+    """Says a line a round, when something begins that takes long, and then at least every :data:`LONG_SECONDS`."""
+
+    def __init__(self, say: Callable[[str], None], *, stamped: bool = True):
+        self._write, self._stamped = say, stamped
+        self._doing: Callable[[], str] | None = None  # nothing that takes long
+        self._said_at = time.perf_counter()
+        self._ended = threading.Event()
+        self._watcher = threading.Thread(target=self._speak_up, name="comingle-progress", daemon=True)
+
+    def __enter__(self) -> Lines:
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._watcher.join()
+
+    @contextmanager
+    def waiting(self, message: str) -> Iterator[None]:
+        """A line when it begins."""
+        began = time.perf_counter()
+        self._say(message)
+        self._doing = lambda: f"still {message} after {about(time.perf_counter() - began)}"
+        try:
+            yield
+        finally:
+            self._doing = None
+
+    def watch(self, clients: Clients, title: str | None = None) -> Observer:
+        """A line for each round of a run, with the training loss, mean over users, and one for its end."""
+        course, told = Course(clients, title), ""
+
+        def take(event: dict[str, Any]) -> None:
+            nonlocal told
+            course(event)
+            if event["event"] == "step":
+                self._doing = lambda: f"{course.title} · {course.place}{course.left}"
+            elif event["event"] == "round":
+                loss = f"training loss {fmean(event['train_loss_nats'].values()):.4g}"
+                new = f" · {course.result}" if course.result != told else ""
+                told = course.result
+                self._say(f"{course.title} · round {event['round']}/{course.rounds} · {loss}{new}{course.left}")
+            elif event["event"] == "end":
+                self._doing = None
+                self._say(f"{course.title} · done after {about(course.seconds)} · {course.result}")
+
+        return take
+
+    def clear(self) -> None:
+        """Lines stay."""
+
+    def _say(self, line: str) -> None:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S ") if self._stamped else ""
+        self._said_at = time.perf_counter()
+        self._write(stamp + printable(line))
+
+    def _speak_up(self) -> None:
+        while not self._ended.wait(max(0.01, self._said_at + LONG_SECONDS - time.perf_counter())):
+            if time.perf_counter() - self._said_at < LONG_SECONDS:  # there was a line in the meantime
+                continue
+            self._said_at = time.perf_counter()
+            if (doing := self._doing) is not None:
+                self._say(doing())

@@ -1,0 +1,48 @@
+"""The numbers of figures as comma-separated values: one header, one row for each thing that is drawn."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+from collections.abc import Sequence
+
+from comingle.reports.mixtures import Mixtures
+from comingle.reports.tokens import TokenView
+
+Sheet = Sequence[Sequence[object]]
+"""A header and rows."""
+
+
+def csv_text(sheet: Sheet) -> str:
+    """Comma-separated values; None is an empty cell, and numbers have all their digits."""
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(sheet)
+    return file.getvalue()
+
+
+def data_uri(sheet: Sheet) -> str:
+    """A link that holds the whole file."""
+    return "data:text/csv;charset=utf-8;base64," + base64.b64encode(csv_text(sheet).encode()).decode("ascii")
+
+
+def mixtures_sheet(found: Mixtures) -> list[list[object]]:
+    """Each user's weight of each component at each evaluation."""
+    rows: list[list[object]] = [["seed", "round", "user", "true_cluster", "component", "weight"]]
+    clusters = found.clusters or (None,) * len(found.users)
+    for number, values in zip(found.rounds, found.values, strict=True):
+        for user, cluster, weights in zip(found.users, clusters, values, strict=True):
+            pairs = zip(found.order, weights, strict=True)
+            rows += [[found.seed, number, user, cluster, name, float(weight)] for name, weight in pairs]
+    return rows
+
+
+def tokens_sheet(view: TokenView, layer: int) -> list[list[object]]:
+    """Each token of each text under each user's model, and what the router of ``layer`` says to each expert."""
+    rows: list[list[object]] = [["text", "model", "layer", "token_number", "token", "expert", "probability"]]
+    for text, row in zip(view.texts, view.gates, strict=True):
+        for user, experts, gates in zip(view.users, view.experts, row, strict=True):
+            for number, (token, said) in enumerate(zip(text.tokens, gates[layer], strict=True)):
+                pairs = zip(experts, said, strict=True)
+                rows += [[text.name, user, layer, number, token, name, float(gate)] for name, gate in pairs]
+    return rows

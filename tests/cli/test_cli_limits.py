@@ -1,0 +1,81 @@
+"""Numbers beyond reason are refused in one line, before anything is drawn or loaded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comingle.errors import BaseModelError, RecipeError
+from comingle.experiment import build
+from comingle.materials import prepare
+from comingle.models.language import load_base
+from comingle.recipes import load_recipe
+
+RANK = "adapters.rank: got {}; the largest weight, layers.0.mlp.gate, maps 32 to 88, so its changes have a rank of "
+SETTINGS = {
+    "adapters.rank=100000000": RANK.format("100000000"),
+    "adapters.rank=121": RANK.format("121"),
+    "adapters.rank=[2, 400, 3]": RANK.format("400 for user 2 of 3"),
+    "training.batch_size=1000000000": "training.batch_size: 1,000,000,000 windows of 17 tokens are 127 GiB; this",
+    "runtime.threads=100000": "--set: runtime.threads: Input should be less than or equal to 1024; got 100000",
+    "base=random:llama?layers=100000": "base model 'random:llama?layers=100000': layers must be at most 1,000, got",
+    "base=random:llama?layers=999&dim=8000000": "base model 'random:llama?layers=999&dim=8000000': about ",
+    "base=random:gpt2?ctx=100000000000": "base model 'random:gpt2?ctx=100000000000': about ",
+    "base=random:opt?vocab=100000000000": "base model 'random:opt?vocab=100000000000': about ",
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_number_beyond_reason_is_refused(comingle: Any, recipe_file: Path, tmp_path: Path, setting: str) -> None:
+    answer = comingle("run", recipe_file, "--out", tmp_path / "run", "--set", setting)
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.startswith(f"comingle: {SETTINGS[setting]}")
+    assert answer.err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("setting", [s for s in SETTINGS if "layers=999" not in s and "=1000000000000"[:-1] not in s])
+def test_cost_refuses_what_a_run_refuses(comingle: Any, recipe_file: Path, setting: str) -> None:
+    answer = comingle("cost", recipe_file, "--set", setting)
+    assert answer.code == 2
+    assert answer.err.startswith(f"comingle: {SETTINGS[setting]}")
+
+
+def test_a_rank_above_some_weights_is_warned_of(recipe_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recipe = load_recipe(recipe_file).with_changes({"adapters.rank": [16, 1, 16]})
+    materials = prepare(recipe)
+    assert build(recipe, materials).adapted.adapters.ranks.tolist() == [16, 1, 16]
+    assert caplog.messages == []
+    build(recipe.with_changes({"adapters.rank": [3, 32, 17]}), materials)
+    assert caplog.messages == [
+        "adapters.rank: 32 for user 2 of 3: more than a change can have in 4 of 14 weights "
+        "(layers.0.self_attn.k_proj maps 32 to 16), adds nothing"
+    ]
+    with pytest.raises(RecipeError, match=r"^adapters\.rank: got 121"):
+        build(recipe.with_changes({"adapters.rank": 121, "method": "centralized"}), materials)
+
+
+def test_bounds_do_not_hinder_what_a_large_machine_may_have(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file).with_changes({"runtime.threads": 1024, "training.batch_size": 4096})
+    assert recipe.runtime.threads == 1024
+    assert load_base("random:llama?layers=40", dtype="float32", device="cpu").model.config.num_hidden_layers == 40
+    with pytest.raises(BaseModelError, match="layers must be at most"):
+        load_base("random:llama?layers=1001", dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("verb", ["run", "theory", "compare", "demo", "reproduce"])
+@pytest.mark.parametrize("name", ["x" * 300, "a/" + "y" * 5000])
+def test_a_folder_with_an_impossible_name(
+    comingle: Any, recipe_file: Path, tmp_path: Path, verb: str, name: str
+) -> None:
+    given = {"run": (recipe_file,), "compare": (recipe_file, "--methods", "local"), "reproduce": ("comigs/table1",)}
+    answer = comingle(verb, *given.get(verb, ()), "--out", tmp_path / name)
+    assert answer.code == 2
+    (line,) = answer.err.splitlines()
+    assert line.startswith("comingle: --out ")
+    assert "cannot be a folder: File name too long" in line
+    assert len(line) < 400
+    assert os.listdir(tmp_path) == ["project"]

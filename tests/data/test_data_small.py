@@ -1,0 +1,134 @@
+"""Users with too little text: all are named at once, or left out, counted and listed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from comingle import experiment
+from comingle.errors import ComingleError, DataError, RecipeError
+from comingle.materials import prepare
+from comingle.recipes import load_recipe, parse_recipe
+from comingle.records import read_events, read_metrics
+
+
+@pytest.fixture
+def small(recipe_file: Path) -> Path:
+    """The tiny recipe with three users more: too little text, a blank file, and no test text worth the name."""
+    content = yaml.safe_load(recipe_file.read_text())
+    for name, text in {"dan": "few words", "eve": " \n", "fay": "word " * 30}.items():
+        (recipe_file.parent / "texts" / f"{name}.txt").write_text(text)
+        content["data"]["users"][name] = f"texts/{name}.txt"
+    recipe_file.write_text(yaml.safe_dump(content, sort_keys=False))
+    return recipe_file
+
+
+def said(recipe: Any) -> str:
+    with pytest.raises(ComingleError) as caught:
+        experiment.build(recipe, prepare(recipe))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_all_who_are_too_small_are_named_at_once(small: Path) -> None:
+    (small.parent / "texts" / "eve.txt").write_text("x")
+    message = said(load_recipe(small))
+    assert message.startswith(
+        "3 of 6 users have too little text: 'dan' (train holds 5 tokens, needs at least 17), 'eve' (train holds "
+    )
+    assert (
+        "'fay' (valid holds 16 tokens, needs at least 17); give them more text or shorten training.context; or "
+        in message
+    )
+    assert message.endswith("; or leave such users out with data.on_small_user: skip")
+
+
+def test_all_who_have_no_text_are_named_at_once(small: Path) -> None:
+    (small.parent / "texts" / "dan.txt").write_text("")
+    message = said(load_recipe(small))
+    assert message.startswith("2 of 6 users have no text: 'dan' (")
+    assert "'eve' (" in message
+
+
+def test_the_first_ten_are_named_and_the_others_counted(recipe_file: Path) -> None:
+    (recipe_file.parent / "texts" / "few.txt").write_text("few words")
+    users = {f"u{i}": "texts/few.txt" for i in range(25)}
+    message = said(
+        load_recipe(recipe_file).with_changes(
+            {"data.users": {n: str(recipe_file.parent / p) for n, p in users.items()}}
+        )
+    )
+    assert message.startswith("25 of 25 users have too little text: 'u0' (")
+    assert "'u9' (train holds 5 tokens, needs at least 17) and 15 more for one window of context 16; give" in message
+    assert "'u10'" not in message
+
+
+def test_small_users_are_left_out_counted_and_listed(small: Path, tmp_path: Path, caplog: Any) -> None:
+    recipe = load_recipe(small).with_changes({"data.on_small_user": "skip", "training.rounds": 1})
+    with caplog.at_level(logging.WARNING, logger="comingle"):
+        done = experiment.run(recipe, out=tmp_path / "run")
+    (warning,) = [m for m in caplog.messages if "left out" in m]
+    assert warning.startswith("3 of 6 users are left out, as they have too little text: 'dan' (train holds 5 tokens")
+    assert done.users == ["ann", "bob", "cem"]
+    (start,) = [event for event in read_events(tmp_path / "run") if event["event"] == "start"]
+    assert list(start["users"]) == done.users
+    assert list(start["skipped_users"]) == ["dan", "eve", "fay"]
+    assert read_metrics(tmp_path / "run")["skipped_users"] == start["skipped_users"]
+    assert start["skipped_users"]["eve"] == "no text in train, valid or test"
+
+
+@pytest.mark.parametrize("held_out", ["own", "mixture"])
+def test_who_is_left_out_leaves_no_trace(small: Path, held_out: str) -> None:
+    """The others' results are those of a recipe that never named them."""
+    recipe = load_recipe(small).with_changes({"data.held_out": held_out, "training.rounds": 1})
+    alone = recipe.with_changes({"data.users": {n: recipe.data.users[n].path for n in ("ann", "bob", "cem")}})
+    with_small = experiment.run(recipe.with_changes({"data.on_small_user": "skip"}))
+    assert with_small.metrics["users"] == experiment.run(alone).metrics["users"]
+
+
+def test_limits_may_name_who_is_left_out_and_nobody_else(small: Path) -> None:
+    recipe = load_recipe(small).with_changes({"data.on_small_user": "skip"})
+    assert len(prepare(recipe.with_changes({"data.max_train_tokens": {"dan": 5}})).users) == 3
+    with pytest.raises(RecipeError, match="no user 'don'"):
+        prepare(recipe.with_changes({"data.max_train_tokens": {"don": 5}}))
+
+
+def test_nothing_changes_where_nobody_is_small(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file).with_changes({"training.rounds": 1})
+    skipping = experiment.run(recipe.with_changes({"data.on_small_user": "skip"}))
+    assert skipping.metrics["users"] == experiment.run(recipe).metrics["users"]
+    assert "skipped_users" not in skipping.metrics
+
+
+def test_everybody_cannot_be_left_out(small: Path) -> None:
+    recipe = load_recipe(small).with_changes({"data.on_small_user": "skip", "training.context": 5000})
+    with pytest.raises(DataError, match=r"^all 6 users have too little text: 'ann' \(train holds "):
+        prepare(recipe)
+
+
+def test_rows_of_users_without_a_split_may_be_left_out_too(tmp_path: Path) -> None:
+    rows = [{"t": "words " * 200, "who": who, "part": part} for who in ("ann", "bob") for part in ("train", "test")]
+    rows.append({"t": "words " * 200, "who": "cem", "part": "train"})
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = {"path": str(path), "user": "who", "text": "t", "split": "part"}
+    content: Any = {"base": "random:llama", "data": {"dataset": dataset, "split": {"given": True}}}
+    content |= {"training": {"context": 16}, "method": "comigs-1g1s"}
+    with pytest.raises(DataError, match="user 'cem': no split 'test'; found: train"):
+        prepare(parse_recipe(content))
+    content["data"]["on_small_user"] = "skip"
+    found = prepare(parse_recipe(content))
+    assert [user.name for user in found.users] == ["ann", "bob"]
+    assert list(found.skipped) == ["cem"]
+
+
+def test_a_comparison_leaves_the_same_users_out_of_every_method(small: Path) -> None:
+    """'fay' has enough to train on but not to validate: whoever goes first, the strictest method decides."""
+    recipe = load_recipe(small).with_changes({"data.on_small_user": "skip", "method": "local"})
+    assert list(prepare(recipe).skipped) == ["dan", "eve"]
+    assert list(prepare(recipe, validates=True).skipped) == ["dan", "eve", "fay"]

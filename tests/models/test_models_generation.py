@@ -1,0 +1,235 @@
+"""``generate`` and ``perplexity`` of a user's model: lists of prompts, transformers' settings, what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from comingle.engines.simulation import Simulation
+from comingle.errors import DataError, RecipeError
+from comingle.experiment import Run
+from comingle.models.language import load_base
+from comingle.models.personal import PersonalModel
+from comingle.models.sampling import read_sampling
+from comingle.recipes import parse_recipe
+
+PROMPTS = ["one two three", "a", "", "the longest of them all, by far", "a"]
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 3},
+    {"do_sample": True, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8},
+    {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "min_new_tokens": 6},
+    {"stop": "e", "temperature": 2.0},
+    {"eos_token_id": [101, 32], "temperature": 2.0, "seed": 1},
+]
+
+Person = Callable[..., PersonalModel]
+
+
+@pytest.fixture(scope="module")
+def person(federate: Any) -> Person:
+    """Ann of a federation whose users' tensors were moved at random."""
+
+    @cache
+    def make(method: str = "comigs-1g1s", base: str = "random:llama", dtype: str = "float64") -> PersonalModel:
+        sim: Simulation = federate(method, base=base, dtype=dtype)
+        noise = torch.randn(sim.state.rows.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        sim.state.rows.add_(0.3 * noise.to(sim.state.rows))
+        recipe = parse_recipe({"method": sim.method.name, "data": {"users": {"somebody": "unused"}}})
+        found = Run(folder=None, recipe=recipe, metrics={}, simulation=sim).user("ann")
+        assert isinstance(found, PersonalModel)
+        return found
+
+    return make
+
+
+# ---------------------------------------------------------------- lists of prompts
+
+
+CASES = [
+    *(("random:llama?layers=1&dim=32", settings) for settings in SETTINGS),
+    *((f"random:{family}?layers=1&dim=32", SETTINGS[1]) for family in ("gpt2", "gemma2", "opt")),
+]
+
+
+@pytest.mark.parametrize(("base", "settings"), CASES)
+def test_each_prompt_of_a_list_is_continued_as_alone(person: Person, base: str, settings: dict[str, Any]) -> None:
+    """All lengths differ, one is empty, and two are alike."""
+    ann = person(base=base)
+    alone = [ann.generate(prompt, max_new_tokens=10, **settings) for prompt in PROMPTS]
+    assert ann.generate(PROMPTS, max_new_tokens=10, **settings) == alone
+    assert ann.generate(tuple(PROMPTS[:2]), max_new_tokens=10, **settings) == alone[:2]
+    assert len(set(alone)) > 2
+
+
+@pytest.mark.parametrize("method", ["floral", "local", "pretrained"])
+def test_every_kind_of_model_takes_lists(person: Person, method: str) -> None:
+    ann = person(method)
+    alone = [ann.generate(prompt, max_new_tokens=8) for prompt in PROMPTS]
+    assert ann.generate(PROMPTS, max_new_tokens=8) == alone
+    assert ann.generate([]) == []
+    assert ann.generate(["a"], max_new_tokens=8) == [alone[1]]
+
+
+def test_a_text_is_still_sampled_as_by_transformers(person: Person) -> None:
+    """Same processors, same order, same random stream."""
+    ann = person(dtype="float32")
+    tokenizer = ann.model.base.tokenizer
+    assert tokenizer is not None
+    ids = tokenizer("some words", return_tensors="pt")["input_ids"]
+    penalised = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
+    longer = {"min_new_tokens": 12, "do_sample": True, "min_p": 0.003}
+    for own, theirs in [
+        ({"temperature": 0.7}, {"do_sample": True, "temperature": 0.7, "top_p": 0.95}),
+        ({"do_sample": True, "top_k": 3, "top_p": 1.0}, {"do_sample": True, "top_k": 3}),
+        (penalised, penalised),
+        (longer, {**longer, "top_p": 0.95}),
+    ]:
+        with ann.speaking() as network, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            speak: Any = network.generate
+            out = speak(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, **theirs)
+        expected = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        assert ann.generate("some words", max_new_tokens=12, seed=4, **own) == expected
+
+
+def test_sampling_leaves_the_callers_random_stream_alone(person: Person) -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    person().generate(["a", "bc"], temperature=1.0, max_new_tokens=2)
+    assert torch.equal(torch.rand(3), expected)
+
+
+# ---------------------------------------------------------------- transformers' settings
+
+
+def test_a_generation_config_means_what_its_names_mean(person: Person) -> None:
+    ann = person()
+    named = ann.generate("one", max_new_tokens=9, do_sample=True, temperature=0.7, top_k=9, top_p=1.0, seed=2)
+    config = GenerationConfig(max_new_tokens=9, do_sample=True, temperature=0.7, top_k=9, num_beams=1)
+    assert ann.generate("one", config, seed=2) == named
+    assert ann.generate("one", generation_config=config, seed=2) == named
+    greedy = ann.generate("one", max_new_tokens=9)
+    assert greedy != named
+    assert ann.generate("one", config, do_sample=False) == greedy
+    assert ann.generate("one", config, max_new_tokens=3, do_sample=False) == ann.generate("one", max_new_tokens=3)
+    assert ann.generate("one", GenerationConfig(max_new_tokens=9, temperature=0.7)) == greedy
+
+
+def test_settings_are_those_that_were_asked_for() -> None:
+    assert read_sampling(max_new_tokens=5).temperature == 0
+    assert (read_sampling(temperature=0.5).top_p, read_sampling(temperature=0.5).top_k) == (0.95, 50)
+    assert read_sampling(do_sample=True).temperature == 1
+    assert read_sampling(GenerationConfig(do_sample=True)).top_p == 1
+    assert read_sampling(GenerationConfig(stop_strings=["x"], eos_token_id=5)).stop_strings == ("x",)
+    assert read_sampling(eos_token_id=[3, 4]).eos_token_id == (3, 4)
+    assert read_sampling(num_beams=1, use_cache=False) == read_sampling()
+
+
+def test_a_stop_ends_a_text(person: Person) -> None:
+    ann = person()
+    whole = ann.generate("a", max_new_tokens=30, temperature=3.0, top_k=0)
+    stop = whole[7:9]
+    at = whole.index(stop)
+    assert at > 0
+    options = {"max_new_tokens": 30, "temperature": 3.0, "top_k": 0}
+    assert ann.generate("a", stop=stop, **options) == whole[:at]
+    assert ann.generate("a", stop=["never said", stop], **options) == whole[:at]
+    assert ann.generate("a", stop_strings=[stop], **options) == whole[: at + len(stop)]
+    config = GenerationConfig(stop_strings=stop, do_sample=True, temperature=3.0, top_k=0, max_new_tokens=30)
+    assert ann.generate("a", config, top_p=0.95) == whole[: at + len(stop)]
+
+
+def test_real_tokenizers_stop_within_a_token(stories: Any) -> None:
+    base = load_base(str(stories), dtype="float32", device="cpu")
+    from comingle.models.generation import continue_texts
+
+    assert base.tokenizer is not None
+    said = continue_texts(base.model, base.tokenizer, ["Once upon a", "Lily"], read_sampling(max_new_tokens=40))
+    assert all(len(text) > 40 for text in said)
+    stop = said[0][20:23]
+    cut = continue_texts(base.model, base.tokenizer, ["Once upon a"], read_sampling(max_new_tokens=40, stop=stop))
+    assert cut == [said[0][: said[0].index(stop)]]
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -1}, "temperature: got -1, allowed is a number from 0"),
+        ({"temperature": math.nan}, "temperature: got nan"),
+        ({"max_new_tokens": 0}, "max_new_tokens: got 0, allowed is a whole number from 1"),
+        ({"top_p": 0.0, "temperature": 1}, "top_p: got 0.0, allowed is a number above 0, up to 1"),
+        ({"top_k": -2, "do_sample": True}, "top_k: got -2"),
+        ({"top_k": 5}, "top_k: changes nothing in a greedy text; give do_sample=True or a temperature above 0"),
+        ({"do_sample": True, "temperature": 0}, "temperature: got 0 with do_sample=True"),
+        ({"do_sample": False, "temperature": 0.7}, "temperature: got 0.7 with do_sample=False"),
+        ({"seed": -1}, "seed: got -1"),
+        ({"stop": ""}, "stop: got '', allowed is a text or a list of texts, none empty"),
+        ({"stop_strings": ["a", 3]}, r"stop_strings: got \('a', 3\)"),
+        ({"eos_token_id": 259}, "eos_token_id: got 259, allowed are tokens below 259"),
+        ({"eos_token_id": -1}, "eos_token_id: got -1"),
+        ({"num_beams": 4}, r"num_beams: not supported in generate \(got 4\); allowed are do_sample, eos_token_id"),
+        ({"num_return_sequences": 2}, "num_return_sequences: not supported"),
+        ({"max_length": 20}, "max_length: not supported .* Use max_new_tokens"),
+        ({"temprature": 1}, "temprature: not supported .* Did you mean 'temperature'"),
+        ({"min_new_tokens": 9, "max_new_tokens": 4}, r"min_new_tokens: got 9, above max_new_tokens \(4\)"),
+        ({"repetition_penalty": 0}, "repetition_penalty: got 0"),
+        ({"generation_config": GenerationConfig(num_beams=3)}, "num_beams: not supported"),
+        (
+            {"generation_config": GenerationConfig(do_sample=True, temperature=1.0, typical_p=0.4)},
+            "typical_p: not supp",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_one_line(person: Person, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        person().generate("a", **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_the_base_cannot_read_is_refused(person: Person) -> None:
+    ann = person(base="random:gpt2?ctx=32")
+    assert isinstance(ann.generate("x" * 30, max_new_tokens=2), str)
+    with pytest.raises(DataError, match="the prompt has 30 tokens, with max_new_tokens=3 more than the 32 that"):
+        ann.generate("x" * 30, max_new_tokens=3)
+    with pytest.raises(DataError, match="prompt 2 has 40 tokens"):
+        ann.generate(["x", "x" * 40], max_new_tokens=3)
+    with pytest.raises(RecipeError, match="context: got 64, but the base reads at most 32 tokens at once"):
+        ann.perplexity("x" * 100, context=64)
+
+
+# ---------------------------------------------------------------- perplexity
+
+
+def test_windows_are_never_longer_than_the_text(person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for 100,000 places, 200 tokens are still one window of 199; they took 19 GB."""
+    ann, seen = person(), []
+    predict = type(ann.model).predict
+
+    def watched(model: Any, tensors: Any, rows: Any, windows: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(windows.shape))
+        return predict(model, tensors, rows, windows)
+
+    monkeypatch.setattr(type(ann.model), "predict", watched)
+    text = "ten chars." * 20
+    exact = ann.perplexity(text, context=199)
+    assert ann.perplexity(text, context=100_000) == exact
+    assert seen == [(1, 1, 200)] * 2
+    assert math.isnan(ann.perplexity("", context=5))
+
+
+@pytest.mark.parametrize("context", [0, -3, True])
+def test_a_wrong_context_is_refused(person: Person, context: int) -> None:
+    for text in ("some text", ""):
+        with pytest.raises(RecipeError, match=f"context: got {context!r}, allowed is a whole number from 1"):
+            person().perplexity(text, context=context)
