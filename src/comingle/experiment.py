@@ -22,10 +22,10 @@ from comingle.engines.checkpoints import (
     save_checkpoint,
 )
 from comingle.engines.checksums import resume_command
-from comingle.engines.events import EventLog, Observer, tensorboard
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock
 from comingle.engines.evaluations import start_event, summarise
+from comingle.engines.events import EventLog, Observer, tensorboard
 from comingle.engines.local import finetuned
 from comingle.engines.naming import check_names, reorder, reorder_kept
 from comingle.engines.optimizers import OptimizerSettings

@@ -106,7 +106,9 @@ def prepare(recipe: Recipe, *, base: Base | None = None, validates: bool | None 
     skipped: dict[str, str] = {}
     if recipe.data.on_small_user == "skip":
         method = make(recipe.method.name, **recipe.method.settings)
-        texts, skipped = leave_out(recipe, texts, base, method.client.needs_validation if validates is None else validates)
+        texts, skipped = leave_out(
+            recipe, texts, base, method.client.needs_validation if validates is None else validates
+        )
     if recipe.data.held_out == "mixture":
         texts = mix_held_out(texts, seed=recipe.seed)
     users = tokenise_users(recipe.data, texts, base, known=[text.name for text in texts] + list(skipped))

@@ -188,7 +188,11 @@ def _check_users(task: Task) -> None:
 def _check_clusters(task: Task, method: Method) -> None:
     """More components than true clusters are left without users, fewer would make two clusters one."""
     true = max((user.cluster for user in task.users if user.cluster is not None), default=-1) + 1
-    if method.placement.mixture is not None and method.placement.mixture.optimal and (got := method.placement.mixture.clusters) < true:
+    if (
+        method.placement.mixture is not None
+        and method.placement.mixture.optimal
+        and (got := method.placement.mixture.clusters) < true
+    ):
         raise RecipeError(f"method {method.name}: clusters is {got}; allowed: from {true}, the task's true clusters")
 
 

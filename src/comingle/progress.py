@@ -62,7 +62,10 @@ def steps_of(clients: Clients) -> list[int]:
     """How many local iterations of cohorts each round has."""
     training, names = clients.training, [trainer.name for trainer in clients.trainers]
     present = [participants(training, r, names) for r in range(training.rounds if clients.method.trains else 0)]
-    return [len(cohorts(who * clients.method.placement.copies, clients.portions.users)) * clients.steps.local_steps for who in present]
+    return [
+        len(cohorts(who * clients.method.placement.copies, clients.portions.users)) * clients.steps.local_steps
+        for who in present
+    ]
 
 
 def about(seconds: float) -> str:

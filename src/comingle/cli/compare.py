@@ -82,11 +82,11 @@ def compare_methods(
             runs = []
             for method in methods:
                 one, place, goes_on = recipes[method, seed], folders[method, seed], again[method, seed]
-                sim = experiment.build(one, materials)
+                federation = experiment.build(one, materials)
                 title = f"run {list(recipes).index((method, seed)) + 1} of {len(recipes)} · {method}, seed {seed}"
-                observers = [reporter.watch(sim, title)]
+                observers = [reporter.watch(federation.clients, title)]
                 with open_folder(place, one, describe(materials, one), resume=goes_on, force=force):
-                    runs.append(experiment.execute(sim, one, place, resume=goes_on, observers=observers))
+                    runs.append(experiment.execute(federation, one, place, resume=goes_on, observers=observers))
     for part in tables_of(write_comparison(folder, list(folders.values())), everybody=everybody):
         console.print(part)
     console.print(words(f"{folder}/  table.md · table.json · one run folder for each method and seed", "dim"))

@@ -14,8 +14,8 @@ from comingle.cli.options import Force, Quiet, Resume, Sets, changes, possible
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from comingle.engines.client import Clients
     from comingle.engines.events import Observer
-    from comingle.engines.simulation import Simulation
     from comingle.reproduce.plan import Cell, Plan
     from comingle.reproduce.runner import Outcome
 
@@ -157,9 +157,9 @@ def _outcomes(cells: list[Cell], out: Path, jobs: int, *, force: bool, quiet: bo
         return
     with reporting(quiet=quiet) as reporter:
 
-        def observers(cell: Cell, sim: Simulation) -> list[Observer]:
+        def observers(cell: Cell, clients: Clients) -> list[Observer]:
             reporter.clear()  # one bar at a time; a run that has ended has its line
-            return [reporter.watch(sim, title_of(cell))]
+            return [reporter.watch(clients, title_of(cell))]
 
         yield from run_cells(cells, out, force=force, observers=observers, waiting=reporter.waiting)
 

@@ -84,7 +84,8 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
 
     from comingle.reports.tokens import Text, TokenView
 
-    sim, tokenizer = run.simulation, run.simulation.adapted.base.tokenizer
+    clients = run.federation.clients
+    tokenizer = clients.model.base.tokenizer
     streams: list[tuple[str, str | None, Any]]
     if texts:
         assert tokenizer is not None
@@ -94,10 +95,10 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
             for (name, _), ids in zip(texts, encoded, strict=True)
         ]
     else:
-        streams = [(u.name, u.name, test_tokens(u)[:length]) for u in sim.users if u.name in users]
+        streams = [(u.name, u.name, test_tokens(u)[:length]) for u in clients.users if u.name in users]
         streams.sort(key=lambda stream: users.index(stream[0]))
     people = [speaker(run, name) for name in users]
-    found = [[one.route(ids, context=sim.training.context) for one in people] for _, _, ids in streams]
+    found = [[one.route(ids, context=clients.training.context) for one in people] for _, _, ids in streams]
     return TokenView(
         label=label,
         users=tuple(users),
@@ -129,6 +130,6 @@ def speaker(run: Run, name: str) -> PersonalModel:
     found = run.user(name)
     if not isinstance(found, PersonalModel):
         raise DataError(
-            f"user {name!r}: {run.simulation.model.name} predicts and does not speak; give a language model"
+            f"user {name!r}: {run.federation.clients.model.name} predicts and does not speak; give a language model"
         )
     return found

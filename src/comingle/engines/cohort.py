@@ -83,16 +83,23 @@ class Cohort:
         if list(at) == list(range(len(self.rows))):
             yield self
             return
-        sub = replace(
+        sub = self._of(at, self.part.take(at))
+        yield sub
+        self.part.put(at, sub.part)
+
+    def only(self, at: Sequence[int]) -> Cohort:
+        """The cohort of some of these users, for a look: its rows are a copy, and it has nothing to take steps with."""
+        return self._of(at, replace(self.part, rows=self.part.rows[list(at)], ranks=self.part.ranks[list(at)]))
+
+    def _of(self, at: Sequence[int], part: State) -> Cohort:
+        return replace(
             self,
             rows=[self.rows[i] for i in at],
-            part=self.part.take(at),
+            part=part,
             before=None if self.before is None else self.before[list(at)],
             mask=None if self.mask is None else self.mask[list(at)],
             sample_shares=None if self.sample_shares is None else [self.sample_shares[i] for i in at],
         )
-        yield sub
-        self.part.put(at, sub.part)
 
     # ---------------------------------------------------------------- what parts of a method ask for
 

@@ -214,8 +214,9 @@ class Steps:
         for size in sizes.unique().tolist():
             at = (sizes == size).nonzero().flatten()
             own = None if noise is None else noise[at]
-            with cohort.some(at.tolist()) as sub:  # puts back the running statistics that this pass has changed
-                total[at], found = self.gradient(sub, drawn[at, :size], phase, own)
+            some = cohort.only(at.tolist())
+            total[at], found = self.gradient(some, drawn[at, :size], phase, own)
+            rows[at] = some.part.rows  # with the running statistics that this pass has changed
             for name, gradient in found.items():
                 gradients[name][at] = gradient
         return total, gradients

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from comingle import experiment
+from comingle.engines.client import Clients
 from comingle.engines.events import Observer
-from comingle.engines.simulation import Simulation
 from comingle.errors import DivergenceError, RunError
 from comingle.folders import check_recipe, open_folder
 from comingle.materials import Materials, describe, prepare
@@ -91,7 +91,7 @@ def run_cells(
     out: Path,
     *,
     force: bool = False,
-    observers: Callable[[Cell, Simulation], Sequence[Observer]] = lambda cell, sim: (),
+    observers: Callable[[Cell, Clients], Sequence[Observer]] = lambda cell, clients: (),
     waiting: Waiting = nullcontext,
 ) -> Iterator[Outcome]:
     """Run every cell below ``out/runs``, in order; text and base are loaded once for neighbours that share them.
@@ -112,10 +112,11 @@ def run_cells(
         materials = shelf.materials(cell)
         started = time.perf_counter()
         (folder / DIVERGED).unlink(missing_ok=True)
-        sim = experiment.build(cell.recipe, materials)
+        federation = experiment.build(cell.recipe, materials)
         with open_folder(folder, cell.recipe, describe(materials, cell.recipe), resume=resume, force=force):
             try:
-                experiment.execute(sim, cell.recipe, folder, resume=resume, observers=observers(cell, sim))
+                watching = observers(cell, federation.clients)
+                experiment.execute(federation, cell.recipe, folder, resume=resume, observers=watching)
             except DivergenceError as error:
                 write_text(folder / DIVERGED, f"{error.__cause__ or error}\n")  # the cause names no checkpoint
             if cell.recipe.data.task is not None:
