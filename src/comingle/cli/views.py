@@ -85,7 +85,7 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     from comingle.reports.tokens import Text, TokenView
 
     clients = run.federation.clients
-    tokenizer = clients.model.base.tokenizer
+    tokenizer = clients.adapted.base.tokenizer
     streams: list[tuple[str, str | None, Any]]
     if texts:
         assert tokenizer is not None

@@ -111,9 +111,11 @@ def read_progress(folder: Path) -> Progress:
     try:
         content = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
         for name, kind in get_type_hints(Progress).items():
-            if name in content and not _is_of(got := content[name], kind):
+            if name not in content:
+                continue  # said below
+            if not _is_of(got := content[name], kind):
                 raise TypeError(f"{name} is {got!r}")
-            if name in content and kind in (int, float) and not 0 <= got < math.inf:
+            if kind in (int, float) and not 0 <= got < math.inf:
                 raise ValueError(f"{name} is {got!r}")
         return Progress(**content)
     except (OSError, ValueError, TypeError) as error:

@@ -1,7 +1,7 @@
 """The client half: users' rows, data and optimiser state, and all that users do with them. Nothing of the server's.
 
-Users are a batch dimension over one frozen base; nothing couples them. A single user on a machine of its own is the same
-with one row.
+Users are a batch dimension over one frozen base; nothing couples them. A single user on a machine of its own is the
+same with one row.
 """
 
 from __future__ import annotations
@@ -93,6 +93,18 @@ class Clients:
         """Who was skipped, as the start event and the metrics have it; nothing where nobody was."""
         return {"skipped_users": self.skipped} if self.skipped else {}
 
+    @property
+    def adapted(self) -> AdaptedModel:
+        """The model of users over one frozen base."""
+        assert isinstance(self.model, AdaptedModel)
+        return self.model
+
+    @property
+    def stacked(self) -> StackedModel:
+        """The model of users with copies of a net, or with a client-level mixture."""
+        assert isinstance(self.model, StackedModel)
+        return self.model
+
     # ---------------------------------------------------------------- state
 
     def _initial(self) -> State:
@@ -111,7 +123,7 @@ class Clients:
         )
         for part in method.client.parts:
             state.own |= part.start(names, self.training.seed)
-        if method.server.downloads_first:
+        if method.server.first_download:
             state.versions -= 1
         mixture = method.placement.mixture
         if mixture is not None and mixture.optimal:
@@ -173,7 +185,8 @@ class Clients:
 
     def behind(self, version: int, members: Sequence[int]) -> list[int]:
         """Whoever of these has not received what the server has had since ``version``."""
-        return [member for member, own in zip(members, self.state.versions[list(members)].tolist()) if own < version]
+        versions = self.state.versions[list(members)].tolist()
+        return [member for member, own in zip(members, versions, strict=True) if own < version]
 
     @torch.no_grad()
     def receive(self, download: Download) -> None:

@@ -17,7 +17,6 @@ from comingle.engines.state import State
 from comingle.engines.sweeps import Losses, TrainSweep
 from comingle.engines.training import cohorts
 from comingle.methods.client import Phase
-from comingle.models.stacked import StackedModel
 from comingle.trees import CLIENT_ROUTER, Tree, assign
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ class Cohort:
     """Users whose tensors are ``part``; ``rows`` are their rows in the state of ``clients``.
 
     ``before`` is what they began the round with, where that is asked for. ``mask`` is None where nobody's tensors are
-    padded. ``sample_shares`` are each user's training samples' own mixtures ``(clusters, samples)``, where there are any.
+    padded. ``sample_shares`` are each user's training samples' own mixtures ``(clusters, samples)``.
     """
 
     clients: Clients
@@ -115,7 +114,7 @@ class Cohort:
     @torch.no_grad()
     def component_losses(self) -> Float[Tensor, "users clusters"]:
         """Mean training loss in nats under each component; 0 for users without data."""
-        model, mixture = self._stacked, self.clients.method.placement.mixture
+        model, mixture = self.clients.stacked, self.clients.method.placement.mixture
         assert mixture is not None
         losses = self.part.rows.new_zeros(len(self.rows), mixture.clusters)
         for some, owners in self._with_data():
@@ -127,7 +126,7 @@ class Cohort:
     @torch.no_grad()
     def divide_samples(self) -> None:
         """Every training sample's own mixture, for this round, and each user's as their mean (FedEM, eq. 7 and 8)."""
-        tensors, owners, model = self.clients.steps.tensors(self.part.rows), self.owners, self._stacked
+        tensors, owners, model = self.clients.steps.tensors(self.part.rows), self.owners, self.clients.stacked
         sweep = self._sweep(owners)
         prior = model.shares(tensors)
         shares = sweep.responsibilities(prior, lambda batch: model.component_losses(tensors, owners, batch))
@@ -187,12 +186,6 @@ class Cohort:
         return self.clients.scorer.mean_loss(models, [self.clients.trainers[owner].valid], [0])
 
     # ---------------------------------------------------------------- helpers
-
-    @property
-    def _stacked(self) -> StackedModel:
-        model = self.clients.model
-        assert isinstance(model, StackedModel)
-        return model
 
     def _with_data(self) -> Iterator[tuple[list[int], list[int]]]:
         """Those who have training data, as many as go through the model at once: their places, and who they are."""

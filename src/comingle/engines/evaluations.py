@@ -58,7 +58,7 @@ def _experts(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Any]:
     """For methods with routers: each user's experts, and for each layer their mean gates over the test text."""
     if not clients.scorer.routed:
         return {}
-    adapters = clients.model.adapters
+    adapters = clients.adapted.adapters
     rows = zip(clients.users, clients.row_of, strict=True)
     names = {user.name: watching.expert_names(adapters, row) for user, row in rows}
     found = {

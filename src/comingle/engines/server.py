@@ -119,7 +119,7 @@ def start_server(
     Raises:
         RecipeError: it merges or hands out whole models, and users' ranks differ.
     """
-    if method.server.downloads_first and not bool(model.mask().all()):
+    if method.server.first_download and not bool(model.mask().all()):
         raise RecipeError(
             f"method {method.name}: adapters.rank differs between users; the server's models have one rank"
         )

@@ -21,8 +21,8 @@ class State:
     """Row i belongs to user i; with several copies of everybody's tensors the copies' users follow one another.
 
     ``iterations`` counts a user's local iterations, ``router_steps`` its router steps; ``ranks`` are the LoRA ranks
-    that it has now, and ``versions`` of which round's aggregation it has downloaded what the server had. ``own`` is what
-    parts of the method keep of each user. Where a run selects its best round, ``best`` is what everybody had after it,
+    that it has now, ``versions`` the rounds after which the server had what it last downloaded, ``own`` what parts of
+    the method keep of each user. Where a run selects its best round, ``best`` is what everybody had after it,
     with the number of the round and its loss. Updates happen in place on what :meth:`take` yields; :meth:`put` ends
     them.
     """

@@ -59,7 +59,10 @@ class Phase:
 class Cohort(Protocol):
     """Users that are worked on together, as a part sees them. Tensors have the users on their leading dimension."""
 
-    names: Sequence[str]
+    @property
+    def names(self) -> list[str]:
+        """The users' names."""
+        ...
 
     @property
     def tensors(self) -> Tree:
@@ -134,7 +137,7 @@ class Part:
     """Whether it asks for what a user had when the round began."""
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
-        """What a user keeps for this part between rounds, ``(users, ...)``: in :attr:`Cohort.own`, never sent as such."""
+        """What each user keeps for this part between rounds ``(users, ...)``, in :attr:`Cohort.own`; it is not sent."""
         return {}
 
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree | None:

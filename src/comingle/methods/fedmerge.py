@@ -7,7 +7,7 @@ from dataclasses import replace
 from comingle.errors import RecipeError
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import MODEL, Client, Proximal, joint
-from comingle.methods.merging import Merge
+from comingle.methods.soup_server import Merge
 
 
 def fedmerge(
@@ -35,8 +35,8 @@ def fedmerge(
     what moves a model is a mean over its users, as in the public code (``column_normalize``; false is eq. 5); weights
     below zero (without ``softmax``) count there with their magnitude.  A model of which nobody present has a part stays
     as it is.  That code moves weights first; its ``proximal`` is 0.01.  The search for the step is in closed form.
-    Users' shares in eq. 5 and 6 are ``training.weighting``, one setting for all methods that a recipe compares: equal by
-    default, the paper's n_i / n with ``samples`` (or ``tokens``), as the published recipes say.
+    Users' shares in eq. 5 and 6 are ``training.weighting``, one setting for all methods that a recipe compares: equal
+    by default, the paper's n_i / n with ``samples`` (or ``tokens``), as the published recipes say.
     """
 
     return Method(

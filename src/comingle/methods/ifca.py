@@ -70,7 +70,7 @@ class Candidates(Mean):
 
     models: int
     clipped_mean = False
-    downloads_first = True
+    first_download = True
 
     @property
     def server_models(self) -> int:

@@ -1,4 +1,4 @@
-"""Servers: what happens to uploads between two rounds, and what is sent back. A server sees messages and nothing else."""
+"""Servers: what happens to uploads between two rounds, and what is sent back. They see messages and nothing else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODEL = "model."
 class ServerSetup:
     """What a server knows before the first round.
 
-    ``models`` are differently initialised ``(models, *shape)``; users have names and LoRA factors; ``seed`` is the run's.
+    ``models`` are differently initialised ``(models, *shape)``; users have names and LoRA factors.
     """
 
     models: Tree
@@ -33,9 +33,10 @@ class ServerSetup:
 class Received:
     """The uploads of a round: tensors ``(users, *shape)`` of those who took part.
 
-    ``users`` are their numbers among all, in the order of the tensors. ``weights`` sum to 1. ``reports`` is what users said besides their tensors, ``ranks`` and ``scales`` are their LoRA
-    ranks and factors, and ``clustered`` names the tensors whose second dimension is a mixture's components; ``centred``
-    maps aggregated base and components, and the components' p(c), to the same with the components' mean in the base.
+    ``users`` are their numbers among all, in the order of the tensors. ``weights`` sum to 1. ``reports`` is what users
+    said besides their tensors, ``ranks`` and ``scales`` are their LoRA ranks and factors, and ``clustered`` names the
+    tensors whose second dimension is a mixture's components; ``centred`` maps aggregated base and components, and the
+    components' p(c), to the same with the components' mean in the base.
     """
 
     users: Sequence[int]
@@ -62,13 +63,13 @@ class Server:
     kind: ClassVar[Literal["none", "sum", "stack"]] = "none"
     """"sum": all that it needs of uploads are weighted sums over users; "stack": it looks at each by itself."""
     clipped_mean: ClassVar[bool] = False
-    """Whether what it publishes is a mean of uploads with weights that no upload decides on: then clipping uploads bounds
-    what one user can change, and differential privacy can be computed."""
+    """Whether what it publishes is a mean of uploads with weights that no upload decides on: then clipping uploads
+    bounds what one user can change, and differential privacy can be computed."""
     peer_to_peer: ClassVar[bool] = False
     """Whether everybody who took part downloads the others' uploads, at once."""
     by_user: ClassVar[frozenset[str]] = frozenset()
     """What of it has the users on its leading dimension."""
-    downloads_first: ClassVar[bool] = False
+    first_download: ClassVar[bool] = False
     """Whether users download something before the first round."""
 
     @property
@@ -112,7 +113,7 @@ class Mean(Server):
         """The model that users start from."""
         return {MODEL + name: t[0].clone() for name, t in setup.models.items()}
 
-    def coefficients(self, received: Received) -> dict[str, Float[Tensor, users * components]]:
+    def coefficients(self, received: Received) -> Tree:
         """By what each upload is multiplied in the sums: one number, or one for each component."""
         return dict.fromkeys(received.tensors, received.weights)
 
@@ -136,19 +137,19 @@ class MeanByCluster(Mean):
 
     clipped_mean = False
 
-    def coefficients(self, received: Received) -> dict[str, Float[Tensor, users * components]]:
+    def coefficients(self, received: Received) -> Tree:
         """``p(k)``, and of components ``p(k|c)``."""
         shares = aggregation_weights(received.reports["mixture"], received.weights)
         found = super().coefficients(received)
         return {name: shares if name in received.clustered else weights for name, weights in found.items()}
 
 
-def weighted_sums(uploads: Tree, coefficients: dict[str, Float[Tensor, users * components]]) -> Tree:
+def weighted_sums(uploads: Tree, coefficients: Tree) -> Tree:
     """``sum_u weight_u upload_u``; where weights have components, of each component by its own."""
     return {name: _weighted_sum(t, coefficients[name].to(t)) for name, t in uploads.items()}
 
 
-def _weighted_sum(uploads: Tensor, weights: Float[Tensor, users * components]) -> Tensor:
+def _weighted_sum(uploads: Tensor, weights: Float[Tensor, "users *components"]) -> Tensor:
     if weights.dim() == 1:
         return torch.tensordot(weights, uploads, dims=1)
     return torch.einsum("uc,uc...->c...", weights, uploads)
