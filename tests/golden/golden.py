@@ -48,7 +48,7 @@ def digest_of(run: Any, folder: Path) -> dict[str, Any]:
         found = own.model.state_dict() if isinstance(own, PersonalNet) else own.tensors
         for name in sorted(n for n in found if not n.endswith("num_batches_tracked")):  # counts passes of the process
             tensors.update(f"{user}/{name}/{tuple(found[name].shape)}".encode())
-            tensors.update(found[name].detach().contiguous().numpy().tobytes())
+            tensors.update((found[name].detach() + 0).contiguous().numpy().tobytes())  # padding may be -0.0
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     rounds = [event for event in events if event["event"] == "round"]
     scores = [event for event in events if event["event"] == "evaluation"]
@@ -89,6 +89,18 @@ def run_case(content: dict[str, Any], folder: Path, *, interrupted: bool = False
     return digest_of(experiment.run(recipe, out=folder, resume=interrupted), folder)
 
 
+def _serialise() -> None:
+    """Have every message packed and unpacked."""
+    build = experiment.build
+
+    def built(*given: Any) -> Any:
+        federation = build(*given)
+        federation.serialise = True
+        return federation
+
+    experiment.build = built
+
+
 def compare(found: dict[str, Any], kept: dict[str, Any], but: str) -> list[str]:
     """What differs, in words; but for keys that match."""
     keys = [key for key in kept | found if not re.search(but, key)]
@@ -110,7 +122,10 @@ def main() -> int:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--only", default="", help="a regular expression for names of cases")
     parser.add_argument("--but", default="nothing", help="one for what need not be equal, such as bytes")
+    parser.add_argument("--serialise", action="store_true", help="pack and unpack every message on its way")
     options = parser.parse_args()
+    if options.serialise:
+        _serialise()
     torch.set_num_threads(1)
     logging.getLogger("comingle").setLevel(logging.ERROR)
     kept = json.loads(DIGESTS.read_text()) if DIGESTS.exists() else {"cases": {}}

@@ -28,7 +28,7 @@ from comingle.errors import DataError, RecipeError
 from comingle.methods.base import Method
 from comingle.models.adapted import AdaptedModel
 from comingle.models.stacked import StackedModel
-from comingle.protocol.messages import COUNT, LOSS, Download, Upload
+from comingle.protocol.messages import COUNT, LOSS, Download, Upload, fill_ranks
 from comingle.protocol.wire import packed_bytes
 from comingle.routers.mixtures import NEVER
 from comingle.trees import CLIENT_ROUTER, Tree, assign, restrict
@@ -194,7 +194,7 @@ class Clients:
         members = self.numbers(download.users)
         layout, shared = self.model.layout, self.method.shared
         cohort = self.cohort(members, download.version)
-        models, made = self._completed(cohort, download), None
+        models, made = fill_ranks(self._completed(cohort, download), layout), None
         for part in self.method.client.parts:
             made = part.receive(cohort, models, download.senders) if made is None else made
         taken = {name: t[:, 0] for name, t in models.items()} if made is None else made

@@ -16,7 +16,7 @@ from comingle.methods.server import Received, ServerSetup
 from comingle.models.adapted import AdaptedModel
 from comingle.models.hardware import require_room
 from comingle.models.stacked import StackedModel
-from comingle.protocol.messages import COUNT, Download, Upload
+from comingle.protocol.messages import COUNT, Download, Upload, fill_ranks
 from comingle.trees import ADAPTOR, STATISTICS, Layout, Tree, restrict
 
 VERSION = "version"
@@ -73,10 +73,9 @@ class ServerHalf:
     def aggregate(self, upload: Upload) -> None:
         """Take in the uploads of a round."""
         numbers = [self.users.index(user) for user in upload.users]
-        shapes = {slot.name: slot.shape for slot in self.layout.slots}
         received = Received(
             users=numbers,
-            tensors={name: _filled(name, t, shapes[name]) for name, t in upload.tensors.items()},
+            tensors=fill_ranks(upload.tensors, self.layout),
             weights=self._weights(upload),
             ranks=upload.ranks,
             scales=self.scales[numbers],
@@ -91,12 +90,6 @@ class ServerHalf:
         """Weight of each upload in means: equal, or by the amount of training data."""
         counts = upload.reports[COUNT] if self.weighted else torch.ones(len(upload.users))
         return averaging_weights(counts)
-
-
-def _filled(name: str, uploads: Tensor, shape: Sequence[int]) -> Tensor:
-    """A LoRA factor of a smaller rank than there may be, filled up with zeros."""
-    missing = shape[-2] - uploads.shape[-2] if name.endswith((".a", ".b")) else 0
-    return torch.nn.functional.pad(uploads, (0, 0, 0, missing)) if missing else uploads
 
 
 def averaging_weights(counts: Tensor) -> Float[Tensor, " users"]:

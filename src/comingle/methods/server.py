@@ -149,7 +149,7 @@ def weighted_sums(uploads: Tree, coefficients: Tree) -> Tree:
     return {name: _weighted_sum(t, coefficients[name].to(t)) for name, t in uploads.items()}
 
 
-def _weighted_sum(uploads: Tensor, weights: Float[Tensor, "users *components"]) -> Tensor:
+def _weighted_sum(uploads: Tensor, weights: Float[Tensor, "users ..."]) -> Tensor:
     if weights.dim() == 1:
         return torch.tensordot(weights, uploads, dims=1)
     return torch.einsum("uc,uc...->c...", weights, uploads)

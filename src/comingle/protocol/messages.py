@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from comingle.trees import Tree
+from comingle.trees import Layout, Tree
 
 LOSS, COUNT = "loss", "count"
 """Reports of every user: its mean training loss in nats, and where means are weighted by it, its amount of data."""
@@ -96,14 +96,24 @@ def join_downloads(parts: Sequence[Download]) -> Download:
     )
 
 
+def fill_ranks(tensors: Tree, layout: Layout) -> Tree:
+    """LoRA factors ``(..., rank, width)`` filled up with zeros to the largest rank that a user may have."""
+    wanted = {slot.name: slot.shape[-2] for slot in layout.slots if slot.name.endswith((".a", ".b"))}
+    return {name: _filled(t, wanted[name]) if name in wanted else t for name, t in tensors.items()}
+
+
+def _filled(factor: Tensor, rank: int) -> Tensor:
+    missing = rank - factor.shape[-2]
+    return torch.nn.functional.pad(factor, (0, 0, 0, missing)) if missing > 0 else factor
+
+
 def _row(tree: Tree, at: int) -> Tree:
     return {name: t[at : at + 1] for name, t in tree.items()}
 
 
 def _together(parts: Sequence[Tensor]) -> Tensor:
     """``(users, ..., rank, width)`` of different ranks, one after the other."""
-    shapes = {part.shape[1:] for part in parts}
-    if len(shapes) == 1:
+    if len({part.shape[1:] for part in parts}) == 1:
         return torch.cat(list(parts))
     most = max(part.shape[-2] for part in parts)
-    return torch.cat([torch.nn.functional.pad(part, (0, 0, 0, most - part.shape[-2])) for part in parts])
+    return torch.cat([_filled(part, most) for part in parts])
