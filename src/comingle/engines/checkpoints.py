@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from comingle.engines.checksums import advise, list_checkpoints, resume_command, seal, verify
+from comingle.engines.server import LOWEST
 from comingle.engines.state import State
 from comingle.errors import RunError
 from comingle.records import write_json
@@ -165,9 +166,9 @@ def _fits(got: tuple[Any, torch.dtype] | None, wanted: tuple[Any, torch.dtype] |
 
 
 def _find_impossible(name: str, tensor: Tensor) -> str:
-    """Why no run can have had such a tensor; empty if one can. The best loss is infinite until there is one."""
+    """Why no run can have had such a tensor; empty if one can. The lowest loss is infinite until there is one."""
     if tensor.is_floating_point():
-        broken = tensor.isnan() if name == _BEST + "loss" else ~tensor.isfinite()
+        broken = tensor.isnan() if name == _SERVER + LOWEST else ~tensor.isfinite()
         return "is not finite" if bool(broken.any()) else ""
     return "has a negative count" if bool((tensor < 0).any()) else ""
 

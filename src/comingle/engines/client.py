@@ -6,7 +6,6 @@ same with one row.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import cast
@@ -76,7 +75,7 @@ class Clients:
         if training.select == "best":
             if reads:
                 self._check_validation()
-            self.state.remember(0, math.inf)
+            self.state.remember(0)
 
     @property
     def feed(self) -> Feed:
@@ -250,10 +249,11 @@ class Clients:
         """Test score of every user with the model that it has now, and how much each of its experts said."""
         return self.scorer.examine(self.models, [user.test for user in self.users], self.row_of)
 
-    def validate(self) -> float:
-        """Mean over users, of those who have validation data, of the loss on it."""
-        held = [(row, user.valid) for row, user in zip(self.row_of, self.users, strict=True) if len(user.valid)]
-        return self.scorer.mean_loss(self.models, [valid for _, valid in held], [row for row, _ in held])
+    def validate(self) -> dict[str, float]:
+        """Mean loss in nats on the validation data of every user who has any."""
+        held = [(row, user) for row, user in zip(self.row_of, self.users, strict=True) if len(user.valid)]
+        scores = self.scorer.score(self.models, [user.valid for _, user in held], [row for row, _ in held])
+        return {user.name: score.mean_loss for (_, user), score in zip(held, scores, strict=True)}
 
     @property
     def chosen_round(self) -> int:

@@ -33,6 +33,10 @@ class Federation(Protocol):
         """The server takes in what has been sent."""
         ...
 
+    def select(self, done: int, losses: dict[str, float]) -> None:
+        """Users report validation losses after round ``done``; if their mean is the lowest, all keep what they have."""
+        ...
+
 
 @dataclass(kw_only=True)
 class Clock:

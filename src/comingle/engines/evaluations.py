@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from comingle.adapters import watching
 from comingle.engines.client import Clients
-from comingle.engines.clock import Clock
+from comingle.engines.clock import Clock, Federation
 from comingle.engines.events import Observer
 from comingle.engines.faults import diverged
 from comingle.engines.local import finetuned
 from comingle.engines.mixing import mixtures
 from comingle.engines.runtime import peak_memory_bytes
 from comingle.engines.scoring import AnyScore
-from comingle.engines.server import ServerHalf
 from comingle.records import Metrics, geometric
 
 
-def evaluate(clients: Clients, server: ServerHalf, done: int, observe: Observer) -> Sequence[AnyScore]:
+def evaluate(federation: Federation, done: int, observe: Observer) -> Sequence[AnyScore]:
     """Score everybody's models after so many rounds, and tell of it.
+
+    Where the best round is selected, everything is remembered if the mean validation loss is the lowest so far.
 
     Raises:
         DivergenceError: a user's loss is not finite.
     """
+    clients = federation.clients
     observe({"event": "step", "advance": 0, "round": done, "evaluating": True})
     with finetuned(clients, done):  # once for both
-        scores, loss = clients.evaluate(), clients.validate() if clients.state.best else None
-    for user, row, score in zip(clients.users, clients.row_of, scores, strict=True):
-        if not math.isfinite(score.mean_loss):
-            suspects = clients.steps.suspects(row, clients.state.rows[row]) if done else ()
-            raise diverged(user.name, f"test loss is {score.mean_loss} after round {done}", suspects)
+        scores, losses = clients.evaluate(), clients.validate() if clients.state.best else {}
+    _check_finite(clients, scores, done)
     users = {user.name: _measured(score) for user, score in zip(clients.users, scores, strict=True)}
     event = {
         "event": "evaluation",
@@ -41,17 +41,18 @@ def evaluate(clients: Clients, server: ServerHalf, done: int, observe: Observer)
         f"mean_test_{measure_of(scores)}": mean_measure(scores),
         **geometric(users, measure_of(scores)),
     }
-    observe(event | _validated(clients, done, loss) | _experts(clients, scores) | mixtures(clients, server))
+    if losses:
+        federation.select(done, losses)
+        event["mean_valid_loss"] = fmean(losses.values())
+    observe(event | _experts(clients, scores) | mixtures(clients, federation.server))
     return scores
 
 
-def _validated(clients: Clients, done: int, loss: float | None) -> dict[str, Any]:
-    """Where the best round is selected: the validation loss, and everything remembered if it is the lowest so far."""
-    if loss is None:
-        return {}
-    if loss < clients.state.best["loss"]:
-        clients.state.remember(done, loss)
-    return {"mean_valid_loss": loss}
+def _check_finite(clients: Clients, scores: Sequence[AnyScore], done: int) -> None:
+    for user, row, score in zip(clients.users, clients.row_of, scores, strict=True):
+        if not math.isfinite(score.mean_loss):
+            suspects = clients.steps.suspects(row, clients.state.rows[row]) if done else ()
+            raise diverged(user.name, f"test loss is {score.mean_loss} after round {done}", suspects)
 
 
 def _experts(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Any]:

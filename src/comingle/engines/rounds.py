@@ -14,6 +14,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock, Federation
@@ -52,44 +54,62 @@ def run_rounds(
     clock = clock or Clock()
     clock.started = time.perf_counter()
     federation.upload_bytes, federation.download_bytes = clock.upload_bytes, clock.download_bytes
-    clients, method = federation.clients, federation.clients.method
-    training, names = clients.training, [trainer.name for trainer in clients.trainers]
-    everyone, rounds = range(len(names)), training.rounds if method.trains else 0
-    as_exchanged = training.evaluate == "exchanged" or method.client.ends_exchanged
+    clients = federation.clients
     scores: Sequence[AnyScore] = ()
+    training, names = clients.training, [trainer.name for trainer in clients.trainers]
+    everyone, rounds = range(len(names)), training.rounds if clients.method.trains else 0
     if rounds and first_round == 0 and training.evaluate_first:
         federation.download(everyone)
-        scores = evaluate(clients, federation.server, 0, observe)  # where every curve starts: the pretrained model
+        scores = evaluate(federation, 0, observe)  # where every curve starts: the pretrained model
     for number in range(first_round, rounds):
-        done, last = number + 1, number + 1 == rounds
-        due = last or done % training.evaluate_every == 0
+        due = _due(clients, number)
         members = participants(training, number, names)
-        federation.download(members)
-        work = _train(clients, members, number, observe)
-        members = list(work.losses)
-        exchanged = clients.shares and method.server.exchanges(done) and not (last and not as_exchanged)
-        if exchanged:
-            federation.upload(members, done, work.losses)
-        _tell(federation, work, done, observe, clock)
-        if due and not as_exchanged:
-            federation.download([user for user in everyone if user not in members])
-            scores = evaluate(clients, federation.server, done, observe)
-        if exchanged:
-            federation.aggregate()
-        if due and as_exchanged:
-            federation.download(everyone)
-            if last:
+        federation.download(members)  # 1 and 2
+        work = _train(clients, members, number, observe)  # 3
+        if due.exchanges:
+            federation.upload(list(work.losses), number + 1, work.losses)
+        _tell(federation, work, number + 1, observe, clock)
+        if due.evaluates == "local":
+            federation.download([user for user in everyone if user not in work.losses])
+            scores = evaluate(federation, number + 1, observe)
+        if due.exchanges:
+            federation.aggregate()  # 4
+        if due.evaluates == "exchanged":
+            federation.download(everyone)  # 5
+            if due.ends:
                 finish(clients)
-            scores = evaluate(clients, federation.server, done, observe)
-        if last or done % training.checkpoint_every == 0:
+            scores = evaluate(federation, number + 1, observe)
+        if due.saves:
             clock.count(federation)
-            checkpoint(done, clock)
+            checkpoint(number + 1, clock)
     clock.count(federation)
     clients.choose()
     if clients.chosen_round != rounds:
         scores = clients.evaluate()  # an event tells of them already
     # Without rounds there is nothing but this; a run resumed after its last round has these events already.
-    return scores or evaluate(clients, federation.server, rounds, observe if first_round == 0 else lambda event: None)
+    return scores or evaluate(federation, rounds, observe if first_round == 0 else lambda event: None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Due:
+    """What there is to do in a round besides local steps."""
+
+    ends: bool
+    exchanges: bool
+    evaluates: Literal["local", "exchanged"] | None
+    saves: bool
+
+
+def _due(clients: Clients, number: int) -> _Due:
+    """What is due in round ``number`` (from 0): a run that ends with local models needs no last exchange."""
+    training, method, done = clients.training, clients.method, number + 1
+    ends, counts = done == training.rounds, "exchanged" if method.client.ends_exchanged else training.evaluate
+    return _Due(
+        ends=ends,
+        exchanges=clients.shares and method.server.exchanges(done) and not (ends and counts == "local"),
+        evaluates=counts if ends or done % training.evaluate_every == 0 else None,
+        saves=ends or done % training.checkpoint_every == 0,
+    )
 
 
 def _train(clients: Clients, members: list[int], number: int, observe: Observer) -> LocalRound:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import torch
 from jaxtyping import Float
@@ -16,10 +18,11 @@ from comingle.methods.server import Received, ServerSetup
 from comingle.models.adapted import AdaptedModel
 from comingle.models.hardware import require_room
 from comingle.models.stacked import StackedModel
-from comingle.protocol.messages import COUNT, Download, Upload, fill_ranks
+from comingle.protocol.messages import COUNT, VALIDATION, Download, Upload, fill_ranks
 from comingle.trees import ADAPTOR, STATISTICS, Layout, Tree, restrict
 
-VERSION = "version"
+VERSION, LOWEST = "version", "lowest_loss"
+"""By which names its state holds :attr:`ServerHalf.version` and :attr:`ServerHalf.lowest_loss`."""
 
 
 @dataclass(kw_only=True)
@@ -27,7 +30,8 @@ class ServerHalf:
     """A method's server at work, with what it keeps.
 
     ``users`` are the names of all who may take part. ``scales`` are their LoRA factors, which follow from settings that
-    everybody knows. ``version`` is the number of rounds after which it last aggregated.
+    everybody knows. ``version`` is the number of rounds after which it last aggregated, ``lowest_loss`` the lowest
+    mean validation loss that users have reported, where the best round is selected.
     """
 
     method: Method
@@ -39,16 +43,18 @@ class ServerHalf:
     centred: Callable[[Tree, Float[Tensor, " clusters"]], Tree]
     kept: Tree = field(default_factory=dict)
     version: int = 0
+    lowest_loss: float = math.inf
 
     @property
     def state(self) -> Tree:
         """Everything that it goes on from."""
-        return {**self.kept, VERSION: torch.tensor(self.version)}
+        lowest = torch.tensor(self.lowest_loss, dtype=torch.float64)
+        return {**self.kept, VERSION: torch.tensor(self.version), LOWEST: lowest}
 
     def restore(self, state: Tree) -> None:
         """Go on from there."""
-        self.kept = {name: t for name, t in state.items() if name != VERSION}
-        self.version = int(state[VERSION])
+        self.kept = {name: t for name, t in state.items() if name not in (VERSION, LOWEST)}
+        self.version, self.lowest_loss = int(state[VERSION]), float(state[LOWEST])
 
     def answers(self, users: Sequence[str]) -> list[str]:
         """Those of some users for whom there is something; peers answer nobody who has sent nothing."""
@@ -85,6 +91,13 @@ class ServerHalf:
         )
         self.method.server.aggregate(self.kept, received)
         self.version = upload.round
+
+    def judge(self, report: Upload) -> bool:
+        """Whether the validation losses that users report have the lowest mean so far."""
+        loss = fmean(report.reports[VALIDATION].tolist())
+        lower = loss < self.lowest_loss
+        self.lowest_loss = min(loss, self.lowest_loss)
+        return lower
 
     def _weights(self, upload: Upload) -> Float[Tensor, " users"]:
         """Weight of each upload in means: equal, or by the amount of training data."""

@@ -23,7 +23,7 @@ class State:
     ``iterations`` counts a user's local iterations, ``router_steps`` its router steps; ``ranks`` are the LoRA ranks
     that it has now, ``versions`` the rounds after which the server had what it last downloaded, ``own`` what parts of
     the method keep of each user. Where a run selects its best round, ``best`` is what everybody had after it,
-    with the number of the round and its loss. Updates happen in place on what :meth:`take` yields; :meth:`put` ends
+    with the number of the round. Updates happen in place on what :meth:`take` yields; :meth:`put` ends
     them.
     """
 
@@ -53,10 +53,10 @@ class State:
         """The same, to be changed without changing this."""
         return self._with({name: t.clone() for name, t in self.tensors().items()})
 
-    def remember(self, done: int, loss: float) -> None:
+    def remember(self, done: int) -> None:
         """Keep a copy of everybody's tensors as the best of all rounds, after ``done`` rounds."""
         copies = {name: t.clone() for name, t in self.tensors().items()}
-        self.best = {**copies, "round": torch.tensor(done), "loss": torch.tensor(loss, dtype=torch.float64)}
+        self.best = {**copies, "round": torch.tensor(done)}
 
     def recalled(self) -> State:
         """As it was in the best round."""

@@ -17,6 +17,9 @@ from comingle.trees import Layout, Tree
 LOSS, COUNT = "loss", "count"
 """Reports of every user: its mean training loss in nats, and where means are weighted by it, its amount of data."""
 
+VALIDATION = "validation_loss"
+"""What users report, without tensors, where the run ends with the models of the round in which this was lowest."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Download:

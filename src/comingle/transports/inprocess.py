@@ -9,7 +9,7 @@ import torch
 
 from comingle.engines.client import Clients
 from comingle.engines.server import ServerHalf, start_server
-from comingle.protocol.messages import LOSS, Download, Upload, join_downloads, join_uploads
+from comingle.protocol.messages import LOSS, VALIDATION, Download, Upload, join_downloads, join_uploads
 from comingle.protocol.wire import pack, packed_bytes, unpack
 
 
@@ -51,6 +51,20 @@ class InProcess:
         if self.clients.method.server.peer_to_peer:
             self.download(self.clients.numbers(users))
             self.server.kept.clear()
+
+    def select(self, done: int, losses: dict[str, float]) -> None:
+        """Users report validation losses after round ``done``; if their mean is the lowest, all keep what they have."""
+        message = Upload(
+            round=done,
+            users=tuple(losses),
+            tensors={},
+            ranks=torch.zeros(len(losses), dtype=torch.int64),
+            reports={VALIDATION: torch.tensor(list(losses.values()), dtype=torch.float64)},
+        )
+        parts = message.split()
+        self.upload_bytes += sum(packed_bytes(part) for part in parts)
+        if self.server.judge(_uploaded(parts) if self.serialise else message):
+            self.clients.state.remember(done)
 
 
 def federate(clients: Clients) -> InProcess:
