@@ -42,6 +42,8 @@ def progress(number: int) -> Progress:
         tokens=number * 100,
         upload_bytes=number * 7,
         download_bytes=number * 9,
+        told_upload_bytes=number * 6,
+        told_download_bytes=number * 8,
         user_rounds=number * 3,
     )
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from federations import everyone, play_round
 
 from comingle import experiment
 from comingle.engines.client import Clients
@@ -22,6 +21,7 @@ from comingle.protocol.wire import packed_bytes
 from comingle.recipes import load_recipe
 from comingle.records import read_events
 from comingle.transports.inprocess import InProcess
+from federations import everyone, play_round
 
 METHODS: dict[str, Any] = {
     "fedavg": "fedavg",

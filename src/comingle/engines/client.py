@@ -233,8 +233,8 @@ class Clients:
             round=round_number,
             users=tuple(self.trainers[member].name for member in members),
             tensors={name: t.clone() for name, t in tensors.items()},
-            ranks=cohort.ranks.cpu(),
-            reports=self._reports(cohort, members) | losses,
+            ranks=cohort.ranks.cpu().clone(),
+            reports={name: t.clone() for name, t in self._reports(cohort, members).items()} | losses,
         )
 
     def _reports(self, cohort: Cohort, members: Sequence[int]) -> Tree:
