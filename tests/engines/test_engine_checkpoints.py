@@ -26,6 +26,7 @@ from comingle.engines.local import train
 from comingle.engines.state import State
 from comingle.errors import RunError
 from comingle.transports.inprocess import InProcess
+from comingle.trees import Tree, restrict
 
 CPU = torch.device("cpu")
 FILES = ["SHA256SUMS", "checkpoint.json", "state.safetensors"]
@@ -94,9 +95,9 @@ def test_a_round_trip_changes_nothing(folder: Path, sim: InProcess) -> None:
 
 def test_tensors_keep_their_names(folder: Path, sim: InProcess) -> None:
     found = load_file(folder / "state.safetensors")
-    layout = sim.clients.model.layout
+    layout, sent = sim.clients.model.layout, sim.clients.method.shared
     names = {f"user/{slot.name}" for slot in layout.slots}
-    shared = {f"server/model.{slot.name}" for slot in layout.only(sim.clients.method.shared).slots}
+    shared = {f"server/model.{name}" for name in restrict(layout.views(sim.clients.state.rows), layout, sent)}
     assert shared
     others = {"first", "second", "iterations", "router_steps", "ranks", "versions", "server/version"}
     assert found.keys() == names | shared | others
@@ -247,5 +248,5 @@ def test_progress_is_plain_json(folder: Path) -> None:
     assert found == {
         "round": 3, "fingerprint": "abc", "trainers": ["ann", "bob", "cem"],
         "events_bytes": 17, "train_seconds": 1.5, "wall_seconds": 2.25, "tokens": 300,
-        "upload_bytes": 21, "download_bytes": 27, "user_rounds": 9,
+        "upload_bytes": 21, "download_bytes": 27, "told_upload_bytes": 18, "told_download_bytes": 24, "user_rounds": 9,
     }  # fmt: skip

@@ -235,7 +235,8 @@ def test_metrics_add_up(recipe_file: Path, tmp_path: Path) -> None:
     for user in users:
         assert user["test_perplexity"] == pytest.approx(math.exp(user["test_loss_nats"]), rel=1e-12)
         assert user["test_tokens"] == 59
-        assert user["upload_bytes_per_round"] == metrics["upload_bytes_per_user_round"]
+        # The last of the four exchanges does not take place: the model that counts is the local one.
+        assert 3 / 4 * user["upload_bytes_per_round"] == metrics["upload_bytes_per_user_round"]
         assert user["trainable_parameters"] == metrics["trainable_parameters"]
         assert user["train_tokens"] > user["valid_tokens"] > 16
     events = list(read_events(tmp_path / "run"))
