@@ -34,7 +34,7 @@ def net_recipe(tmp_path: Path) -> Path:
 def test_a_run_of_nets_opens_with_everybodys_net(comingle: Any, net_recipe: Path, tmp_path: Path) -> None:
     assert comingle("run", net_recipe, "--out", tmp_path / "run").code == 0
     opened = experiment.load(tmp_path / "run")
-    for user in opened.simulation.users:
+    for user in opened.federation.clients.users:
         person = opened.user(user.name)
         assert isinstance(person, PersonalNet)
         assert person.evaluate(user.test).loss == pytest.approx(
@@ -53,7 +53,7 @@ def test_a_run_of_a_mixture_opens_and_speaks(comingle: Any, recipe_file: Path, t
     opened = experiment.load(tmp_path / "run")
     person = speaker(opened, "bob")
     assert isinstance(person, PersonalModel)
-    tokens = opened.simulation.users[1].test
+    tokens = opened.federation.clients.users[1].test
     found = opened.metrics["users"]["bob"]["test_perplexity"]
     assert person.score(tokens, context=16).perplexity == pytest.approx(found, rel=1e-5)
     ids = person.model.base.tokenizer("a", return_tensors="pt", add_special_tokens=False)["input_ids"]

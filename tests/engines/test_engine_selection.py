@@ -42,7 +42,7 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
 
 def loss_of(run: experiment.Run, name: str, split: Split) -> float:
     """What a user's net, taken out of the run, loses on the user's samples."""
-    net, user = run.user(name), next(user for user in run.simulation.users if user.name == name)
+    net, user = run.user(name), next(user for user in run.federation.clients.users if user.name == name)
     assert isinstance(net, PersonalNet)
     assert isinstance(user, UserSamples)
     return net.evaluate(user.split(split)).mean_loss
@@ -62,7 +62,7 @@ def test_a_run_ends_with_its_best_round(method: str, tmp_path: Path) -> None:
     for name in run.users:  # a tuned model's last batches are drawn for the round after
         expected = pytest.approx(metrics["users"][name]["test_loss"], rel=1e-6)
         assert short.metrics["users"][name]["test_loss"] == expected
-    assert short.simulation.validate() == pytest.approx(lowest["mean_valid_loss"], rel=1e-6)
+    assert short.federation.clients.validate() == pytest.approx(lowest["mean_valid_loss"], rel=1e-6)
     opened = experiment.load(tmp_path / "best")
     for name in run.users:
         expected = pytest.approx(metrics["users"][name]["test_loss"], rel=1e-5)
@@ -76,7 +76,7 @@ def test_a_run_ends_with_its_best_round(method: str, tmp_path: Path) -> None:
 
 def test_the_validation_loss_is_the_mean_over_users() -> None:
     run = experiment.run(recipe_of())
-    sim = run.simulation
+    sim = run.federation.clients
     own = [loss_of(run, name, "valid") for name in run.users]
     assert sim.validate() == pytest.approx(sum(own) / len(own), rel=1e-5)
 

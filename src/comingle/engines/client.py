@@ -172,8 +172,14 @@ class Clients:
         """Some users to be worked on together; who ``looks_back`` remembers what the users have now."""
         part = self.state.take(rows)
         return Cohort(
-            clients=self,
+            steps=self.steps,
+            scorer=self.scorer,
+            trainers=self.trainers,
+            initial=self.initial,
+            layout=self.model.layout,
             rows=rows,
+            owners=self.owners(rows),
+            names=[self.name(row) for row in rows],
             part=part,
             round_number=round_number,
             before=part.rows.clone() if looks_back else None,
@@ -226,8 +232,8 @@ class Clients:
             round=round_number,
             users=tuple(self.trainers[member].name for member in members),
             tensors={name: t.clone() for name, t in tensors.items()},
-            ranks=cohort.ranks.cpu(),
-            reports=self._reports(cohort, members) | losses,
+            ranks=cohort.ranks.cpu().clone(),
+            reports={name: t.clone() for name, t in self._reports(cohort, members).items()} | losses,
         )
 
     def _reports(self, cohort: Cohort, members: Sequence[int]) -> Tree:
