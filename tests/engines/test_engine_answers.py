@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from comingle.engines.simulation import Simulation
 from torch import Tensor
 
 from comingle import experiment
@@ -21,7 +22,6 @@ from comingle.data.questions import LABELS
 from comingle.data.seeds import generator
 from comingle.engines.answers import AnswerFeed
 from comingle.engines.checkpoints import list_checkpoints
-from comingle.engines.simulation import Simulation
 from comingle.engines.training import Portions, Training
 from comingle.errors import RecipeError
 from comingle.materials import Materials, prepare

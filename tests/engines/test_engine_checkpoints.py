@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from comingle.engines.simulation import Simulation
 from safetensors.torch import load_file, save_file
 
 from comingle.engines.checkpoints import (
@@ -22,7 +23,6 @@ from comingle.engines.checkpoints import (
     save_checkpoint,
 )
 from comingle.engines.checksums import seal
-from comingle.engines.simulation import Simulation
 from comingle.engines.state import State
 from comingle.errors import RunError
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from federations import exchange, local_round
 import torch
 from contexts import context
 
+from comingle.engines.local import finish
 from comingle.engines.rounds import run_rounds
 from comingle.methods.fdlora import fuse, lowest, outer_steps
 
@@ -30,27 +32,27 @@ def test_outer_steps_are_those_of_torch_with_nesterov() -> None:
 
 
 def test_a_plain_outer_step_is_the_mean(federate: Any) -> None:
-    sim = federate({"name": "fdlora", "outer_rate": 1.0, "outer_momentum": 0.0})
+    federation = federate({"name": "fdlora", "outer_rate": 1.0, "outer_momentum": 0.0})
     for number in range(2):
-        sim.local_round(EVERYONE, number)
-        before = sim.state.rows.clone()
-        sim.exchange(EVERYONE)
-        torch.testing.assert_close(sim.state.rows[:3], before[:3].mean(0).expand(3, -1), rtol=1e-12, atol=1e-15)
-        assert torch.equal(sim.state.rows[3:], before[3:])
+        local_round(federation, EVERYONE, number)
+        before = federation.clients.state.rows.clone()
+        exchange(federation, EVERYONE)
+        torch.testing.assert_close(federation.clients.state.rows[:3], before[:3].mean(0).expand(3, -1), rtol=1e-12, atol=1e-15)
+        assert torch.equal(federation.clients.state.rows[3:], before[3:])
 
 
 def test_the_personal_copy_is_trained_alone(federate: Any) -> None:
     """It equals a method that shares nothing, from the same start on the same batches."""
     both, alone = federate("fdlora"), federate("local")
-    assert both.trainable_parameters()[0] == 2 * both.model.layout.columns
+    assert both.clients.trainable_parameters()[0] == 2 * both.clients.model.layout.columns
     alone = federate({"name": "comigs", "generalists": 1, "specialists": 0})
-    alone.state.rows.copy_(both.state.rows[3:])
+    alone.clients.state.rows.copy_(both.clients.state.rows[3:])
     for number in range(2):
-        for sim in (both, alone):
-            sim.local_round(EVERYONE, number)
-        both.exchange(EVERYONE)  # and nobody exchanges in the other
-    torch.testing.assert_close(both.state.rows[3:], alone.state.rows, rtol=1e-9, atol=1e-12)
-    assert not torch.equal(both.state.rows[:3], both.state.rows[3:])
+        for federation in (both, alone):
+            local_round(federation, EVERYONE, number)
+        exchange(both, EVERYONE)  # and nobody exchanges in the other
+    torch.testing.assert_close(both.clients.state.rows[3:], alone.clients.state.rows, rtol=1e-9, atol=1e-12)
+    assert not torch.equal(both.clients.state.rows[:3], both.clients.state.rows[3:])
 
 
 def test_the_search_finds_the_lowest_point_of_a_bowl() -> None:
@@ -74,12 +76,12 @@ def test_fusion_is_never_worse_than_either_copy(steps: int) -> None:
 
 
 def test_a_run_ends_with_fused_models_and_scores_them(federate: Any) -> None:
-    sim = federate("fdlora")
-    scores = run_rounds(sim, observe=lambda event: None)
-    assert sim.row_of == [3, 4, 5]
+    federation = federate("fdlora")
+    scores = run_rounds(federation, observe=lambda event: None)
+    assert federation.clients.row_of == [3, 4, 5]
     for user, score in enumerate(scores):
-        assert score.loss_nats == pytest.approx(sim.score([sim.users[user].test], [3 + user])[0].loss_nats)
-        valid = [sim.score([sim.trainers[user].valid], [row])[0].mean_nats for row in (user, 3 + user)]
+        assert score.loss_nats == pytest.approx(federation.clients.scorer.score(federation.clients.models, [federation.clients.users[user].test], [3 + user])[0].loss_nats)
+        valid = [federation.clients.scorer.score([federation.clients.models, [federation.clients.trainers[user].valid], [row])[0].mean_nats for row in (user, 3 + user)]
         assert valid[1] <= valid[0]  # no worse than the global copy
 
 
@@ -89,10 +91,10 @@ def test_fusion_comes_after_the_last_exchange_whichever_model_counts(federate: A
     run, hand = (federate("fdlora", changes={"evaluation.model": which}) for _ in range(2))
     run_rounds(run, observe=lambda event: None)
     for number in range(2):
-        hand.local_round(EVERYONE, number)
-        hand.exchange(EVERYONE)
+        local_round(hand, EVERYONE, number)
+        exchange(hand, EVERYONE)
     for row in (1, 2):
-        assert torch.equal(hand.state.rows[row], hand.state.rows[0])
-    hand.finish()
-    assert torch.equal(run.state.rows, hand.state.rows)
-    assert not torch.equal(run.state.rows[3], run.state.rows[4])
+        assert torch.equal(hand.clients.state.rows[row], hand.clients.state.rows[0])
+    finish(hand.clients)
+    assert torch.equal(run.clients.state.rows, hand.clients.state.rows)
+    assert not torch.equal(run.clients.state.rows[3], run.clients.state.rows[4])

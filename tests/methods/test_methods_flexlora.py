@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from comingle.methods.flexlora import mean_factors
+from federations import exchange, local_round
 
 EVERYONE = [0, 1, 2]
 
@@ -48,23 +49,25 @@ def test_more_rank_than_there_is_stays_zero() -> None:
 
 
 def test_one_user_keeps_its_function(federate: Any) -> None:
-    sim = federate("flexlora", users=("ann",))
-    sim.local_round([0], 0)
-    before = sim.evaluate()[0].loss_nats
-    rows = sim.state.rows.clone()
-    sim.exchange([0])
-    assert not torch.equal(rows, sim.state.rows)
-    assert sim.evaluate()[0].loss_nats == pytest.approx(before, rel=1e-10)
+    federation = federate("flexlora", users=("ann",))
+    local_round(federation, [0], 0)
+    before = federation.clients.evaluate()[0].loss_nats
+    rows = federation.clients.state.rows.clone()
+    exchange(federation, [0])
+    assert not torch.equal(rows, federation.clients.state.rows)
+    assert federation.clients.evaluate()[0].loss_nats == pytest.approx(before, rel=1e-10)
 
 
 def test_users_of_unequal_rank_in_a_federation(federate: Any) -> None:
-    sim = federate("flexlora", changes={"adapters.rank": [1, 2, 4]})
-    sim.local_round(EVERYONE, 0)
-    views = {name: t.clone() for name, t in sim.model.layout.views(sim.state.rows).items()}
-    scales = sim.model.adapters.scales
-    sim.exchange(EVERYONE)
-    assert not sim.state.rows[~sim.mask].any()
-    new = sim.model.layout.views(sim.state.rows)
+    federation = federate("flexlora", changes={"adapters.rank": [1, 2, 4]})
+    local_round(federation, EVERYONE, 0)
+    views = {
+        name: t.clone() for name, t in federation.clients.model.layout.views(federation.clients.state.rows).items()
+    }
+    scales = federation.clients.model.adapters.scales
+    exchange(federation, EVERYONE)
+    assert not federation.clients.state.rows[~federation.clients.mask].any()
+    new = federation.clients.model.layout.views(federation.clients.state.rows)
     for name in ("layers.0.self_attn.q_proj", "layers.1.mlp.down"):
         dense = sum(scales[u] * views[f"{name}.a"][u].mT @ views[f"{name}.b"][u] for u in EVERYONE) / 3
         left, singular, right = torch.linalg.svd(dense, full_matrices=False)

@@ -10,6 +10,7 @@ import torch
 from contexts import context
 
 from comingle.methods.hetlora import change_norm, kept, norm_weighted_mean, shrink, tail_norms, tail_penalty
+from federations import exchange, local_round
 
 EVERYONE = [0, 1, 2]
 
@@ -93,23 +94,25 @@ def test_ranks_whose_tail_shrinks_are_given_up() -> None:
 def test_a_user_who_prunes_sends_less_and_resumes_so(federate: Any) -> None:
     """A regularisation so strong that it only shrinks the tail."""
     method = {"name": "hetlora", "regularisation": 1000.0, "gamma": 0.7}
-    sim = federate(method, changes={"adapters.rank": [4, 4, 2], "training.experts.learning_rate": 0.05})
-    bytes_before, ranks = sim.upload_bytes(), [sim.state.ranks.tolist()]
+    federation = federate(method, changes={"adapters.rank": [4, 4, 2], "training.experts.learning_rate": 0.05})
+    bytes_before, ranks = federation.clients.upload_bytes(), [federation.clients.state.ranks.tolist()]
     for number in range(4):
-        sim.local_round(EVERYONE, number)
-        sim.exchange(EVERYONE)
-        ranks.append(sim.state.ranks.tolist())
-        assert not sim.state.rows[~sim.mask].any()
+        local_round(federation, EVERYONE, number)
+        exchange(federation, EVERYONE)
+        ranks.append(federation.clients.state.ranks.tolist())
+        assert not federation.clients.state.rows[~federation.clients.mask].any()
     assert ranks[1] == [4, 4, 2]  # B starts at zero: a tail can only grow at first
     assert all((torch.tensor(later) <= torch.tensor(sooner)).all() for sooner, later in itertools.pairwise(ranks))
     assert ranks[-1] != ranks[0]
     per_rank = bytes_before[0] // 4
-    assert sim.upload_bytes() == [per_rank * rank for rank in ranks[-1]]
+    assert federation.clients.upload_bytes() == [per_rank * rank for rank in ranks[-1]]
 
 
 def test_without_pruning_ranks_stay(federate: Any) -> None:
-    sim = federate({"name": "hetlora", "regularisation": 1000.0, "prune": False}, changes={"adapters.rank": [4, 4, 2]})
+    federation = federate(
+        {"name": "hetlora", "regularisation": 1000.0, "prune": False}, changes={"adapters.rank": [4, 4, 2]}
+    )
     for number in range(3):
-        sim.local_round(EVERYONE, number)
-        sim.exchange(EVERYONE)
-    assert sim.state.ranks.tolist() == [4, 4, 2]
+        local_round(federation, EVERYONE, number)
+        exchange(federation, EVERYONE)
+    assert federation.clients.state.ranks.tolist() == [4, 4, 2]

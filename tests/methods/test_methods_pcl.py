@@ -11,6 +11,7 @@ import torch
 from comingle.engines.rounds import run_rounds
 from comingle.methods import make
 from comingle.methods.pcl import collaboration
+from federations import exchange, local_round
 
 NAN = float("nan")
 
@@ -36,31 +37,33 @@ def test_a_perplexity_beyond_all_numbers_is_infinitely_bad() -> None:
 
 
 def test_cross_validation_is_a_loop_over_models_and_texts(federate: Any) -> None:
-    sim = federate("pcl")
-    sim.local_round([0, 1, 2], 0)
-    found = sim.cross_validate([0, 2])
+    federation = federate("pcl")
+    local_round(federation, [0, 1, 2], 0)
+    found = federation.cross_validate([0, 2])
     assert found.isnan().tolist() == [[False, True, False], [True] * 3, [False, True, False]]
     for i in (0, 2):
         for j in (0, 2):
-            alone = sim.score([sim.trainers[i].valid], [j])[0].mean_nats
+            alone = federation.clients.scorer.score(
+                federation.clients.models, [federation.clients.trainers[i].valid], [j]
+            )[0].mean_nats
             assert found[i, j].item() == pytest.approx(alone, rel=1e-12)
     assert found[0, 2] != found[2, 0]
 
 
 def test_everybody_gets_a_mixture_of_their_own(federate: Any) -> None:
-    sim = federate("pcl")
-    sim.local_round([0, 1, 2], 0)
-    before, weights = sim.state.rows.clone(), collaboration(sim.cross_validate([0, 1, 2]))
-    sim.exchange([0, 1, 2])
-    torch.testing.assert_close(sim.state.rows, weights @ before, rtol=1e-12, atol=1e-15)
+    federation = federate("pcl")
+    local_round(federation, [0, 1, 2], 0)
+    before, weights = federation.clients.state.rows.clone(), collaboration(federation.cross_validate([0, 1, 2]))
+    exchange(federation, [0, 1, 2])
+    torch.testing.assert_close(federation.clients.state.rows, weights @ before, rtol=1e-12, atol=1e-15)
 
 
 def test_models_travel_in_the_rounds_that_are_due_to_all_peers(federate: Any) -> None:
-    sim = federate({"name": "pcl", "exchange_from": 2, "exchange_every": 3}, changes={"training.rounds": 6})
+    federation = federate({"name": "pcl", "exchange_from": 2, "exchange_every": 3}, changes={"training.rounds": 6})
     events: list[dict[str, Any]] = []
-    run_rounds(sim, observe=events.append)
+    run_rounds(federation, observe=events.append)
     sent = {e["round"]: (e["upload_bytes"], e["download_bytes"]) for e in events if e["event"] == "round"}
-    one = sim.upload_bytes()[0]
+    one = federation.clients.upload_bytes()[0]
     assert [number for number, pair in sent.items() if pair != (0, 0)] == [2, 5]
     assert sent[2] == (3 * one, 3 * 2 * one)
 

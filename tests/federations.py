@@ -1,0 +1,67 @@
+"""What a test does with a federation by hand, between the engine's public parts: a round, an exchange, a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from comingle.engines.client import Clients
+from comingle.engines.local import LocalRound, train
+from comingle.methods.client import Phase
+from comingle.transports.inprocess import InProcess
+
+
+def everyone(federation: InProcess) -> range:
+    """All trainers, by number."""
+    return range(len(federation.clients.trainers))
+
+
+def exchange(
+    federation: InProcess,
+    members: Sequence[int] | None = None,
+    done: int | None = None,
+    *,
+    losses: dict[int, float] | None = None,
+    download: bool = True,
+) -> None:
+    """An exchange after round ``done`` (from 1; None: the one after the last exchange), where the method shares anything:
+    what these users share is sent and aggregated, and with ``download`` everybody who is behind receives what came of
+    it."""
+    done = federation.server.version + 1 if done is None else done
+    members = list(everyone(federation) if members is None else members)
+    if federation.clients.shares:
+        federation.upload(members, done, losses or dict.fromkeys(members, 0.0))
+        federation.aggregate()
+    if download:
+        federation.download(everyone(federation))
+
+
+def local_round(federation: InProcess, members: Sequence[int], number: int) -> LocalRound:
+    """These users receive what the server has had for them, and train in round ``number`` (from 0)."""
+    federation.download(members)
+    return train(federation.clients, list(members), number)
+
+
+def download_all(federation: InProcess) -> InProcess:
+    """Everybody who is behind receives what the server has."""
+    federation.download(everyone(federation))
+    return federation
+
+
+def play_round(federation: InProcess, number: int, members: Sequence[int] | None = None) -> LocalRound:
+    """Round ``number`` (from 0) as a run has it: these users download, train, upload; the server aggregates.
+
+    Nobody has what came of it yet: ``federation.download(everyone(federation))`` hands it out.
+    """
+    members = list(everyone(federation) if members is None else members)
+    federation.download(members)
+    work = train(federation.clients, members, number)
+    if federation.clients.method.exchanges(number + 1):
+        exchange(federation, list(work.losses), number + 1, losses=work.losses, download=False)
+    return work
+
+
+def gradient_of(clients: Clients, members: Sequence[int], drawn: Tensor, phase: Phase) -> tuple[Tensor, dict]:
+    """Losses of these users' rows on what was drawn, and the gradients of what the phase trains."""
+    return clients.steps.gradient(clients.cohort(list(members), 0), drawn, phase)
