@@ -18,11 +18,11 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
-from comingle.engines.simulation import Simulation
 from torch import nn
 
 from comingle.adapters.clustered import FloralModel, floral, precondition, roles
 from comingle.data.samples import Samples, UserSamples
+from comingle.engines.simulation import Simulation
 from comingle.evaluation.samples import sample_losses
 from comingle.experiment import build
 from comingle.materials import prepare

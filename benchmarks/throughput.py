@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable
 
 import torch
-from comingle.engines.simulation import Simulation
 
 from comingle.adapters import kernels, native
 from comingle.adapters.inject import AdapterSettings, ExpertCounts
 from comingle.adapters.layouts import decoder_layers
 from comingle.data.pack import UserData
 from comingle.engines.runtime import keep_buffers, peak_memory_bytes
+from comingle.engines.simulation import Simulation
 from comingle.engines.training import Training
 from comingle.methods import make
 from comingle.models.adapted import adapt

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from comingle.engines.simulation import Simulation
 from torch import Tensor
 
 from comingle import experiment
@@ -22,6 +21,7 @@ from comingle.data.questions import LABELS
 from comingle.data.seeds import generator
 from comingle.engines.answers import AnswerFeed
 from comingle.engines.checkpoints import list_checkpoints
+from comingle.engines.simulation import Simulation
 from comingle.engines.training import Portions, Training
 from comingle.errors import RecipeError
 from comingle.materials import Materials, prepare

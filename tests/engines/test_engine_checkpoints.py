@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from comingle.engines.simulation import Simulation
 from safetensors.torch import load_file, save_file
 
 from comingle.engines.checkpoints import (
@@ -23,6 +22,7 @@ from comingle.engines.checkpoints import (
     save_checkpoint,
 )
 from comingle.engines.checksums import seal
+from comingle.engines.simulation import Simulation
 from comingle.engines.state import State
 from comingle.errors import RunError
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comingle.engines.simulation import Simulation
 from safetensors.torch import load_file, save_file
 
 from comingle import experiment
 from comingle.engines.checkpoints import list_checkpoints, load_checkpoint, read_progress
 from comingle.engines.checksums import seal, verify
+from comingle.engines.simulation import Simulation
 from comingle.errors import RunError
 from comingle.recipes import load_recipe
 from comingle.records import read_metrics

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from comingle.engines.simulation import Simulation
 
 from comingle.engines.faults import broke_first, diverged
 from comingle.engines.rounds import run_rounds
+from comingle.engines.simulation import Simulation
 from comingle.errors import DivergenceError
 from comingle.methods.base import ROUTERS
 

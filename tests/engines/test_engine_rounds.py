@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from comingle.engines.simulation import Simulation
 
 from comingle import experiment
 from comingle.engines.checkpoints import list_checkpoints
 from comingle.engines.rounds import mean_measure, run_rounds
+from comingle.engines.simulation import Simulation
 from comingle.errors import ComingleError, DivergenceError
 from comingle.folders import open_folder
 from comingle.materials import describe, prepare

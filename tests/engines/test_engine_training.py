@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from comingle.engines.exchange import averaging_weights
 
+from comingle.engines.exchange import averaging_weights
 from comingle.engines.training import TOKENS_PER_PASS, Training, cohorts, participants, portions
 from comingle.errors import RecipeError
 from comingle.experiment import training_settings

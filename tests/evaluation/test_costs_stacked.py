@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from comingle.engines.simulation import Simulation
 from torch.nn import functional as F
 
 from comingle.costing.bare import bare_mixture
@@ -21,6 +20,7 @@ from comingle.costing.stacked import count_stacked, measured_base, text_load
 from comingle.costing.summaries import with_method
 from comingle.costing.tasks import loads_of, rehearse_task
 from comingle.data.samples import SPLITS
+from comingle.engines.simulation import Simulation
 from comingle.evaluation.costs.flops import Flops
 from comingle.evaluation.costs.measured import counted, measure
 from comingle.evaluation.costs.memory import LiveBytes

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from comingle.engines.simulation import Simulation
 from transformers import GenerationConfig
 
+from comingle.engines.simulation import Simulation
 from comingle.errors import DataError, RecipeError
 from comingle.experiment import Run
 from comingle.models.language import load_base

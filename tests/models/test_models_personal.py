@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from comingle.engines.simulation import Simulation
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from comingle.adapters.clustered import floral
 from comingle.data.samples import Samples
+from comingle.engines.simulation import Simulation
 from comingle.errors import DataError
 from comingle.experiment import Run
 from comingle.models.nets import make_net
