@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from comingle.methods import REGISTRY, make, settings_of
-from comingle.methods.server import keep, mean
+from comingle.methods.server import Mean, Server
 
 ROUTER_EVERY, ROUTER_STEPS = 3, 2
 
@@ -67,7 +67,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         "method": list(routed),
         "trained": [name for name, method in routed.items() if method.client.phases],
         "federated": [name for name, method in methods.items() if method.client.phases and not method.placement.pooled],
-        "averaged": [n for n, m in routed.items() if m.phases and not m.pooled and m.server in (keep, mean)],
+        "averaged": [
+            n
+            for n, m in routed.items()
+            if m.client.phases and not m.placement.pooled and type(m.server) in (Server, Mean)
+        ],
         "netted": list(NETS),
         "alternating": [name for name, method in methods.items() if len(method.client.phases) > 1],
     }

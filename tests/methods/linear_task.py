@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comingle.engines.samples import SampleFeed
 from comingle.transports.inprocess import InProcess
+from federations import read_anew
 
 RATE = 0.05
 LINEAR = {"data.task.name": "linear", "training.batch_size": 3, "evaluation.model": "exchanged"}
@@ -21,13 +21,7 @@ def unequal(federation: InProcess) -> InProcess:
     """User 2 has fewer samples than the others, so that means are weighted."""
     few = federation.clients.trainers[2]
     federation.clients.trainers[2] = replace(few, train=few.train.first(4))
-    federation.clients.feed = SampleFeed(
-        federation.clients.trainers,
-        federation.clients.training,
-        federation.clients.batch_size,
-        device=federation.clients.model.device,
-        dtype=federation.clients.model.dtype,
-    )
+    read_anew(federation.clients)
     return federation
 
 

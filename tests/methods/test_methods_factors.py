@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from federations import exchange, local_round
+from federations import exchange, local_round, message_bytes
 
 
 def factor(federation: Any, which: str) -> torch.Tensor:
@@ -51,6 +51,16 @@ def test_fedsa_shares_a_and_keeps_b(federate: Any) -> None:
 
 def test_what_travels_is_the_one_factor(federate: Any) -> None:
     fedavg, ffa, fedsa = federate("fedavg"), federate("ffa-lora"), federate("fedsa-lora")
-    assert ffa.clients.upload_bytes()[0] + fedsa.clients.upload_bytes()[0] == fedavg.clients.upload_bytes()[0]
-    assert ffa.clients.trainable_parameters()[0] * 4 == ffa.clients.upload_bytes()[0]
+    sent = [set(federation.clients.upload([0], 1, {}).tensors) for federation in (fedavg, ffa, fedsa)]
+    assert sent[0] == sent[1] | sent[2]
+    assert [{name[-2:] for name in names} for names in sent[1:]] == [{".b"}, {".a"}]
+    for federation, names in zip((fedavg, ffa, fedsa), sent, strict=True):
+        views = federation.clients.model.layout.views(federation.clients.state.rows)
+        header = {"kind": "upload", "round": 1, "user": "ann", "rank": 2}
+        said = {"loss": torch.tensor(0.0)}
+        wanted = message_bytes({name: views[name][0] for name in names}, header, said)
+        assert federation.clients.upload_bytes()[0] == wanted
+    assert ffa.clients.trainable_parameters()[0] == sum(
+        t[0].numel() for t in ffa.clients.upload([0], 1, {}).tensors.values()
+    )
     assert fedsa.clients.trainable_parameters() == fedavg.clients.trainable_parameters()

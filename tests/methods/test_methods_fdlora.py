@@ -5,30 +5,33 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from federations import exchange, local_round
 import torch
-from contexts import context
+from receiving import downloaded, received, started
 
 from comingle.engines.local import finish
 from comingle.engines.rounds import run_rounds
-from comingle.methods.fdlora import fuse, lowest, outer_steps
+from comingle.methods.fdlora import Fuse, OuterSteps, lowest
+from federations import exchange, local_round
 
 EVERYONE = [0, 1, 2]
 
 
 def test_outer_steps_are_those_of_torch_with_nesterov() -> None:
     draw = torch.Generator().manual_seed(0)
-    theta = torch.randn(1, 4, dtype=torch.float64, generator=draw)
+    theta = torch.randn(4, dtype=torch.float64, generator=draw)
     reference = theta.clone().requires_grad_()
     optimizer = torch.optim.SGD([reference], lr=0.7, momentum=0.9, nesterov=True)
-    state = context([0.5, 0.25, 0.25], {"x": theta.clone(), "x.velocity": torch.zeros_like(theta)})
+    server, shares = OuterSteps(rate=0.7, momentum=0.9), [0.5, 0.25, 0.25]
+    kept = started(server, {"x": theta}, users=3)
     for _ in range(4):
         uploads = torch.randn(3, 4, dtype=torch.float64, generator=draw)
-        mean = state.weights @ uploads
-        reference.grad = reference.detach() - mean
+        reference.grad = reference.detach() - sum(w * t for w, t in zip(shares, uploads, strict=True))
         optimizer.step()
-        answer = outer_steps(0.7, 0.9)({"x": uploads}, state)["x"]
-        torch.testing.assert_close(answer, reference.detach().expand(3, -1), rtol=1e-12, atol=1e-14)
+        server.aggregate(kept, received({"x": uploads}, shares))
+        for user in EVERYONE:
+            torch.testing.assert_close(
+                downloaded(server, kept, user), {"x": reference.detach()}, rtol=1e-12, atol=1e-14
+            )
 
 
 def test_a_plain_outer_step_is_the_mean(federate: Any) -> None:
@@ -37,7 +40,9 @@ def test_a_plain_outer_step_is_the_mean(federate: Any) -> None:
         local_round(federation, EVERYONE, number)
         before = federation.clients.state.rows.clone()
         exchange(federation, EVERYONE)
-        torch.testing.assert_close(federation.clients.state.rows[:3], before[:3].mean(0).expand(3, -1), rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(
+            federation.clients.state.rows[:3], before[:3].mean(0).expand(3, -1), rtol=1e-12, atol=1e-15
+        )
         assert torch.equal(federation.clients.state.rows[3:], before[3:])
 
 
@@ -62,14 +67,18 @@ def test_the_search_finds_the_lowest_point_of_a_bowl() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 3, 20])
-def test_fusion_is_never_worse_than_either_copy(steps: int) -> None:
+def test_fusion_is_never_worse_than_either_copy(federate: Any, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """On a bowl in place of the validation loss."""
     draw = torch.Generator().manual_seed(1)
     copies, target = torch.randn(2, 3, 5, generator=draw), torch.randn(3, 5, generator=draw)
 
     def validate(candidate: torch.Tensor, user: int) -> float:
         return float((candidate - target[user]).square().sum())
 
-    fused = fuse(steps)(copies, validate)
+    cohort = federate("fdlora").clients.cohort(list(range(6)), 2)
+    monkeypatch.setattr(cohort, "copies", lambda: copies)
+    monkeypatch.setattr(cohort, "validate", validate)
+    fused = Fuse(steps).finish(cohort)
     for user in EVERYONE:
         either = min(validate(copies[0, user], user), validate(copies[1, user], user))
         assert validate(fused[user], user) <= either + 1e-6
@@ -80,8 +89,17 @@ def test_a_run_ends_with_fused_models_and_scores_them(federate: Any) -> None:
     scores = run_rounds(federation, observe=lambda event: None)
     assert federation.clients.row_of == [3, 4, 5]
     for user, score in enumerate(scores):
-        assert score.loss_nats == pytest.approx(federation.clients.scorer.score(federation.clients.models, [federation.clients.users[user].test], [3 + user])[0].loss_nats)
-        valid = [federation.clients.scorer.score([federation.clients.models, [federation.clients.trainers[user].valid], [row])[0].mean_nats for row in (user, 3 + user)]
+        assert score.loss_nats == pytest.approx(
+            federation.clients.scorer.score(
+                federation.clients.models, [federation.clients.users[user].test], [3 + user]
+            )[0].loss_nats
+        )
+        valid = [
+            federation.clients.scorer.score(
+                federation.clients.models, [federation.clients.trainers[user].valid], [row]
+            )[0].mean_nats
+            for row in (user, 3 + user)
+        ]
         assert valid[1] <= valid[0]  # no worse than the global copy
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from linear_task import EVERYONE, LINEAR, RATE
 
 from comingle import experiment
+from comingle.engines.local import finetuned
 from comingle.engines.rounds import run_rounds
 from comingle.recipes import load_recipe
 from comingle.transports.inprocess import InProcess
@@ -19,6 +21,12 @@ from federations import exchange, local_round
 
 def kept(federation: InProcess) -> dict[str, torch.Tensor]:
     return {name: t.clone() for name, t in federation.clients.state.tensors().items()}
+
+
+def tuned(federation: InProcess, done: int | None = None) -> Sequence[Any]:
+    """Everybody's score with its tuned model after so many rounds."""
+    with finetuned(federation.clients, done):
+        return federation.clients.evaluate()
 
 
 def after_a_round(federation: InProcess, members: list[int]) -> InProcess:
@@ -30,7 +38,7 @@ def after_a_round(federation: InProcess, members: list[int]) -> InProcess:
 def test_scores_are_those_of_a_tuned_copy_written_out(federate_nets: Any) -> None:
     """Torch's own layers and loop, user by user, from the global model."""
     federation = after_a_round(federate_nets("fedavg+", changes=LINEAR), EVERYONE)
-    views, found = federation.clients.model.layout.views(federation.clients.state.rows), federation.clients.evaluate(1)
+    views, found = federation.clients.model.layout.views(federation.clients.state.rows), tuned(federation, 1)
     phase = replace(federation.clients.phases[0], label="tuning")
     for k, user in enumerate(federation.clients.trainers):
         net = torch.nn.Linear(10, 3).double()
@@ -54,7 +62,7 @@ def test_an_evaluation_leaves_nothing_behind(federate: Any, federate_nets: Any, 
     changes = {"training.experts": {"name": "adamw", "learning_rate": 0.01}}
     looked, blind = (after_a_round(make("fedavg+", changes=changes), members) for _ in range(2))
     before, phases = kept(looked), looked.clients.phases
-    first, second = looked.clients.evaluate(1), looked.clients.evaluate(1)
+    first, second = tuned(looked, 1), tuned(looked, 1)
     assert [s.mean_loss for s in first] == [s.mean_loss for s in second]
     assert looked.clients.phases is phases
     assert all(torch.equal(t, kept(looked)[name]) for name, t in before.items())
@@ -77,9 +85,8 @@ def test_tuning_draws_batches_of_its_own(federate_nets: Any, monkeypatch: pytest
         return original(trainers, phase, number, step, repeat)
 
     monkeypatch.setattr(federation.clients.feed, "draw", spy)
-    federation.clients.evaluate(0)
-    federation.clients.evaluate(1)
-    federation.clients.evaluate()
+    for done in (0, 1, None):
+        tuned(federation, done)
     assert set(drawn) == {("tuning", 0), ("tuning", 1)}  # of two rounds
 
 
@@ -100,13 +107,13 @@ def test_a_users_model_is_the_tuned_one(recipe_file: Path, tmp_path: Path) -> No
     run = experiment.run(recipe, out=tmp_path / "run")
     opened = experiment.load(tmp_path / "run")
     text = "ada loved the sea and the sea loved her"
-    with run.federation.tuned():
-        rows = run.federation.state.rows.clone()
-    for i, name in enumerate(run.clients.users):
+    with finetuned(run.federation.clients):
+        rows = run.federation.clients.state.rows.clone()
+    for i, name in enumerate(run.users):
         own = run.user(name)
         assert own.perplexity(text) == opened.user(name).perplexity(text)
-        for key, t in run.federation.model.layout.views(rows).items():
+        for key, t in run.federation.clients.model.layout.views(rows).items():
             torch.testing.assert_close(own.tensors[key][0], t[i], rtol=1e-4, atol=1e-5)
     scores = {name: user["test_perplexity"] for name, user in run.metrics["users"].items()}
-    again = opened.federation.clients.evaluate()
+    again = tuned(opened.federation)
     assert [score.perplexity for score in again] == pytest.approx(list(scores.values()), rel=1e-6)

@@ -21,7 +21,7 @@ from comingle.models.stacked import stack
 from comingle.recipes import parse_recipe
 from comingle.routers.mixtures import ClientMixture
 from comingle.transports.inprocess import InProcess
-from federations import exchange, local_round
+from federations import crossing, exchange, local_round, message_bytes
 
 MODELS = 3
 METHOD = {"name": "fedem", "models": MODELS}
@@ -102,10 +102,16 @@ def test_learners_start_differently_and_mixtures_even(federate_nets: Any) -> Non
 
 def test_every_learner_travels_each_way_and_no_mixture(federate_nets: Any) -> None:
     federation, plain = federate_nets(METHOD), federate_nets("fedavg")
-    model = plain.clients.upload_bytes()[0]
-    count = 4  # how many samples a user trains on
-    model -= count
-    assert federation.exchanged_bytes([1, 2]) == (2 * (MODELS * model + count), 2 * MODELS * model)
+    model = plain.clients.model.layout.views(plain.clients.state.rows)
+    models = {name: torch.stack([t[0]] * MODELS) for name, t in model.items()}
+    header = {"user": "user-1", "rank": 0}
+    upload = message_bytes(
+        models, {"kind": "upload", "round": 1, **header}, {"count": torch.tensor(51), "loss": torch.tensor(0.0)}
+    )
+    download = message_bytes(
+        {name: t.unsqueeze(0) for name, t in models.items()}, {"kind": "download", "version": 1, **header}, {}
+    )
+    assert crossing(federation, [1, 2]) == (2 * upload, 2 * download)
 
 
 def test_one_learner_is_fedavg(federate_nets: Any) -> None:

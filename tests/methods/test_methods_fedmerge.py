@@ -16,8 +16,9 @@ from comingle.engines.mixing import mixtures
 from comingle.engines.rounds import run_rounds
 from comingle.errors import DivergenceError, RecipeError
 from comingle.methods import make
+from comingle.methods.client import Proximal
 from comingle.transports.inprocess import InProcess
-from federations import exchange, local_round
+from federations import crossing, download_all, exchange, local_round, message_bytes
 
 STEP = 0.01
 MODELS = 3
@@ -45,8 +46,8 @@ class ByHand:
         return self.logits[user].softmax(0) if self.softmax else self.logits[user]
 
     def round(self, number: int, members: Sequence[int]) -> None:
-        total = sum(len(self.federation.trainers[k].train) for k in members)
-        p = {k: len(self.federation.trainers[k].train) / total for k in members}
+        total = sum(len(self.federation.clients.trainers[k].train) for k in members)
+        p = {k: len(self.federation.clients.trainers[k].train) / total for k in members}
         updates = {k: self.local(k, number) for k in members}
         for move in self.moves:
             move(updates, p)
@@ -120,7 +121,7 @@ def test_two_rounds_equal_the_algorithm_written_out(
 
 
 def test_the_first_download_is_the_mean_of_the_soup(federate_nets: Any) -> None:
-    federation = federate_nets({"name": "fedmerge", "models": MODELS})
+    federation = download_all(federate_nets({"name": "fedmerge", "models": MODELS}))
     for name, t in federation.clients.model.layout.views(federation.clients.state.rows).items():
         soup = federation.server.kept[f"soup.{name}"]
         assert len(soup) == MODELS
@@ -132,14 +133,16 @@ def test_the_first_download_is_the_mean_of_the_soup(federate_nets: Any) -> None:
 def test_one_model_travels_whatever_is_in_the_soup(federate_nets: Any) -> None:
     for models in (1, 7):
         federation, plain = federate_nets({"name": "fedmerge", "models": models}), federate_nets("fedavg")
-        assert federation.exchanged_bytes(EVERYONE) == plain.exchanged_bytes(EVERYONE)
-        assert federation.exchanged_bytes([1])[1] == 4 * federation.clients.model.layout.columns
+        assert crossing(download_all(federation), EVERYONE) == crossing(plain, EVERYONE)
+        model = {name: t[0] for name, t in plain.clients.model.layout.views(plain.clients.state.rows).items()}
+        header = {"kind": "download", "version": 2, "user": "user-1", "rank": 0}
+        assert crossing(federation, [1])[1] == message_bytes(model, header, {})
 
 
 def test_one_adapter_travels_on_a_language_model(federate: Any) -> None:
     federation, plain = federate({"name": "fedmerge", "models": 4}), federate("fedit")
-    assert federation.exchanged_bytes([0, 2]) == plain.exchanged_bytes([0, 2])
-    assert federate("fedavg").upload_bytes()[0] > plain.clients.upload_bytes()[0]  # it has two experts
+    assert crossing(download_all(federation), [0, 2]) == crossing(plain, [0, 2])
+    assert federate("fedavg").clients.upload_bytes()[0] > plain.clients.upload_bytes()[0]  # it has two experts
     assert len(federation.server.kept["soup.layers.0.mlp.up.a"]) == 4
 
 
@@ -169,6 +172,7 @@ def test_models_of_the_absent_stay_where_they_are(federate_nets: Any, column: bo
     method = {"name": "fedmerge", "models": 2, "softmax": False, "weight_step": 0.0, "column_normalize": column}
     federation = federate_nets(method)
     federation.server.kept["merging"].copy_(torch.tensor([[1, 0], [0, 1], [1, 0], [0, 1]]))
+    download_all(federation)
     before = {name: t.clone() for name, t in federation.server.kept.items()}
     local_round(federation, [0, 2], 0)
     exchange(federation, [0, 2])
@@ -192,22 +196,21 @@ def test_merging_weights_are_as_precise_as_the_models(federate_nets: Any, name: 
     sizes = {"models": 3, "chosen": 2} if name == "fedmerge-fixed" else {"models": 3}
     for dtype in (torch.float64, torch.float32):
         changes = {"runtime.dtype": str(dtype).removeprefix("torch.")}
-        assert federate_nets({"name": name, **sizes}, changes=changes).state.server["merging"].dtype == dtype
+        assert federate_nets({"name": name, **sizes}, changes=changes).server.kept["merging"].dtype == dtype
 
 
 def test_the_proximal_gradient_is_that_of_autograd(federate_nets: Any) -> None:
     federation = federate_nets({"name": "fedmerge", "models": 2, "proximal": 0.3})
     layout, users = federation.clients.model.layout, [1, 3]
-    federation.began = torch.randn(
-        federation.clients.state.rows.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    )
-    part = federation.clients.state.take(users)
-    leaves = {name: t.detach().clone().requires_grad_() for name, t in layout.views(part.rows).items()}
-    before = layout.views(federation.began[users])
+    cohort = federation.clients.cohort(users, 0, looks_back=True)
+    assert cohort.before is not None
+    cohort.before.normal_(generator=torch.Generator().manual_seed(1))
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in cohort.tensors.items()}
+    before = layout.views(cohort.before)
     penalty = 0.3 * sum((leaves[name] - before[name]).square().sum() for name in leaves)
     wanted = dict(zip(leaves, torch.autograd.grad(penalty, list(leaves.values())), strict=True))
     found = {name: torch.ones_like(t) for name, t in leaves.items()}
-    federation._pull_back(found, part, users)
+    Proximal(0.3).correct(cohort, found)
     for name in leaves:
         torch.testing.assert_close(found[name], 1 + wanted[name], rtol=1e-12, atol=1e-12)
 
@@ -241,7 +244,10 @@ def test_a_user_who_leaves_the_real_numbers_is_left_out(
     assert f"user {name!r} is left out of round 1: " in warning
     (done,) = (e for e in events if e["event"] == "round")
     assert set(done["train_loss_nats"]) == {federation.clients.trainers[k].name for k in (0, 2, 3)}
-    assert (done["upload_bytes"], done["download_bytes"]) == federation.exchanged_bytes([0, 2, 3])
+    sent, received = crossing(federation, [0, 2, 3])
+    # All have received their first model before they are evaluated for the first time.
+    assert (done["upload_bytes"], federation.server.version) == (sent, 2)
+    assert done["download_bytes"] == received // 3 * 4
 
     absent = broken(
         federate_nets,
@@ -261,9 +267,9 @@ def test_what_breaks_in_the_last_step_is_seen_in_the_rows(federate_nets: Any) ->
     federation = federate_nets({"name": "fedmerge", "models": MODELS}, changes=changes)
     bank = federation.clients.feed.banks["train"]
     bank.inputs[int(bank.starts[1])] = 1e15  # its loss and its gradient are numbers still
-    federation.clients.training = replace(
-        federation.clients.training, experts=replace(federation.clients.training.experts, learning_rate=1e300)
-    )
+    training = federation.clients.training
+    federation.clients.steps.training = replace(training, experts=replace(training.experts, learning_rate=1e300))
+    download_all(federation)
     before = federation.clients.state.rows[1].clone()
     found = local_round(federation, EVERYONE, 0)
     assert found.rejected[1] == "not all tensors are finite after round 1"
@@ -352,7 +358,10 @@ def test_evaluations_tell_the_merging_weights(federate_nets: Any, method: dict[s
     federation = federate_nets(method)
     local_round(federation, [0, 1, 2, 3], 0)
     exchange(federation, [0, 1, 2, 3])
-    weights = federation.clients.method.merging(federation.server.kept)
+    if method["name"] == "ifca":
+        weights = torch.eye(3)[federation.clients.state.own["choice"]]
+    else:
+        weights = federation.clients.method.server.merging_weights(federation.server.kept)
     if not told:
         weights[0, 0] = -0.5
     event = mixtures(federation.clients, federation.server)

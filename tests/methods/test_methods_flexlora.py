@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from receiving import downloaded, received
 
-from comingle.methods.flexlora import mean_factors
+from comingle.methods.flexlora import Redistribute, mean_factors
+from comingle.methods.server import ServerSetup
 from federations import exchange, local_round
 
 EVERYONE = [0, 1, 2]
@@ -33,10 +35,15 @@ def test_everybody_gets_the_truncated_singular_values_of_the_dense_mean(
     scales = 16 / torch.tensor(ranks, dtype=torch.float64).sqrt()
     dense = sum(weights[u] * scales[u] * a[u].mT @ b[u] for u in EVERYONE)
     left, singular, right = torch.linalg.svd(dense, full_matrices=False)
-    new_a, new_b = mean_factors(a, b, weights, scales)
+    server, first = Redistribute(), {"x.a": a, "x.b": b}
+    setup = ServerSetup(models=first, users=["ann", "bob", "cem"], scales=scales, seed=0)
+    kept = server.start(setup)
+    server.aggregate(kept, received(first, weights.tolist(), scales=scales))
     for user, rank in enumerate(ranks):
+        own = downloaded(server, kept, user)
+        new_a, new_b = own["x.a"], own["x.b"]
         wanted = left[..., :rank] * singular[..., None, :rank] @ right[..., :rank, :]
-        got = scales[user] * new_a[user][..., :rank, :].mT @ new_b[user][..., :rank, :]
+        got = scales[user] * new_a[..., :rank, :].mT @ new_b[..., :rank, :]
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
 
 
@@ -45,7 +52,7 @@ def test_more_rank_than_there_is_stays_zero() -> None:
     a, b = (torch.nn.functional.pad(t, (0, 0, 0, 5)) for t in (a, b))  # room for 6, of 2 in all
     new_a, new_b = mean_factors(a, b, torch.tensor([0.5, 0.5]), torch.ones(2))
     dense = 0.5 * sum(a[u].mT @ b[u] for u in range(2))
-    torch.testing.assert_close(new_a[0].mT @ new_b[0], dense, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(new_a.mT @ new_b, dense, rtol=1e-9, atol=1e-11)
 
 
 def test_one_user_keeps_its_function(federate: Any) -> None:

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from receiving import downloaded, received, started
 from scipy.optimize import minimize
 from torch import Tensor
 
 from comingle.engines.mixing import entropy, mismatch, mixture_of
 from comingle.errors import RecipeError
 from comingle.methods import make
-from comingle.methods.base import Context
-from comingle.methods.mixtures import at_rates, entropic
+from comingle.methods.mixtures import ClusterSteps, entropic
 from comingle.methods.server import aggregation_weights
 from comingle.transports.inprocess import InProcess
 from federations import exchange, local_round
@@ -119,13 +119,14 @@ def test_stateless_users_forget_and_learn_again(federate_nets: Any) -> None:
     exchange(federation, EVERYONE)
     federation.clients.model.layout.views(federation.clients.state.rows)["router.theta"].fill_(5.0)
     before = federation.clients.state.rows.clone()
-    part = federation.clients.state.take(EVERYONE)
-    federation._begin(part, EVERYONE, 1)
-    theta = federation.clients.model.layout.views(part.rows)["router.theta"]
+    cohort = federation.clients.cohort(EVERYONE, 1)
+    for part in federation.clients.method.client.parts:
+        part.begin(cohort)
+    theta, rows = cohort.tensors["router.theta"], cohort.part.rows
     assert (theta.abs() < 4).all()
     assert (theta != 0).any()
     still = ~federation.clients.model.layout.mask({"router", "statistics"})
-    assert torch.equal(part.rows[:, still], before[:, still])
+    assert torch.equal(rows[:, still], before[:, still])
 
 
 def test_aggregation_weights_are_those_of_eq_2_and_guarded() -> None:
@@ -180,20 +181,14 @@ def test_a_frozen_base_takes_no_mean(federate: Any) -> None:
 
 def test_a_server_rate_steps_towards_the_mean() -> None:
     uploads = {"base": torch.tensor([[2.0], [4.0]]), "parts": torch.tensor([[[2.0]], [[6.0]]])}
-    context = Context(
-        weights=torch.tensor([0.5, 0.5]),
-        ranks=torch.zeros(2, dtype=torch.int64),
-        scales=torch.ones(2),
-        validate=lambda: torch.zeros(2, 2),
-        memory={"base": torch.tensor([1.0]), "parts": torch.tensor([[0.0]])},
-        assess=lambda models: torch.zeros(2, 1),
-        reports={"mixture": torch.ones(2, 1)},
-        clustered=frozenset({"parts"}),
-    )
-    found = at_rates(0.5, 0.1)(uploads, context)
-    assert found["base"].tolist() == [[2.0], [2.0]]  # 1 + 0.5 (3 - 1)
-    assert found["parts"].flatten().tolist() == pytest.approx([0.4, 0.4])  # 0 + 0.1 (4 - 0)
-    assert context.memory["base"].tolist() == [2.0]
+    server = ClusterSteps(base_rate=0.5, component_rate=0.1)
+    kept = started(server, {"base": torch.tensor([1.0]), "parts": torch.tensor([[0.0]])}, users=2)
+    reports = {"mixture": torch.ones(2, 1)}
+    server.aggregate(kept, received(uploads, [0.5, 0.5], reports=reports, clustered=frozenset({"parts"})))
+    for user in range(2):
+        found = downloaded(server, kept, user)
+        assert found["base"].tolist() == [2.0]  # 1 + 0.5 (3 - 1)
+        assert found["parts"].flatten().tolist() == pytest.approx([0.4])  # 0 + 0.1 (4 - 0)
 
 
 def test_entropy_and_mismatch() -> None:

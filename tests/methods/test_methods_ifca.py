@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from linear_task import EVERYONE, LINEAR, Own, batches, descend, sample_losses, samples_of, unequal
+from torch import Tensor
 
-from comingle.methods.ifca import PICKED, best_model
+from comingle.methods.ifca import CHOICE, best_model
 from comingle.transports.inprocess import InProcess
-from federations import exchange, local_round
+from federations import crossing, download_all, everyone, exchange, local_round, message_bytes
 
 MODELS = 3
 METHOD = {"name": "ifca", "models": MODELS}
@@ -28,14 +29,20 @@ def picks(federation: InProcess, soup: list[Own]) -> list[int]:
 
 
 def settled(federation: InProcess) -> InProcess:
-    """As if the users had had these samples from the start."""
-    soup, rows = soup_of(federation), federation.clients.model.layout.views(federation.clients.state.rows)
-    chosen = picks(federation, soup)
-    federation.server.kept[PICKED].copy_(torch.eye(MODELS)[chosen])
-    for k, j in enumerate(chosen):
-        for name, t in rows.items():
-            t[k] = soup[j][name]
-    return federation
+    """With the first download, which each user makes of it."""
+    return download_all(federation)
+
+
+def chosen(federation: InProcess) -> list[int]:
+    """Who has which model."""
+    return federation.clients.state.own[CHOICE].tolist()
+
+
+def assessed(federation: InProcess, soup: Own, round_number: int) -> Tensor:
+    """What each user loses with each model on all of its training data."""
+    users = list(everyone(federation))
+    models = {name: t.unsqueeze(0).expand(len(users), *t.shape) for name, t in soup.items()}
+    return federation.clients.cohort(users, round_number).training_losses(models)
 
 
 def by_hand(federation: InProcess, rounds: int, members: list[int]) -> tuple[list[Own], list[list[int]]]:
@@ -63,10 +70,10 @@ def test_rounds_equal_the_algorithm_written_out(federate_nets: Any, members: lis
     wanted, taken = by_hand(twin, 3, members)
     assert len(set(taken[-1])) > 1
     for number in range(3):
-        assert federation.server.kept[PICKED].argmax(1).tolist() == taken[number]
+        assert chosen(federation) == taken[number]
         local_round(federation, members, number)
         exchange(federation, members)
-    assert federation.server.kept[PICKED].argmax(1).tolist() == taken[-1]
+    assert chosen(federation) == taken[-1]
     rows = federation.clients.model.layout.views(federation.clients.state.rows)
     for j, found in enumerate(soup_of(federation)):
         for name, t in wanted[j].items():
@@ -77,20 +84,20 @@ def test_rounds_equal_the_algorithm_written_out(federate_nets: Any, members: lis
 
 
 def test_the_first_download_is_what_each_user_picks(federate_nets: Any) -> None:
-    federation = federate_nets(METHOD, changes=LINEAR)
-    before = federation.clients.state.rows.clone()
-    first = federation.server.kept[PICKED].clone()
-    settled(federation)
-    assert torch.equal(federation.server.kept[PICKED], first)
-    assert torch.equal(federation.clients.state.rows, before)
+    federation = settled(federate_nets(METHOD, changes=LINEAR))
+    soup = soup_of(federation)
+    assert chosen(federation) == picks(federation, soup)
+    for name, t in federation.clients.model.layout.views(federation.clients.state.rows).items():
+        assert torch.equal(t, torch.stack([soup[j][name] for j in chosen(federation)]))
 
 
 def test_a_model_that_nobody_takes_stays_as_it_is(federate_nets: Any) -> None:
     federation = federate_nets({"name": "ifca", "models": 6}, changes=LINEAR)
     before = {name: t.clone() for name, t in federation.server.kept.items()}
     local_round(federation, EVERYONE, 0)
+    taken_at_first = chosen(federation)
     exchange(federation, EVERYONE)
-    taken = before[PICKED].sum(0) > 0
+    taken = torch.eye(6)[taken_at_first].sum(0) > 0
     assert 0 < int(taken.sum()) < 6
     for name in ("soup.weight", "soup.bias"):
         same = (federation.server.kept[name] == before[name]).flatten(1).all(1)
@@ -99,20 +106,23 @@ def test_a_model_that_nobody_takes_stays_as_it_is(federate_nets: Any) -> None:
 
 def test_users_download_every_model_and_send_one_with_its_number(federate_nets: Any) -> None:
     federation, plain = federate_nets(METHOD), federate_nets("fedavg")
-    model = plain.clients.upload_bytes()[0]
-    assert federation.clients.upload_bytes() == [model + 4] * 4
-    assert federation.exchanged_bytes([0, 2]) == (
-        2 * (model + 4),
-        2 * MODELS * (model - 4),
-    )  # nobody is told how much data
+    model = {name: t[0] for name, t in plain.clients.model.layout.views(plain.clients.state.rows).items()}
+    said = {"choice": torch.tensor(1), "count": torch.tensor(51), "loss": torch.tensor(0.5)}
+    upload = {"kind": "upload", "round": 1, "user": "user-0", "rank": 0}
+    wanted = message_bytes(model, upload, said)
+    assert federation.clients.upload_bytes() == [wanted] * 4
+    models = {name: torch.stack([t] * MODELS) for name, t in model.items()}
+    download = {"kind": "download", "version": 1, "user": "user-0", "rank": 0}
+    download_all(federation)
+    assert crossing(federation, [0, 2]) == (2 * wanted, 2 * message_bytes(models, download, {}))
 
 
 def test_losses_are_those_of_whole_training_sets_with_batch_norm(federate_nets: Any) -> None:
     """In evaluation mode, whatever the portions; a net of one user at a time, by torch alone."""
     federation, parts = (federate_nets(METHOD, changes={"runtime.users_per_step": n}) for n in (4, 3))
     soup = {n.removeprefix("soup."): t for n, t in federation.server.kept.items() if n.startswith("soup.")}
-    found = federation.assess(soup, federation.clients.state.rows)
-    torch.testing.assert_close(parts.assess(soup, parts.clients.state.rows), found, rtol=1e-9, atol=1e-12)
+    found = assessed(federation, soup, 0)
+    torch.testing.assert_close(assessed(parts, soup, 0), found, rtol=1e-9, atol=1e-12)
     net = federation.clients.stacked.net.eval()
     for k in EVERYONE:
         x, y = samples_of(federation, k)
@@ -123,19 +133,18 @@ def test_losses_are_those_of_whole_training_sets_with_batch_norm(federate_nets: 
 
 def test_the_lowest_loss_is_taken_and_a_tie_changes_nothing() -> None:
     losses = torch.tensor([[2.0, 1.0, 3.0], [1.0, 1.0, 1.0], [1.0, 1.0, 2.0]])
-    before = torch.eye(3)[[0, 2, 2]]
-    assert best_model(losses, before).argmax(1).tolist() == [1, 2, 0]
+    assert best_model(losses, torch.tensor([0, 2, 2])).tolist() == [1, 2, 0]
 
 
 def test_language_models_begin_with_random_clusters(federate: Any) -> None:
     """LoRA changes nothing before training, so all models are equally good; each user draws by its own name."""
     names = ("ann", "bob", "cem", "dan", "eva", "fay")
     federation = federate({"name": "ifca", "models": 2}, users=names)
-    first = federation.server.kept[PICKED].argmax(1)
-    assert set(first.tolist()) == {0, 1}
+    first = chosen(federation)
+    assert set(first) == {0, 1}
     local_round(federation, range(6), 0)
+    assert chosen(federation) == first
     exchange(federation, range(6))
     soup = {n.removeprefix("soup."): t for n, t in federation.server.kept.items() if n.startswith("soup.")}
-    federation.round_number = -1
-    losses = federation.assess(soup, federation.clients.state.rows)
+    losses = assessed(federation, soup, 1)
     assert bool((losses[:, 0] != losses[:, 1]).all())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from comingle.errors import RecipeError
-from federations import local_round
+from federations import local_round, message_bytes
 
 RANKS = [1, 2, 4]
 NAMES = ("ann", "bob", "cem")
@@ -40,7 +40,12 @@ def test_scales_are_each_users_own_and_padding_counts_nowhere(federate: Any) -> 
     assert federation.clients.model.adapters.scales.tolist() == pytest.approx([16 / math.sqrt(rank) for rank in RANKS])
     one, two, four = federation.clients.trainable_parameters()
     assert (two, four) == (2 * one, 4 * one)
-    assert federation.clients.upload_bytes() == [4 * one, 4 * two, 4 * four]
+    views = federation.clients.model.layout.views(federation.clients.state.rows)
+    for user, rank in enumerate(RANKS):
+        own = {name: t[user, ..., :rank, :] for name, t in views.items()}
+        assert sum(t.numel() for t in own.values()) == (one, two, four)[user]
+        header = {"kind": "upload", "round": 1, "user": NAMES[user], "rank": rank}
+        assert federation.clients.upload_bytes()[user] == message_bytes(own, header, {"loss": torch.tensor(0.0)})
     assert not federation.clients.state.rows[~federation.clients.mask].any()
 
 
@@ -50,4 +55,4 @@ def test_as_many_ranks_as_users(federate: Any) -> None:
 
 
 def test_the_pooled_trainer_has_the_largest_rank(federate: Any) -> None:
-    assert federate("centralized", changes={"adapters.rank": RANKS}).model.adapters.ranks.tolist() == [4]
+    assert federate("centralized", changes={"adapters.rank": RANKS}).clients.model.adapters.ranks.tolist() == [4]

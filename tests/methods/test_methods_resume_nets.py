@@ -24,7 +24,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedavg+": {"name": "fedavg+"},
     "pfedmoe": {"name": "pfedmoe"},
 }
-KEPT = {"fedmerge": {"server/merging"}, "fedmerge-fixed": {"server/merging"}, "ifca": {"server/picked"}}
+KEPT = {"fedmerge": {"server/merging"}, "fedmerge-fixed": {"server/merging"}}
 
 
 class StoppedError(Exception):
@@ -72,7 +72,10 @@ def test_resuming_is_exact(name: str, task: str, tmp_path: Path) -> None:
     assert found == expected
     assert state.keys() == tensors.keys()
     assert all(torch.equal(state[key], tensors[key]) for key in tensors)
-    assert {key for key in state if key.startswith("server/") and "soup" not in key} == KEPT.get(name, set())
+    assert {key for key in state if key.startswith("server/") and "soup" not in key and "model" not in key} == {
+        "server/version"
+    } | KEPT.get(name, set())
+    assert ("own/choice" in state) == (name == "ifca")
     opened = experiment.load(tmp_path / "whole")
     first, second = whole.federation.clients.evaluate(), opened.federation.clients.evaluate()
     assert [score.measures for score in first] == [score.measures for score in second]
