@@ -134,7 +134,7 @@ def test_one_model_travels_whatever_is_in_the_soup(federate_nets: Any) -> None:
     for models in (1, 7):
         federation, plain = federate_nets({"name": "fedmerge", "models": models}), federate_nets("fedavg")
         assert crossing(download_all(federation), EVERYONE) == crossing(plain, EVERYONE)
-        model = {name: t[0] for name, t in plain.clients.model.layout.views(plain.clients.state.rows).items()}
+        model = {name: t[:1] for name, t in plain.clients.model.layout.views(plain.clients.state.rows).items()}
         header = {"kind": "download", "version": 2, "user": "user-1", "rank": 0}
         assert crossing(federation, [1])[1] == message_bytes(model, header, {})
 
@@ -170,7 +170,7 @@ def test_fixed_weights_are_even_over_a_subset_and_stay(federate_nets: Any) -> No
 def test_models_of_the_absent_stay_where_they_are(federate_nets: Any, column: bool) -> None:
     """Two models, each with users of its own; only the first one's are there."""
     method = {"name": "fedmerge", "models": 2, "softmax": False, "weight_step": 0.0, "column_normalize": column}
-    federation = federate_nets(method)
+    federation = federate_nets(method, changes={"data.task.name": "mlp"})  # behind batch norm no bias moves
     federation.server.kept["merging"].copy_(torch.tensor([[1, 0], [0, 1], [1, 0], [0, 1]]))
     download_all(federation)
     before = {name: t.clone() for name, t in federation.server.kept.items()}
