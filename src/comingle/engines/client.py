@@ -173,8 +173,14 @@ class Clients:
         """Some users to be worked on together; who ``looks_back`` remembers what the users have now."""
         part = self.state.take(rows)
         return Cohort(
-            clients=self,
+            steps=self.steps,
+            scorer=self.scorer,
+            trainers=self.trainers,
+            initial=self.initial,
+            layout=self.model.layout,
             rows=rows,
+            owners=self.owners(rows),
+            names=[self.name(row) for row in rows],
             part=part,
             round_number=round_number,
             before=part.rows.clone() if looks_back else None,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from comingle.engines.client import Clients
 from comingle.engines.server import ServerHalf
 
 
-class Federation(Protocol):
+class Federation(ABC):
     """Two halves, and what moves messages between them; users are numbers here."""
 
     clients: Clients
@@ -21,17 +22,17 @@ class Federation(Protocol):
     download_bytes: int
     """Length of all that they have received."""
 
+    @abstractmethod
     def download(self, members: Sequence[int]) -> None:
         """Those of these users who are behind receive what the server has."""
-        ...
 
+    @abstractmethod
     def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
         """These users send what they share after round ``done`` (from 1)."""
-        ...
 
+    @abstractmethod
     def aggregate(self) -> None:
         """The server takes in what has been sent."""
-        ...
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,6 +17,7 @@ from torch import Tensor
 from comingle.data.seeds import generator
 from comingle.engines.faults import broke_first
 from comingle.engines.feeds import Feed
+from comingle.engines.members import Members
 from comingle.engines.optimizers import descend, learning_rate, update
 from comingle.engines.training import Portions, Training
 from comingle.methods.base import Method
@@ -24,9 +25,6 @@ from comingle.methods.client import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.stacked import StackedModel
 from comingle.trees import CLIENT_ROUTER, STATISTICS, Tree, flatten
-
-if TYPE_CHECKING:
-    from comingle.engines.cohort import Cohort
 
 
 @dataclass(kw_only=True)
@@ -72,7 +70,7 @@ class Steps:
     # ---------------------------------------------------------------- iterations
 
     def iteration(
-        self, cohort: Cohort, phases: Sequence[Phase], step: int, active: Bool[Tensor, " users"]
+        self, cohort: Members, phases: Sequence[Phase], step: int, active: Bool[Tensor, " users"]
     ) -> Float[Tensor, " users"]:
         """One local iteration of a cohort: each phase for the active users for whom it is due.
 
@@ -92,7 +90,7 @@ class Steps:
         cohort.part.iterations += active.to(cohort.part.iterations)
         return losses
 
-    def take(self, cohort: Cohort, phase: Phase, step: int) -> Float[Tensor, " users"]:
+    def take(self, cohort: Members, phase: Phase, step: int) -> Float[Tensor, " users"]:
         """The optimiser steps of one phase, in place on the cohort. Returns the mean loss of each user."""
         total, number = torch.zeros(len(cohort.rows)), cohort.round_number
         for i in range(phase.steps):
@@ -126,7 +124,7 @@ class Steps:
         drawn = torch.stack([torch.randn(mixture.clusters, generator=stream) for stream in streams])
         return mixture.noise * drawn.to(self.model.device, self.model.dtype)
 
-    def descend(self, phase: Phase, cohort: Cohort, gradients: Tree, iteration: int) -> None:
+    def descend(self, phase: Phase, cohort: Members, gradients: Tree, iteration: int) -> None:
         """One optimiser step on the columns that ``phase`` trains, in place; ``gradients`` is used up."""
         layout, part = self.model.layout, cohort.part
         for name, roles in phase.optimizers:
@@ -151,7 +149,7 @@ class Steps:
 
     def gradient(
         self,
-        cohort: Cohort,
+        cohort: Members,
         drawn: Int[Tensor, "users batch ..."],
         phase: Phase,
         noise: Float[Tensor, "users clusters"] | None = None,
@@ -202,7 +200,7 @@ class Steps:
 
     def _gradient_by_size(
         self,
-        cohort: Cohort,
+        cohort: Members,
         drawn: Int[Tensor, "users batch"],
         phase: Phase,
         noise: Float[Tensor, "users clusters"] | None = None,

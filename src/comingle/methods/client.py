@@ -5,9 +5,10 @@ Engines hand a part the :class:`Cohort` that it is about: users worked on in one
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -56,70 +57,68 @@ class Phase:
         return (("experts", self.roles - routers), ("router", routers))
 
 
-class Cohort(Protocol):
+class Cohort(ABC):
     """Users that are worked on together, as a part sees them. Tensors have the users on their leading dimension."""
 
-    @property
-    def names(self) -> list[str]:
-        """The users' names."""
-        ...
+    names: list[str]
+    """The users' names."""
 
     @property
+    @abstractmethod
     def tensors(self) -> Tree:
         """Everything that the users train, shared and local, to be changed in place."""
-        ...
 
     @property
+    @abstractmethod
     def began(self) -> Tree:
         """The same as it was when the round began; only for parts that say that they look back."""
-        ...
 
     @property
+    @abstractmethod
     def own(self) -> Tree:
         """What parts keep of each user between rounds, to be changed in place."""
-        ...
 
     @property
+    @abstractmethod
     def ranks(self) -> Int[Tensor, " users"]:
         """LoRA ranks, to be changed in place."""
-        ...
 
     @property
+    @abstractmethod
     def router_rate(self) -> float:
         """The router's learning rate in this round."""
-        ...
 
+    @abstractmethod
     def reset(self, roles: frozenset[str]) -> None:
         """Make the tensors of some roles what they were before any training."""
-        ...
 
+    @abstractmethod
     def take_steps(self, phase: Phase) -> None:
         """The optimiser steps of a phase."""
-        ...
 
+    @abstractmethod
     def component_losses(self) -> Float[Tensor, "users clusters"]:
         """Mean training loss in nats under each component."""
-        ...
 
+    @abstractmethod
     def divide_samples(self) -> None:
         """Have each training sample mixed by shares of its own for the rest of the round, a user's by their mean."""
-        ...
 
+    @abstractmethod
     def training_losses(self, models: Tree) -> Float[Tensor, "users models"]:
         """Mean training loss in nats under each of its ``models (users, models, *shape)``; 0 for users without data."""
-        ...
 
+    @abstractmethod
     def validation_losses(self, models: Tree) -> Float[Tensor, "users models"]:
         """Mean validation loss in nats under each of its ``models (users, models, *shape)``."""
-        ...
 
+    @abstractmethod
     def copies(self) -> Float[Tensor, "copies users columns"]:
         """Every set of tensors that the users train."""
-        ...
 
+    @abstractmethod
     def validate(self, candidate: Float[Tensor, " columns"], user: int) -> float:
         """Mean validation loss in nats of one user (by place) with these tensors as its model."""
-        ...
 
 
 class Part:

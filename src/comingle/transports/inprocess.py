@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from comingle.engines.client import Clients
+from comingle.engines.clock import Federation
 from comingle.engines.server import ServerHalf, start_server
 from comingle.protocol.messages import LOSS, Download, Upload, join_downloads, join_uploads
 from comingle.protocol.wire import pack, packed_bytes, unpack
 
 
 @dataclass(kw_only=True)
-class InProcess:
+class InProcess(Federation):
     """Moves messages and counts their bytes; with ``serialise`` every one of them is packed and unpacked."""
 
     clients: Clients
