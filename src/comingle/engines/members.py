@@ -67,7 +67,8 @@ class Members(client.Cohort):
 
     def only(self, at: Sequence[int]) -> Members:
         """Some of these users, for a look: their rows are a copy, and there is nothing to take steps with."""
-        return self._of(at, replace(self.part, rows=self.part.rows[list(at)], ranks=self.part.ranks[list(at)]))
+        part = self.part.take(at)
+        return self._of(at, replace(part, rows=part.rows.clone()))
 
     def _of(self, at: Sequence[int], part: State) -> Members:
         return replace(
