@@ -14,8 +14,17 @@ SOURCE = Path(comingle.__file__).parent
 OWN = ("methods", "recipes", "reproduce", "cli")
 """Rooms that may name methods: their own files, recipes and tables that are data, and what a command says."""
 
-AMBIGUOUS = {"local", "centralized", "pretrained"}
-"""Names that are words too: ``evaluation.model: local``."""
+AMBIGUOUS = {"local", "centralized", "pretrained", "floral"}
+"""Names that are words too, as in ``evaluation.model: local``, or of functions that the package exports."""
+
+DATA = {
+    "costing/footprint.py",
+    "costing/planning.py",
+    "reports/colours.py",
+    "reports/series.py",
+    "reports/mixtures.py",  # runs of older versions, whose events do not say what is mixed
+}
+"""Files that name methods as examples, baselines or data."""
 
 WITHIN = (ast.Compare, ast.Set, ast.List, ast.Tuple, ast.Dict, ast.MatchValue)
 
@@ -31,7 +40,11 @@ def asked(tree: ast.AST, names: set[str]) -> list[int]:
     return found
 
 
-FILES = [path for path in sorted(SOURCE.rglob("*.py")) if path.relative_to(SOURCE).parts[0] not in OWN]
+FILES = [
+    path
+    for path in sorted(SOURCE.rglob("*.py"))
+    if path.relative_to(SOURCE).parts[0] not in OWN and path.relative_to(SOURCE).as_posix() not in DATA
+]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))

@@ -89,6 +89,7 @@ def exchanged(server: Server, received: Received) -> Received:
         if name in received.clustered and "mixture" in received.reports:
             shares = shares * received.reports["mixture"].double()
         ratio = (shares[one] / shares[two]).view(-1, *[1] * (t.dim() - 2)) if t.dim() > 1 else shares[one] / shares[two]
+        ratio = ratio.nan_to_num()  # of a component that neither has
         change = some(t.shape[1:], 100 + i)
         t[one] += change
         t[two] -= (ratio * change).view(change.shape)
