@@ -6,23 +6,24 @@ from typing import Any
 
 import pytest
 import torch
+from comingle.engines.exchange import build_uploads
 from torch import Tensor
 
 from comingle.data.samples import Samples
-from comingle.engines.exchange import build_uploads
 from comingle.engines.mixing import mixtures
-from comingle.engines.simulation import Simulation
+from comingle.transports.inprocess import InProcess
+from federations import exchange, local_round
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 EVERYONE = [0, 1, 2, 3]
 
 
-def trained(sim: Simulation, rounds: int = 2) -> Tensor:
+def trained(federation: InProcess, rounds: int = 2) -> Tensor:
     for number in range(rounds):
         if number:
-            sim.exchange(EVERYONE)
-        sim.local_round(EVERYONE, number)
-    return sim.state.rows
+            exchange(federation, EVERYONE)
+        local_round(federation, EVERYONE, number)
+    return federation.clients.state.rows
 
 
 def test_a_cohort_equals_its_users_trained_one_at_a_time(federate_nets: Any, netted: dict[str, Any]) -> None:
@@ -33,25 +34,25 @@ def test_a_cohort_equals_its_users_trained_one_at_a_time(federate_nets: Any, net
 
 
 def test_nobodys_data_moves_anybody_else_within_a_round(federate_nets: Any, netted: dict[str, Any]) -> None:
-    sim, other = federate_nets(netted), federate_nets(netted)
-    bank = other.feed.banks["train"]
+    federation, other = federate_nets(netted), federate_nets(netted)
+    bank = other.clients.feed.banks["train"]
     start, count = int(bank.starts[1]), int(bank.counts[1])
     bank.targets[start : start + count] += 3.0
-    one, two = trained(sim, 1), trained(other, 1)
+    one, two = trained(federation, 1), trained(other, 1)
     assert torch.equal(one[[0, 2, 3]], two[[0, 2, 3]])
     assert not torch.equal(one[1], two[1])
 
 
 def test_what_is_trained_moves_and_nothing_else_does(federate_nets: Any, netted: dict[str, Any]) -> None:
     # Without batch norm, behind which a bias has no gradient but rounding.
-    sim = federate_nets(netted, changes={"data.task.name": "mlp"})
-    layout = sim.model.layout
-    before = sim.state.rows.clone()
-    trained(sim)
-    moved = (sim.state.rows != before).any(0)
-    method = sim.method
-    rerouted = method.reroute or (method.mixture and method.mixture.at == "samples")
-    expected = set(method.trained) | ({"router"} if rerouted else set()) | {"statistics"}
+    federation = federate_nets(netted, changes={"data.task.name": "mlp"})
+    layout = federation.clients.model.layout
+    before = federation.clients.state.rows.clone()
+    trained(federation)
+    moved = (federation.clients.state.rows != before).any(0)
+    method = federation.clients.method
+    rerouted = method.reroute or (method.placement.mixture and method.placement.mixture.at == "samples")
+    expected = set(method.client.trained) | ({"router"} if rerouted else set()) | {"statistics"}
     for slot in layout.slots:
         span = slice(layout.starts[slot.name], layout.starts[slot.name] + slot.size)
         changes = bool(moved[span].any())
@@ -59,28 +60,36 @@ def test_what_is_trained_moves_and_nothing_else_does(federate_nets: Any, netted:
 
 
 def test_only_what_is_shared_leaves(federate_nets: Any, netted: dict[str, Any]) -> None:
-    sim = federate_nets(netted)
-    uploads = build_uploads(sim.method, sim.model.layout, sim.state.rows)
-    sent = {slot.name for slot in sim.model.layout.slots if all(slot.chosen(sim.method.shared))}
+    federation = federate_nets(netted)
+    uploads = build_uploads(federation.clients.method, federation.clients.model.layout, federation.clients.state.rows)
+    sent = {
+        slot.name
+        for slot in federation.clients.model.layout.slots
+        if all(slot.chosen(federation.clients.method.shared))
+    }
     assert set(uploads) == sent
-    clusters = sim.mixture.clusters if sim.method.report else 0
+    clusters = federation.mixture.clusters if federation.clients.method.report else 0
     entries = sum(t[0].numel() for t in uploads.values())
-    said = clusters + bool(sim.method.picks) + 1  # which model it took, and how many samples it trains on
-    assert sim.upload_bytes() == [4 * (entries + said) * bool(uploads)] * 4 or not uploads
+    said = (
+        clusters + bool(federation.clients.method.picks) + 1
+    )  # which model it took, and how many samples it trains on
+    assert federation.clients.upload_bytes() == [4 * (entries + said) * bool(uploads)] * 4 or not uploads
 
 
 def test_an_exchange_leaves_what_is_local(federate_nets: Any, netted: dict[str, Any]) -> None:
-    sim = federate_nets(netted)
-    trained(sim, 1)
-    rerouted = {"router"} if sim.method.reroute else set()  # out of what has been received
-    local = ~sim.model.layout.mask(sim.method.shared | rerouted)
-    before = sim.state.rows.clone()
-    sim.exchange(EVERYONE)
-    assert torch.equal(sim.state.rows[:, local], before[:, local])
-    if sim.method.welcome is not None:  # everybody gets a model of their own
+    federation = federate_nets(netted)
+    trained(federation, 1)
+    rerouted = {"router"} if federation.clients.method.reroute else set()  # out of what has been received
+    local = ~federation.clients.model.layout.mask(federation.clients.method.shared | rerouted)
+    before = federation.clients.state.rows.clone()
+    exchange(federation, EVERYONE)
+    assert torch.equal(federation.clients.state.rows[:, local], before[:, local])
+    if federation.clients.method.server.first_download:  # everybody gets a model of their own
         return
-    for name in build_uploads(sim.method, sim.model.layout, sim.state.rows):
-        values = sim.model.layout.views(sim.state.rows)[name]
+    for name in build_uploads(
+        federation.clients.method, federation.clients.model.layout, federation.clients.state.rows
+    ):
+        values = federation.clients.model.layout.views(federation.clients.state.rows)[name]
         torch.testing.assert_close(values, values[:1].expand_as(values), **EXACT)
 
 
@@ -94,32 +103,38 @@ def test_micro_batches_change_nothing_without_batch_norm(federate_nets: Any, net
 def test_users_of_unequal_size_take_their_own_number_of_steps(federate_nets: Any, netted: dict[str, Any]) -> None:
     """Whoever has fewer samples has fewer steps, and is what it would be alone."""
 
-    def cut(sim: Simulation) -> Simulation:
+    def cut(federation: InProcess) -> InProcess:
         from comingle.engines.samples import SampleFeed
 
-        few = sim.trainers[2]
+        few = federation.clients.trainers[2]
         short = Samples(inputs=few.train.inputs[:43], targets=few.train.targets[:43])
-        sim.trainers[2] = type(few)(name=few.name, train=short, valid=few.valid, test=few.test, cluster=few.cluster)
-        sim.feed = SampleFeed(
-            sim.trainers, sim.training, sim.batch_size, device=sim.model.device, dtype=sim.model.dtype
+        federation.clients.trainers[2] = type(few)(
+            name=few.clients.name, train=short, valid=few.valid, test=few.test, cluster=few.cluster
         )
-        return sim
+        federation.clients.feed = SampleFeed(
+            federation.clients.trainers,
+            federation.clients.training,
+            federation.clients.batch_size,
+            device=federation.clients.model.device,
+            dtype=federation.clients.model.dtype,
+        )
+        return federation
 
     together, apart = cut(federate_nets(netted)), cut(federate_nets(netted, changes={"runtime.users_per_step": 1}))
     # Preconditioning multiplies rounding by up to 1e5.
     torch.testing.assert_close(trained(together), trained(apart), rtol=1e-6, atol=1e-7)
-    assert together.state.iterations.tolist() == [6, 6, 4, 6]
+    assert together.clients.state.iterations.tolist() == [6, 6, 4, 6]
 
 
 @pytest.mark.parametrize("name", ["floral", "ensemble", "local-adaptor", "fedavg"])
 def test_absent_users_train_nothing(federate_nets: Any, name: str) -> None:
-    sim = federate_nets(name)
-    before = sim.state.rows.clone()
-    sim.local_round([0, 3], 0)
-    assert torch.equal(sim.state.rows[[1, 2]], before[[1, 2]])
-    local = ~sim.model.layout.mask(sim.method.shared)
-    sim.exchange([0, 3])
-    assert torch.equal(sim.state.rows[1:3, local], before[1:3, local])
+    federation = federate_nets(name)
+    before = federation.clients.state.rows.clone()
+    local_round(federation, [0, 3], 0)
+    assert torch.equal(federation.clients.state.rows[[1, 2]], before[[1, 2]])
+    local = ~federation.clients.model.layout.mask(federation.clients.method.shared)
+    exchange(federation, [0, 3])
+    assert torch.equal(federation.clients.state.rows[1:3, local], before[1:3, local])
 
 
 def test_evaluations_say_what_is_mixed(federate_nets: Any, netted: dict[str, Any]) -> None:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from comingle.adapters.clustered import floral
 from comingle.adapters.clustered.geometry import CONV_FORMS
-from comingle.engines.simulation import Simulation
+from comingle.engines.local import finish
 from comingle.methods import REGISTRY, make, settings_of
 from comingle.recipes.sections import AdaptersSection, FloralSection
+from comingle.transports.inprocess import InProcess
+from federations import exchange, local_round
 
 ROUNDS = 3
 
@@ -55,15 +57,15 @@ def other(key: str, default: Any) -> Any:
     return default / 2 if default else 0.5
 
 
-def outcome(sim: Simulation) -> list[Tensor]:
+def outcome(federation: InProcess) -> list[Tensor]:
     """What users and server have after a few rounds."""
-    everyone = list(range(len(sim.trainers)))
+    everyone = list(range(len(federation.clients.trainers)))
     for number in range(ROUNDS):
-        sim.local_round(everyone, number)
-        if sim.method.exchanges(number + 1):
-            sim.exchange(everyone)
-    sim.finish()
-    return [sim.state.rows, sim.state.ranks, *sim.state.server.values()]
+        local_round(federation, everyone, number)
+        if federation.clients.method.exchanges(number + 1):
+            exchange(federation, everyone)
+    finish(federation.clients)
+    return [federation.clients.state.rows, federation.clients.state.ranks, *federation.server.kept.values()]
 
 
 def differ(one: list[Tensor], two: list[Tensor]) -> bool:

@@ -8,41 +8,42 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.engines.simulation import Simulation
+from comingle.transports.inprocess import InProcess
+from federations import exchange, local_round
 
 EVERYONE = [0, 1, 2, 3]
 FLORAL = {"name": "floral", "clusters": 2}
 BASE, OWN = "model.1.base.running_", "model.1.running_"
 
 
-def statistics(sim: Simulation, prefix: str) -> Tensor:
+def statistics(federation: InProcess, prefix: str) -> Tensor:
     """Everybody's running mean and variance, side by side."""
-    views = sim.model.layout.views(sim.state.rows)
+    views = federation.clients.model.layout.views(federation.clients.state.rows)
     return torch.cat([views[f"{prefix}mean"], views[f"{prefix}var"]], 1).clone()
 
 
 @pytest.mark.parametrize("method", [FLORAL, {**FLORAL, "name": "floral-mfl"}, {"name": "local-adaptor"}])
 def test_the_exchange_averages_the_base_s_statistics_and_leaves_the_adaptors(federate_nets: Any, method: Any) -> None:
-    sim = federate_nets(method)
-    sim.local_round(EVERYONE, 0)
-    base, own = statistics(sim, BASE), statistics(sim, OWN)
+    federation = federate_nets(method)
+    local_round(federation, EVERYONE, 0)
+    base, own = statistics(federation, BASE), statistics(federation, OWN)
     assert not torch.allclose(base[0], base[1])
-    sim.exchange(EVERYONE)
-    counts = torch.tensor([len(user.train) for user in sim.trainers], dtype=torch.float64)
+    exchange(federation, EVERYONE)
+    counts = torch.tensor([len(user.train) for user in federation.clients.trainers], dtype=torch.float64)
     mean = (counts / counts.sum()) @ base
-    torch.testing.assert_close(statistics(sim, BASE), mean.expand(4, -1))
-    assert torch.equal(statistics(sim, OWN), own)
+    torch.testing.assert_close(statistics(federation, BASE), mean.expand(4, -1))
+    assert torch.equal(statistics(federation, OWN), own)
 
 
 def test_reparameterised_adaptors_see_how_far_a_user_is_from_the_others(federate_nets: Any) -> None:
     """From the second round on s and m are not 1 and 0, so both forms train and score otherwise."""
-    sims = [federate_nets(FLORAL, changes={"floral.batch_nora": nora}) for nora in (False, True)]
+    federations = [federate_nets(FLORAL, changes={"floral.batch_nora": nora}) for nora in (False, True)]
     rows, losses = [], []
-    for sim in sims:
+    for federation in federations:
         for number in range(3):
-            sim.local_round(EVERYONE, number)
-            sim.exchange(EVERYONE)
-        rows.append(sim.state.rows)
-        losses.append(torch.tensor([score.mean_loss for score in sim.evaluate()]))
+            local_round(federation, EVERYONE, number)
+            exchange(federation, EVERYONE)
+        rows.append(federation.clients.state.rows)
+        losses.append(torch.tensor([score.mean_loss for score in federation.clients.evaluate()]))
     assert (rows[0] - rows[1]).abs().max() > 1e-6
     assert (losses[0] - losses[1]).abs().max() > 1e-6

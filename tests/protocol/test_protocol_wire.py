@@ -134,3 +134,13 @@ def test_one_users_part_holds_nothing_of_another() -> None:
     for t in poisoned.tensors.values():
         t[1] = 77 if t.dtype == torch.int64 else torch.nan
     assert pack(poisoned.split()[0]) == pack(sent.split()[0])
+
+
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16, torch.float16])
+def test_bytes_are_counted_whatever_types_are_mixed(narrow: torch.dtype) -> None:
+    """The order of types decides where tensors lie, and so with how many digits the header says it."""
+    for size in range(1, 140, 3):
+        tensors = {"a": torch.zeros(1, size, dtype=torch.float64), "b": torch.zeros(1, size, dtype=narrow)}
+        tensors["c"] = torch.zeros(1, size, dtype=torch.bfloat16)
+        message = replace(upload((0,)), tensors=tensors, reports={"count": torch.tensor([5])})
+        assert packed_bytes(message) == len(pack(message))

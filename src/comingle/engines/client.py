@@ -7,6 +7,7 @@ same with one row.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import cast
 
@@ -199,7 +200,7 @@ class Clients:
         members = self.numbers(download.users)
         layout, shared = self.model.layout, self.method.shared
         cohort = self.cohort(members, download.version)
-        models, made = fill_ranks(self._completed(cohort, download), layout), None
+        models, made = self._completed(cohort, replace(download, tensors=fill_ranks(download.tensors, layout))), None
         for part in self.method.client.parts:
             made = part.receive(cohort, models, download.senders) if made is None else made
         taken = {name: t[:, 0] for name, t in models.items()} if made is None else made

@@ -34,9 +34,9 @@ class Federation(ABC):
     def aggregate(self) -> None:
         """The server takes in what has been sent."""
 
+    @abstractmethod
     def select(self, done: int, losses: dict[str, float]) -> None:
         """Users report validation losses after round ``done``; if their mean is the lowest, all keep what they have."""
-        ...
 
 
 @dataclass(kw_only=True)

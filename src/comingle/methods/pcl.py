@@ -16,12 +16,15 @@ from comingle.methods.server import Received, Server
 from comingle.trees import Tree
 
 
-def collaboration(losses_nats: Float[Tensor, "users senders"]) -> Float[Tensor, "users senders"]:
-    """Row i: ``softmax_j(-perplexity of sender j's model on user i's text)`` (Wagner et al. 2024, strategy 2)."""
+def collaboration(
+    losses_nats: Float[Tensor, "users senders"], own: Float[Tensor, "users senders"]
+) -> Float[Tensor, "users senders"]:
+    """Row i: ``softmax_j(-perplexity of sender j's model on user i's text)`` (Wagner et al. 2024, strategy 2).
+
+    A perplexity that overflows is infinitely bad; where all are, row i is that of ``own``: 1 at user i's own model.
+    """
     scores = -losses_nats.exp()
-    # A perplexity that overflows is infinitely bad; where all are, they are equally so.
-    hopeless = scores.isinf().all(1, keepdim=True)
-    return scores.masked_fill(hopeless, 0.0).softmax(1)
+    return torch.where(scores.isinf().all(1, keepdim=True), own.to(scores), scores.softmax(1))
 
 
 class Listen(Part):
@@ -32,7 +35,9 @@ class Listen(Part):
 
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree:
         """Row i of the weights belongs to user i of the cohort."""
-        weights = collaboration(cohort.validation_losses(models))
+        losses = cohort.validation_losses(models)
+        own = torch.tensor([[sender == name for sender in senders] for name in cohort.names]).to(losses)
+        weights = collaboration(losses, own)
         return {name: torch.einsum("us,us...->u...", weights.to(t), t) for name, t in models.items()}
 
 

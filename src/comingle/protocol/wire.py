@@ -34,6 +34,8 @@ _PREFIX = struct.Struct("<4sHIQI")
 _REPORT = "report/"
 _DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
 _WIDTHS = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2, "I64": 8}
+_ORDER = ("I64", "F64", "F32", "BF16", "F16")
+"""Safetensors puts tensors in this order, and those of one type in that of their names."""
 _LENGTH_BYTES = 8
 """Safetensors begins with the length of its header."""
 
@@ -131,7 +133,7 @@ def _read(header: Mapping[str, Any], tensors: Tree) -> Download | Upload:
 @lru_cache(maxsize=256)
 def _tensors_bytes(shapes: tuple[tuple[str, str, tuple[int, ...]], ...]) -> int:
     """The length of safetensors' bytes: 8, its header filled up to a multiple of 8, and the tensors."""
-    ordered = sorted(shapes, key=lambda shape: (-_WIDTHS[shape[1]], shape[0]))
+    ordered = sorted(shapes, key=lambda shape: (_ORDER.index(shape[1]), shape[0]))
     entries, at = {}, 0
     for name, dtype, shape in ordered:
         size = math.prod(shape) * _WIDTHS[dtype]
