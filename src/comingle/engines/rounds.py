@@ -55,7 +55,7 @@ def run_rounds(
     clients, method = federation.clients, federation.clients.method
     training, names = clients.training, [trainer.name for trainer in clients.trainers]
     everyone, rounds = range(len(names)), training.rounds if method.trains else 0
-    as_exchanged = training.evaluate == "exchanged" or method.client.ends_exchanged
+    as_exchanged = counts_exchanged(clients)
     scores: Sequence[AnyScore] = ()
     if rounds and first_round == 0 and training.evaluate_first:
         federation.download(everyone)
@@ -67,7 +67,7 @@ def run_rounds(
         federation.download(members)
         work = _train(clients, members, number, observe)
         members = list(work.losses)
-        exchanged = clients.shares and method.server.exchanges(done) and not (last and not as_exchanged)
+        exchanged = exchanged_after(clients, done)
         if exchanged:
             federation.upload(members, done, work.losses)
         _tell(federation, work, done, observe, clock)
@@ -90,6 +90,17 @@ def run_rounds(
         scores = clients.evaluate()  # an event tells of them already
     # Without rounds there is nothing but this; a run resumed after its last round has these events already.
     return scores or evaluate(clients, federation.server, rounds, observe if first_round == 0 else lambda event: None)
+
+
+def counts_exchanged(clients: Clients) -> bool:
+    """Whether the models that count are those behind the exchange that ends a round, not the local ones before it."""
+    return clients.training.evaluate == "exchanged" or clients.method.client.ends_exchanged
+
+
+def exchanged_after(clients: Clients, done: int) -> bool:
+    """Whether there is an exchange after round ``done`` of a run: none after the last where local models count."""
+    wanted = done < clients.training.rounds or counts_exchanged(clients)
+    return wanted and clients.shares and clients.method.server.exchanges(done)
 
 
 def _train(clients: Clients, members: list[int], number: int, observe: Observer) -> LocalRound:
