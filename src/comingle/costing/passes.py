@@ -93,14 +93,13 @@ def memory(stage: Rehearsal, *, own: bool = False, portions: Portions | None = N
     peak, gradients = _worst_pass(stage, tuple(range(first, first + count)), chosen)
     state = clients.state
     share = (1 if own else stage.trainers) / len(clients.trainers)
-    server = 0 if own else sum(t.nbytes for t in stage.federation.server.kept.values())
     gaps = ALLOCATOR_GAPS.get(clients.model.device.type, 0.0)
     return MemoryCost(
         weights_bytes=stage.weights_bytes,
         adapters_bytes=int(
             share * (state.rows.nbytes + clients.initial.nbytes + clients.mask.untyped_storage().nbytes())
         )
-        + server,
+        + (0 if own else _server_bytes(stage.federation, share)),
         moments_bytes=int(share * (state.first.nbytes + state.second.nbytes)),
         gradients_bytes=gradients,
         activations_bytes=peak - gradients,
@@ -108,6 +107,12 @@ def memory(stage: Rehearsal, *, own: bool = False, portions: Portions | None = N
         data_bytes=stage.data_bytes // (stage.trainers if own else 1),
         process_bytes=stage.process_bytes,
     )
+
+
+def _server_bytes(federation: InProcess, share: float) -> int:
+    """What the server keeps, with as many times as many users as were built."""
+    server, rows = federation.server, federation.clients.method.server.by_user
+    return int(sum(t.nbytes * (share if name in rows else 1) for name, t in server.kept.items()))
 
 
 def _worst_pass(stage: Rehearsal, rows: tuple[int, ...], portions: Portions) -> tuple[int, int]:
