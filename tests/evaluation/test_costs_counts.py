@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from exchanges import exchanged
 
 from comingle.costing.counts import count_users
 from comingle.costing.planning import compare_with_paper, federate_bare, user_names, with_method
@@ -16,7 +17,6 @@ from comingle.methods import REGISTRY, make
 from comingle.models.base import Base
 from comingle.models.skeleton import load_skeleton
 from comingle.recipes import Recipe, parse_recipe
-from exchanges import exchanged
 
 NAMES = ("ann", "bob", "cem")
 

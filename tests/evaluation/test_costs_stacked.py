@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exchanges import exchanged
 from torch.nn import functional as F
 
 from comingle.costing.bare import bare_mixture
@@ -31,7 +32,6 @@ from comingle.models.nets import make_net
 from comingle.models.skeleton import load_skeleton
 from comingle.recipes import Recipe, parse_recipe
 from comingle.transports.inprocess import InProcess
-from exchanges import exchanged
 
 SGD = {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "weight_decay": 0}
 NAMES = ("ann", "bob", "cem")

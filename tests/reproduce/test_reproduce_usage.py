@@ -43,7 +43,7 @@ COUNTED = {
     "ifca": (4 * NET, NET + 1, 4 * NET, NET + 1),
     "fedmerge": (4 * NET + 4 * USERS, NET, NET, NET),
 }
-"""Server, sent, received and held, with four models where there are several. IFCA's users keep and send their choice."""
+"""Server, sent, received and held, with four models where there are several; IFCA's users keep and send a choice."""
 
 
 def recipe_of(method: str, net: str = "mlp", **settings: Any) -> Recipe:
