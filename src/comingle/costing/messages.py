@@ -29,8 +29,8 @@ def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int
         at = min(i, len(clients.trainers) - 1)
         if at not in known:
             known[at] = upload_of(federation, at), download_of(federation, at, names)
-        sent, received = known[at]
-        found.append((packed_bytes(replace(sent, users=(name,))), packed_bytes(replace(received, users=(name,)))))
+        sent, received = (packed_bytes(replace(message, users=(name,)))[0] for message in known[at])
+        found.append((sent, received))
     return found
 
 
