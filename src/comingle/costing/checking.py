@@ -51,7 +51,7 @@ def check_texts(recipes: Sequence[Recipe]) -> tuple[set[str], str]:
     tokenizer = _tokenizer(recipe.base)
     if tokenizer is None:
         return set(), ""
-    validates = any(make(one.method.name, **one.method.settings).needs_validation for one in recipes)
+    validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in recipes)
     return _check_lengths(recipe, texts, tokenizer, validates), ""
 
 

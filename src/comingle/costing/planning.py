@@ -21,7 +21,7 @@ from comingle.costing.tasks import plan_task
 from comingle.data.pack import UserData
 from comingle.data.questions import QUESTIONS, choose_languages
 from comingle.data.sources import read_dataset
-from comingle.engines.simulation import Simulation
+from comingle.engines.client import Clients
 from comingle.engines.training import portions
 from comingle.errors import DataError, RecipeError
 from comingle.evaluation.costs.memory import free_bytes
@@ -32,6 +32,7 @@ from comingle.models.base import Base
 from comingle.models.skeleton import load_skeleton
 from comingle.recipes import Recipe
 from comingle.recipes.data import QuestionsSection
+from comingle.transports.inprocess import InProcess, federate
 
 QUESTIONS_NOTE = "Questions are not read: they count as long as the context, the most that training on them can cost."
 
@@ -84,7 +85,7 @@ def text_in_place_of_questions(recipe: Recipe, asked: QuestionsSection) -> Recip
     tokens say, and none is wider than the context.
     """
     names = choose_languages(asked.name, asked.languages)
-    pooled = make(recipe.method.name, **recipe.method.settings).pooled
+    pooled = make(recipe.method.name, **recipe.method.settings).placement.pooled
     questions = (asked.train or QUESTIONS[asked.name].train) * (len(names) if pooled else 1)
     steps = ceil(questions / recipe.training.batch_size) * recipe.training.local_epochs
     text = {"users": dict.fromkeys(names, "not read")}
@@ -119,23 +120,24 @@ def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:
 # ---------------------------------------------------------------- one method
 
 
-def federate(recipe: Recipe, base: Base, names: tuple[str, ...]) -> Simulation:
+def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...]) -> InProcess:
     """The federation of a recipe over a base without weights; users have names and no text.
 
     Where all users are alike, only as many as share a pass are built.
     """
     method = make(recipe.method.name, **recipe.method.settings)
     training = training_settings(recipe, names)
-    alike = isinstance(method.specialists, int) and isinstance(recipe.adapters.rank, int)
-    if alike and not method.pooled:
+    placement = method.placement
+    alike = isinstance(placement.specialists, int) and isinstance(recipe.adapters.rank, int)
+    if alike and not placement.pooled:
         names = names[: portions(training, base.device, training.batch_size).users]
     people = [_nobody(name) for name in names]
-    trainers = [_nobody("everyone")] if method.pooled else people
-    if method.mixture is not None:
+    trainers = [_nobody("everyone")] if placement.pooled else people
+    if placement.mixture is not None:
         model = bare_mixture(recipe, base, method, len(trainers))
     else:
         model = adapt_base(recipe, base, method, len(trainers), training_tokens(trainers, training))
-    return Simulation(model, method, training, trainers=trainers, users=people)
+    return federate(Clients(model, method, training, trainers=trainers, users=people))
 
 
 def _nobody(name: str) -> UserData:
@@ -145,19 +147,21 @@ def _nobody(name: str) -> UserData:
 
 def method_cost(recipe: Recipe, base: Base, names: tuple[str, ...], free: int) -> MethodCost:
     """Everything about one method; ``free`` are the bytes that the machine has left."""
-    sim, own = federate(recipe, base, names), process_bytes("text", base.device)
-    if sim.mixture is None:
-        users = count_users(sim, names)
-        stage = rehearse(sim, trainers=1 if sim.method.pooled else len(names), process_bytes=own)
+    federation, own = federate_bare(recipe, base, names), process_bytes("text", base.device)
+    placement = federation.clients.method.placement
+    if placement.mixture is None:
+        users = count_users(federation, names)
+        stage = rehearse(federation, trainers=1 if placement.pooled else len(names), process_bytes=own)
     else:
-        stage = rehearse(sim, trainers=len(names), process_bytes=own)
-        users = count_stacked(stage, dict.fromkeys(names, text_load(sim)), _language_base(recipe, base, names))
+        stage = rehearse(federation, trainers=len(names), process_bytes=own)
+        loads = dict.fromkeys(names, text_load(federation.clients))
+        users = count_stacked(stage, loads, _language_base(recipe, base, names))
     return summarise(stage, users, free)
 
 
 def _language_base(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops:
     """The base's own part of what FedAvg's adapters cost: one pass a step over the same weights."""
-    user = count_users(federate(with_method(recipe, "fedavg"), base, names[:1]), names[:1])[0]
+    user = count_users(federate_bare(with_method(recipe, "fedavg"), base, names[:1]), names[:1])[0]
     forward, passes = (replace(spent, lora=0.0, router=0.0) for spent in (user.forward, user.round))
     return lambda load: (forward, passes)
 
@@ -171,13 +175,13 @@ def compare_with_paper(recipe: Recipe, base: Base) -> list[Difference]:
     one = recipe if isinstance(rank, int) else recipe.with_changes({"adapters.rank": max(rank)})
     accounts, parameters = [], []
     for name in ("fedavg", "comigs-1g1s"):
-        sim = federate(with_method(one, name), base, ("anybody",))
-        (user,) = count_users(sim, ("anybody",))
+        federation = federate_bare(with_method(one, name), base, ("anybody",))
+        (user,) = count_users(federation, ("anybody",))
         # Parameters and both moments of AdamW, as they are kept.
-        state = user.trainable_parameters * 3 * sim.state.rows.element_size()
+        state = user.trainable_parameters * 3 * federation.clients.state.rows.element_size()
         accounts.append(
             Account(
-                forward_flops=user.forward.total * sim.training.context,
+                forward_flops=user.forward.total * recipe.training.context,
                 round_flops=user.round.total,
                 state_bytes=state,
                 upload_bytes=user.upload_bytes,

@@ -13,10 +13,11 @@ from comingle.evaluation.costs.paper import Difference
 class UserCost:
     """What a user trains, sends and computes; ``names`` are the users for whom this is the same.
 
-    ``parameters`` are those that are trained, by role. Bytes are of one exchange. ``forward`` is one token's forward
-    pass, ``training`` one token's forward and backward pass (experts, mean over what a round does), ``round`` a
-    round's training. The naive figures are for one whole MLP per expert. ``unit`` is what data is counted in where it
-    is not tokens; without token-level experts ``experts`` is 0.
+    ``parameters`` are those that are trained, by role. Bytes are of one exchange, a mean where users' names, which go
+    with every message, differ in length. ``forward`` is one token's forward pass, ``training`` one token's forward and
+    backward pass (experts, mean over what a round does), ``round`` a round's training. The naive figures are for one
+    whole MLP per expert. ``unit`` is what data is counted in where it is not tokens; without token-level experts
+    ``experts`` is 0.
     """
 
     names: tuple[str, ...]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from comingle.costing.messages import count_exchanges
 from comingle.costing.passes import Rehearsal, memory
 from comingle.costing.records import MemoryCost, MethodCost, UserCost
 from comingle.engines.training import Portions
@@ -26,15 +27,14 @@ def with_method(recipe: Recipe, name: str) -> Recipe:
 
 def summarise(stage: Rehearsal, users: Sequence[UserCost], free: int) -> MethodCost:
     """A method's costs, its memory among them."""
-    sim, machine = stage.sim, memory(stage)
-    fits = machine.total_bytes <= free
-    rounds = sim.training.rounds if sim.method.phases else 0
+    method, machine = stage.federation.clients.method, memory(stage)
+    portions, fits = stage.steps.portions, machine.total_bytes <= free
     return MethodCost(
-        method=sim.method.name,
+        method=method.name,
         users=tuple(users),
-        exchanges=sum(sim.method.exchanges(done) for done in range(1, rounds + 1)),
-        users_per_step=min(sim.portions.users, stage.trainers * sim.method.copies),
-        micro_batch=sim.portions.sequences,
+        exchanges=count_exchanges(stage.federation),
+        users_per_step=min(portions.users, stage.trainers * method.placement.copies),
+        micro_batch=portions.sequences,
         machine=machine,
         own=memory(stage, own=True),
         fits=fits,
@@ -45,7 +45,7 @@ def summarise(stage: Rehearsal, users: Sequence[UserCost], free: int) -> MethodC
 def advise(stage: Rehearsal, machine: MemoryCost, free: int) -> str:
     """The largest pass that fits, as settings of the recipe; or that none does."""
     if machine.fixed_bytes <= free:
-        for smaller in _smaller(stage.sim.portions):
+        for smaller in _smaller(stage.steps.portions):
             if memory(stage, portions=smaller).total_bytes <= free:
                 return f"runtime.users_per_step={smaller.users} runtime.micro_batch={smaller.sequences}"
     return "no smaller pass fits; take a smaller base, fewer users or a smaller adapters.rank"

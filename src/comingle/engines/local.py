@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.engines.client import Clients
@@ -50,14 +50,14 @@ def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tic
     working = [copy * len(clients.trainers) + member for copy in copies for member in members]
     for rows in cohorts(working, clients.portions.users):
         cohort = clients.cohort(rows, round_number, looks_back=method.client.looks_back)
-        found = _work(clients, cohort, tick)
+        steps = torch.tensor([clients.feed.steps(owner) for owner in cohort.owners])
+        found = _work(clients, cohort, steps, tick)
         broken = find_broken(found, cohort.part.rows, round_number)
         _leave_out(clients, cohort, broken)
         for part in method.client.parts:
             part.end(cohort)
         clients.state.put(rows, cohort.part)
-        counted = torch.tensor([clients.feed.steps(owner) for owner in cohort.owners])
-        losses |= dict(zip(cohort.owners, (found.sum(0) / counted).tolist(), strict=True))
+        losses |= dict(zip(cohort.owners, (found.sum(0) / steps).tolist(), strict=True))
         rejected |= {cohort.owners[user]: what for user, what in broken.items()}
     if any(part.resizes for part in method.client.parts):
         clients.resized()
@@ -66,11 +66,10 @@ def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tic
     return LocalRound(losses=losses, rejected=rejected, tokens=seen, seconds=time.perf_counter() - started)
 
 
-def _work(clients: Clients, cohort: Cohort, tick: Tick) -> Float[Tensor, "steps users"]:
-    """The local iterations of a cohort in one round. Returns every training loss."""
+def _work(clients: Clients, cohort: Cohort, steps: Int[Tensor, " users"], tick: Tick) -> Float[Tensor, "steps users"]:
+    """The local iterations of a cohort in one round, ``steps`` of each user. Returns every training loss."""
     for part in clients.method.client.parts:
         part.begin(cohort)
-    steps = torch.tensor([clients.feed.steps(owner) for owner in cohort.owners])
     history = []
     for step in range(int(steps.max())):
         history.append(clients.steps.iteration(cohort, clients.phases, step, step < steps))

@@ -22,7 +22,7 @@ from comingle.engines.clock import Clock, Federation
 from comingle.engines.evaluations import evaluate
 from comingle.engines.events import Observer
 from comingle.engines.faults import diverged
-from comingle.engines.local import LocalRound, finish, train
+from comingle.engines.local import LocalRound, finetuned, finish, train
 from comingle.engines.scoring import AnyScore
 from comingle.engines.training import participants
 
@@ -85,7 +85,8 @@ def run_rounds(
     clock.count(federation)
     clients.choose()
     if clients.chosen_round != rounds:
-        scores = clients.evaluate()  # an event tells of them already
+        with finetuned(clients):
+            scores = clients.evaluate()  # an event tells of them already
     # Without rounds there is nothing but this; a run resumed after its last round has these events already.
     return scores or evaluate(federation, rounds, observe if first_round == 0 else lambda event: None)
 
@@ -101,15 +102,26 @@ class _Due:
 
 
 def _due(clients: Clients, number: int) -> _Due:
-    """What is due in round ``number`` (from 0): a run that ends with local models needs no last exchange."""
-    training, method, done = clients.training, clients.method, number + 1
-    ends, counts = done == training.rounds, "exchanged" if method.client.ends_exchanged else training.evaluate
+    """What is due in round ``number`` (from 0)."""
+    training, done = clients.training, number + 1
+    ends, counts = done == training.rounds, "exchanged" if counts_exchanged(clients) else "local"
     return _Due(
         ends=ends,
-        exchanges=clients.shares and method.server.exchanges(done) and not (ends and counts == "local"),
+        exchanges=exchanged_after(clients, done),
         evaluates=counts if ends or done % training.evaluate_every == 0 else None,
         saves=ends or done % training.checkpoint_every == 0,
     )
+
+
+def counts_exchanged(clients: Clients) -> bool:
+    """Whether the models that count are those behind the exchange that ends a round, not the local ones before it."""
+    return clients.training.evaluate == "exchanged" or clients.method.client.ends_exchanged
+
+
+def exchanged_after(clients: Clients, done: int) -> bool:
+    """Whether there is an exchange after round ``done`` of a run: none after the last where local models count."""
+    wanted = done < clients.training.rounds or counts_exchanged(clients)
+    return wanted and clients.shares and clients.method.server.exchanges(done)
 
 
 def _train(clients: Clients, members: list[int], number: int, observe: Observer) -> LocalRound:

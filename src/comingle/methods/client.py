@@ -134,6 +134,8 @@ class Part:
     """Whether it changes ranks."""
     looks_back: ClassVar[bool] = False
     """Whether it asks for what a user had when the round began."""
+    sweeps: ClassVar[bool] = False
+    """Whether it asks, once a round, what each of several models or components loses on all training data."""
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
         """What each user keeps for this part between rounds ``(users, ...)``, in :attr:`Cohort.own`; it is not sent."""
@@ -147,6 +149,11 @@ class Part:
 
     def begin(self, cohort: Cohort) -> None:
         """Before the local steps of a round."""
+
+    @property
+    def before(self) -> tuple[Phase, ...]:
+        """Phases that it takes then."""
+        return ()
 
     @property
     def resets(self) -> bool:
@@ -197,6 +204,16 @@ class Client:
     def trained(self) -> frozenset[str]:
         """Every role that something trains."""
         return frozenset().union(*(phase.roles for phase in self.phases), *(part.roles for part in self.parts))
+
+    @property
+    def before(self) -> tuple[Phase, ...]:
+        """Phases at the start of a round, before the others."""
+        return tuple(phase for part in self.parts for phase in part.before)
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether something asks for losses on all training data, once a round."""
+        return any(part.sweeps for part in self.parts)
 
     @property
     def optimizers(self) -> list[tuple[str, frozenset[str]]]:

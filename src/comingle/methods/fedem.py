@@ -33,6 +33,8 @@ def fedem(*, models: int = 3) -> Method:
 class DivideSamples(Part):
     """Says at the start of a round how much each sample belongs to each model."""
 
+    sweeps = True
+
     def begin(self, cohort: Cohort) -> None:
         """With the models as received."""
         cohort.divide_samples()

@@ -43,6 +43,7 @@ class Choose(Part):
     """A user takes the model with the lowest loss on its training data, and says which with its upload."""
 
     models: int
+    sweeps = True
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
         """A random choice of each user."""

@@ -68,12 +68,19 @@ class WarmUp(Part):
         """Forget, then warm up."""
         if self.forget:
             cohort.reset(ROUTERS)
-        if self.steps:
-            cohort.take_steps(Phase(roles=ROUTERS, steps=self.steps, optimizer="router"))
+        for phase in self.before:
+            cohort.take_steps(phase)
+
+    @property
+    def before(self) -> tuple[Phase, ...]:
+        """The router's steps."""
+        return (Phase(roles=ROUTERS, steps=self.steps, optimizer="router"),) if self.steps else ()
 
 
 class Entropic(Part):
     """Users set their router, as soon as they have received the components, out of what these lose on their data."""
+
+    sweeps = True
 
     def received(self, cohort: Cohort) -> None:
         """By :func:`entropic`."""

@@ -37,12 +37,14 @@ class Download:
     ranks: Int[Tensor, " users"]
     senders: tuple[str, ...] = ()
 
+    def of(self, at: int) -> Download:
+        """One user's own message; its tensors are views."""
+        own = self.users[at : at + 1]
+        return replace(self, users=own, tensors=_row(self.tensors, at), ranks=self.ranks[at : at + 1])
+
     def split(self) -> list[Download]:
-        """Each user's own message; its tensors are views."""
-        return [
-            replace(self, users=(user,), tensors=_row(self.tensors, i), ranks=self.ranks[i : i + 1])
-            for i, user in enumerate(self.users)
-        ]
+        """Each user's own."""
+        return [self.of(at) for at in range(len(self.users))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +62,14 @@ class Upload:
     ranks: Int[Tensor, " users"]
     reports: Tree = field(default_factory=dict)
 
+    def of(self, at: int) -> Upload:
+        """One user's own message; its tensors are views."""
+        own = {"users": self.users[at : at + 1], "ranks": self.ranks[at : at + 1]}
+        return replace(self, **own, tensors=_row(self.tensors, at), reports=_row(self.reports, at))
+
     def split(self) -> list[Upload]:
-        """Each user's own message; its tensors are views."""
-        return [
-            replace(
-                self,
-                users=(user,),
-                tensors=_row(self.tensors, i),
-                ranks=self.ranks[i : i + 1],
-                reports=_row(self.reports, i),
-            )
-            for i, user in enumerate(self.users)
-        ]
+        """Each user's own."""
+        return [self.of(at) for at in range(len(self.users))]
 
 
 def join_uploads(parts: Sequence[Upload]) -> Upload:

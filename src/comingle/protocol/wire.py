@@ -14,6 +14,7 @@ import math
 import struct
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -64,11 +65,32 @@ def unpack(data: bytes) -> Download | Upload:
         raise MessageError(f"message: not one of comingle's ({type(error).__name__}: {error})") from None
 
 
-def packed_bytes(message: Download | Upload) -> int:
-    """The length of :func:`pack`'s bytes, without packing: from names, shapes and types alone."""
+def packed_bytes(message: Download | Upload) -> list[int]:
+    """The length of :func:`pack`'s bytes of each user, without packing: from names, shapes and types alone."""
+    senders = set(message.senders) if isinstance(message, Download) else set[str]()
+    known: dict[tuple[int, bool], int] = {}
+    lengths = []
+    for at, (user, rank) in enumerate(zip(message.users, message.ranks.tolist(), strict=True)):
+        key = rank, user in senders
+        name = _name_bytes(user)
+        if key not in known:
+            known[key] = _length(message.of(at)) - name
+        lengths.append(known[key] + name)
+    return lengths
+
+
+def _length(message: Download | Upload) -> int:
+    """The same of one user's."""
+    if isinstance(message, Download) and message.senders:  # so that nothing is copied
+        message = replace(message, tensors={name: t.to("meta") for name, t in message.tensors.items()})
     header = len(json.dumps(_header(message), separators=(",", ":")).encode())
     shapes = tuple((name, _DTYPES[t.dtype], tuple(t.shape)) for name, t in _tensors(message).items())
     return _PREFIX.size + header + _tensors_bytes(shapes)
+
+
+@lru_cache(maxsize=1 << 16)
+def _name_bytes(user: str) -> int:
+    return len(json.dumps(user).encode())
 
 
 def _header(message: Download | Upload) -> dict[str, Any]:

@@ -33,17 +33,15 @@ class InProcess(Federation):
             return
         ranks = self.clients.state.ranks[self.clients.numbers(names)].cpu()
         message = self.server.download(names, ranks)
-        parts = message.split()
-        self.download_bytes += sum(packed_bytes(part) for part in parts)
-        self.clients.receive(_downloaded(parts) if self.serialise else message)
+        self.download_bytes += sum(packed_bytes(message))
+        self.clients.receive(_downloaded(message.split()) if self.serialise else message)
 
     def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
         """These users send what they share, and how well they did, after round ``done``."""
         said = {LOSS: torch.tensor([losses[member] for member in members])}
         message = self.clients.upload(members, done, said)
-        parts = message.split()
-        self.upload_bytes += sum(packed_bytes(part) for part in parts)
-        self._sent = _uploaded(parts) if self.serialise else message
+        self.upload_bytes += sum(packed_bytes(message))
+        self._sent = _uploaded(message.split()) if self.serialise else message
 
     def aggregate(self) -> None:
         """The server takes in what has been sent; between peers everybody who took part hears of it at once."""
@@ -62,9 +60,8 @@ class InProcess(Federation):
             ranks=torch.zeros(len(losses), dtype=torch.int64),
             reports={VALIDATION: torch.tensor(list(losses.values()), dtype=torch.float64)},
         )
-        parts = message.split()
-        self.upload_bytes += sum(packed_bytes(part) for part in parts)
-        if self.server.judge(_uploaded(parts) if self.serialise else message):
+        self.upload_bytes += sum(packed_bytes(message))
+        if self.server.judge(_uploaded(message.split()) if self.serialise else message):
             self.clients.state.remember(done)
 
 
