@@ -3,6 +3,7 @@
     ComingleError            a mistake a user can correct; the CLI prints its one line and exits with code 2
     ├── RecipeError          a recipe or a setting: unknown key, wrong type, value out of range
     ├── DataError            a user's text: missing file, empty user, too little text, no validation set
+    │   └── NoTextError      no text at all, or none of a split that was asked for
     ├── BaseModelError       the pretrained model: not found, unknown family, wrong dtype
     ├── RunError             a run folder or checkpoint: exists, truncated, foreign, not resumable
     ├── MessageError         a message between users and server: truncated, changed on the way, of another version
@@ -33,6 +34,10 @@ class DataError(ComingleError):
     """A user's text cannot be used."""
 
 
+class NoTextError(DataError):
+    """A user has no text, or none of a split."""
+
+
 class BaseModelError(ComingleError):
     """The pretrained model cannot be used."""
 
@@ -50,9 +55,11 @@ class DivergenceError(ComingleError):
 
 
 def did_you_mean(got: str, known: Iterable[str]) -> str:
-    """A hint for a misspelt name: `` Did you mean 'x'?``, or nothing when no name is near."""
+    """A hint for a misspelt name, or the beginning of one: `` Did you mean 'x'?``, or nothing when none is near."""
     cutoff = 0.65 if len(got) < _SHORT else 0.75  # one wrong letter of three; and names that begin alike are not near
-    near = difflib.get_close_matches(got, list(known), n=1, cutoff=cutoff)
+    names = list(known)
+    longer = [name for name in names if len(got) > _SHORT and name.startswith(got)]
+    near = difflib.get_close_matches(got, names, n=1, cutoff=cutoff) or (longer if len(longer) == 1 else [])
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import accumulate
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -58,14 +57,14 @@ def reporting(*, quiet: bool = False) -> Iterator[Reporter]:
             yield lines
 
 
-def steps_of(clients: Clients) -> list[int]:
-    """How many local iterations of cohorts each round has."""
+def steps_before(clients: Clients) -> Callable[[int], int]:
+    """How many local iterations of cohorts there are before a round; which of them have how many comes round again."""
     training, names = clients.training, [trainer.name for trainer in clients.trainers]
-    present = [participants(training, r, names) for r in range(training.rounds if clients.method.trains else 0)]
-    return [
-        len(cohorts(who * clients.method.placement.copies, clients.portions.users)) * clients.steps.local_steps
-        for who in present
-    ]
+    period = len(training.participation) if isinstance(training.participation, Sequence) else 1
+    copies, most, own = clients.method.placement.copies, clients.portions.users, clients.steps.local_steps
+    present = [participants(training, r, names) for r in range(period)]
+    steps = [len(cohorts(who * copies, most)) * own for who in present]
+    return lambda rounds: rounds // period * sum(steps) + sum(steps[: rounds % period])
 
 
 def about(seconds: float) -> str:
@@ -81,8 +80,9 @@ class Course:
 
     def __init__(self, clients: Clients, title: str | None):
         self.title = title or f"{clients.method.name}, seed {clients.training.seed}"
-        self._before = [0, *accumulate(steps_of(clients))]  # steps before each round
-        self.rounds, self.total = len(self._before) - 1, self._before[-1]
+        self._before = steps_before(clients)
+        self.rounds = clients.training.rounds if clients.method.trains else 0
+        self.total = self._before(self.rounds)
         self.round, self.done, self.started_at = 0, 0, -1
         self.evaluating, self.result = False, ""
         self._began = time.perf_counter()
@@ -100,7 +100,7 @@ class Course:
 
     def _step(self, advance: int) -> None:
         if self.started_at < 0:
-            self.started_at = self.done = self._before[self.round - 1]
+            self.started_at = self.done = self._before(self.round - 1)
             self._began = time.perf_counter()
         self.done += advance
 

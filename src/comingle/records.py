@@ -158,7 +158,7 @@ def told_in_one_line(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _DISK:
+        if error.errno is None or error.errno not in _DISK:
             raise
         raise RunError(f"{error.filename or folder}: cannot be written to: {os.strerror(error.errno)}") from None
 

@@ -101,19 +101,22 @@ def test_local_statistics_are_those_of_a_batch_norm_beside_the_base() -> None:
 
 
 def reparameterised(model: FloralModel, x: Tensor, *, train: bool) -> Tensor:
-    """Eq. 42 as written: two batch norms, the second with s gamma_i and beta_i + m sg(gamma_i)."""
+    """Eq. 42 as written: batch norms with s gamma_i and beta_i + m sg(gamma_i), mixed by pi, beside the base's."""
     layer, pi = only_layer(model), model.router.theta.softmax(0)
     base = layer.base
     assert isinstance(base, nn.BatchNorm1d)
-    gamma, beta = pi @ layer.get_parameter("weight"), pi @ layer.get_parameter("bias")
+    weight, bias = layer.get_parameter("weight"), layer.get_parameter("bias")
     mean, var = base.get_buffer("running_mean").clone(), base.get_buffer("running_var").clone()
     own_mean, own_var = layer.get_buffer("running_mean").clone(), layer.get_buffer("running_var").clone()
     s = ((own_var + base.eps) / (var + base.eps)).sqrt()
     m = (own_mean - mean) / (var + base.eps).sqrt()
-    first = torch.batch_norm(x, base.weight, base.bias, mean, var, train, 0.1, base.eps, False)
-    return first + torch.batch_norm(
-        x, s * gamma, beta + m * gamma.detach(), own_mean, own_var, train, 0.1, base.eps, False
-    )
+    mixed = torch.batch_norm(x, base.weight, base.bias, mean, var, train, 0.1, base.eps, False)
+    for share, gamma, beta in zip(pi, weight, bias, strict=True):
+        shift = beta + m * gamma.detach()
+        mixed = mixed + share * torch.batch_norm(
+            x, s * gamma, shift, own_mean.clone(), own_var.clone(), train, 0.1, base.eps, False
+        )
+    return mixed
 
 
 @pytest.mark.parametrize("train", [True, False])

@@ -20,6 +20,7 @@ SETTINGS = {
     "adapters.rank=121": RANK.format("121"),
     "adapters.rank=[2, 400, 3]": RANK.format("400 for user 2 of 3"),
     "training.batch_size=1000000000": "training.batch_size: 1,000,000,000 windows of 17 tokens are 127 GiB; this",
+    "training.rounds=1000000000": "--set: training.rounds: Input should be less than or equal to 10000000; got 10000",
     "runtime.threads=100000": "--set: runtime.threads: Input should be less than or equal to 1024; got 100000",
     "base=random:llama?layers=100000": "base model 'random:llama?layers=100000': layers must be at most 1,000, got",
     "base=random:llama?layers=999&dim=8000000": "base model 'random:llama?layers=999&dim=8000000': about ",

@@ -17,6 +17,8 @@ import pytest
 
 import comingle as package
 from comingle import progress
+from comingle.experiment import build
+from comingle.materials import prepare
 from comingle.recipes import load_recipe
 from comingle.records import read_events
 from comingle.terminal import Terminal
@@ -201,3 +203,14 @@ def test_a_run_is_shown_in_one_line(recipe_file: Path, tmp_path: Path) -> None:
     told = f"comigs-1g1s on random:llama, 3 users, 4 rounds, mean test perplexity {mean:.4g}"
     assert repr(run) == f"Run({told}, in {tmp_path / 'run'})"
     assert repr(package.run(load_recipe(tmp_path / "run"))) == f"Run({told})"
+
+
+def test_steps_of_ten_million_rounds_are_counted_at_once(recipe_file: Path) -> None:
+    groups = [["ann", "bob"], ["ann"], ["ann", "bob", "cem"]]
+    changes = {"training.participation": groups, "training.rounds": 10_000_000, "runtime.users_per_step": 2}
+    recipe = load_recipe(recipe_file).with_changes(changes)
+    sim = build(recipe, prepare(recipe))
+    course = progress.Course(sim, None)
+    assert (course.rounds, course.total) == (10_000_000, (3_333_333 * 4 + 1) * sim.local_steps)
+    course({"event": "step", "round": 6, "advance": 1})
+    assert course.done == (4 + 1 + 1) * sim.local_steps + 1

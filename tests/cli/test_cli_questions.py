@@ -113,9 +113,9 @@ def test_questions_cost_at_most_what_text_does(comingle: Any, recipe: Path) -> N
     assert found.code == 0, found.err
     plan = json.loads(found.out)
     assert (plan["users"], plan["local_steps"], plan["note"]) == (["en", "de"], 2, QUESTIONS_NOTE)
-    text = ("--set", "data={users: {any: text}}", "--users", 2)
+    text = ("--set", "data={users: {any: text}}", "--users", 2, "--json")
     for method, steps in (("fedavg", 2), ("centralized", 4)):
-        same = comingle("cost", recipe, "--method", method, *text, *changes, "--set", f"training.local_steps={steps}")
+        same = comingle("cost", recipe, "--method", method, *text, "--set", f"training.local_steps={steps}")
         (cost,) = [one for one in plan["methods"] if one["method"] == method]
         (alike,) = json.loads(same.out)["methods"]
         assert [one | {"names": []} for one in cost["users"]] == [one | {"names": []} for one in alike["users"]]

@@ -42,7 +42,13 @@ def test_run_writes_a_folder_and_prints_every_user(comingle: Any, recipe_file: P
     answer = comingle("run", recipe_file, "--out", tmp_path / "run", *QUICK, "--seed", 7)
     assert (answer.code, answer.err) == (0, "")
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names - {"tensorboard"} == {"recipe.yaml", "inputs.json", "events.jsonl", "metrics.json", "checkpoints"}
+    assert names - {"tensorboard", ".lock"} == {
+        "recipe.yaml",
+        "inputs.json",
+        "events.jsonl",
+        "metrics.json",
+        "checkpoints",
+    }
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics.keys() >= METRICS
     assert (metrics["method"], metrics["seed"]) == ("comigs-1g1s", 7)

@@ -218,7 +218,7 @@ def test_florals_tasks_have_validation_samples_on_demand(make_folder: MakeFolder
         ("cifar10-cluster", {"users": 3}, "task 'cifar10-cluster': clusters=5; allowed: 1 to 3, the number of users"),
         ("mnist", {"valid": 1.0}, "task 'mnist': valid=1.0; allowed: from 0, below 1"),
         ("mnist", {"valid": float("nan")}, "task 'mnist': valid=nan; allowed: from 0, below 1"),
-        ("pacs-domain", {}, "no task 'pacs-domain'. Did you mean 'pacs'?"),
+        ("pacs-domain", {}, "no task 'pacs-domain'. Allowed: linear, mlp, "),
         ("cifar10-personel", {}, "no task 'cifar10-personel'. Did you mean 'cifar10-personal'?"),
     ],
 )

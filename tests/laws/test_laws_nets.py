@@ -139,6 +139,6 @@ def test_absent_users_train_nothing(federate_nets: Any, name: str) -> None:
 
 def test_evaluations_say_what_is_mixed(federate_nets: Any, netted: dict[str, Any]) -> None:
     event = mixtures(federate_nets(netted))
-    models = netted["name"].startswith(("ensemble", "fedmerge", "ifca", "fedem"))
+    models = netted["name"].startswith(("ensemble", "mfl", "fml", "fedmerge", "ifca", "fedem"))
     mixes = models or netted["name"].startswith("floral")
     assert event.get("component") == ({True: "model", False: "adaptor set"}[models] if mixes else None)

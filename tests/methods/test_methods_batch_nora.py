@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -47,3 +48,119 @@ def test_reparameterised_adaptors_see_how_far_a_user_is_from_the_others(federate
         losses.append(torch.tensor([score.mean_loss for score in federation.clients.evaluate()]))
     assert (rows[0] - rows[1]).abs().max() > 1e-6
     assert (losses[0] - losses[1]).abs().max() > 1e-6
+
+
+# ---------------------------------------------------------------- Algorithm 1 with eq. 42, written out
+
+RATE, ROUTER_RATE, EPS, MOMENTUM, CLUSTERS = 0.05, 0.3, 1e-5, 0.1, 2
+NAMES = {
+    **{f"{new}{i}": f"model.{i}.{old}" for i in (0, 3) for new, old in (("A", "a"), ("B", "b"), ("bias", "bias"))},
+    **{f"base_{kind}{i}": f"model.{i}.base.{kind}" for i in (0, 1, 3) for kind in ("weight", "bias")},
+    **{f"main_{kind}": BASE + kind for kind in ("mean", "var")},
+    **{f"own_{kind}": OWN + kind for kind in ("mean", "var")},
+    "gains": "model.1.weight",
+    "shifts": "model.1.bias",
+    "theta": "router.theta",
+}
+COMPONENTS = ("A0", "B0", "bias0", "A3", "B3", "bias3", "gains", "shifts")
+STATISTICS = ("main_mean", "main_var", "own_mean", "own_var")
+AT_HOME = ("theta", "own_mean", "own_var")
+
+
+def linear(own: Mapping[str, Tensor], pi: Tensor, x: Tensor, layer: int) -> Tensor:
+    y = x @ own[f"base_weight{layer}"].T + own[f"base_bias{layer}"]
+    for c in range(CLUSTERS):
+        y = y + pi[c] * (x @ own[f"A{layer}"][c].T @ own[f"B{layer}"][c].T + own[f"bias{layer}"][c])
+    return y
+
+
+def net(own: Mapping[str, Tensor], x: Tensor, *, nora: bool, train: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """Outputs and, in training, the new running statistics; eq. 42 out of those before the step."""
+    pi, moved = own["theta"].softmax(0), {}
+    h = linear(own, pi, x, 0)
+    deviation, own_deviation = ((own[f"{whose}_var"] + EPS).sqrt() for whose in ("main", "own"))
+    s, m = own_deviation / deviation, (own["own_mean"] - own["main_mean"]) / deviation
+    main, local = (h - own["main_mean"]) / deviation, (h - own["own_mean"]) / own_deviation
+    if train:
+        mean, var = h.mean(0), h.var(0, correction=0)
+        main = local = (h - mean) / (var + EPS).sqrt()
+        for whose in ("main", "own"):
+            moved[f"{whose}_mean"] = torch.lerp(own[f"{whose}_mean"], mean.detach(), MOMENTUM)
+            moved[f"{whose}_var"] = torch.lerp(own[f"{whose}_var"], h.detach().var(0), MOMENTUM)
+    y = main * own["base_weight1"] + own["base_bias1"]
+    for c in range(CLUSTERS):
+        gain, shift = own["gains"][c], own["shifts"][c]
+        if nora:
+            gain, shift = s * gain, shift + m * gain.detach()
+        y = y + pi[c] * (local * gain + shift)
+    return linear(own, pi, y.relu(), 3), moved
+
+
+def step(own: dict[str, Tensor], x: Tensor, y: Tensor, *, nora: bool) -> dict[str, Tensor]:
+    """One simultaneous step on base, adaptors (eq. 36) and router."""
+    leaves = {key: t.clone().requires_grad_(key not in STATISTICS) for key, t in own.items()}
+    trained = [key for key in own if key not in STATISTICS]
+    outputs, moved = net(leaves, x, nora=nora, train=True)
+    found = torch.autograd.grad((outputs - y).square().mean(), [leaves[key] for key in trained])
+    after = dict(own)
+    for key, gradient in zip(trained, found, strict=True):
+        after[key] = own[key] - (ROUTER_RATE if key == "theta" else RATE) * preconditioned(own, key, gradient)
+    return after | moved
+
+
+def preconditioned(own: Mapping[str, Tensor], key: str, gradient: Tensor) -> Tensor:
+    if key[0] not in "AB":
+        return gradient
+    a, b = own[f"A{key[1]}"], own[f"B{key[1]}"]
+    eye = EPS * torch.eye(a.shape[1], dtype=torch.float64)
+    parts = [
+        torch.linalg.inv(b[c].T @ b[c] + eye) @ gradient[c] if key[0] == "A"
+        else gradient[c] @ torch.linalg.inv(a[c] @ a[c].T + eye)
+        for c in range(CLUSTERS)
+    ]  # fmt: skip
+    return torch.stack(parts)
+
+
+def play_round(
+    sim: Simulation, users: list[dict[str, Tensor]], members: Sequence[int], number: int, nora: bool
+) -> None:
+    """In place on everybody's tensors."""
+    for k in members:
+        inputs, targets = sim.trainers[k].train.inputs.double(), sim.trainers[k].train.targets.double()
+        for at in (sim.feed.draw([k], sim.phases[0], number, i, 0)[0] for i in range(sim.feed.steps(k))):
+            users[k] = step(users[k], inputs[at[at >= 0]], targets[at[at >= 0]], nora=nora)
+    counts = torch.tensor([len(t.train) if k in members else 0 for k, t in enumerate(sim.trainers)]).double()
+    joint = torch.stack([own["theta"].softmax(0) for own in users]) * counts.unsqueeze(1)
+    for key in NAMES.keys() - set(AT_HOME):
+        sent = torch.stack([own[key] for own in users])
+        if key in COMPONENTS:
+            mean = torch.einsum("kc,kc...->c...", joint / joint.sum(0), sent)
+        else:
+            mean = torch.tensordot(counts / counts.sum(), sent, dims=1)
+        for own in users:
+            own[key] = mean
+
+
+@pytest.mark.parametrize("nora", [False, True], ids=["batch norm beside batch norm", "BatchNorA"])
+@pytest.mark.parametrize("members", [EVERYONE, [0, 2]], ids=["everybody", "sampled"])
+def test_rounds_equal_the_paper_written_out(federate_nets: Any, nora: bool, members: list[int]) -> None:
+    changes = {"floral.batch_nora": nora, "training.router.learning_rate": ROUTER_RATE, "training.batch_size": 20}
+    sim = federate_nets(FLORAL, changes=changes)
+    views = sim.model.layout.views(sim.state.rows)
+    assert set(NAMES.values()) == set(views)
+    source = torch.Generator().manual_seed(3)
+    for key in ("gains", "shifts"):  # not zero as at the start, so that s and m matter soon
+        start = views[NAMES[key]]
+        start.copy_(0.3 * torch.randn(start.shape[1:], generator=source, dtype=torch.float64))
+    users = [{key: views[name][k].clone() for key, name in NAMES.items()} for k in EVERYONE]
+    for number in range(3):
+        play_round(sim, users, members, number, nora)
+        sim.local_round(members, number)
+        sim.exchange(members)
+    for k, (own, score) in enumerate(zip(users, sim.evaluate(), strict=True)):
+        for key, name in NAMES.items():
+            torch.testing.assert_close(views[name][k], own[key], rtol=1e-7, atol=1e-9, msg=name)
+        outputs, _ = net(own, sim.trainers[k].test.inputs.double(), nora=nora, train=False)
+        assert score.mean_loss == pytest.approx(
+            float((outputs - sim.trainers[k].test.targets).square().mean()), abs=1e-6
+        )

@@ -13,7 +13,7 @@ from torch import Tensor
 from comingle.engines.mixing import entropy, mismatch, mixture_of
 from comingle.errors import RecipeError
 from comingle.methods import make
-from comingle.methods.mixtures import ClusterSteps, entropic
+from comingle.methods.mixtures import ClusterSteps, cluster_weights, entropic
 from comingle.methods.server import aggregation_weights
 from comingle.transports.inprocess import InProcess
 from federations import exchange, local_round
@@ -100,15 +100,27 @@ def test_optimal_routing_is_one_hot_at_the_true_cluster(federate_nets: Any) -> N
 
 
 def test_an_ensemble_of_one_is_fedavg(federate_nets: Any) -> None:
+    """With the running statistics, which whole models take along."""
     one, plain = federate_nets({"name": "ensemble", "clusters": 1}), federate_nets("fedavg")
     for federation in (one, plain):
         for number in range(2):
             local_round(federation, EVERYONE, number)
             exchange(federation, EVERYONE)
-    found = {n: t for n, t in one.clients.model.layout.views(one.clients.state.rows).items() if "running" not in n}
+    merged = one.clients.model.layout.views(one.clients.state.rows)
     for name, value in plain.clients.model.layout.views(plain.clients.state.rows).items():
-        if name in found:
-            torch.testing.assert_close(found[name].squeeze(1), value, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(merged[name].squeeze(1), value, rtol=1e-9, atol=1e-12)
+
+
+def test_a_cluster_averages_its_models_statistics(federate_nets: Any) -> None:
+    """FedAvg within the true clusters: users 0 and 2, and 1 and 3."""
+    federation = federate_nets({"name": "ensemble-optimal", "clusters": 2})
+    local_round(federation, EVERYONE, 0)
+    views = federation.clients.model.layout.views
+    sent = views(federation.clients.state.rows)["1.running_mean"].clone()
+    exchange(federation, EVERYONE)
+    averaged = views(federation.clients.state.rows)["1.running_mean"]
+    wanted = torch.stack([(sent[0, 0] + sent[2, 0]) / 2, (sent[1, 1] + sent[3, 1]) / 2])
+    torch.testing.assert_close(averaged, wanted.expand(4, -1, -1))
 
 
 def test_stateless_users_forget_and_learn_again(federate_nets: Any) -> None:
@@ -172,6 +184,13 @@ def test_the_server_centres_under_how_much_all_make_of_a_component(federate_nets
         x = torch.randn(5, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         for one in (*torch.eye(3, dtype=torch.float64), pi):
             torch.testing.assert_close(output(after, x, one), output(before, x, one), rtol=1e-7, atol=1e-7)
+
+
+def test_how_much_all_make_of_a_component_is_weighted_by_their_data() -> None:
+    """p(c) = sum_k p(k) pi_c^k: .75 x .8 + .25 x .2, and so on."""
+    pi = torch.tensor([[0.8, 0.2], [0.2, 0.8]], dtype=torch.float64)
+    found = cluster_weights(pi, torch.tensor([0.75, 0.25], dtype=torch.float64))
+    torch.testing.assert_close(found, torch.tensor([0.65, 0.35], dtype=torch.float64))
 
 
 def test_a_frozen_base_takes_no_mean(federate: Any) -> None:

@@ -101,7 +101,7 @@ def test_the_figure_shows_what_was_read(trained: Path) -> None:
 def test_plot_draws_it(trained: Path, tmp_path: Path) -> None:
     answer = CliRunner().invoke(app, ["plot", str(trained), "--figure", "mixtures", "--out", str(tmp_path)])
     assert answer.exit_code == 0, answer.output
-    assert {path.name for path in tmp_path.iterdir()} == {"mixtures-floral.png", "mixtures-floral.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == {f"mixtures-floral.{kind}" for kind in ("png", "svg", "csv")}
     text = (tmp_path / "mixtures-floral.svg").read_text(encoding="utf-8")
     assert all(f">{word}<" in text for word in ("cluster 0", "cluster 1", "round 16", "adaptor set"))
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from comingle.data.pack import check, find_shortage, pack
 from comingle.data.partition import UserText, mix_held_out
-from comingle.materials import read_users, token_limits
 from comingle.methods import make
 from comingle.models.base import PreTrainedTokenizerBase
 from comingle.models.byte_tokenizer import byte_tokenizer
@@ -17,6 +16,7 @@ from comingle.models.folders import load_tokenizer
 from comingle.nets import check_method
 from comingle.recipes import DataSection, Recipe
 from comingle.recipes.unused import check_used
+from comingle.texts import read_users, token_limits
 
 ABSENT_NOTE = "Some of the users' text is not here, so nobody's text is checked: a run may refuse it."
 

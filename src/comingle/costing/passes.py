@@ -78,8 +78,15 @@ def rehearse(federation: InProcess, trainers: int, *, data_bytes: int = 0, proce
         }
         feed.augment = None  # done before the pass, and small beside it
     steps = replace(clients.steps, model=model, source=feed)
-    always = {"weights_bytes": size, "data_bytes": data_bytes, "process_bytes": process_bytes}
-    return Rehearsal(federation=federation, steps=steps, fakes=fakes, trainers=trainers, **always)
+    return Rehearsal(
+        federation=federation,
+        steps=steps,
+        fakes=fakes,
+        trainers=trainers,
+        weights_bytes=size,
+        data_bytes=data_bytes,
+        process_bytes=process_bytes,
+    )
 
 
 def memory(stage: Rehearsal, *, own: bool = False, portions: Portions | None = None) -> MemoryCost:

@@ -107,12 +107,11 @@ def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:
     if data.dataset is None:
         return tuple(data.users or {})
     source = data.dataset
-    if source.users:
+    if isinstance(source.users, list):
         return tuple(source.users)
     try:
-        return tuple(
-            read_dataset(source.path, user=source.user, text=source.text, split=source.split, name=source.config)
-        )
+        found = read_dataset(source.path, user=source.user, text=source.text, split=source.split, name=source.config)
+        return tuple(found)[: source.users]
     except DataError as error:
         raise DataError(f"{error}; to count without the text, say how many users there are: --users N") from None
 

@@ -14,16 +14,12 @@ from jaxtyping import UInt64
 
 from comingle.data.seeds import derive
 from comingle.data.shingles import hash_shingles, split_words
-from comingle.errors import DataError, did_you_mean
+from comingle.errors import DataError, NoTextError, did_you_mean
 
 # A longer line is a paragraph or a minified file: a cut goes through it instead of around it.
 _LONG_LINE_CHARACTERS = 1000
 _EXAMPLES = 3
 _EXAMPLE_CHARACTERS = 120
-
-
-class NoTextError(DataError):
-    """A user has no text, or none of a split."""
 
 
 @dataclass(frozen=True, kw_only=True)

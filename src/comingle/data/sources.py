@@ -21,9 +21,8 @@ from comingle.data.files import check_regular, read_text_file, read_text_folder,
 from comingle.data.formats import BUILDERS, COMPRESSIONS, builder_of, is_saved, looks_like_path
 from comingle.data.hub import HUB_PREFIX, parse_hub_name
 from comingle.data.names import name_problem
-from comingle.data.partition import NoTextError
 from comingle.data.rows import Rows, choose_columns, describe, iterate_batches, iterate_rows, list_names
-from comingle.errors import DataError, did_you_mean
+from comingle.errors import DataError, NoTextError, did_you_mean
 
 _DEMO_PREFIX = "demo:"
 _LOCAL_BUILDERS = ("json", "csv", "parquet", "text", "arrow")

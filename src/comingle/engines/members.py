@@ -68,7 +68,9 @@ class Members(client.Cohort):
     def only(self, at: Sequence[int]) -> Members:
         """Some of these users, for a look: their rows are a copy, and there is nothing to take steps with."""
         nothing = self.part.rows.new_empty(len(at), 0)
-        small = {name: getattr(self.part, name)[list(at)] for name in ("iterations", "router_steps", "versions", "ranks")}
+        small = {
+            name: getattr(self.part, name)[list(at)] for name in ("iterations", "router_steps", "versions", "ranks")
+        }
         rows = self.part.rows[list(at)]
         own = {name: t[list(at)] for name, t in self.part.own.items()}
         return self._of(at, replace(self.part, rows=rows, first=nothing, second=nothing, own=own, **small))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comingle.methods.base import Method
 from comingle.methods.client import ROUTERS, Phase
+from comingle.methods.mfl import MODELS, SHARED_MODELS
 from comingle.methods.mixtures import TRAINED, client_mixture
 from comingle.methods.server import Mean
 from comingle.routers.mixtures import ClientMixture
@@ -33,21 +34,22 @@ def ensemble(*, clusters: int = 4, temperature: float = 1.0) -> Method:
     """C whole models, federated; each user mixes their outputs by a router of its own.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), section 6, Ensemble.
-    Shared: C models.  Local: one logit for each.  Frozen: nothing.
+    Shared: C models with their running statistics.  Local: one logit for each.  Frozen: nothing.
     Client: simultaneous descent on models and router.  Server: each model by p(k|c).
     Differs from the paper: outputs are mixed before the softmax, as in the public code; p(k) as by ``floral``.
     """
     mixture = ClientMixture(clusters=clusters, of="models", at="outputs", temperature=temperature)
-    return client_mixture("ensemble", mixture, phases=(Phase(roles=TRAINED | ROUTERS, optimizer="both"),))
+    phase = Phase(roles=MODELS | ROUTERS, optimizer="both")
+    return client_mixture("ensemble", mixture, phases=(phase,), shared=SHARED_MODELS)
 
 
 def ensemble_optimal(*, clusters: int = 4) -> Method:
     """C whole models, one for each true cluster: FedAvg within the clusters.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), Table 1, optimal routing.
-    Shared: C models.  Local: nothing.  Frozen: routers, one-hot.
+    Shared: C models with their running statistics.  Local: nothing.  Frozen: routers, one-hot.
     Client: descent on the own cluster's model.  Server: mean by cluster.
     Differs from the paper: p(k) as by ``floral``.
     """
     mixture = ClientMixture(clusters=clusters, of="models", at="outputs", optimal=True)
-    return client_mixture("ensemble-optimal", mixture, phases=(Phase(roles=TRAINED),))
+    return client_mixture("ensemble-optimal", mixture, phases=(Phase(roles=MODELS),), shared=SHARED_MODELS)

@@ -11,6 +11,9 @@ from comingle.trees import ADAPTOR, STATISTICS
 MODELS = frozenset({ADAPTOR})
 """Whole models are a mixture's components, as adaptors are."""
 
+SHARED_MODELS = MODELS | {STATISTICS}
+"""They travel with their running statistics, which are averaged as they are."""
+
 
 def mfl(*, clusters: int = 4) -> Method:
     """C whole models, each trained on its own loss, mixed outside of the loss: what Theorem 4.5 is about.
@@ -24,8 +27,8 @@ def mfl(*, clusters: int = 4) -> Method:
     different values, or all would stay one; p(k) and the user's own loss for f_c as by ``floral-mfl``.
     """
     mixture = ClientMixture(clusters=clusters, of="models", at="losses")
-    shared = MODELS | {STATISTICS}
-    return client_mixture("mfl", mixture, phases=(Phase(roles=MODELS),), parts=(Entropic(),), shared=shared)
+    phases, parts = (Phase(roles=MODELS),), (Entropic(),)
+    return client_mixture("mfl", mixture, phases=phases, parts=parts, shared=SHARED_MODELS)
 
 
 def fml(*, clusters: int = 4, temperature: float = 1.0) -> Method:
@@ -40,4 +43,4 @@ def fml(*, clusters: int = 4, temperature: float = 1.0) -> Method:
     """
     mixture = ClientMixture(clusters=clusters, of="models", temperature=temperature)
     phase = Phase(roles=MODELS | ROUTERS, optimizer="both")
-    return client_mixture("fml", mixture, phases=(phase,), shared=MODELS | {STATISTICS})
+    return client_mixture("fml", mixture, phases=(phase,), shared=SHARED_MODELS)

@@ -86,7 +86,7 @@ class OptimizerSection(Section):
 class TrainingSection(Section):
     """How long, on how much, with which optimisers."""
 
-    rounds: Count = 20
+    rounds: Annotated[int, Field(ge=1, le=10_000_000, strict=True)] = 20
     local_steps: Count = 10
     local_epochs: Count = 1
     batch_size: Count = 64

@@ -128,7 +128,8 @@ class AdaptedBatchNorm(AdaptedNorm):
         if not self.nora or self.running_mean is None:
             return gain, shift
         ratio, drift = self._relative()
-        return ratio * gain, _sum(shift, drift * gain.detach())
+        fixed = mix(self.shares(self.weight), self.weight.detach())  # the mixture's gradient goes through it
+        return ratio * gain, _sum(shift, drift * fixed)
 
     def _relative(self) -> tuple[Tensor, Tensor]:
         """``sigma_local / sigma`` and ``(mu_local - mu) / sigma``."""

@@ -1,0 +1,169 @@
+"""Users' text out of a recipe: read, split, cut to its limits and tokenised; who has too little is found."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from comingle.data.limits import most_bytes
+from comingle.data.pack import UserData, find_shortage, list_small, pack
+from comingle.data.partition import UserText, split_by_fractions, split_given
+from comingle.data.sources import read_dataset, read_documents
+from comingle.errors import DataError, NoTextError, RecipeError, did_you_mean
+from comingle.models.base import PreTrainedTokenizerBase
+from comingle.models.language import Base
+from comingle.recipes import DataSection, Recipe, SplitSection, UserSource
+
+logger = logging.getLogger("comingle")
+
+
+def leave_out(
+    recipe: Recipe, texts: Sequence[UserText], base: Base, validates: bool
+) -> tuple[list[UserText], dict[str, str]]:
+    """Users with enough text of their own, and what each of the others has too little of, which a warning says.
+
+    Raises:
+        DataError: nobody has enough.
+    """
+    users, context = tokenise_users(recipe.data, texts, base), recipe.training.context
+    found = {u.name: s.what for u in users if (s := find_shortage(u, context=context, needs_validation=validates))}
+    if len(found) == len(users):
+        raise DataError(f"all {len(users)} users have too little text: {list_small(found)}")
+    if found:
+        told = f"{len(found)} of {len(users)} users are left out, as they have too little text: {list_small(found)}"
+        logger.warning("%s", told)
+    return [text for text in texts if text.name not in found], found
+
+
+def tokenizer_of(base: Base) -> PreTrainedTokenizerBase:
+    """The base's tokenizer.
+
+    Raises:
+        DataError: it has none.
+    """
+    if base.tokenizer is None:
+        raise DataError(f"base {base.name}: no tokenizer in it, so text cannot become tokens")
+    return base.tokenizer
+
+
+def tokenise_users(
+    data: DataSection, texts: Sequence[UserText], base: Base, *, known: Sequence[str] | None = None
+) -> list[UserData]:
+    """Everybody's text as token streams, cut to the recipe's limits, which may be for all who are ``known``.
+
+    Raises:
+        DataError: the base has no tokenizer.
+        RecipeError: a limit is for somebody who is not a user.
+    """
+    tokenizer = tokenizer_of(base)
+    limits = token_limits(data, known or [text.name for text in texts])
+    return [pack(text, tokenizer, **limits[text.name]) for text in texts]
+
+
+def token_limits(data: DataSection, names: Sequence[str]) -> dict[str, dict[str, int | None]]:
+    """For each user how many tokens of each split are kept, by the keys of the recipe; None keeps all.
+
+    Raises:
+        RecipeError: a limit is for somebody who is not a user.
+    """
+    limits: dict[str, dict[str, int | None]] = {name: {} for name in names}
+    for key in ("max_train_tokens", "max_valid_tokens", "max_test_tokens"):
+        given = getattr(data, key)
+        for stranger in given if isinstance(given, Mapping) else ():
+            if stranger not in limits:
+                raise RecipeError(
+                    f"data.{key}: no user {stranger!r}; there are: {', '.join(names)}.{did_you_mean(stranger, names)}"
+                )
+        for name, own in limits.items():
+            own[key] = given.get(name) if isinstance(given, Mapping) else given
+    for name, source in (data.users or {}).items():
+        if source.max_train_tokens is not None:
+            limits[name]["max_train_tokens"] = source.max_train_tokens
+    return limits
+
+
+def read_users(data: DataSection, seed: int) -> list[UserText]:
+    """Everybody's documents, in splits of their own; who has none is refused, or has none in what is returned.
+
+    Raises:
+        DataError: a source is missing or unreadable, or users without text are refused.
+    """
+    readers = _dataset_readers(data, seed) if data.dataset is not None else _user_readers(data, seed)
+    texts, empty = [], dict[str, str]()
+    for name, read in readers.items():
+        try:
+            texts.append(read())
+        except NoTextError as error:
+            empty[name] = str(error)
+            texts.append(UserText(name=name, train=()))
+    if not empty or (data.on_small_user == "skip" and len(empty) < len(texts)):
+        return texts
+    if len(empty) == 1:
+        raise DataError(next(iter(empty.values())))
+    raise DataError(f"{len(empty)} of {len(texts)} users have no text: {list_small(empty)}")
+
+
+Reader = Callable[[], UserText]
+"""Reads and splits the text of one user."""
+
+
+def _dataset_readers(data: DataSection, seed: int) -> dict[str, Reader]:
+    source = data.dataset
+    assert source is not None
+    groups = read_dataset(
+        source.path,
+        user=source.user,
+        text=source.text,
+        split=source.split,
+        users=source.users,
+        name=source.config,
+        max_documents=source.max_documents,
+    )
+    return {name: partial(_split_group, name, splits, data.split, seed) for name, splits in groups.items()}
+
+
+def _user_readers(data: DataSection, seed: int) -> dict[str, Reader]:
+    users = data.users or {}
+    limits = token_limits(data, list(users))
+    return {name: partial(_read_user, name, source, data.split, seed, limits[name]) for name, source in users.items()}
+
+
+def _read_user(
+    name: str, source: UserSource, split: SplitSection, seed: int, kept: Mapping[str, int | None]
+) -> UserText:
+    """A user's documents in splits; ``kept`` are the user's limits, beyond which nothing need be read."""
+    train, valid, test = (kept[f"max_{one}_tokens"] for one in ("train", "valid", "test"))
+    rest = 1 - split.valid - split.test
+    if source.path is not None:
+        most = most_bytes(train=(train, rest), valid=(valid, split.valid), test=(test, split.test))
+        documents = read_documents(source.path, column=source.column, most=most)
+        return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
+    carved = split.valid if source.valid is None else 0.0
+    most = {
+        "train": most_bytes(train=(train, 1 - carved), valid=(valid, carved)),
+        "valid": most_bytes(train=(valid, 1.0)),
+        "test": most_bytes(train=(test, 1.0)),
+    }
+    parts = {
+        key: read_documents(path, column=source.column, most=most[key])
+        for key in ("train", "valid", "test")
+        if (path := getattr(source, key)) is not None
+    }
+    given = "valid" if "valid" in parts else None
+    return split_given(parts, name=name, valid=given, valid_fraction=carved, seed=seed)
+
+
+def _split_group(name: str, splits: Mapping[str, list[str]], split: SplitSection, seed: int) -> UserText:
+    if not split.given:
+        documents = [d for documents in splits.values() for d in documents]
+        return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
+    return split_given(
+        splits,
+        name=name,
+        train=split.train_name,
+        valid=split.valid_name,
+        test=split.test_name,
+        valid_fraction=0.0 if split.valid_name else split.valid,
+        seed=seed,
+    )
