@@ -141,3 +141,15 @@ def test_participation_and_compilation_are_nothing_to_a_plan(recipe_file: Path) 
 
 def test_the_allocators_share_is_only_known_for_the_cpu() -> None:
     assert set(memory.ALLOCATOR_GAPS) == {"cpu"}
+
+
+def test_settings_of_the_line_are_for_all_methods_and_those_of_the_recipe_for_its_own(
+    comingle: Any, recipe_file: Path
+) -> None:
+    recipe = load_recipe(recipe_file).with_changes({"method": {"name": "comigs", "generalists": 2, "specialists": 2}})
+    assert with_method(recipe, "comigs").method.settings == {"generalists": 2, "specialists": 2}
+    assert with_method(recipe, "pfedmoe").method.settings == {}
+    assert with_method(recipe, "comigs-1g1s", {"router_every": 3}).method.settings == {"router_every": 3}
+    answer = comingle("cost", recipe_file, "--method", "local", "--set", "method.router_every=1")
+    assert (answer.code, len(answer.err.splitlines())) == (2, 1)
+    assert "--set method.router_every: none of local has it" in answer.err

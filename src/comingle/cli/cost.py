@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from comingle.cli.options import RecipePath, Sets, read_recipe
+from comingle.cli.options import RecipePath, Sets, method_settings, read_recipe
 
 
 def cost(
@@ -30,7 +30,7 @@ def cost(
 
     names = split_names(",".join(method)) if method else []
     with status("counting"):
-        found = plan(read, names, users=users).as_dict()
+        found = plan(read, names, users=users, for_all=method_settings(sets, names or [read.method.name])).as_dict()
     if as_json:
         print(json.dumps(found, indent=2))
         return

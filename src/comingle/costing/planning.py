@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -37,17 +39,24 @@ from comingle.transports.inprocess import InProcess, federate
 QUESTIONS_NOTE = "Questions are not read: they count as long as the context, the most that training on them can cost."
 
 
-def plan(recipe: Recipe, methods: Sequence[str] = (), *, users: int | None = None) -> Plan:
+def plan(
+    recipe: Recipe,
+    methods: Sequence[str] = (),
+    *,
+    users: int | None = None,
+    for_all: Mapping[str, Any] = MappingProxyType({}),
+) -> Plan:
     """The costs of a recipe's method, or of several; ``users`` is their number where the text is out of reach.
 
-    The recipe's own method keeps its settings; another takes those that it has too.
+    The recipe's own method keeps its settings, another has its defaults; ``for_all`` goes to whichever has such a
+    setting.
 
     Raises:
         RecipeError: a method or a setting is wrong.
         BaseModelError: the base cannot be used.
         DataError: who the users are cannot be found out, or text that is here is too little for a run.
     """
-    recipes = [with_method(recipe, name) for name in methods or [recipe.method.name]]
+    recipes = [with_method(recipe, name, for_all) for name in methods or [recipe.method.name]]
     check_settings(recipes)
     if recipe.data.task is not None:
         return plan_task(recipes, users)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 from comingle.costing.messages import count_exchanges
 from comingle.costing.passes import Rehearsal, memory
 from comingle.costing.records import MemoryCost, MethodCost, UserCost
 from comingle.engines.training import Portions
-from comingle.methods import settings_of
+from comingle.methods import settings_beside
 from comingle.recipes import Recipe
 
 
-def with_method(recipe: Recipe, name: str) -> Recipe:
-    """The recipe with another method, and with those of its settings that the other has too.
+def with_method(recipe: Recipe, name: str, for_all: Mapping[str, Any] = MappingProxyType({})) -> Recipe:
+    """The recipe with another method and its defaults; ``for_all`` are settings for whichever method has them.
 
     Who takes part in which round does not change what a round costs one user.
     """
-    known = settings_of(name)
-    settings = {key: value for key, value in recipe.method.settings.items() if key in known}
+    settings = settings_beside(name, recipe.method.name, recipe.method.settings, for_all)
     return recipe.with_changes(
         {"method": {"name": name, **settings}, "training.participation": 1.0, "runtime.compile": False}
     )
