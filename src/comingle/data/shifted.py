@@ -61,9 +61,9 @@ def _deal(
         return list(order.tensor_split(users))
     parts = [order[:0]] * users
     for cluster in range(clusters):
-        own = order[labels[order] % clusters == cluster]
+        of_cluster = order[labels[order] % clusters == cluster]
         members = range(cluster, users, clusters)
-        for user, part in zip(members, own.tensor_split(len(members)), strict=True):
+        for user, part in zip(members, of_cluster.tensor_split(len(members)), strict=True):
             parts[user] = part
     return parts
 
