@@ -22,16 +22,16 @@ def resolve_device(device: str = "auto") -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device(device)
+        resolved = torch.device(device)
     except RuntimeError:
-        found = torch.device("meta")
-    if found.type not in ("cpu", "cuda", "mps"):
+        resolved = torch.device("meta")
+    if resolved.type not in ("cpu", "cuda", "mps"):
         raise BaseModelError(f"device: got {device!r}, allowed are auto, cpu, cuda, cuda:N and mps.")
-    if found.type == "cuda":
-        _require_cuda(found)
-    if found.type == "mps" and not torch.backends.mps.is_available():
+    if resolved.type == "cuda":
+        _require_cuda(resolved)
+    if resolved.type == "mps" and not torch.backends.mps.is_available():
         raise BaseModelError("device: got 'mps', but this machine has no Apple GPU; use auto or cpu.")
-    return found
+    return resolved
 
 
 def _require_cuda(device: torch.device) -> None:
