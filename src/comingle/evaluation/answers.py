@@ -34,8 +34,8 @@ class AnswerScore:
     @property
     def measures(self) -> dict[str, float]:
         """What is reported; the first is what models are compared by."""
-        found = {"accuracy": self.accuracy, "rouge1": self.rouge1, "loss": self.mean_loss}
-        return {name: value for name, value in found.items() if value is not None}
+        by_name = {"accuracy": self.accuracy, "rouge1": self.rouge1, "loss": self.mean_loss}
+        return {name: value for name, value in by_name.items() if value is not None}
 
 
 def score_answers(score: Score, samples: int) -> AnswerScore:

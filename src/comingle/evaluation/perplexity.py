@@ -92,7 +92,7 @@ def score_windows(
     sums = [0.0] * len(parts)
     counts = [0] * len(parts)
     said: list[Tensor | float] = [0.0] * len(parts)
-    jobs = [_Job(i, windows) for i, own in enumerate(parts) for windows in own if len(windows)]
+    jobs = [_Job(i, windows) for i, parts_of_one in enumerate(parts) for windows in parts_of_one if len(windows)]
     jobs.sort(key=lambda job: (-job.windows.shape[1], -len(job.windows)))  # equal sizes together, always in one order
     for start in range(0, len(jobs), slots):
         group = jobs[start : start + slots]
@@ -103,8 +103,8 @@ def score_windows(
             sums[job.owner] += float(lost[slot])
             counts[job.owner] += int((job.windows[:, 1:] >= 0).sum())
             said[job.owner] = said[job.owner] + pieces[slot]
-    found = zip(sums, counts, said, strict=True)
-    return [Score(loss_nats=s, tokens=c, expert_scores=_mean_gates(g, c)) for s, c, g in found]
+    scored = zip(sums, counts, said, strict=True)
+    return [Score(loss_nats=s, tokens=c, expert_scores=_mean_gates(g, c)) for s, c, g in scored]
 
 
 def _together(parts: Sequence[Int[Tensor, "_ _"]]) -> Int[Tensor, "slots batch window"]:

@@ -83,8 +83,8 @@ def score_samples(
         losses.index_add_(0, places, lost)
         hits.index_add_(0, places, hit)
     regression = bank.targets.is_floating_point()
-    found = zip(losses.tolist(), hits.tolist(), bank.counts[list(rows)].tolist(), strict=True)
-    return [_mean(loss, None if regression else hit, count) for loss, hit, count in found]
+    scored = zip(losses.tolist(), hits.tolist(), bank.counts[list(rows)].tolist(), strict=True)
+    return [_mean(loss, None if regression else hit, count) for loss, hit, count in scored]
 
 
 @dataclass(frozen=True)
