@@ -74,10 +74,10 @@ class Mixtures:
         """
         if self.clusters is None:
             return None
-        last, own = self.values[-1], np.array(self.clusters)
+        last, true_clusters = self.values[-1], np.array(self.clusters)
         distances = np.linalg.norm(last[:, None] - last[None], axis=-1)
-        same = own[:, None] == own[None]
-        within, between = distances[same & ~np.eye(len(own), dtype=bool)], distances[~same]
+        same = true_clusters[:, None] == true_clusters[None]
+        within, between = distances[same & ~np.eye(len(true_clusters), dtype=bool)], distances[~same]
         return float(within.mean() / between.mean()) if within.size and between.size and between.mean() else None
 
 
@@ -85,26 +85,26 @@ def read_mixtures(folder: Path) -> Mixtures | None:
     """The mixtures in a run's events; None where its users mix nothing at the level of the client."""
     events = list(read_events(folder))
     start = next((event for event in events if event["event"] == "start"), None)
-    found = [event for event in events if event["event"] == "evaluation" and "mixtures" in event]
-    if start is None or not found:
+    evaluations = [event for event in events if event["event"] == "evaluation" and "mixtures" in event]
+    if start is None or not evaluations:
         return None
-    truth: dict[str, int] | None = found[-1].get("clusters")
-    names = list(found[-1]["mixtures"])
+    truth: dict[str, int] | None = evaluations[-1].get("clusters")
+    names = list(evaluations[-1]["mixtures"])
     users = names if truth is None else sorted(names, key=lambda name: (truth[name], names.index(name)))
-    values = np.array([[event["mixtures"][user] for user in users] for event in found])
+    values = np.array([[event["mixtures"][user] for user in users] for event in evaluations])
     clusters = None if truth is None else tuple(truth[user] for user in users)
     order = match_clusters(values[-1], clusters)
     return Mixtures(
         method=start["method"],
         seed=start["seed"],
-        rounds=tuple(event["round"] for event in found),
+        rounds=tuple(event["round"] for event in evaluations),
         users=tuple(users),
         clusters=clusters,
         order=order,
         values=values[:, :, list(order)],
-        component=found[-1].get("component") or _component(start["method"]),
-        entropy=_told(found, "router_entropy_nats"),
-        mismatch=_told(found, "aggregation_mismatch"),
+        component=evaluations[-1].get("component") or _component(start["method"]),
+        entropy=_told(evaluations, "router_entropy_nats"),
+        mismatch=_told(evaluations, "aggregation_mismatch"),
     )
 
 
@@ -126,8 +126,8 @@ def match_clusters(mixture: np.ndarray, clusters: Sequence[int] | None) -> tuple
     sets = range(mixture.shape[1])
     taken: list[int] = []
     if clusters is not None:
-        own = np.array(clusters)
-        used = np.stack([mixture[own == cluster].sum(0) for cluster in sorted(set(clusters))])
+        true_clusters = np.array(clusters)
+        used = np.stack([mixture[true_clusters == cluster].sum(0) for cluster in sorted(set(clusters))])
         rows, columns = linear_sum_assignment(used, maximize=True)
         taken = [int(columns[place]) for place in np.argsort(rows)]
     total = mixture.sum(0)
@@ -191,16 +191,16 @@ def _spread_out(count: int) -> list[int]:
     return [round(number * (count - 1) / max(1, wanted - 1)) for number in range(wanted)]
 
 
-def _title(found: Mixtures, at: int) -> str:
-    told = f"round {found.rounds[at]}"
-    return told if found.recovery is None else f"{told}\nARI {found.recovery[at]:.2f}"
+def _title(mixtures: Mixtures, at: int) -> str:
+    told = f"round {mixtures.rounds[at]}"
+    return told if mixtures.recovery is None else f"{told}\nARI {mixtures.recovery[at]:.2f}"
 
 
-def _mark_clusters(axis: Axes, found: Mixtures, *, labels: bool) -> None:
+def _mark_clusters(axis: Axes, mixtures: Mixtures, *, labels: bool) -> None:
     """Lines between the true clusters, and their names in the middle of their users."""
-    names = found.users if found.clusters is None else [f"cluster {cluster}" for cluster in found.clusters]
+    names = mixtures.users if mixtures.clusters is None else [f"cluster {cluster}" for cluster in mixtures.clusters]
     starts = [i for i, name in enumerate(names) if i == 0 or names[i - 1] != name]
-    if found.clusters is not None:
+    if mixtures.clusters is not None:
         for start in starts[1:]:
             axis.axhline(start - 0.5, color=INK.light, linewidth=0.8)
     if not labels or len(starts) > _MOST_NAMES:
