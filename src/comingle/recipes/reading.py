@@ -72,9 +72,9 @@ class _Loader(yaml.SafeLoader):
         return {key.value: self.construct_object(value, deep=deep) for key, value in node.value}
 
     def construct_yaml_map(self, node: Any) -> Any:
-        found: dict[str, Any] = {}
-        yield found
-        found.update(self.construct_mapping(node))
+        mapping: dict[str, Any] = {}
+        yield mapping
+        mapping.update(self.construct_mapping(node))
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_yaml_map)
