@@ -62,15 +62,15 @@ def changes(sets: list[str] | None) -> dict[str, Any]:
     """
     from comingle.recipes.reading import read_text
 
-    found: dict[str, Any] = {}
+    by_key: dict[str, Any] = {}
     for item in sets or []:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
             raise RecipeError(f"--set {shorten(item)!r}: give KEY=VALUE, as training.rounds=3")
-        if key.strip() in found:
+        if key.strip() in by_key:
             raise RecipeError(f"--set {shorten(item)!r}: {shorten(key.strip())!r} a second time; give each key once")
-        found[key.strip()] = read_text(value, f"--set {shorten(item)!r}")
-    return found
+        by_key[key.strip()] = read_text(value, f"--set {shorten(item)!r}")
+    return by_key
 
 
 def shorten(text: str) -> str:

@@ -183,12 +183,12 @@ def _told(outcome: Outcome, done: int, total: int, left: float | None) -> Text:
 
     cell = outcome.cell
     if outcome.diverged:
-        found = "diverged"
+        result = "diverged"
     else:
         metrics = json.loads((outcome.folder / "metrics.json").read_text(encoding="utf-8"))
         measure = measure_of(metrics)
-        found = number(metrics[f"mean_test_{measure}"], measure)
+        result = number(metrics[f"mean_test_{measure}"], measure)
     took = f"{outcome.seconds:.0f} s" if outcome.ran else "was there"
     rest = "" if left is None or done == total else f" · about {max(1, round(left / 60))} min left"
-    told = f" {cell.column} · {cell.row} · seed {cell.seed}: {found} · {took}{rest}"
+    told = f" {cell.column} · {cell.row} · seed {cell.seed}: {result} · {took}{rest}"
     return Text.assemble((f"{done}/{total}", "dim"), told)

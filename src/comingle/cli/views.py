@@ -98,16 +98,16 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
         streams = [(u.name, u.name, test_tokens(u)[:length]) for u in clients.users if u.name in users]
         streams.sort(key=lambda stream: users.index(stream[0]))
     people = [speaker(run, name) for name in users]
-    found = [[one.route(ids, context=clients.training.context) for one in people] for _, _, ids in streams]
+    routes = [[one.route(ids, context=clients.training.context) for one in people] for _, _, ids in streams]
     return TokenView(
         label=label,
         users=tuple(users),
-        experts=tuple(routing.experts for routing in found[0]),
+        experts=tuple(routing.experts for routing in routes[0]),
         texts=tuple(
             Text(name=name, owner=owner, tokens=row[0].tokens)
-            for (name, owner, _), row in zip(streams, found, strict=True)
+            for (name, owner, _), row in zip(streams, routes, strict=True)
         ),
-        gates=tuple(tuple(routing.gates.numpy() for routing in row) for row in found),
+        gates=tuple(tuple(routing.gates.numpy() for routing in row) for row in routes),
         in_distribution=run.recipe.data.held_out == "own",
     )
 
@@ -127,9 +127,9 @@ def speaker(run: Run, name: str) -> PersonalModel:
     """
     from comingle.models.personal import PersonalModel
 
-    found = run.user(name)
-    if not isinstance(found, PersonalModel):
+    person = run.user(name)
+    if not isinstance(person, PersonalModel):
         raise DataError(
             f"user {name!r}: {run.federation.clients.model.name} predicts and does not speak; give a language model"
         )
-    return found
+    return person
