@@ -144,20 +144,20 @@ def scores(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) 
     Accuracies are in per cent, as papers print them. A metric that models are not compared by is the mean over users.
     """
     factor = 100 if metric.endswith("_accuracy") else 1
-    found: dict[tuple[str, str], list[float]] = {}
+    by_cell: dict[tuple[str, str], list[float]] = {}
     for cell in cells:
         outcome = outcomes.get(cell.folder)
         if outcome is None or outcome.diverged:
             continue
         metrics = json.loads((outcome.folder / "metrics.json").read_text(encoding="utf-8"))
-        found.setdefault((cell.row, cell.column), []).append(factor * _read(metrics, metric))
-    return found
+        by_cell.setdefault((cell.row, cell.column), []).append(factor * _read(metrics, metric))
+    return by_cell
 
 
 def _read(metrics: Mapping[str, Any], metric: str) -> float:
     """A metric of a run, or the mean of what it has of every user: ROUGE-1 where models are compared by accuracy."""
-    own = metric.removeprefix("mean_")
-    return metrics[metric] if metric in metrics else statistics.fmean(user[own] for user in metrics["users"].values())
+    key = metric.removeprefix("mean_")
+    return metrics[metric] if metric in metrics else statistics.fmean(user[key] for user in metrics["users"].values())
 
 
 def _diverged(folder: Path) -> str:

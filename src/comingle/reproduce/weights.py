@@ -68,10 +68,10 @@ def _weigh_task(recipe: Recipe, method: Method, task: TaskSection) -> float:
         else 1
     )
     steps = training.local_epochs * ceil(train / training.batch_size)
-    own = 3 * training.local_epochs * train * per_sample + steps * _PARAMETER * parameters
+    operations = 3 * training.local_epochs * train * per_sample + steps * _PARAMETER * parameters
     scored = users * test * per_sample
     rounds = training.rounds if method.trains else 0
-    return passes * (rounds * (steps * _STEP + members * own) + scored * (1 + rounds // recipe.evaluation.every))
+    return passes * (rounds * (steps * _STEP + members * operations) + scored * (1 + rounds // recipe.evaluation.every))
 
 
 def count_samples(task: TaskSection) -> tuple[int, int, int]:
@@ -90,14 +90,14 @@ def net_size(task: str, net: str = "") -> tuple[int, int]:
     setting = TASKS[task]
     shape = (DIMENSION,) if not setting.hub else (3, 32, 32) if setting.coloured else (1, 28, 28)
     outputs = setting.classes if setting.hub else {str(kind): size for kind, size in OUTPUTS.items()}[task]
-    found: list[int] = []
+    sizes: list[int] = []
 
     def count(module: nn.Module, _: object, output: Tensor) -> None:
         if isinstance(module, nn.Linear | nn.Conv2d):  # every output channel is used once at each place
-            found.append(module.weight.numel() * output.numel() // len(module.weight))
+            sizes.append(module.weight.numel() * output.numel() // len(module.weight))
 
     built = make_net(net or setting.net, shape, outputs, seed=0).eval()
     for module in built.modules():
         module.register_forward_hook(count)
     built(torch.zeros(1, *shape))
-    return sum(found), sum(parameter.numel() for parameter in built.parameters())
+    return sum(sizes), sum(parameter.numel() for parameter in built.parameters())
