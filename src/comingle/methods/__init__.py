@@ -92,8 +92,8 @@ def make(name: str, **settings: Any) -> Method:
             raise RecipeError(f"method {name}: no setting {key!r}.{did_you_mean(key, known)} Allowed: {allowed}")
         _check(name, key, value)
     method = _constructor(name)(**settings)
-    own = method.placement.specialists
-    if method.placement.generalists + min((own,) if isinstance(own, int) else own) < 1:
+    specialists = method.placement.specialists
+    if method.placement.generalists + min((specialists,) if isinstance(specialists, int) else specialists) < 1:
         raise RecipeError(f"method {name}: generalists + specialists is 0 for some user; at least 1 expert is needed")
     return method
 

@@ -218,8 +218,8 @@ class Client:
     @property
     def optimizers(self) -> list[tuple[str, frozenset[str]]]:
         """Which optimiser updates which roles, phase after phase."""
-        own = [("router", part.roles) for part in self.parts if part.roles]
-        return own + [pair for phase in self.phases for pair in phase.optimizers]
+        by_parts = [("router", part.roles) for part in self.parts if part.roles]
+        return by_parts + [pair for phase in self.phases for pair in phase.optimizers]
 
     @property
     def needs_validation(self) -> bool:

@@ -92,5 +92,5 @@ def lowest(loss: Callable[[Float[Tensor, " copies"]], float], steps: int) -> Flo
 
     corners = [(1.0, 0.0), (0.0, 1.0), (0.7, 0.7)]
     options = {"initial_simplex": corners, "maxfev": max(steps, len(corners))}
-    found = minimize(lambda w: loss(torch.tensor(w)), corners[0], method="Nelder-Mead", options=options)
-    return torch.tensor(found.x)
+    minimum = minimize(lambda w: loss(torch.tensor(w)), corners[0], method="Nelder-Mead", options=options)
+    return torch.tensor(minimum.x)

@@ -140,8 +140,8 @@ class MeanByCluster(Mean):
     def coefficients(self, received: Received) -> Tree:
         """``p(k)``, and of components ``p(k|c)``."""
         shares = aggregation_weights(received.reports["mixture"], received.weights)
-        found = super().coefficients(received)
-        return {name: shares if name in received.clustered else weights for name, weights in found.items()}
+        by_name = super().coefficients(received)
+        return {name: shares if name in received.clustered else weights for name, weights in by_name.items()}
 
 
 def weighted_sums(uploads: Tree, coefficients: Tree) -> Tree:

@@ -92,5 +92,7 @@ class Merge(Server):
     def _move_weights(self, soup: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
         names = head(soup) if self.only_head else list(soup)
         inner = inner_products(soup, updates, names).to(logits)
-        found = logit_gradient(logits.softmax(1), inner, weights) if self.softmax else weight_gradient(inner, weights)
-        logits.sub_(fixed_step(found, weights, self.weight_step))
+        gradient = (
+            logit_gradient(logits.softmax(1), inner, weights) if self.softmax else weight_gradient(inner, weights)
+        )
+        logits.sub_(fixed_step(gradient, weights, self.weight_step))
