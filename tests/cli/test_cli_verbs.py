@@ -157,6 +157,24 @@ def test_compare_gives_every_method_the_same_text_and_budget(compared: tuple[Pat
     assert recipes[0].method.settings == {}
 
 
+def test_settings_of_the_recipe_are_its_own_methods_and_those_of_the_line_are_for_all(
+    comingle: Any, recipe_file: Path, tmp_path: Path
+) -> None:
+    def settings(*sets: str) -> list[dict[str, int]]:
+        options = (*QUICK, "--out", tmp_path / "both", "--force", *(f"--set={key}" for key in sets))
+        answer = comingle("compare", recipe_file, "--methods", "comigs-2g,comigs-1g1s,local", *options)
+        assert (answer.code, answer.err) == (0, "")
+        names = ("comigs-2g", "comigs-1g1s", "local")
+        return [load_recipe(tmp_path / "both" / f"{name}-seed0").method.settings for name in names]
+
+    assert settings() == [{}, {"router_every": 2, "router_steps": 1}, {}]
+    assert settings("method.router_every=1") == [{"router_every": 1}, {"router_every": 1, "router_steps": 1}, {}]
+    answer = comingle("compare", recipe_file, "--methods", "local,fedavg", "--set", "method.router_every=1")
+    assert answer.code == 2
+    assert answer.err.endswith("--set method.router_every: none of local, fedavg has it; allowed: no settings\n")
+    assert len(answer.err.splitlines()) == 1
+
+
 def test_compare_equals_single_runs(
     compared: tuple[Path, Any], comingle: Any, recipe_file: Path, tmp_path: Path
 ) -> None:

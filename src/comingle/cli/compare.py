@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from comingle.cli.options import Everybody, Force, Out, Quiet, RecipePath, Resume, Sets, read_recipe
+from comingle.cli.options import (
+    Everybody,
+    Force,
+    Out,
+    Quiet,
+    RecipePath,
+    Resume,
+    Sets,
+    method_settings,
+    read_recipe,
+)
 from comingle.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -27,11 +39,15 @@ def compare(
     everybody: Everybody = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run several methods over several seeds; print and write a table of means and deviations."""
-    read = read_recipe(recipe, sets)
+    """Run several methods over several seeds; print and write a table of means and deviations.
+
+    The recipe's method settings are for its own method, and the others have their defaults; --set method.KEY=VALUE is
+    for every method that has KEY.
+    """
+    read, names = read_recipe(recipe, sets), split_names(methods)
     folder = out or Path("runs") / f"compare-{recipe.stem}"
     options = {"resume": resume, "force": force, "everybody": everybody, "quiet": quiet}
-    compare_methods(read, split_names(methods), split_seeds(seeds), folder, **options)
+    compare_methods(read, names, split_seeds(seeds), folder, for_all=method_settings(sets, names), **options)
 
 
 def compare_methods(
@@ -44,8 +60,12 @@ def compare_methods(
     force: bool,
     everybody: bool = False,
     quiet: bool = False,
+    for_all: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Run]:
-    """Every method with every seed, each in its own run folder below ``folder``; the last seed's runs are returned."""
+    """Every method with every seed, each in its own run folder below ``folder``; the last seed's runs are returned.
+
+    The recipe's own method has its settings, another its defaults; ``for_all`` goes to whichever has such a setting.
+    """
     from comingle import experiment
     from comingle.cli.progress import console
     from comingle.cli.training import warn_overlaps
@@ -58,7 +78,7 @@ def compare_methods(
     from comingle.terminal import words
 
     recipes = {
-        (m, s): recipe.with_changes({"method": _method(recipe, m), "seed": s}, where="--seeds")
+        (m, s): recipe.with_changes({"method": _method(recipe, m, for_all), "seed": s}, where="--seeds")
         for s in seeds
         for m in methods
     }
@@ -117,9 +137,7 @@ def split_seeds(text: str) -> list[int]:
         raise RecipeError(f"--seeds {text!r}: give whole numbers separated by commas, as 0,1,2") from None
 
 
-def _method(recipe: Recipe, name: str) -> dict[str, object]:
-    """A method with those of the recipe's settings that it has too, so that budgets are equal."""
-    from comingle.methods import settings_of
+def _method(recipe: Recipe, name: str, for_all: Mapping[str, Any]) -> dict[str, Any]:
+    from comingle.methods import settings_beside
 
-    known = settings_of(name)
-    return {"name": name, **{k: v for k, v in recipe.method.settings.items() if k in known}}
+    return {"name": name, **settings_beside(name, recipe.method.name, recipe.method.settings, for_all)}

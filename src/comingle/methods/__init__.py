@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from comingle.errors import RecipeError, did_you_mean, is_number
@@ -77,6 +77,16 @@ def settings_of(name: str) -> dict[str, Any]:
     """
     parameters = inspect.signature(_constructor(name)).parameters.values()
     return {p.name: p.default for p in parameters if p.name != "name"}
+
+
+def settings_beside(name: str, own: str, settings: Mapping[str, Any], for_all: Mapping[str, Any]) -> dict[str, Any]:
+    """What a method gets of a recipe whose ``own`` method has ``settings``: these for itself, defaults for any other.
+
+    What is ``for_all`` goes to every method that has such a setting.
+    """
+    known = settings_of(name)
+    common = {key: value for key, value in for_all.items() if key in known}
+    return {**{key: value for key, value in settings.items() if name == own and key not in for_all}, **common}
 
 
 def make(name: str, **settings: Any) -> Method:
