@@ -69,9 +69,9 @@ class AnswerFeed(PassFeed):
         self, trainers: Sequence[int], stream: Stream, numbers: Int64[Tensor, "users batch"]
     ) -> Int64[Tensor, "users batch window"]:
         parts = []
-        for trainer, own in zip(trainers, numbers, strict=True):
-            chosen = self._set(trainer, stream).windows[own.clamp(min=0)]
-            parts.append(chosen.masked_fill((own == PAD).unsqueeze(1), PAD))
+        for trainer, trainers_numbers in zip(trainers, numbers, strict=True):
+            chosen = self._set(trainer, stream).windows[trainers_numbers.clamp(min=0)]
+            parts.append(chosen.masked_fill((trainers_numbers == PAD).unsqueeze(1), PAD))
         windows = torch.stack(widen(parts))
         width = self.training.context if self.even else max(2, _width(windows))
         missing = max(0, width - windows.shape[-1])
@@ -87,8 +87,8 @@ class AnswerFeed(PassFeed):
         """Losses of the answers of every set under its row's model, each token once."""
         batch, slots = portions.slots(SCORED_PER_SLOT)
         parts = [[_trim(part.windows[at]) for at in _by_width(part.windows).split(batch)] for part in sets]
-        found = score_windows(predict, parts, rows, slots=slots, gates=gates)
-        return [score_answers(score, len(part)) for score, part in zip(found, sets, strict=True)]
+        windows_scores = score_windows(predict, parts, rows, slots=slots, gates=gates)
+        return [score_answers(score, len(part)) for score, part in zip(windows_scores, sets, strict=True)]
 
     def examine(
         self,
@@ -101,8 +101,8 @@ class AnswerFeed(PassFeed):
     ) -> list[AnswerScore]:
         """The same, and what the models answer by themselves."""
         scores, given = self.score(predict, sets, rows, portions, gates), self.answers(speak, sets, rows, portions)
-        found = zip(scores, given, sets, strict=True)
-        return [judge(score, texts, part.references, labels=part.labels) for score, texts, part in found]
+        scored_sets = zip(scores, given, sets, strict=True)
+        return [judge(score, texts, part.references, labels=part.labels) for score, texts, part in scored_sets]
 
     def answers(
         self, speak: Speak, sets: Sequence[Answers], rows: Sequence[int], portions: Portions
@@ -121,8 +121,8 @@ class AnswerFeed(PassFeed):
             group = jobs[start : start + slots]
             limit = max(sets[job.owner].limit for job in group)
             said = speak([rows[job.owner] for job in group], _prompts(group, sets), limit)
-            for job, own in zip(group, said, strict=True):
-                for number, tokens in zip(job.numbers.tolist(), own, strict=False):
+            for job, continuation in zip(group, said, strict=True):
+                for number, tokens in zip(job.numbers.tolist(), continuation, strict=False):
                     texts[job.owner][number] = self._text(tokens[: sets[job.owner].limit])
         return texts
 
@@ -146,12 +146,12 @@ def _prompts(group: Sequence[_Job], sets: Sequence[Answers]) -> Int64[Tensor, "s
     rows = max(len(job.numbers) for job in group)
     own = [[sets[job.owner].prompt(number) for number in job.numbers.tolist()] for job in group]
     width = max(len(prompt) for prompts in own for prompt in prompts)
-    found = torch.full((len(group), rows, width), PAD, dtype=torch.int64)
+    padded = torch.full((len(group), rows, width), PAD, dtype=torch.int64)
     for slot, prompts in enumerate(own):
         for row in range(rows):
             prompt = prompts[min(row, len(prompts) - 1)]
-            found[slot, row, width - len(prompt) :] = prompt
-    return found
+            padded[slot, row, width - len(prompt) :] = prompt
+    return padded
 
 
 def _width(windows: Int[Tensor, "*batch window"]) -> int:

@@ -139,23 +139,23 @@ def load_checkpoint(folder: Path, layout: Layout, like: State, kept: Tree) -> tu
     verify(folder)
     path = folder / "state.safetensors"
     try:
-        found = load_file(path)
+        tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path}: truncated or not safetensors ({error}); {advise(folder)}") from None
     expected = {name: (tuple(t.shape), t.dtype) for name, t in _named(layout, like, kept).items()}
-    for name in sorted(expected.keys() | found.keys()):
-        got = (tuple(found[name].shape), found[name].dtype) if name in found else None
+    for name in sorted(expected.keys() | tensors.keys()):
+        got = (tuple(tensors[name].shape), tensors[name].dtype) if name in tensors else None
         wanted = expected.get(name)
         if not _fits(got, wanted):
             said = [part or "nothing" for part in (got, wanted)]
             raise RunError(f"{path}: foreign checkpoint, tensor {name!r}: got {said[0]}, this recipe has {said[1]}")
-        if wrong := _find_impossible(name, found[name]):
+        if wrong := _find_impossible(name, tensors[name]):
             raise RunError(f"{path}: tensor {name!r} {wrong}; {advise(folder)}")
-    found = {name: t.to(like.rows.device, expected[name][1]) for name, t in found.items()}
-    rows = flatten([found.pop(_ROWS + slot.name) for slot in layout.slots])
-    server = {name: found.pop(_SERVER + name) for name in kept}
-    best = {name: found.pop(_BEST + name) for name in like.best}
-    return like.filled({"rows": rows, **found}, best), server
+    tensors = {name: t.to(like.rows.device, expected[name][1]) for name, t in tensors.items()}
+    rows = flatten([tensors.pop(_ROWS + slot.name) for slot in layout.slots])
+    server = {name: tensors.pop(_SERVER + name) for name in kept}
+    best = {name: tensors.pop(_BEST + name) for name in like.best}
+    return like.filled({"rows": rows, **tensors}, best), server
 
 
 def _fits(got: tuple[Any, torch.dtype] | None, wanted: tuple[Any, torch.dtype] | None) -> bool:

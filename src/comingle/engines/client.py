@@ -135,8 +135,8 @@ class Clients:
         known = [getattr(trainer, "cluster", None) for trainer in self.trainers] * self.method.placement.copies
         if any(cluster is None for cluster in known):
             raise RecipeError(f"method {self.method.name}: needs users whose true clusters are known, as in made tasks")
-        own = torch.tensor(known) % clusters
-        return torch.full((len(own), clusters), NEVER).scatter(1, own.unsqueeze(1), 0.0)
+        clusters_of_rows = torch.tensor(known) % clusters
+        return torch.full((len(clusters_of_rows), clusters), NEVER).scatter(1, clusters_of_rows.unsqueeze(1), 0.0)
 
     def _check_validation(self) -> None:
         if not any(len(user.valid) for user in self.users):
@@ -192,7 +192,7 @@ class Clients:
     def behind(self, version: int, members: Sequence[int]) -> list[int]:
         """Whoever of these has not received what the server has had since ``version``."""
         versions = self.state.versions[list(members)].tolist()
-        return [member for member, own in zip(members, versions, strict=True) if own < version]
+        return [member for member, received in zip(members, versions, strict=True) if received < version]
 
     @torch.no_grad()
     def receive(self, download: Download) -> None:
@@ -217,10 +217,10 @@ class Clients:
         models = download.tensors
         if len(download.senders) <= next(iter(models.values())).shape[1]:
             return models
-        own = restrict(cohort.tensors, self.model.layout, self.method.shared)
+        of_receiver = restrict(cohort.tensors, self.model.layout, self.method.shared)
         at = [download.senders.index(name) for name in cohort.names]
         parts = {
-            name: [torch.cat([t[i, :k], own[name][i : i + 1], t[i, k:]]) for i, k in enumerate(at)]
+            name: [torch.cat([t[i, :k], of_receiver[name][i : i + 1], t[i, k:]]) for i, k in enumerate(at)]
             for name, t in models.items()
         }
         return {name: torch.stack(part) for name, part in parts.items()}

@@ -75,7 +75,7 @@ class Cohort(Members):
         prior = model.shares(tensors)
         shares = sweep.responsibilities(prior, lambda batch: model.component_losses(tensors, owners, batch))
         self.sample_shares = shares
-        means = torch.stack([own.mean(1) for own in shares])
+        means = torch.stack([of_user.mean(1) for of_user in shares])
         smallest = torch.finfo(means.dtype).tiny  # or a component would be lost for good
         self.tensors[CLIENT_ROUTER].copy_(means.clamp(min=smallest).log())
 

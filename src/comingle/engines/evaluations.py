@@ -62,11 +62,11 @@ def _experts(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Any]:
     adapters = clients.adapted.adapters
     rows = zip(clients.users, clients.row_of, strict=True)
     names = {user.name: watching.expert_names(adapters, row) for user, row in rows}
-    found = {
+    by_user = {
         name: [[round(gate, 4) for gate in layer[: len(experts)]] for layer in score.expert_scores]
         for (name, experts), score in zip(names.items(), scores, strict=True)
     }
-    return {"experts": names, "expert_scores": found}
+    return {"experts": names, "expert_scores": by_user}
 
 
 def _measured(score: AnyScore) -> dict[str, float]:

@@ -114,7 +114,9 @@ def clustered(model: AdaptedModel | StackedModel, method: Method) -> frozenset[s
     """The tensors whose leading axis is a mixture's components; whole models have statistics of their own."""
     mixture = method.placement.mixture
     roles = {ADAPTOR, STATISTICS} if mixture is not None and mixture.of == "models" else {ADAPTOR}
-    return frozenset(slot.name for slot in model.layout.slots if len(own := set(slot.roles)) == 1 and own <= roles)
+    return frozenset(
+        slot.name for slot in model.layout.slots if len(slot_roles := set(slot.roles)) == 1 and slot_roles <= roles
+    )
 
 
 def start_server(

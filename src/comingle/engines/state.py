@@ -46,8 +46,8 @@ class State:
         return replace(self._with(tensors), best=best)
 
     def _with(self, tensors: dict[str, Tensor]) -> State:
-        own = {name.removeprefix(_OWN): t for name, t in tensors.items() if name.startswith(_OWN)}
-        return replace(self, **{name: tensors[name] for name in _USERS}, own=own)
+        by_part = {name.removeprefix(_OWN): t for name, t in tensors.items() if name.startswith(_OWN)}
+        return replace(self, **{name: tensors[name] for name in _USERS}, own=by_part)
 
     def copy(self) -> State:
         """The same, to be changed without changing this."""

@@ -82,11 +82,11 @@ class Steps:
             due = [i for i, (n, works) in numbered if works and (n + 1) % phase.every == 0]
             if not due:
                 continue
-            found = torch.zeros(len(due))
+            step_losses = torch.zeros(len(due))
             with cohort.some(due) as sub:
-                found = self.take(sub, phase, step)
+                step_losses = self.take(sub, phase, step)
             if phase.optimizer != "router":
-                losses[due] = found
+                losses[due] = step_losses
         cohort.part.iterations += active.to(cohort.part.iterations)
         return losses
 
@@ -132,14 +132,14 @@ class Steps:
                 part.router_steps += 1
             settings = self.training.router if name == "router" else self.training.experts
             count = part.router_steps if name == "router" else part.iterations + 1
-            own, rate = layout.only(roles), learning_rate(settings, iteration, self.iterations)
+            slots_layout, rate = layout.only(roles), learning_rate(settings, iteration, self.iterations)
             if settings.memoryless and cohort.mask is None:  # a gradient as large as everybody's nets is not copied
                 views = layout.views(part.rows)
-                for slot in own.slots:
+                for slot in slots_layout.slots:
                     descend(settings, rate, views[slot.name], gradients.pop(slot.name))
                 continue
-            span = layout.span(own)
-            gradient = flatten([gradients.pop(slot.name) for slot in own.slots])
+            span = layout.span(slots_layout)
+            gradient = flatten([gradients.pop(slot.name) for slot in slots_layout.slots])
             if cohort.mask is not None:
                 gradient *= cohort.mask[:, span]
             moments = part.first[:, span], part.second[:, span]
@@ -175,15 +175,15 @@ class Steps:
             counted = self.feed.counted(part)
             share = counted.to(rows.dtype) / whole.to(rows)
             batch: Any = self.feed.read(phase.stream, owners, part)
-            own = {} if cohort.sample_shares is None else {"shares": cohort.shares_of(part)}
-            losses, penalty = self.model.losses(tensors, owners, batch, train=True, **own)
+            sample_shares = {} if cohort.sample_shares is None else {"shares": cohort.shares_of(part)}
+            losses, penalty = self.model.losses(tensors, owners, batch, train=True, **sample_shares)
             means = losses.flatten(1).sum(1) / counted.clamp(min=1)
             objective = means + self.training.balance_weight * penalty
             for extra in self.method.client.parts:
                 objective = objective + extra.penalty(tensors, cohort.ranks)
             leaves = [tensors[name] for name in trained]
-            found = torch.autograd.grad((objective * share).sum(), leaves, materialize_grads=True)
-            grads = self._preconditioned(tensors, dict(zip(trained, found, strict=True)))
+            gradients_found = torch.autograd.grad((objective * share).sum(), leaves, materialize_grads=True)
+            grads = self._preconditioned(tensors, dict(zip(trained, gradients_found, strict=True)))
             for name, gradient in grads.items():
                 earlier = gradients.get(name)
                 gradients[name] = gradient.to(rows.dtype) if earlier is None else earlier + gradient
@@ -211,11 +211,11 @@ class Steps:
         gradients = {slot.name: rows.new_empty(len(rows), *slot.shape) for slot in trained}
         for size in sizes.unique().tolist():
             at = (sizes == size).nonzero().flatten()
-            own = None if noise is None else noise[at]
+            noise_of_some = None if noise is None else noise[at]
             some = cohort.only(at.tolist())
-            total[at], found = self.gradient(some, drawn[at, :size], phase, own)
+            total[at], gradients_found = self.gradient(some, drawn[at, :size], phase, noise_of_some)
             rows[at] = some.part.rows  # with the running statistics that this pass has changed
-            for name, gradient in found.items():
+            for name, gradient in gradients_found.items():
                 gradients[name][at] = gradient
         return total, gradients
 
