@@ -299,9 +299,9 @@ def execute(
         measure = f"mean_test_{metrics['measure']}"
         observe({"event": "end"} | {key: metrics[key] for key in (measure, GEOMETRIC) if key in metrics})
     except DivergenceError as error:
-        if folder is None or not (found := list_checkpoints(folder)):
+        if folder is None or not (checkpoints := list_checkpoints(folder)):
             raise
-        raise DivergenceError(f"{error}; the last checkpoint is kept, {found[-1].name}") from error
+        raise DivergenceError(f"{error}; the last checkpoint is kept, {checkpoints[-1].name}") from error
     finally:
         for sink in (log, board):
             if sink is not None:
@@ -326,16 +326,18 @@ def _restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:
     Raises:
         RunError: there is none, or it is damaged or belongs to another recipe.
     """
-    found = list_checkpoints(folder)
-    if not found:
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
         raise RunError(f"{folder}: no checkpoint in it")
-    progress = read_progress(found[-1])
+    progress = read_progress(checkpoints[-1])
     if progress.fingerprint != recipe.fingerprint:
-        raise RunError(f"{found[-1]}: belongs to another recipe ({progress.fingerprint}, not {recipe.fingerprint})")
+        raise RunError(
+            f"{checkpoints[-1]}: belongs to another recipe ({progress.fingerprint}, not {recipe.fingerprint})"
+        )
     clients, server = federation.clients, federation.server
     was, names = progress.trainers, [trainer.name for trainer in clients.trainers]
-    check_names(found[-1], was, names)
-    state, kept = load_checkpoint(found[-1], clients.model.layout, clients.state, server.state)
+    check_names(checkpoints[-1], was, names)
+    state, kept = load_checkpoint(checkpoints[-1], clients.model.layout, clients.state, server.state)
     clients.state = reorder(state, was, names)
     clients.resized()
     server.restore(reorder_kept(kept, was, names, clients.method.server.by_user))

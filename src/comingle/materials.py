@@ -65,7 +65,7 @@ class Materials:
 
     def overlaps(self) -> list[Overlap]:
         """Users whose held-out documents also occur in their training text."""
-        return [found for text in self.texts if (found := find_overlap(text)).total]
+        return [overlap for text in self.texts if (overlap := find_overlap(text)).total]
 
 
 def prepare(recipe: Recipe, *, base: Base | None = None, validates: bool | None = None) -> Materials:

@@ -97,20 +97,20 @@ def _header(message: Download | Upload) -> dict[str, Any]:
     (user,), rank = message.users, int(message.ranks[0])
     if isinstance(message, Upload):
         return {"kind": "upload", "round": message.round, "user": user, "rank": rank}
-    found: dict[str, Any] = {"kind": "download", "version": message.version, "user": user, "rank": rank}
-    return found | ({"senders": list(message.senders)} if message.senders else {})
+    header: dict[str, Any] = {"kind": "download", "version": message.version, "user": user, "rank": rank}
+    return header | ({"senders": list(message.senders)} if message.senders else {})
 
 
 def _tensors(message: Download | Upload) -> Tree:
     """What travels: without the dimension of users, cut to the user's rank, without what the user itself has sent."""
     rank = int(message.ranks[0])
-    own = {name: _cut(name, t[0], rank) for name, t in message.tensors.items()}
+    of_user = {name: _cut(name, t[0], rank) for name, t in message.tensors.items()}
     if isinstance(message, Upload):
-        return own | {_REPORT + name: t[0] for name, t in message.reports.items()}
+        return of_user | {_REPORT + name: t[0] for name, t in message.reports.items()}
     if message.users[0] not in message.senders:
-        return own
+        return of_user
     kept = [i for i, sender in enumerate(message.senders) if sender != message.users[0]]
-    return {name: t[kept] for name, t in own.items()}
+    return {name: t[kept] for name, t in of_user.items()}
 
 
 def _cut(name: str, t: Tensor, rank: int) -> Tensor:

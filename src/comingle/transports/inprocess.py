@@ -84,11 +84,11 @@ def federate(clients: Clients) -> InProcess:
 
 def _downloaded(parts: Sequence[Download]) -> Download:
     """What arrives where each user's message goes over a wire."""
-    found = [unpack(pack(part)) for part in parts]
-    return join_downloads([part for part in found if isinstance(part, Download)])
+    messages = [unpack(pack(part)) for part in parts]
+    return join_downloads([part for part in messages if isinstance(part, Download)])
 
 
 def _uploaded(parts: Sequence[Upload]) -> Upload:
     """The same."""
-    found = [unpack(pack(part)) for part in parts]
-    return join_uploads([part for part in found if isinstance(part, Upload)])
+    messages = [unpack(pack(part)) for part in parts]
+    return join_uploads([part for part in messages if isinstance(part, Upload)])
