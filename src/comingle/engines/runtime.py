@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import resource
 import sys
+from pathlib import Path
 
 import torch
 
@@ -30,6 +31,14 @@ def keep_buffers() -> bool:
 
 def peak_memory_bytes() -> int:
     """Peak resident memory of this process, plus peak allocated memory of the accelerator where there is one."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return resident + (torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
+    return _peak_resident() + (torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
+
+
+def _peak_resident() -> int:
+    """Linux hands ``ru_maxrss`` on from the process that started this one, so there the kernel's own mark is read."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
