@@ -169,9 +169,14 @@ class Clients:
         known = {trainer.name: i for i, trainer in enumerate(self.trainers)}
         return [known[name] for name in names]
 
-    def cohort(self, rows: list[int], round_number: int, *, looks_back: bool = False) -> Cohort:
-        """Some users to be worked on together; who ``looks_back`` remembers what the users have now."""
-        part = self.state.take(rows)
+    def cohort(
+        self, rows: list[int], round_number: int, *, looks_back: bool = False, state: State | None = None
+    ) -> Cohort:
+        """Some users to be worked on together; who ``looks_back`` remembers what the users have now.
+
+        ``state`` is what they are taken from, where that is not all that the users have.
+        """
+        part = (state or self.state).take(rows)
         return Cohort(
             steps=self.steps,
             scorer=self.scorer,
@@ -198,8 +203,8 @@ class Clients:
     def receive(self, download: Download) -> None:
         """Everybody who is addressed takes one model, or makes one of several."""
         members = self.numbers(download.users)
-        layout, shared = self.model.layout, self.method.shared
-        cohort = self.cohort(members, download.version)
+        layout, shared, state = self.model.layout, self.method.shared, self.state.without_moments()
+        cohort = self.cohort(members, download.version, state=state)
         models, made = self._completed(cohort, replace(download, tensors=fill_ranks(download.tensors, layout))), None
         for part in self.method.client.parts:
             made = part.receive(cohort, models, download.senders) if made is None else made
@@ -210,7 +215,7 @@ class Clients:
         for part in self.method.client.parts:
             part.received(cohort)
         cohort.part.versions.fill_(download.version)
-        self.state.put(members, cohort.part)
+        state.put(members, cohort.part)
 
     def _completed(self, cohort: Cohort, download: Download) -> Tree:
         """What peers have sent, with what a wire left out because its receiver has it."""
@@ -227,12 +232,12 @@ class Clients:
 
     def upload(self, members: Sequence[int], round_number: int, losses: Tree) -> Upload:
         """What these users send after their local steps: copies of what is shared, and what they report."""
-        cohort = self.cohort(list(members), round_number)
-        tensors = restrict(cohort.tensors, self.model.layout, self.method.shared)
+        cohort = self.cohort(list(members), round_number, state=self.state.without_moments())
+        tensors = restrict(self.model.layout.views(self.state.rows), self.model.layout, self.method.shared)
         return Upload(
             round=round_number,
             users=tuple(self.trainers[member].name for member in members),
-            tensors={name: t.clone() for name, t in tensors.items()},
+            tensors={name: t[list(members)] for name, t in tensors.items()},  # an index of numbers copies
             ranks=cohort.ranks.cpu().clone(),
             reports={name: t.clone() for name, t in self._reports(cohort, members).items()} | losses,
         )

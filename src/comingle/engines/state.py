@@ -53,6 +53,10 @@ class State:
         """The same, to be changed without changing this."""
         return self._with({name: t.clone() for name, t in self.tensors().items()})
 
+    def without_moments(self) -> State:
+        """The same tensors, to be changed in place, but for what optimisers remember: for all that takes no steps."""
+        return replace(self, first=self.first[:, :0], second=self.second[:, :0])
+
     def remember(self, done: int) -> None:
         """Keep a copy of everybody's tensors as the best of all rounds, after ``done`` rounds."""
         copies = {name: t.clone() for name, t in self.tensors().items()}
