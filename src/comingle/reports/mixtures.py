@@ -26,8 +26,6 @@ from comingle.reports.colours import INK
 
 MAX_PANELS = 6
 _MOST_NAMES = 40
-_OF_MODELS = ("ensemble", "fedmerge", "ifca", "fedem", "mfl", "fml")
-"""Methods that mix whole models, for runs whose events do not say what is mixed."""
 _SOLID = "#2b7bc4"  # about equally far from white paper and from dark
 _SHADES = LinearSegmentedColormap.from_list("weights", [f"{_SOLID}00", f"{_SOLID}ff"])
 
@@ -39,8 +37,8 @@ class Mixtures:
     ``values`` is (evaluation, user, adaptor set), each row a point of the simplex. Users are sorted by their true
     cluster, where that is known, and adaptor sets so that set c is the one that cluster c uses, after the last round;
     ``order`` says which of the run's sets each of them is. ``entropy`` of the routers, mean over users, is in nats;
-    ``component`` says what is mixed; ``mismatch`` is the mean distance of the learned aggregation weights from the true
-    ones (FLoRAL, section 4).
+    ``component`` says what is mixed, as far as events do; ``mismatch`` is the mean distance of the learned aggregation
+    weights from the true ones (FLoRAL, section 4).
     """
 
     method: str
@@ -50,7 +48,7 @@ class Mixtures:
     clusters: tuple[int, ...] | None
     order: tuple[int, ...]
     values: np.ndarray
-    component: str = "adaptor set"
+    component: str = "component"
     entropy: tuple[float, ...] | None = None
     mismatch: tuple[float, ...] | None = None
 
@@ -102,14 +100,10 @@ def read_mixtures(folder: Path) -> Mixtures | None:
         clusters=clusters,
         order=order,
         values=values[:, :, list(order)],
-        component=evaluations[-1].get("component") or _component(start["method"]),
+        component=evaluations[-1].get("component", "component"),
         entropy=_told(evaluations, "router_entropy_nats"),
         mismatch=_told(evaluations, "aggregation_mismatch"),
     )
-
-
-def _component(method: str) -> str:
-    return "model" if method.startswith(_OF_MODELS) else "adaptor set"
 
 
 def _told(events: Sequence[dict[str, Any]], key: str) -> tuple[float, ...] | None:
