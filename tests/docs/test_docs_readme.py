@@ -165,7 +165,8 @@ def trained_on(method: Method) -> str:
     if not router:
         return "no router"
     if router[0].optimizer == "both":
-        return f"training {'text, together with the experts' if method.placement.routed else 'data, together with the rest'}"
+        routed = method.placement.routed
+        return f"training {'text, together with the experts' if routed else 'data, together with the rest'}"
     return {"train": "fresh training text", "valid": "validation text"}[router[0].stream] + ", in alternation"
 
 

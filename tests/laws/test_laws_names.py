@@ -23,8 +23,7 @@ DATA = {
     "reports/colours.py": "colours and lines that some methods have in every report",
     "reports/series.py": "the baselines against which results are held",
 }
-"""Files in which methods' names are data, and what they are there; none of them asks a run for its method's name to know
-what the method does."""
+"""Files in which methods' names are data, and what they are there; none asks what a method does by its name."""
 
 WITHIN = (ast.Compare, ast.Set, ast.List, ast.Tuple, ast.Dict, ast.MatchValue)
 

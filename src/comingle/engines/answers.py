@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from comingle.data.answers import Answers, UserAnswers, widen
 from comingle.data.batches import PAD
-from comingle.engines.feeds import SCORED_PER_SLOT, Predict, Generate
+from comingle.engines.feeds import SCORED_PER_SLOT, Generate, Predict
 from comingle.engines.passes import PassFeed
 from comingle.engines.training import Portions, Training, portions
 from comingle.evaluation.answers import AnswerScore, judge, score_answers
@@ -144,10 +144,10 @@ class _Job:
 def _prompts(group: Sequence[_Job], sets: Sequence[Answers]) -> Int64[Tensor, "slots batch prompt"]:
     """The prompts of each job, filled with ``PAD`` on the left; a job with fewer questions repeats its last."""
     rows = max(len(job.numbers) for job in group)
-    own = [[sets[job.owner].prompt(number) for number in job.numbers.tolist()] for job in group]
-    width = max(len(prompt) for prompts in own for prompt in prompts)
+    prompts_of_jobs = [[sets[job.owner].prompt(number) for number in job.numbers.tolist()] for job in group]
+    width = max(len(prompt) for prompts in prompts_of_jobs for prompt in prompts)
     padded = torch.full((len(group), rows, width), PAD, dtype=torch.int64)
-    for slot, prompts in enumerate(own):
+    for slot, prompts in enumerate(prompts_of_jobs):
         for row in range(rows):
             prompt = prompts[min(row, len(prompts) - 1)]
             padded[slot, row, width - len(prompt) :] = prompt

@@ -152,30 +152,30 @@ def _heaviest(mixture: np.ndarray) -> list[int]:
 # -------------------------------------------------------------------- the picture
 
 
-def mixtures_figure(found: Mixtures) -> Figure:
+def mixtures_figure(mixtures: Mixtures) -> Figure:
     """Users (down) x adaptor sets (across) at up to ``MAX_PANELS`` evaluations.
 
     A weight of 1 is solid and one of 0 lets the background through, so that the picture suits light and dark pages.
     """
-    panels = _spread_out(len(found.rounds))
+    panels = _spread_out(len(mixtures.rounds))
 
     def paint(figure: Figure, axes: list[Axes]) -> None:
         for axis, at in zip(axes, panels, strict=True):
-            axis.imshow(found.values[at], vmin=0, vmax=1, cmap=_SHADES, aspect="auto", interpolation="none")
-            axis.set_title(_title(found, at))
-            axis.set_xticks(range(len(found.order)), [str(name) for name in found.order])
-            if len(found.order) > 10:  # numbers of two digits run into each other unless they stand upright
-                axis.tick_params(axis="x", labelrotation=90, labelsize=min(8.0, 110 / len(found.order)))
-            axis.set_xlabel(found.component)
+            axis.imshow(mixtures.values[at], vmin=0, vmax=1, cmap=_SHADES, aspect="auto", interpolation="none")
+            axis.set_title(_title(mixtures, at))
+            axis.set_xticks(range(len(mixtures.order)), [str(name) for name in mixtures.order])
+            if len(mixtures.order) > 10:  # numbers of two digits run into each other unless they stand upright
+                axis.tick_params(axis="x", labelrotation=90, labelsize=min(8.0, 110 / len(mixtures.order)))
+            axis.set_xlabel(mixtures.component)
             axis.grid(visible=False)
-            _mark_clusters(axis, found, labels=at == panels[0])
-        figure.suptitle(f"{found.method}, seed {found.seed}: each user's mixture", x=0.01, ha="left")
+            _mark_clusters(axis, mixtures, labels=at == panels[0])
+        figure.suptitle(f"{mixtures.method}, seed {mixtures.seed}: each user's mixture", x=0.01, ha="left")
         bar = figure.colorbar(axes[-1].images[0], ax=axes, label="weight", shrink=0.8)
         assert bar.solids is not None
         bar.solids.set_rasterized(True)  # as hundreds of translucent strips it would show their seams
 
     # Room for names, for the colours beside the panels, and for the title above a single one.
-    width = min(14.0, max(4.4, 1.7 + len(panels) * (0.6 + 0.22 * len(found.order))))
+    width = min(14.0, max(4.4, 1.7 + len(panels) * (0.6 + 0.22 * len(mixtures.order))))
     return draw(1, len(panels), (width / len(panels), 3.4), paint)
 
 
