@@ -18,7 +18,7 @@ DOCS = Path(__file__).parent
 SOURCE = DOCS.parent / "src" / "comingle"
 
 GROUPS = {
-    "experiment": ("experiment", "nets", "materials", "opening", "folders", "progress"),
+    "experiment": ("experiment", "nets", "materials", "texts", "opening", "folders", "progress"),
     "errors": ("errors", "records", "trees", "inputs", "locks", "terminal"),
 }
 """Single modules of one storey, drawn as one box."""
@@ -28,7 +28,7 @@ WORDS = {
     "reproduce": "published tables",
     "costing": "what a run will cost",
     "theory": "convergence",
-    "experiment": "with nets, materials, opening, folders and progress",
+    "experiment": "with nets, materials, texts, opening, folders and progress",
     "recipes": "the YAML",
     "transports": "move messages",
     "reports": "tables, pages",

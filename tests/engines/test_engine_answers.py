@@ -230,10 +230,10 @@ def spoken(sim: Clients, user: int) -> list[str]:
     """One question at a time, by the personal model."""
     row, part = sim.row_of[user], sim.users[user].test
     tensors = {n: t[row : row + 1] for n, t in sim.steps.tensors(sim.state.rows).items()}
-    speaker = PersonalModel(name="one", model=sim.model, tensors=tensors, row=row)  # type: ignore[arg-type]
+    personal = PersonalModel(name="one", model=sim.model, tensors=tensors, row=row)  # type: ignore[arg-type]
     tokenizer = byte_tokenizer()
     prompts = [str(tokenizer.decode(part.prompt(number).tolist())) for number in range(len(part))]
-    return [speaker.generate(prompt, max_new_tokens=part.limit).strip() for prompt in prompts]
+    return [personal.generate(prompt, max_new_tokens=part.limit).strip() for prompt in prompts]
 
 
 @pytest.mark.parametrize("method", ["local", "comigs-1g1s", "floral"])

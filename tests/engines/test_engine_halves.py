@@ -117,7 +117,7 @@ def test_uploads_are_copies(federate: Any, method: Any) -> None:
     ranks, rows = message.ranks.clone(), clients.state.rows.clone()
     clients.state.rows += 1
     clients.state.ranks += 1
-    for t in clients.state.own.values():
+    for t in clients.state.kept.values():
         t += 1
     assert torch.equal(message.ranks, ranks)
     for name, t in (message.tensors | message.reports).items():

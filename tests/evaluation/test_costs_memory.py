@@ -127,7 +127,7 @@ def test_a_plan_counts_the_process_too() -> None:
     recipe = recipe_of("random:llama", "fedavg")
     base = load_skeleton(recipe.base, dtype="float32", device="cpu")
     cost = method_cost(recipe, base, ("a", "b"), free=text)
-    assert cost.machine.process_bytes == cost.own.process_bytes == text
+    assert cost.machine.process_bytes == cost.own_device.process_bytes == text
     assert cost.machine.total_bytes > text
     assert not cost.fits
 
@@ -157,8 +157,8 @@ def test_users_who_are_alike_need_not_all_be_built() -> None:
     server = sum(t.nbytes for t in few.federation.server.kept.values())
     assert memory(many).adapters_bytes - server == 3 * (memory(few).adapters_bytes - server)
     assert memory(many).pass_bytes == memory(few).pass_bytes
-    assert memory(many, own=True) == memory(few, own=True)
-    assert memory(few, own=True).pass_bytes < memory(few).pass_bytes
+    assert memory(many, alone=True) == memory(few, alone=True)
+    assert memory(few, alone=True).pass_bytes < memory(few).pass_bytes
 
 
 def test_the_phase_that_trains_most_is_the_one_that_holds_most() -> None:

@@ -196,7 +196,7 @@ def test_a_tasks_plan_has_its_users_and_its_samples() -> None:
     few, many = plan(recipe, users=4), plan(recipe)
     assert (many.unit, many.base, many.local_steps, len(many.users)) == ("sample", "net:mlp-norm", 3, 12)
     assert many.base_flops == many.methods[0].users[0].forward.base
-    assert many.methods[0].own.adapters_bytes == pytest.approx(few.methods[0].own.adapters_bytes, rel=0.2)
+    assert many.methods[0].own_device.adapters_bytes == pytest.approx(few.methods[0].own_device.adapters_bytes, rel=0.2)
     real = build(recipe, prepare(recipe))
     held = real.clients.state.rows.nbytes + sum(t.nbytes for t in real.server.kept.values())
     assert many.methods[0].machine.adapters_bytes == pytest.approx(held, rel=0.05)

@@ -18,13 +18,12 @@ AMBIGUOUS = {"local", "centralized", "pretrained", "floral"}
 """Names that are words too, as in ``evaluation.model: local``, or of functions that the package exports."""
 
 DATA = {
-    "costing/footprint.py",
-    "costing/planning.py",
-    "reports/colours.py",
-    "reports/series.py",
-    "reports/mixtures.py",  # runs of older versions, whose events do not say what is mixed
+    "costing/footprint.py": "the method of the smallest recipe there is",
+    "costing/planning.py": "the two methods of the published table of costs",
+    "reports/colours.py": "colours and lines that some methods have in every report",
+    "reports/series.py": "the baselines against which results are held",
 }
-"""Files that name methods as examples, baselines or data."""
+"""Files in which methods' names are data, and what they are there; none asks what a method does by its name."""
 
 WITHIN = (ast.Compare, ast.Set, ast.List, ast.Tuple, ast.Dict, ast.MatchValue)
 

@@ -97,7 +97,7 @@ def test_a_run_ends_with_fused_models_and_scores_them(federate: Any) -> None:
         valid = [
             federation.clients.scorer.score(
                 federation.clients.models, [federation.clients.trainers[user].valid], [row]
-            )[0].mean_nats
+            )[0].mean_loss
             for row in (user, 3 + user)
         ]
         assert valid[1] <= valid[0]  # no worse than the global copy

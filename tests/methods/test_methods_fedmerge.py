@@ -359,7 +359,7 @@ def test_evaluations_tell_the_merging_weights(federate_nets: Any, method: dict[s
     local_round(federation, [0, 1, 2, 3], 0)
     exchange(federation, [0, 1, 2, 3])
     if method["name"] == "ifca":
-        weights = torch.eye(3)[federation.clients.state.own["choice"]]
+        weights = torch.eye(3)[federation.clients.state.kept["choice"]]
     else:
         weights = federation.clients.method.server.merging_weights(federation.server.kept)
     if not told:

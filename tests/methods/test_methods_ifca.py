@@ -35,7 +35,7 @@ def settled(federation: InProcess) -> InProcess:
 
 def chosen(federation: InProcess) -> list[int]:
     """Who has which model."""
-    return federation.clients.state.own[CHOICE].tolist()
+    return federation.clients.state.kept[CHOICE].tolist()
 
 
 def assessed(federation: InProcess, soup: Own, round_number: int) -> Tensor:

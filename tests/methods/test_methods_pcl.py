@@ -56,7 +56,7 @@ def test_cross_validation_is_a_loop_over_models_and_texts(federate: Any) -> None
         for j in range(3):
             alone = federation.clients.scorer.score(
                 federation.clients.models, [federation.clients.trainers[i].valid], [j]
-            )[0].mean_nats
+            )[0].mean_loss
             assert found[i, j].item() == pytest.approx(alone, rel=1e-12)
     assert found[0, 2] != found[2, 0]
 

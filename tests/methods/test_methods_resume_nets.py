@@ -75,7 +75,7 @@ def test_resuming_is_exact(name: str, task: str, tmp_path: Path) -> None:
     assert {key for key in state if key.startswith("server/") and "soup" not in key and "model" not in key} == {
         "server/version"
     } | KEPT.get(name, set())
-    assert ("own/choice" in state) == (name == "ifca")
+    assert ("kept/choice" in state) == (name == "ifca")
     opened = experiment.load(tmp_path / "whole")
     first, second = whole.federation.clients.evaluate(), opened.federation.clients.evaluate()
     assert [score.measures for score in first] == [score.measures for score in second]

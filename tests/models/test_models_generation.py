@@ -93,10 +93,10 @@ def test_a_text_is_still_sampled_as_by_transformers(person: Person) -> None:
         (penalised, penalised),
         (longer, {**longer, "top_p": 0.95}),
     ]:
-        with ann.speaking() as network, torch.random.fork_rng(devices=[]):
+        with ann.generating() as network, torch.random.fork_rng(devices=[]):
             torch.manual_seed(4)
-            speak: Any = network.generate
-            out = speak(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, **theirs)
+            generate: Any = network.generate
+            out = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, **theirs)
         expected = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         assert ann.generate("some words", max_new_tokens=12, seed=4, **own) == expected
 

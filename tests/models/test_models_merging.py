@@ -38,7 +38,7 @@ def person(federate: Any) -> Person:
 
 
 def logits(person: PersonalModel) -> torch.Tensor:
-    with person.speaking() as network, torch.no_grad():
+    with person.generating() as network, torch.no_grad():
         return network(input_ids=IDS).logits.clone()
 
 

@@ -29,7 +29,7 @@ from comingle.trees import CLIENT_ROUTER
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 MIXTURES = ["floral", "floral-optimal", "floral-mfl", "local-adaptor"]
 WHOLE = ["pretrained", "local", "fedavg", "centralized"]
-SPEAKING = ["floral", {"name": "floral", "temperature": 0.3}, "floral-mfl", "local-adaptor"]
+GENERATING = ["floral", {"name": "floral", "temperature": 0.3}, "floral-mfl", "local-adaptor"]
 
 
 def run_of(federation: InProcess) -> Run:
@@ -68,7 +68,7 @@ def test_a_net_predicts_what_the_federation_does(federate_nets: Any, method: str
         )[0]
         assert expected.abs().max() > 0.1
         torch.testing.assert_close(person.predict(inputs), expected, **EXACT)
-        assert person.evaluate(sim.clients.users[i].test).loss == pytest.approx(scores[i].mean_loss, rel=1e-9)
+        assert person.evaluate(sim.clients.users[i].test).mean_loss == pytest.approx(scores[i].mean_loss, rel=1e-9)
 
 
 @pytest.mark.parametrize("method", [*WHOLE, *MIXTURES, "fml"])
@@ -145,7 +145,7 @@ def test_inputs_of_another_dtype_and_no_samples_are_fine(federate_nets: Any) -> 
     assert person.predict(test.inputs.float()).dtype == torch.float64
     score = person.evaluate(Samples(inputs=test.inputs[:0], targets=test.targets[:0]))
     assert score.samples == 0
-    assert math.isnan(score.loss)
+    assert math.isnan(score.mean_loss)
 
 
 def test_classes_are_scored_by_accuracy() -> None:
@@ -156,7 +156,7 @@ def test_classes_are_scored_by_accuracy() -> None:
     targets[:60] = (targets[:60] + 1) % 3
     score = person.evaluate(Samples(inputs=inputs, targets=targets))
     assert (score.samples, score.accuracy) == (600, 0.9)
-    assert score.loss == pytest.approx(float(nn.functional.cross_entropy(net(inputs), targets).detach()), rel=1e-5)
+    assert score.mean_loss == pytest.approx(float(nn.functional.cross_entropy(net(inputs), targets).detach()), rel=1e-5)
 
 
 # ---------------------------------------------------------------- mixtures on a language model
@@ -186,7 +186,7 @@ def greedy(network: Any, ids: list[int], count: int) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("method", SPEAKING)
+@pytest.mark.parametrize("method", GENERATING)
 def test_a_mixture_speaks_and_scores_as_the_federation_does(federate: Any, method: Any) -> None:
     sim = stirred(federate(method))
     run, scores, said = run_of(sim), sim.clients.evaluate(), set()
@@ -215,7 +215,7 @@ def test_a_merged_language_model_is_a_plain_one(federate: Any, base: str, tmp_pa
     expected = materialised(sim.clients, 1)(input_ids=ids).logits
     assert (expected - sim.clients.model.base.model(input_ids=ids).logits).abs().max() > 1e-3
     torch.testing.assert_close(merged(input_ids=ids).logits, expected, **EXACT)
-    with person.speaking() as network:
+    with person.generating() as network:
         torch.testing.assert_close(network(input_ids=ids).logits, expected, **EXACT)
     merged.save_pretrained(tmp_path / "bob")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "bob", dtype=torch.float64)
@@ -228,9 +228,9 @@ def test_speaking_copies_no_weight_of_the_base_and_changes_nobody(federate: Any)
     base, run = sim.clients.model.base.model, run_of(sim)
     ids = torch.arange(5, 15).unsqueeze(0)
     rows, logits = sim.clients.state.rows.clone(), base(input_ids=ids).logits
-    scores = [score.loss_nats for score in sim.clients.evaluate()]
+    scores = [score.mean_loss_nats for score in sim.clients.evaluate()]
     ann, bob = run.user("ann"), run.user("bob")
-    with ann.speaking() as one, bob.speaking() as two:
+    with ann.generating() as one, bob.generating() as two:
         own = {id(p) for p in base.parameters()}
         adaptors = [n for n, p in one.named_parameters() if id(p) not in own]
         assert adaptors
@@ -242,7 +242,7 @@ def test_speaking_copies_no_weight_of_the_base_and_changes_nobody(federate: Any)
             p.zero_()
     assert torch.equal(base(input_ids=ids).logits, logits)
     assert torch.equal(sim.clients.state.rows, rows)
-    assert [score.loss_nats for score in sim.clients.evaluate()] == scores
+    assert [score.mean_loss_nats for score in sim.clients.evaluate()] == scores
 
 
 def test_perplexity_and_sampling_work_as_for_experts(federate: Any) -> None:
@@ -273,7 +273,7 @@ def test_a_bfloat16_base_is_spoken_over_without_rounding_its_weights(federate: A
     sim = stirred(federate("floral", dtype="bfloat16"))
     tokens: Tensor = sim.clients.users[0].test
     person = run_of(sim).user("ann")
-    with person.speaking() as network, torch.no_grad():
+    with person.generating() as network, torch.no_grad():
         logits = network(input_ids=tokens[None, :16].long()).logits[0].float()
     found = nn.functional.cross_entropy(logits[:-1], tokens[1:16].long())
-    assert float(found) == pytest.approx(person.score(tokens[:16], context=16).mean_nats, rel=2e-2)
+    assert float(found) == pytest.approx(person.score(tokens[:16], context=16).mean_loss, rel=2e-2)

@@ -97,7 +97,7 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     else:
         streams = [(u.name, u.name, test_tokens(u)[:length]) for u in clients.users if u.name in users]
         streams.sort(key=lambda stream: users.index(stream[0]))
-    people = [speaker(run, name) for name in users]
+    people = [generating_model(run, name) for name in users]
     routes = [[one.route(ids, context=clients.training.context) for one in people] for _, _, ids in streams]
     return TokenView(
         label=label,
@@ -119,7 +119,7 @@ def test_tokens(user: Any) -> Any:
     return user.test.tokens(0) if isinstance(user, UserAnswers) else user.test
 
 
-def speaker(run: Run, name: str) -> PersonalModel:
+def generating_model(run: Run, name: str) -> PersonalModel:
     """The personal language model of a user.
 
     Raises:

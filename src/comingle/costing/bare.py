@@ -88,8 +88,8 @@ def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> Mixe
 
 def _slots(net: FloralModel) -> list[Slot]:
     """Adaptors, then the router: what users have of their own over a frozen base."""
-    shapes, found = {name: tuple(p.shape) for name, p in net.named_parameters()}, []
+    shapes, slots = {name: tuple(p.shape) for name, p in net.named_parameters()}, []
     for wanted, copies in ((ADAPTOR, net.num_clusters), (ROUTER, 1)):
         names = [name for name, role in roles(net).items() if role == wanted]
-        found += [Slot(name=n, shape=shapes[n], roles=(wanted,) * copies, init=init_zero) for n in names]
-    return found
+        slots += [Slot(name=n, shape=shapes[n], roles=(wanted,) * copies, init=init_zero) for n in names]
+    return slots

@@ -33,16 +33,16 @@ def count_users(federation: InProcess, names: tuple[str, ...]) -> list[UserCost]
     entries, parameters = own_entries(clients), _parameters(clients)
     if pooled:
         names = (f"all {len(names)} users as one",)
-    messages, found = message_bytes(federation, names), dict[tuple[Any, ...], list[int]]()
+    messages, alike = message_bytes(federation, names), dict[tuple[Any, ...], list[int]]()
     for i in range(len(names)):
-        found.setdefault(tuple(entries[rows[min(i, len(rows) - 1)]].tolist()), []).append(i)
+        alike.setdefault(tuple(entries[rows[min(i, len(rows) - 1)]].tolist()), []).append(i)
     costs = []
-    for key, members in found.items():
+    for key, members in alike.items():
         row = rows[min(members[0], len(rows) - 1)]
-        own = {role: counts[row % len(clients.trainers)] for role, counts in parameters.items()}
+        counts_of_row = {role: counts[row % len(clients.trainers)] for role, counts in parameters.items()}
         shape = Shape(clients, row, dict(zip((s.name for s in clients.adapted.layout.slots), key, strict=True)))
         sent, received = mean_bytes([messages[i] for i in members])
-        costs.append(_user(shape, tuple(names[i] for i in members), own, sent, received))
+        costs.append(_user(shape, tuple(names[i] for i in members), counts_of_row, sent, received))
     return costs
 
 
@@ -72,7 +72,7 @@ def _parameters(clients: Clients) -> dict[str, list[int]]:
     trained = clients.mask.cpu() & layout.mask(clients.method.client.trained)
     roles = [*ROLES, *sorted(layout.roles - set(ROLES))]
     counts = {role: (trained & layout.mask([role])).sum(1).view(-1, users).sum(0).tolist() for role in roles}
-    return {role: found for role, found in counts.items() if role in ROLES or any(found)}
+    return {role: count for role, count in counts.items() if role in ROLES or any(count)}
 
 
 def own_entries(clients: Clients) -> Int[Tensor, "rows slots"]:
@@ -83,11 +83,11 @@ def own_entries(clients: Clients) -> Int[Tensor, "rows slots"]:
 
 @dataclass(frozen=True)
 class Shape:
-    """The matrix products of one row of a federation; ``own`` are its entries in each slot."""
+    """The matrix products of one row of a federation; ``entries`` are its entries in each slot."""
 
     clients: Clients
     row: int
-    own: dict[str, int]
+    entries: dict[str, int]
 
     def forward(self) -> Flops:
         """One token's forward pass."""
@@ -101,19 +101,19 @@ class Shape:
         return forward(blocks, head) + spent if spent.total else spent
 
     def _blocks(self, trained: frozenset[str]) -> list[Block]:
-        own = self.own
+        entries = self.entries
 
         def linear(name: str, module: nn.Module) -> Linear:
             a, b = f"{name}.a", f"{name}.b"
             weight = base_weight(module)[0].numel()
-            return Linear(weight=weight, a=own[a], b=own[b], trains_a=a in trained, trains_b=b in trained)
+            return Linear(weight=weight, a=entries[a], b=entries[b], trains_a=a in trained, trains_b=b in trained)
 
         adapters, blocks = self.clients.adapted.adapters, []
         for name, mlp in adapters.experts.items():
             layer = name.removesuffix("mlp")
             # In every known layout the output projection is the last of the attention's linears.
             *reads, writes = [linear(n, m.linear) for n, m in adapters.attention.items() if n.startswith(layer)]
-            router = own.get(f"{name}.router", 0)
+            router = entries.get(f"{name}.router", 0)
             blocks.append(
                 Block(
                     reads=tuple(reads),

@@ -24,14 +24,14 @@ def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int
     if not clients.shares:
         return [(0, 0)] * len(names)
     known: dict[int, tuple[Upload, Download]] = {}
-    found = []
+    sizes = []
     for i, name in enumerate(names):
         at = min(i, len(clients.trainers) - 1)
         if at not in known:
             known[at] = upload_of(federation, at), download_of(federation, at, names)
         sent, received = (packed_bytes(replace(message, users=(name,)))[0] for message in known[at])
-        found.append((sent, received))
-    return found
+        sizes.append((sent, received))
+    return sizes
 
 
 def mean_bytes(messages: Sequence[tuple[int, int]]) -> tuple[int, int]:

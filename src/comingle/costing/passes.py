@@ -54,9 +54,9 @@ class Rehearsal:
     def cohort(self, rows: Sequence[int]) -> Cohort:
         """Users without data."""
         clients, device = self.federation.clients, self.steps.model.device
-        found = clients.cohort(list(rows), 0)
-        part = {name: self.fakes.of(getattr(found.part, name), device) for name in ("rows", "first", "second")}
-        return replace(found, part=replace(found.part, **part))
+        cohort = clients.cohort(list(rows), 0)
+        part = {name: self.fakes.of(getattr(cohort.part, name), device) for name in ("rows", "first", "second")}
+        return replace(cohort, part=replace(cohort.part, **part))
 
 
 def rehearse(federation: InProcess, trainers: int, *, data_bytes: int = 0, process_bytes: int = 0) -> Rehearsal:
@@ -89,29 +89,29 @@ def rehearse(federation: InProcess, trainers: int, *, data_bytes: int = 0, proce
     )
 
 
-def memory(stage: Rehearsal, *, own: bool = False, portions: Portions | None = None) -> MemoryCost:
-    """The worst moment on this machine, or (``own``) on a device with nobody but the user who has most.
+def memory(stage: Rehearsal, *, alone: bool = False, portions: Portions | None = None) -> MemoryCost:
+    """The worst moment on this machine, or (``alone``) on a device with nobody but the user who has most.
 
     ``portions`` tries out other numbers of users and sequences in a pass.
     """
     clients, chosen = stage.federation.clients, portions or stage.steps.portions
-    count = 1 if own else min(chosen.users, len(clients.state.rows))
+    count = 1 if alone else min(chosen.users, len(clients.state.rows))
     first = int(clients.mask.sum(1).argmax()) if count == 1 else 0
     peak, gradients = _worst_pass(stage, tuple(range(first, first + count)), chosen)
     state = clients.state
-    share = (1 if own else stage.trainers) / len(clients.trainers)
+    share = (1 if alone else stage.trainers) / len(clients.trainers)
     gaps = ALLOCATOR_GAPS.get(clients.model.device.type, 0.0)
     return MemoryCost(
         weights_bytes=stage.weights_bytes,
         adapters_bytes=int(
             share * (state.rows.nbytes + clients.initial.nbytes + clients.mask.untyped_storage().nbytes())
         )
-        + (0 if own else _server_bytes(stage.federation, share)),
+        + (0 if alone else _server_bytes(stage.federation, share)),
         moments_bytes=int(share * (state.first.nbytes + state.second.nbytes)),
         gradients_bytes=gradients,
         activations_bytes=peak - gradients,
         allocator_bytes=int(gaps * peak),
-        data_bytes=stage.data_bytes // (stage.trainers if own else 1),
+        data_bytes=stage.data_bytes // (stage.trainers if alone else 1),
         process_bytes=stage.process_bytes,
     )
 
@@ -131,10 +131,10 @@ def _worst_pass(stage: Rehearsal, rows: tuple[int, ...], portions: Portions) -> 
     if (rows, portions) not in stage.known:
         steps = stage.in_portions(portions)
         phases = sorted(stage.federation.clients.phases, key=lambda phase: layout.only(phase.roles).columns)
-        found = step_peak(stage, rows, phases[-1], steps) if phases else (0, 0)
+        peak = step_peak(stage, rows, phases[-1], steps) if phases else (0, 0)
         if not phases or isinstance(steps.feed, SampleFeed):  # more samples are scored at once than trained on
-            found = max(found, (_evaluation_peak(stage, rows, steps), 0))
-        stage.known[rows, portions] = found
+            peak = max(peak, (_evaluation_peak(stage, rows, steps), 0))
+        stage.known[rows, portions] = peak
     return stage.known[rows, portions]
 
 

@@ -68,7 +68,7 @@ def plan(
     runtime = recipe.runtime
     base = load_skeleton(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
     free, training = free_bytes(base.device), recipe.training
-    found = [method_cost(one, base, names, free) for one in recipes]
+    costs = [method_cost(one, base, names, free) for one in recipes]
     return Plan(
         base=base.name,
         base_parameters=base.model.num_parameters(),
@@ -79,9 +79,9 @@ def plan(
         local_steps=training.local_steps,
         batch_size=training.batch_size,
         context=training.context,
-        base_flops=found[0].users[0].forward.base,
+        base_flops=costs[0].users[0].forward.base,
         free_bytes=free,
-        methods=tuple(found),
+        methods=tuple(costs),
         table3=tuple(compare_with_paper(recipe, base)),
         note=note,
     )
@@ -119,8 +119,10 @@ def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:
     if isinstance(source.users, list):
         return tuple(source.users)
     try:
-        found = read_dataset(source.path, user=source.user, text=source.text, split=source.split, name=source.config)
-        return tuple(found)[: source.users]
+        documents = read_dataset(
+            source.path, user=source.user, text=source.text, split=source.split, name=source.config
+        )
+        return tuple(documents)[: source.users]
     except DataError as error:
         raise DataError(f"{error}; to count without the text, say how many users there are: --users N") from None
 
@@ -155,13 +157,13 @@ def _nobody(name: str) -> UserData:
 
 def method_cost(recipe: Recipe, base: Base, names: tuple[str, ...], free: int) -> MethodCost:
     """Everything about one method; ``free`` are the bytes that the machine has left."""
-    federation, own = federate_bare(recipe, base, names), process_bytes("text", base.device)
+    federation, process_size = federate_bare(recipe, base, names), process_bytes("text", base.device)
     placement = federation.clients.method.placement
     if placement.mixture is None:
         users = count_users(federation, names)
-        stage = rehearse(federation, trainers=1 if placement.pooled else len(names), process_bytes=own)
+        stage = rehearse(federation, trainers=1 if placement.pooled else len(names), process_bytes=process_size)
     else:
-        stage = rehearse(federation, trainers=len(names), process_bytes=own)
+        stage = rehearse(federation, trainers=len(names), process_bytes=process_size)
         loads = dict.fromkeys(names, text_load(federation.clients))
         users = count_stacked(stage, loads, _language_base(recipe, base, names))
     return summarise(stage, users, free)
@@ -196,6 +198,6 @@ def compare_with_paper(recipe: Recipe, base: Base) -> list[Difference]:
             )
         )
         parameters.append(user.parameters)
-    own = parameters[1]
-    sizes = Sizes(attention=own["attention"], expert=own["generalist"], router=own["router"])
+    counts = parameters[1]
+    sizes = Sizes(attention=counts["attention"], expert=counts["generalist"], router=counts["router"])
     return table3(sizes, recipe.training.context, *accounts)

@@ -68,14 +68,14 @@ def count_stacked(stage: Rehearsal, loads: Mapping[str, Load], base: Base) -> li
         alike.setdefault(load, []).append(name)
     counts, parameters = _Counts(stage), _parameters(clients)
     messages = dict(zip(loads, message_bytes(stage.federation, list(loads)), strict=True))
-    found = []
+    costs = []
     for load, names in alike.items():
         forward, passes = base(load)
         forward += Flops(lora=counts.forward.each / load.unit - forward.total)
         spent = counts.round(load)
         passes = passes + Flops(lora=spent - passes.total) if spent else Flops()
         sent, received = mean_bytes([messages[name] for name in names])
-        found.append(
+        costs.append(
             UserCost(
                 names=tuple(names),
                 experts=0,
@@ -88,7 +88,7 @@ def count_stacked(stage: Rehearsal, loads: Mapping[str, Load], base: Base) -> li
                 unit="token" if isinstance(stage.steps.feed, TextFeed) else "sample",
             )
         )
-    return found
+    return costs
 
 
 def measured_base(stage: Rehearsal) -> Base:

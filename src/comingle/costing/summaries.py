@@ -37,7 +37,7 @@ def summarise(stage: Rehearsal, users: Sequence[UserCost], free: int) -> MethodC
         users_per_step=min(portions.users, stage.trainers * method.placement.copies),
         micro_batch=portions.sequences,
         machine=machine,
-        own=memory(stage, own=True),
+        own_device=memory(stage, alone=True),
         fits=fits,
         advice="" if fits else advise(stage, machine, free),
     )

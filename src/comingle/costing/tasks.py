@@ -42,7 +42,7 @@ def plan_task(recipes: Sequence[Recipe], users: int | None = None) -> Plan:
     plain = rehearse_task(with_method(recipes[0], "fedavg"), task)
     clients = plain.federation.clients
     base, free = measured_base(plain), free_bytes(clients.model.device)
-    found = [task_cost(recipe, task, base, free) for recipe in recipes]
+    costs = [task_cost(recipe, task, base, free) for recipe in recipes]
     return Plan(
         base=clients.model.name,
         base_parameters=sum(p.numel() for p in clients.stacked.net.parameters()),
@@ -53,9 +53,9 @@ def plan_task(recipes: Sequence[Recipe], users: int | None = None) -> Plan:
         local_steps=max(load.steps for load in loads_of(clients, task).values()),
         batch_size=clients.training.batch_size,
         context=0,
-        base_flops=found[0].users[0].forward.base,
+        base_flops=costs[0].users[0].forward.base,
         free_bytes=free,
-        methods=tuple(found),
+        methods=tuple(costs),
         table3=(),
         unit="sample",
     )
@@ -72,8 +72,8 @@ def rehearse_task(recipe: Recipe, task: Task) -> Rehearsal:
     federation = bare_nets(recipe, task)
     clients = federation.clients
     trainers = 1 if clients.method.placement.pooled else len(task.users)
-    own = process_bytes("task", clients.model.device)
-    return rehearse(federation, trainers, data_bytes=data_bytes(task, clients.model.dtype), process_bytes=own)
+    process_size = process_bytes("task", clients.model.device)
+    return rehearse(federation, trainers, data_bytes=data_bytes(task, clients.model.dtype), process_bytes=process_size)
 
 
 def loads_of(clients: Clients, task: Task) -> dict[str, Load]:

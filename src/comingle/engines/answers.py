@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from comingle.data.answers import Answers, UserAnswers, widen
 from comingle.data.batches import PAD
-from comingle.engines.feeds import SCORED_PER_SLOT, Predict, Speak
+from comingle.engines.feeds import SCORED_PER_SLOT, Generate, Predict
 from comingle.engines.passes import PassFeed
 from comingle.engines.training import Portions, Training, portions
 from comingle.evaluation.answers import AnswerScore, judge, score_answers
@@ -93,19 +93,19 @@ class AnswerFeed(PassFeed):
     def examine(
         self,
         predict: Predict,
-        speak: Speak,
+        generate: Generate,
         sets: Sequence[Any],
         rows: Sequence[int],
         portions: Portions,
         gates: Gates | None,
     ) -> list[AnswerScore]:
         """The same, and what the models answer by themselves."""
-        scores, given = self.score(predict, sets, rows, portions, gates), self.answers(speak, sets, rows, portions)
+        scores, given = self.score(predict, sets, rows, portions, gates), self.answers(generate, sets, rows, portions)
         scored_sets = zip(scores, given, sets, strict=True)
         return [judge(score, texts, part.references, labels=part.labels) for score, texts, part in scored_sets]
 
     def answers(
-        self, speak: Speak, sets: Sequence[Answers], rows: Sequence[int], portions: Portions
+        self, generate: Generate, sets: Sequence[Answers], rows: Sequence[int], portions: Portions
     ) -> list[list[str]]:
         """What the model of row ``rows[i]`` answers to each question of set i: its likeliest tokens, one by one.
 
@@ -120,7 +120,7 @@ class AnswerFeed(PassFeed):
         for start in range(0, len(jobs), slots):
             group = jobs[start : start + slots]
             limit = max(sets[job.owner].limit for job in group)
-            said = speak([rows[job.owner] for job in group], _prompts(group, sets), limit)
+            said = generate([rows[job.owner] for job in group], _prompts(group, sets), limit)
             for job, continuation in zip(group, said, strict=True):
                 for number, tokens in zip(job.numbers.tolist(), continuation, strict=False):
                     texts[job.owner][number] = self._text(tokens[: sets[job.owner].limit])
@@ -144,10 +144,10 @@ class _Job:
 def _prompts(group: Sequence[_Job], sets: Sequence[Answers]) -> Int64[Tensor, "slots batch prompt"]:
     """The prompts of each job, filled with ``PAD`` on the left; a job with fewer questions repeats its last."""
     rows = max(len(job.numbers) for job in group)
-    own = [[sets[job.owner].prompt(number) for number in job.numbers.tolist()] for job in group]
-    width = max(len(prompt) for prompts in own for prompt in prompts)
+    prompts_of_jobs = [[sets[job.owner].prompt(number) for number in job.numbers.tolist()] for job in group]
+    width = max(len(prompt) for prompts in prompts_of_jobs for prompt in prompts)
     padded = torch.full((len(group), rows, width), PAD, dtype=torch.int64)
-    for slot, prompts in enumerate(own):
+    for slot, prompts in enumerate(prompts_of_jobs):
         for row in range(rows):
             prompt = prompts[min(row, len(prompts) - 1)]
             padded[slot, row, width - len(prompt) :] = prompt

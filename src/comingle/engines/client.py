@@ -122,7 +122,7 @@ class Clients:
             dtype=torch.promote_types(self.model.dtype, torch.float32),
         )
         for part in method.client.parts:
-            state.own |= part.start(names, self.training.seed)
+            state.kept |= part.start(names, self.training.seed)
         if method.server.first_download:
             state.versions -= 1
         mixture = method.placement.mixture

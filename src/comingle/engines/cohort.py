@@ -91,9 +91,9 @@ class Cohort(Members):
         for some, owners in self._with_data():
             sweep = self._sweep(owners)
             for number in range(count):
-                own = self.part.rows[some]
-                assign(layout.views(own), layout, shared, {n: t[some, number] for n, t in models.items()})
-                losses[some, number] = sweep.means(self._losses(own, owners))[:, 0].to(losses)
+                with_model = self.part.rows[some]
+                assign(layout.views(with_model), layout, shared, {n: t[some, number] for n, t in models.items()})
+                losses[some, number] = sweep.means(self._losses(with_model, owners))[:, 0].to(losses)
         return losses
 
     def validation_losses(self, models: Tree) -> Float[Tensor, "users models"]:
@@ -104,9 +104,9 @@ class Cohort(Members):
 
         def rows(numbers: Sequence[int]) -> Float[Tensor, "slots columns"]:
             users, chosen = ([pairs[n][k] for n in numbers] for k in (0, 1))
-            own = self.part.rows[users]
-            assign(layout.views(own), layout, shared, {n: t[users, chosen] for n, t in models.items()})
-            return own if self.mask is None else own.mul_(self.mask[users])
+            with_model = self.part.rows[users]
+            assign(layout.views(with_model), layout, shared, {n: t[users, chosen] for n, t in models.items()})
+            return with_model if self.mask is None else with_model.mul_(self.mask[users])
 
         owners = [self.owners[user] for user, _ in pairs]
         sets = [self.trainers[owner].valid for owner in owners]

@@ -51,13 +51,13 @@ def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tic
     for rows in cohorts(working, clients.portions.users):
         cohort = clients.cohort(rows, round_number, looks_back=method.client.looks_back)
         steps = torch.tensor([clients.feed.steps(owner) for owner in cohort.owners])
-        found = _work(clients, cohort, steps, tick)
-        broken = find_broken(found, cohort.part.rows, round_number)
+        losses_of_steps = _work(clients, cohort, steps, tick)
+        broken = find_broken(losses_of_steps, cohort.part.rows, round_number)
         _leave_out(clients, cohort, broken)
         for part in method.client.parts:
             part.end(cohort)
         clients.state.put(rows, cohort.part)
-        losses |= dict(zip(cohort.owners, (found.sum(0) / steps).tolist(), strict=True))
+        losses |= dict(zip(cohort.owners, (losses_of_steps.sum(0) / steps).tolist(), strict=True))
         rejected |= {cohort.owners[user]: what for user, what in broken.items()}
     if any(part.resizes for part in method.client.parts):
         clients.resized()

@@ -46,9 +46,9 @@ class Members(client.Cohort):
         return self.layout.views(self.before)
 
     @property
-    def own(self) -> Tree:
+    def kept(self) -> Tree:
         """What parts of the method keep of each user."""
-        return self.part.own
+        return self.part.kept
 
     @property
     def ranks(self) -> Int[Tensor, " users"]:
@@ -72,8 +72,8 @@ class Members(client.Cohort):
             name: getattr(self.part, name)[list(at)] for name in ("iterations", "router_steps", "versions", "ranks")
         }
         rows = self.part.rows[list(at)]
-        own = {name: t[list(at)] for name, t in self.part.own.items()}
-        return self._of(at, replace(self.part, rows=rows, first=nothing, second=nothing, own=own, **small))
+        kept = {name: t[list(at)] for name, t in self.part.kept.items()}
+        return self._of(at, replace(self.part, rows=rows, first=nothing, second=nothing, kept=kept, **small))
 
     def _of(self, at: Sequence[int], part: State) -> Members:
         return replace(

@@ -24,7 +24,7 @@ def mixtures(clients: Clients, server: ServerHalf) -> dict[str, Any]:
     names = [user.name for user in clients.users]
     rows = [[round(p, PRECISION) for p in row] for row in shares.tolist()]
     event: dict[str, Any] = {"mixtures": dict(zip(names, rows, strict=True))}
-    event["components"] = clients.method.components
+    event["component"] = clients.method.components
     of_shares = bool((shares >= 0).all())  # merging weights without a softmax may be anything
     if of_shares:
         event["router_entropy_nats"] = round(float(entropy(shares).mean()), PRECISION)

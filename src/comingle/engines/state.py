@@ -21,7 +21,7 @@ class State:
     """Row i belongs to user i; with several copies of everybody's tensors the copies' users follow one another.
 
     ``iterations`` counts a user's local iterations, ``router_steps`` its router steps; ``ranks`` are the LoRA ranks
-    that it has now, ``versions`` the rounds after which the server had what it last downloaded, ``own`` what parts of
+    that it has now, ``versions`` the rounds after which the server had what it last downloaded, ``kept`` what parts of
     the method keep of each user. Where a run selects its best round, ``best`` is what everybody had after it,
     with the number of the round. Updates happen in place on what :meth:`take` yields; :meth:`put` ends
     them.
@@ -34,20 +34,20 @@ class State:
     router_steps: Int[Tensor, " users"]
     ranks: Int[Tensor, " users"]
     versions: Int[Tensor, " users"]
-    own: Tree = field(default_factory=dict)
+    kept: Tree = field(default_factory=dict)
     best: Tree = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that has the rows on its leading dimension, by name."""
-        return {name: getattr(self, name) for name in _USERS} | {_OWN + name: t for name, t in self.own.items()}
+        return {name: getattr(self, name) for name in _USERS} | {_KEPT + name: t for name, t in self.kept.items()}
 
     def filled(self, tensors: dict[str, Tensor], best: Tree) -> State:
         """A state with other tensors, by the names of :meth:`tensors`."""
         return replace(self._with(tensors), best=best)
 
     def _with(self, tensors: dict[str, Tensor]) -> State:
-        by_part = {name.removeprefix(_OWN): t for name, t in tensors.items() if name.startswith(_OWN)}
-        return replace(self, **{name: tensors[name] for name in _USERS}, own=by_part)
+        by_part = {name.removeprefix(_KEPT): t for name, t in tensors.items() if name.startswith(_KEPT)}
+        return replace(self, **{name: tensors[name] for name in _USERS}, kept=by_part)
 
     def copy(self) -> State:
         """The same, to be changed without changing this."""
@@ -80,7 +80,7 @@ class State:
 
 
 _USERS = ("rows", "first", "second", "iterations", "router_steps", "ranks", "versions")
-_OWN = "own/"
+_KEPT = "kept/"
 
 
 def _index(users: Sequence[int]) -> slice | list[int]:

@@ -28,7 +28,7 @@ class AnswerScore:
 
     @property
     def mean_loss(self) -> float:
-        """Mean loss of a token of the answers; NaN without questions."""
+        """Mean loss of a token of the answers, in nats; NaN without questions."""
         return self.loss_nats / self.tokens if self.tokens else math.nan
 
     @property

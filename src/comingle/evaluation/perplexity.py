@@ -32,24 +32,19 @@ class Score:
     expert_scores: tuple[tuple[float, ...], ...] = ()
 
     @property
-    def mean_nats(self) -> float:
-        """Mean loss per token."""
-        return self.loss_nats / self.tokens
-
-    @property
     def mean_loss(self) -> float:
-        """The same, by the name that scores of samples have too."""
-        return self.mean_nats
+        """Mean loss per token, in nats."""
+        return self.loss_nats / self.tokens
 
     @property
     def measures(self) -> dict[str, float]:
         """What is reported; the first is what models are compared by."""
-        return {"perplexity": self.perplexity, "loss_nats": self.mean_nats}
+        return {"perplexity": self.perplexity, "loss_nats": self.mean_loss}
 
     @property
     def perplexity(self) -> float:
         """``exp`` of the mean loss; infinite where that overflows."""
-        return math.exp(self.mean_nats) if self.mean_nats < 700 else math.inf
+        return math.exp(self.mean_loss) if self.mean_loss < 700 else math.inf
 
 
 @dataclass(frozen=True)

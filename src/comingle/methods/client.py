@@ -75,7 +75,7 @@ class Cohort(ABC):
 
     @property
     @abstractmethod
-    def own(self) -> Tree:
+    def kept(self) -> Tree:
         """What parts keep of each user between rounds, to be changed in place."""
 
     @property
@@ -138,7 +138,7 @@ class Part:
     """Whether it asks, once a round, what each of several models or components loses on all training data."""
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
-        """What each user keeps for this part between rounds ``(users, ...)``, in :attr:`Cohort.own`; it is not sent."""
+        """What each user keeps for this part between rounds ``(users, ...)``, in :attr:`Cohort.kept`; never sent."""
         return {}
 
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree | None:

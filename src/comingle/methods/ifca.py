@@ -52,17 +52,17 @@ class Choose(Part):
 
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree:
         """The model that each user chooses."""
-        choice, losses = cohort.own[CHOICE], cohort.training_losses(models)
+        choice, losses = cohort.kept[CHOICE], cohort.training_losses(models)
         choice.copy_(best_model(losses, choice.to(losses.device)))
         return {name: t[torch.arange(len(choice)), choice] for name, t in models.items()}
 
     def report(self, cohort: Cohort) -> Tree:
         """The number of the model."""
-        return {CHOICE: cohort.own[CHOICE]}
+        return {CHOICE: cohort.kept[CHOICE]}
 
     def shares(self, cohort: Cohort) -> Float[Tensor, "users models"]:
         """All of the one that it has."""
-        return torch.nn.functional.one_hot(cohort.own[CHOICE], self.models).double()
+        return torch.nn.functional.one_hot(cohort.kept[CHOICE], self.models).double()
 
 
 @dataclass(frozen=True, kw_only=True)

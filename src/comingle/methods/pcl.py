@@ -17,14 +17,14 @@ from comingle.trees import Tree
 
 
 def collaboration(
-    losses_nats: Float[Tensor, "users senders"], own: Float[Tensor, "users senders"]
+    losses_nats: Float[Tensor, "users senders"], is_own: Float[Tensor, "users senders"]
 ) -> Float[Tensor, "users senders"]:
     """Row i: ``softmax_j(-perplexity of sender j's model on user i's text)`` (Wagner et al. 2024, strategy 2).
 
-    A perplexity that overflows is infinitely bad; where all are, row i is that of ``own``: 1 at user i's own model.
+    A perplexity that overflows is infinitely bad; where all are, row i is that of ``is_own``: 1 at user i's own model.
     """
     scores = -losses_nats.exp()
-    return torch.where(scores.isinf().all(1, keepdim=True), own.to(scores), scores.softmax(1))
+    return torch.where(scores.isinf().all(1, keepdim=True), is_own.to(scores), scores.softmax(1))
 
 
 class Listen(Part):
@@ -36,8 +36,8 @@ class Listen(Part):
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree:
         """Row i of the weights belongs to user i of the cohort."""
         losses = cohort.validation_losses(models)
-        own = torch.tensor([[sender == name for sender in senders] for name in cohort.names]).to(losses)
-        weights = collaboration(losses, own)
+        is_own = torch.tensor([[sender == name for sender in senders] for name in cohort.names]).to(losses)
+        weights = collaboration(losses, is_own)
         return {name: torch.einsum("us,us...->u...", weights.to(t), t) for name, t in models.items()}
 
 

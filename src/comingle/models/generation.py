@@ -108,8 +108,8 @@ def _speak(
         parts = [pick(tokens[i : i + 1, starts[i] :], scores[i : i + 1]) for i, pick in enumerate(rows)]
         return torch.cat(parts)
 
-    speak = cast(Callable[..., Tensor], network.generate)  # torch types every attribute as a Tensor
-    return speak(
+    generate = cast(Callable[..., Tensor], network.generate)  # torch types every attribute as a Tensor
+    return generate(
         ids,
         attention_mask=mask,
         generation_config=GenerationConfig(

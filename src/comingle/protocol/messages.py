@@ -39,8 +39,8 @@ class Download:
 
     def of(self, at: int) -> Download:
         """One user's own message; its tensors are views."""
-        own = self.users[at : at + 1]
-        return replace(self, users=own, tensors=_row(self.tensors, at), ranks=self.ranks[at : at + 1])
+        name = self.users[at : at + 1]
+        return replace(self, users=name, tensors=_row(self.tensors, at), ranks=self.ranks[at : at + 1])
 
     def split(self) -> list[Download]:
         """Each user's own."""
@@ -64,8 +64,8 @@ class Upload:
 
     def of(self, at: int) -> Upload:
         """One user's own message; its tensors are views."""
-        own = {"users": self.users[at : at + 1], "ranks": self.ranks[at : at + 1]}
-        return replace(self, **own, tensors=_row(self.tensors, at), reports=_row(self.reports, at))
+        of_user = {"users": self.users[at : at + 1], "ranks": self.ranks[at : at + 1]}
+        return replace(self, **of_user, tensors=_row(self.tensors, at), reports=_row(self.reports, at))
 
     def split(self) -> list[Upload]:
         """Each user's own."""

@@ -150,7 +150,7 @@ def population_panels(entries: Sequence[Entry], baseline: Entry) -> Panels | Non
         paint=[
             partial(_distribution, rows=rows, looks=looks, measure=measure, baseline=baseline.label),
             *(
-                partial(_against_data, entry=entry, found=gains_of_entry, style=looks[entry.label], baseline=baseline)
+                partial(_against_data, entry=entry, gains=gains_of_entry, style=looks[entry.label], baseline=baseline)
                 for entry, gains_of_entry in told
             ),
         ],
@@ -181,10 +181,10 @@ def _distribution(axis: Axes, *, rows: Rows, looks: dict[str, Style], measure: s
         _multiples(axis.xaxis, *axis.get_xlim())
 
 
-def _against_data(axis: Axes, *, entry: Entry, found: Sequence[Gain], style: Style, baseline: Entry) -> None:
+def _against_data(axis: Axes, *, entry: Entry, gains: Sequence[Gain], style: Style, baseline: Entry) -> None:
     """A point for each user."""
     first = baseline.first
-    have = [gain for gain in found if first.amounts.get(gain.user, 0) > 0]
+    have = [gain for gain in gains if first.amounts.get(gain.user, 0) > 0]
     across, up = [first.amounts[gain.user] for gain in have], [_end(gain, gain.change.mean) for gain in have]
     axis.plot(across, up, linestyle="", marker=style.marker or "o", markersize=3.5, alpha=0.6, color=style.colour.light)
     axis.axhline(_from(first.measure), color=INK.light, linewidth=1)

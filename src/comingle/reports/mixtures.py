@@ -26,8 +26,6 @@ from comingle.reports.colours import INK
 
 MAX_PANELS = 6
 _MOST_NAMES = 40
-_OF_MODELS = ("ensemble", "fedmerge", "ifca", "fedem", "mfl", "fml")
-"""Methods that mix whole models, for runs whose events do not say what is mixed."""
 _SOLID = "#2b7bc4"  # about equally far from white paper and from dark
 _SHADES = LinearSegmentedColormap.from_list("weights", [f"{_SOLID}00", f"{_SOLID}ff"])
 
@@ -39,8 +37,8 @@ class Mixtures:
     ``values`` is (evaluation, user, adaptor set), each row a point of the simplex. Users are sorted by their true
     cluster, where that is known, and adaptor sets so that set c is the one that cluster c uses, after the last round;
     ``order`` says which of the run's sets each of them is. ``entropy`` of the routers, mean over users, is in nats;
-    ``component`` says what is mixed; ``mismatch`` is the mean distance of the learned aggregation weights from the true
-    ones (FLoRAL, section 4).
+    ``component`` says what is mixed, as far as events do; ``mismatch`` is the mean distance of the learned aggregation
+    weights from the true ones (FLoRAL, section 4).
     """
 
     method: str
@@ -50,7 +48,7 @@ class Mixtures:
     clusters: tuple[int, ...] | None
     order: tuple[int, ...]
     values: np.ndarray
-    component: str = "adaptor set"
+    component: str = "component"
     entropy: tuple[float, ...] | None = None
     mismatch: tuple[float, ...] | None = None
 
@@ -102,14 +100,10 @@ def read_mixtures(folder: Path) -> Mixtures | None:
         clusters=clusters,
         order=order,
         values=values[:, :, list(order)],
-        component=evaluations[-1].get("component") or _component(start["method"]),
+        component=evaluations[-1].get("component", "component"),
         entropy=_told(evaluations, "router_entropy_nats"),
         mismatch=_told(evaluations, "aggregation_mismatch"),
     )
-
-
-def _component(method: str) -> str:
-    return "model" if method.startswith(_OF_MODELS) else "adaptor set"
 
 
 def _told(events: Sequence[dict[str, Any]], key: str) -> tuple[float, ...] | None:
@@ -158,30 +152,30 @@ def _heaviest(mixture: np.ndarray) -> list[int]:
 # -------------------------------------------------------------------- the picture
 
 
-def mixtures_figure(found: Mixtures) -> Figure:
+def mixtures_figure(mixtures: Mixtures) -> Figure:
     """Users (down) x adaptor sets (across) at up to ``MAX_PANELS`` evaluations.
 
     A weight of 1 is solid and one of 0 lets the background through, so that the picture suits light and dark pages.
     """
-    panels = _spread_out(len(found.rounds))
+    panels = _spread_out(len(mixtures.rounds))
 
     def paint(figure: Figure, axes: list[Axes]) -> None:
         for axis, at in zip(axes, panels, strict=True):
-            axis.imshow(found.values[at], vmin=0, vmax=1, cmap=_SHADES, aspect="auto", interpolation="none")
-            axis.set_title(_title(found, at))
-            axis.set_xticks(range(len(found.order)), [str(name) for name in found.order])
-            if len(found.order) > 10:  # numbers of two digits run into each other unless they stand upright
-                axis.tick_params(axis="x", labelrotation=90, labelsize=min(8.0, 110 / len(found.order)))
-            axis.set_xlabel(found.component)
+            axis.imshow(mixtures.values[at], vmin=0, vmax=1, cmap=_SHADES, aspect="auto", interpolation="none")
+            axis.set_title(_title(mixtures, at))
+            axis.set_xticks(range(len(mixtures.order)), [str(name) for name in mixtures.order])
+            if len(mixtures.order) > 10:  # numbers of two digits run into each other unless they stand upright
+                axis.tick_params(axis="x", labelrotation=90, labelsize=min(8.0, 110 / len(mixtures.order)))
+            axis.set_xlabel(mixtures.component)
             axis.grid(visible=False)
-            _mark_clusters(axis, found, labels=at == panels[0])
-        figure.suptitle(f"{found.method}, seed {found.seed}: each user's mixture", x=0.01, ha="left")
+            _mark_clusters(axis, mixtures, labels=at == panels[0])
+        figure.suptitle(f"{mixtures.method}, seed {mixtures.seed}: each user's mixture", x=0.01, ha="left")
         bar = figure.colorbar(axes[-1].images[0], ax=axes, label="weight", shrink=0.8)
         assert bar.solids is not None
         bar.solids.set_rasterized(True)  # as hundreds of translucent strips it would show their seams
 
     # Room for names, for the colours beside the panels, and for the title above a single one.
-    width = min(14.0, max(4.4, 1.7 + len(panels) * (0.6 + 0.22 * len(found.order))))
+    width = min(14.0, max(4.4, 1.7 + len(panels) * (0.6 + 0.22 * len(mixtures.order))))
     return draw(1, len(panels), (width / len(panels), 3.4), paint)
 
 

@@ -79,7 +79,7 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
         server=_server(federation.server, len(task.users)),
         communicate=sum(t.numel() for t in sent),
         received=sum(t.numel() for t in received),
-        client=int(clients.mask[0].sum()) + sum(t.numel() for t in clients.state.own.values()),
+        client=int(clients.mask[0].sum()) + sum(t.numel() for t in clients.state.kept.values()),
     )
 
 
@@ -99,7 +99,7 @@ def plan_usage(plan: Plan) -> dict[tuple[str, str], Usage]:
     Raises:
         DataError: a task's images cannot be read.
     """
-    found: dict[tuple[str, str], Usage] = {}
+    usage: dict[tuple[str, str], Usage] = {}
     for column in plan.columns:
         cells = _cells(plan, column)
         if not cells:
@@ -109,8 +109,8 @@ def plan_usage(plan: Plan) -> dict[tuple[str, str], Usage]:
         task = prepare_task(first.data.task, first.seed)
         plain = with_method(first, "fedavg").with_changes({"base": PREFIX + column_net(plan, column)})
         unit = count_usage(plain, task).client
-        found |= {(row, column): count_usage(cell.recipe, task).over(unit) for row, cell in cells.items()}
-    return found
+        usage |= {(row, column): count_usage(cell.recipe, task).over(unit) for row, cell in cells.items()}
+    return usage
 
 
 def column_net(plan: Plan, column: str) -> str:
@@ -122,11 +122,11 @@ def column_net(plan: Plan, column: str) -> str:
 
 def _cells(plan: Plan, column: str) -> dict[str, Cell]:
     """A column's runs with the first seed, by row."""
-    found: dict[str, Cell] = {}
+    cells: dict[str, Cell] = {}
     for cell in plan.cells:
         if cell.column == column:
-            found.setdefault(cell.row, cell)
-    return found
+            cells.setdefault(cell.row, cell)
+    return cells
 
 
 # -------------------------------------------------------------------- files and figures
@@ -184,11 +184,11 @@ def usage_figure(plan: Plan, entries: Mapping[tuple[str, str], Any], used: Mappi
 
 def _lines(plan: Plan) -> dict[str, list[str]]:
     """Rows by the part of their label before a comma."""
-    found: dict[str, list[str]] = {}
+    lines: dict[str, list[str]] = {}
     for row in plan.rows:
         label = plan.experiment.rows[row].label or row
-        found.setdefault(label.partition(",")[0], []).append(row)
-    return found
+        lines.setdefault(label.partition(",")[0], []).append(row)
+    return lines
 
 
 Point = tuple[float, "Spread", float]
@@ -204,12 +204,12 @@ def _points(
 ) -> list[Point]:
     from comingle.reports.series import final
 
-    found: list[Point] = []
+    points: list[Point] = []
     for place, row in enumerate(rows):
         entry = entries.get((row, column))
         if entry is not None and (last := final(entry)) is not None:
-            found.append((getattr(used[row, column], kind), last, 26.0 + 9.0 * place))
-    return found
+            points.append((getattr(used[row, column], kind), last, 26.0 + 9.0 * place))
+    return points
 
 
 def _line(axis: Axes, points: list[Point], style: Style) -> None:
