@@ -19,7 +19,7 @@ from comingle.methods import REGISTRY
 from comingle.methods.client import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.transports.inprocess import InProcess
-from federations import local_round
+from federations import local_round, take_phase
 
 EVERYONE = [0, 1, 2]
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
@@ -98,7 +98,7 @@ def test_only_what_a_phase_trains_moves(federate: Any, alternating: dict[str, An
         for phase in federation.clients.phases:
             mine = federation.clients.model.layout.mask(phase.roles)
             before = {name: tensor.clone() for name, tensor in federation.clients.state.tensors().items()}
-            federation._phase(phase, federation.clients.state, EVERYONE, 0, step)
+            take_phase(federation.clients, phase, 0, step)
             for name in ("rows", "first", "second"):
                 now = getattr(federation.clients.state, name)
                 assert torch.equal(now[:, ~mine], before[name][:, ~mine]), name
@@ -122,7 +122,7 @@ def test_only_what_a_phase_trains_requires_a_gradient(
     monkeypatch.setattr(AdaptedModel, "losses", spy)
     for phase in federation.clients.phases:
         seen.clear()
-        federation._phase(phase, federation.clients.state, EVERYONE, 0, 0)
+        take_phase(federation.clients, phase, 0, 0)
         expected = {slot.name for slot in federation.clients.model.layout.slots if set(slot.roles) <= phase.roles}
         assert seen == [expected] * phase.steps
     assert not federation.clients.state.rows.requires_grad
@@ -174,7 +174,10 @@ def test_the_period_counts_a_users_own_iterations(federate: Any, alternating: di
     router, before = federation.clients.model.layout.mask({ROUTER}), federation.clients.state.rows.clone()
     real = (federation.clients.mask & router).any(1)
     due = torch.tensor([False, True, False])
-    federation._iteration(federation.clients.state, EVERYONE, 0, 0, torch.ones(3, dtype=torch.bool))
+    clients = federation.clients
+    cohort = clients.cohort(EVERYONE, 0)
+    clients.steps.iteration(cohort, clients.phases, 0, torch.ones(3, dtype=torch.bool))
+    clients.state.put(EVERYONE, cohort.part)
     moved = (federation.clients.state.rows != before)[:, router].any(1)
     assert torch.equal(moved, due & real)
     assert federation.clients.state.iterations.tolist() == [1, 2, 3]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from comingle.adapters.inject import ATTENTION
 from comingle.transports.inprocess import InProcess
-from federations import exchange, local_round
+from federations import exchange, local_round, take_phase
 
 PLAIN = {"training.experts.weight_decay": 0.0, "training.router.weight_decay": 0.0}
 
@@ -78,9 +78,7 @@ def test_b_moves_first_and_a_after_it(federate: Any, trained: dict[str, Any]) ->
     experts = [name for name in real if not name.endswith(".router")]
     for step in range(2):
         before = federation.clients.state.rows.clone()
-        federation._phase(
-            federation.clients.phases[0], federation.clients.state, range(len(federation.clients.mask)), 0, step
-        )
+        take_phase(federation.clients, federation.clients.phases[0], 0, step)
         moved = per_expert(federation, federation.clients.state.rows != before)
         for name in experts:
             due = name.endswith(".b") or step > 0

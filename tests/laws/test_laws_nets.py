@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from comingle.engines.exchange import build_uploads
 from torch import Tensor
 
 from comingle.data.samples import Samples
 from comingle.engines.mixing import mixtures
+from comingle.methods.base import Method
+from comingle.methods.mixtures import Entropic
+from comingle.protocol.messages import COUNT, LOSS, Upload
+from comingle.routers.mixtures import ClientMixture
 from comingle.transports.inprocess import InProcess
-from federations import exchange, local_round
+from federations import download_all, exchange, local_round, read_anew
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 EVERYONE = [0, 1, 2, 3]
@@ -24,6 +28,16 @@ def trained(federation: InProcess, rounds: int = 2) -> Tensor:
             exchange(federation, EVERYONE)
         local_round(federation, EVERYONE, number)
     return federation.clients.state.rows
+
+
+def reroutes(method: Method) -> bool:
+    """Whether users make their router out of the components that they have received."""
+    return any(isinstance(part, Entropic) for part in method.client.parts)
+
+
+def sent_by(federation: InProcess, loss: float = 0.0) -> Upload:
+    """What everybody would send now."""
+    return federation.clients.upload(EVERYONE, 1, {LOSS: torch.full((len(EVERYONE),), loss)})
 
 
 def test_a_cohort_equals_its_users_trained_one_at_a_time(federate_nets: Any, netted: dict[str, Any]) -> None:
@@ -51,7 +65,7 @@ def test_what_is_trained_moves_and_nothing_else_does(federate_nets: Any, netted:
     trained(federation)
     moved = (federation.clients.state.rows != before).any(0)
     method = federation.clients.method
-    rerouted = method.reroute or (method.placement.mixture and method.placement.mixture.at == "samples")
+    rerouted = reroutes(method) or (method.placement.mixture and method.placement.mixture.at == "samples")
     expected = set(method.client.trained) | ({"router"} if rerouted else set()) | {"statistics"}
     for slot in layout.slots:
         span = slice(layout.starts[slot.name], layout.starts[slot.name] + slot.size)
@@ -61,34 +75,34 @@ def test_what_is_trained_moves_and_nothing_else_does(federate_nets: Any, netted:
 
 def test_only_what_is_shared_leaves(federate_nets: Any, netted: dict[str, Any]) -> None:
     federation = federate_nets(netted)
-    uploads = build_uploads(federation.clients.method, federation.clients.model.layout, federation.clients.state.rows)
-    sent = {
-        slot.name
-        for slot in federation.clients.model.layout.slots
-        if all(slot.chosen(federation.clients.method.shared))
-    }
-    assert set(uploads) == sent
-    clusters = federation.mixture.clusters if federation.clients.method.report else 0
-    entries = sum(t[0].numel() for t in uploads.values())
-    said = (
-        clusters + bool(federation.clients.method.picks) + 1
-    )  # which model it took, and how many samples it trains on
-    assert federation.clients.upload_bytes() == [4 * (entries + said) * bool(uploads)] * 4 or not uploads
+    clients, message = federation.clients, sent_by(federation)
+    wanted = {slot.name for slot in clients.model.layout.slots if all(slot.chosen(clients.method.shared))}
+    assert set(message.tensors) == wanted
+    views = clients.model.layout.views(clients.state.rows)
+    assert all(torch.equal(message.tensors[name], views[name]) for name in wanted)
+    assert {name: t.shape[1:] for name, t in message.reports.items()} == said(clients.method)
+
+
+def said(method: Method) -> dict[str, torch.Size]:
+    """What each user says beside tensors: its loss, how many samples it has, its mixture or the model it took."""
+    numbers = {LOSS: torch.Size(), COUNT: torch.Size()}
+    mixture = method.placement.mixture
+    if isinstance(mixture, ClientMixture) and "adaptor" in method.shared and method.name != "fedem":
+        numbers["mixture"] = torch.Size((mixture.clusters,))
+    return numbers | ({"choice": torch.Size()} if method.name == "ifca" else {})
 
 
 def test_an_exchange_leaves_what_is_local(federate_nets: Any, netted: dict[str, Any]) -> None:
     federation = federate_nets(netted)
     trained(federation, 1)
-    rerouted = {"router"} if federation.clients.method.reroute else set()  # out of what has been received
+    rerouted = {"router"} if reroutes(federation.clients.method) else set()  # out of what has been received
     local = ~federation.clients.model.layout.mask(federation.clients.method.shared | rerouted)
     before = federation.clients.state.rows.clone()
     exchange(federation, EVERYONE)
     assert torch.equal(federation.clients.state.rows[:, local], before[:, local])
     if federation.clients.method.server.first_download:  # everybody gets a model of their own
         return
-    for name in build_uploads(
-        federation.clients.method, federation.clients.model.layout, federation.clients.state.rows
-    ):
+    for name in sent_by(federation).tensors:
         values = federation.clients.model.layout.views(federation.clients.state.rows)[name]
         torch.testing.assert_close(values, values[:1].expand_as(values), **EXACT)
 
@@ -104,20 +118,11 @@ def test_users_of_unequal_size_take_their_own_number_of_steps(federate_nets: Any
     """Whoever has fewer samples has fewer steps, and is what it would be alone."""
 
     def cut(federation: InProcess) -> InProcess:
-        from comingle.engines.samples import SampleFeed
-
-        few = federation.clients.trainers[2]
+        clients = federation.clients
+        few = clients.trainers[2]
         short = Samples(inputs=few.train.inputs[:43], targets=few.train.targets[:43])
-        federation.clients.trainers[2] = type(few)(
-            name=few.clients.name, train=short, valid=few.valid, test=few.test, cluster=few.cluster
-        )
-        federation.clients.feed = SampleFeed(
-            federation.clients.trainers,
-            federation.clients.training,
-            federation.clients.batch_size,
-            device=federation.clients.model.device,
-            dtype=federation.clients.model.dtype,
-        )
+        clients.trainers[2] = replace(few, train=short)
+        read_anew(clients)
         return federation
 
     together, apart = cut(federate_nets(netted)), cut(federate_nets(netted, changes={"runtime.users_per_step": 1}))
@@ -138,7 +143,8 @@ def test_absent_users_train_nothing(federate_nets: Any, name: str) -> None:
 
 
 def test_evaluations_say_what_is_mixed(federate_nets: Any, netted: dict[str, Any]) -> None:
-    event = mixtures(federate_nets(netted))
+    federation = download_all(federate_nets(netted))
+    event = mixtures(federation.clients, federation.server)
     models = netted["name"].startswith(("ensemble", "mfl", "fml", "fedmerge", "ifca", "fedem"))
     mixes = models or netted["name"].startswith("floral")
     assert event.get("component") == ({True: "model", False: "adaptor set"}[models] if mixes else None)

@@ -43,8 +43,8 @@ def test_the_order_of_users_with_nets_changes_rounding_only(federate_nets: Any, 
 
 def test_a_method_says_what_the_server_keeps_by_user(federate: Any, federated: dict[str, Any]) -> None:
     """What has the users on its leading dimension is as long as there are users, and theirs in any order."""
-    kept = federate(federated, users=USERS).state.server
-    few = federate(cut(federated), users=USERS[:2]).state.server
+    kept = federate(federated, users=USERS).server.kept
+    few = federate(cut(federated), users=USERS[:2]).server.kept
     other = federate(turned(federated), users=[USERS[i] for i in TURNED])
     by_user = {name for name, t in kept.items() if t.shape != few[name].shape}
     assert by_user == other.clients.method.server.by_user

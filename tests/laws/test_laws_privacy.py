@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from comingle.engines.exchange import WIRE_DTYPE, build_uploads, upload_bytes
-from safetensors.torch import save
 from torch import Tensor
 
 from comingle.adapters.inject import ATTENTION, GENERALIST, ROUTER, SPECIALIST
 from comingle.methods import make
-from comingle.methods.base import Method
-from comingle.methods.server import mean
+from comingle.methods.ifca import Choose
+from comingle.methods.mixtures import Entropic
+from comingle.protocol.messages import COUNT, LOSS, Upload
 from comingle.transports.inprocess import InProcess
-from federations import exchange, local_round
+from comingle.trees import restrict
+from federations import crossing, exchange, local_round, message_bytes
 
 EVERYONE = [0, 1, 2]
 SHORT = {"training.local_steps": 3}
@@ -23,18 +23,24 @@ FACTORS = {"ffa-lora": (".b",), "fedsa-lora": (".a",)}
 """What travels of each LoRA, where that is not both factors."""
 
 
-def wire_bytes(tensors: dict[str, Tensor]) -> int:
-    """Bytes of the tensors in a safetensors file, without its header."""
-    content = save({name: tensor.contiguous() for name, tensor in tensors.items()})
-    return len(content) - 8 - int.from_bytes(content[:8], "little")
+def sent_by(federation: InProcess) -> Upload:
+    """What everybody would send now."""
+    everyone = range(len(federation.clients.trainers))
+    return federation.clients.upload(everyone, 1, {LOSS: torch.zeros(len(everyone))})
 
 
-def real_uploads(federation: InProcess, method: Method, row: int) -> dict[str, Tensor]:
-    """What a user sends, experts that it does not have left out."""
-    uploads = build_uploads(method, federation.clients.model.layout, federation.clients.state.rows)
-    real = build_uploads(method, federation.clients.model.layout, federation.clients.mask.double())
-    present = {name: real[name][row].flatten(1).any(1) for name in uploads}
-    return {name: uploads[name][row][keep].to(WIRE_DTYPE) for name, keep in present.items() if keep.any()}
+def documented_bytes(federation: InProcess, row: int) -> int:
+    """The length of what a user sends, by the documented format: shared tensors, its loss, and what its method says."""
+    clients, user = federation.clients, federation.clients.trainers[row]
+    tensors = restrict(clients.model.layout.views(clients.state.rows), clients.model.layout, clients.method.shared)
+    reports = {LOSS: torch.zeros(())}
+    if clients.training.weighting != "uniform":
+        reports[COUNT] = torch.tensor(len(user.train))
+    if any(isinstance(part, Choose) for part in clients.method.client.parts):
+        reports["choice"] = torch.tensor(0)
+    rank = int(clients.state.ranks[row])
+    header = {"kind": "upload", "round": 1, "user": user.name, "rank": rank}
+    return message_bytes({name: t[row] for name, t in tensors.items()}, header, reports)
 
 
 def test_a_users_text_never_moves_another_users_tensors(
@@ -49,11 +55,13 @@ def test_a_users_text_never_moves_another_users_tensors(
         after_exchange.append(federation.clients.state.rows.clone())
     assert not torch.equal(before_exchange[0][1], before_exchange[1][1])
     assert torch.equal(before_exchange[0][[0, 2]], before_exchange[1][[0, 2]])
-    rerouted = {"router"} if federation.clients.method.reroute else set()  # out of the components that all have made
+    parts = federation.clients.method.client.parts
+    # Routers out of the components that all have made.
+    rerouted = {"router"} if any(isinstance(part, Entropic) for part in parts) else set()
     local = ~federation.clients.model.layout.mask(federation.clients.method.shared | rerouted)
     assert torch.equal(after_exchange[0][[0, 2]][:, local], after_exchange[1][[0, 2]][:, local])
     heard = not torch.equal(after_exchange[0][0], after_exchange[1][0])
-    if federation.clients.method.picks:  # nobody need be in Ann's cluster
+    if any(isinstance(part, Choose) for part in parts):  # nobody need be in Ann's cluster
         return
     assert heard == bool(federation.clients.model.layout.mask(federation.clients.method.shared).any())
 
@@ -80,7 +88,7 @@ def test_the_exchange_is_the_mean_of_what_is_shared(
 
 def test_only_shared_roles_are_uploaded(federate: Any, method: dict[str, Any]) -> None:
     federation = federate(method)
-    uploads = build_uploads(federation.clients.method, federation.clients.model.layout, federation.clients.state.rows)
+    uploads = sent_by(federation).tensors
     expected, roles = {}, {name.partition(".")[0] for name in federation.clients.method.shared}
     assert roles <= {ATTENTION, GENERALIST, "base", "statistics"}
     for slot in federation.clients.model.layout.slots:
@@ -95,38 +103,39 @@ def test_only_shared_roles_are_uploaded(federate: Any, method: dict[str, Any]) -
 
 
 def test_bytes_counted_are_bytes_sent(federate: Any, method: dict[str, Any]) -> None:
+    """The whole message, as documented, of each user."""
     federation = federate(method)
-    rows = range(len(federation.clients.trainers))
-    picked = 4 * bool(federation.clients.method.picks)  # which model a user took
-    sent = [wire_bytes(real_uploads(federation, federation.clients.method, row)) + picked for row in rows]
-    assert federation.clients.upload_bytes() == [
-        sent[row] for row in federation.clients.owners(federation.clients.row_of)
-    ]
-    assert all(sent) == bool(federation.clients.method.shared)
+    clients = federation.clients
+    counted = clients.upload_bytes()
+    if not clients.method.shared:
+        assert not any(counted)
+        return
+    assert counted == [documented_bytes(federation, row) for row in clients.owners(clients.row_of)]
 
 
-def test_bytes_of_unequal_users_leave_padding_out(federate: Any) -> None:
-    """A method that would share everything: users of 1, 2 and 3 experts send what they have."""
-    federation = federate({"name": "comigs", "specialists": [0, 1, 2]})
-    everything = Method(name="all", shared=frozenset({ATTENTION, GENERALIST, SPECIALIST, ROUTER}), server=mean)
-    counted = upload_bytes(everything, federation.clients.model.layout, federation.clients.mask)
-    assert counted == [wire_bytes(real_uploads(federation, everything, row)) for row in EVERYONE]
-    assert counted == [4 * count for count in federation.clients.trainable_parameters()]
+def test_bytes_of_users_of_unequal_rank_leave_padding_out(federate: Any) -> None:
+    """Users of ranks 1, 2 and 4 send what each would send if all had its rank."""
+    ranks = (1, 2, 4)
+    mixed = federate("fedavg", changes={"adapters.rank": list(ranks)}).clients.upload_bytes()
+    alike = [federate("fedavg", changes={"adapters.rank": rank}).clients.upload_bytes() for rank in ranks]
+    assert mixed == [counted[user] for user, counted in enumerate(alike)]
+    assert len(set(mixed)) == len(ranks)
 
 
 def test_what_is_not_shared_costs_nothing(federate: Any) -> None:
     for name in ("pretrained", "local", "centralized", "local-moe", "local-moe-tr", "comigs-2s"):
-        assert federate(name).upload_bytes() == [0, 0, 0]
+        assert federate(name).clients.upload_bytes() == [0, 0, 0]
 
 
 def test_the_papers_share_of_what_travels(federate: Any) -> None:
     """CoMiGS-1G1S sends attention and one of two experts; FedAvg, as large save the routers, sends all that it has."""
     comigs, fedavg = federate("comigs-1g1s"), federate("fedavg")
-    assert fedavg.clients.upload_bytes()[0] == 4 * fedavg.clients.trainable_parameters()[0]
+    sent, sent_by_fedavg = (sum(t[0].numel() for t in sent_by(f).tensors.values()) for f in (comigs, fedavg))
+    assert sent_by_fedavg == fedavg.clients.trainable_parameters()[0]
     routers = sum(slot.size for slot in comigs.clients.model.layout.slots if slot.name.endswith(".router"))
     assert comigs.clients.trainable_parameters()[0] == fedavg.clients.trainable_parameters()[0] + routers
     specialists = comigs.clients.model.layout.mask({SPECIALIST}).sum().item()
-    assert comigs.clients.upload_bytes()[0] == fedavg.clients.upload_bytes()[0] - 4 * specialists
+    assert sent == sent_by_fedavg - specialists
 
 
 SAME_ALONE = [
@@ -143,7 +152,7 @@ SAME_ALONE = [
 @pytest.mark.parametrize(("shared", "alone"), SAME_ALONE, ids=[f"{a} is {b}" for a, b in SAME_ALONE])
 def test_one_user_alone_makes_sharing_nothing(federate: Any, shared: str, alone: str) -> None:
     """The mean of one is that one: from the same start, over two rounds and an exchange, bit for bit."""
-    period = {"router_every": 2, "router_steps": 1} if len(make(shared).phases) > 1 else {}
+    period = {"router_every": 2, "router_steps": 1} if len(make(shared).client.phases) > 1 else {}
     first, second = (federate({"name": name, **period}, users=("ann",)) for name in (shared, alone))
     second.clients.state.rows.copy_(first.clients.state.rows)
     for number in range(2):
@@ -170,12 +179,35 @@ def test_a_method_shares_only_what_it_trains(federate: Any, method: dict[str, An
 def test_what_is_said_beside_the_tensors_is_counted(federate: Any, name: str) -> None:
     """Where means are weighted a user says how much it has; mixtures and choices are sent, and not received."""
     by_count, uniform = (federate(name, changes={"training.weighting": w}) for w in ("tokens", "uniform"))
-    uploads = build_uploads(uniform.clients.method, uniform.clients.model.layout, uniform.clients.state.rows)
-    tensors = sum(t[0].numel() for t in uploads.values()) * 4
-    said = {"fedavg": 0, "floral": 4 * 4, "ifca": 4, "pcl": 0, "local": 0}[name]
-    counts = 4 if name in ("fedavg", "floral", "ifca") else 0
-    assert uniform.clients.upload_bytes() == [tensors + said] * 3
-    assert by_count.clients.upload_bytes() == [tensors + said + counts] * 3
-    models = {"ifca": 5, "pcl": 1, "floral": 1, "fedavg": 1, "local": 1}[name]
-    for federation in (uniform, by_count):  # with two members PCL's each receive one model
-        assert federation.exchanged_bytes([0, 2])[1] == 2 * models * tensors
+    said = {
+        "floral": {"mixture": torch.zeros(4, dtype=torch.float64)},
+        "ifca": {"choice": torch.tensor(0)},
+    }.get(name, {})
+    for federation, count in ((uniform, {}), (by_count, {COUNT: torch.tensor(120)})):
+        reports = {LOSS: torch.zeros(()), **said, **count}
+        tensors = sent_by(federation).tensors
+        users = zip(federation.clients.trainers, federation.clients.state.ranks.tolist(), strict=True)
+        expected = [
+            message_bytes(
+                {n: t[0] for n, t in tensors.items()},
+                {"kind": "upload", "round": 1, "user": user.name, "rank": rank},
+                reports,
+            )
+            for user, rank in users
+        ]
+        assert federation.clients.upload_bytes() == (expected if tensors else [0, 0, 0])
+        check_download(federation, name, tensors)
+
+
+def check_download(federation: InProcess, name: str, tensors: dict[str, Tensor]) -> None:
+    """IFCA's users receive five models, PCL's two members each other's; nobody receives reports."""
+    models = {"ifca": 5}.get(name, 1)
+    received = 0
+    for user in (0, 2) if tensors else ():
+        rank = int(federation.clients.state.ranks[user])
+        owner = federation.clients.name(user)
+        header: dict[str, Any] = {"kind": "download", "version": 1, "user": owner, "rank": rank}
+        header |= {"senders": ["ann", "cem"]} if name == "pcl" else {}
+        received += message_bytes({n: t[:1].expand(models, *t.shape[1:]) for n, t in tensors.items()}, header, {})
+    federation.download(range(3))  # what there is before the first round
+    assert crossing(federation, [0, 2])[1] == received

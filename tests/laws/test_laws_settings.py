@@ -19,6 +19,7 @@ from comingle.transports.inprocess import InProcess
 from federations import exchange, local_round
 
 ROUNDS = 3
+TINY = "random:llama?layers=1&dim=32"
 
 WITH: dict[str, Any] = {"router_every": 2, "router_steps": 1, "exchange_from": 1, "exchange_every": 1}
 """In place of defaults that are longer than a tiny run."""
@@ -74,10 +75,10 @@ def differ(one: list[Tensor], two: list[Tensor]) -> bool:
 
 def run(federate: Any, federate_nets: Any, name: str, **settings: Any) -> list[Tensor]:
     method = {"name": name, **settings}
-    if make(name).mixture is not None or name in ON_NETS:
+    if make(name).placement.mixture is not None or name in ON_NETS:
         return outcome(federate_nets(method, changes={"training.rounds": ROUNDS}))
     ranks = {"adapters.rank": [2, 3, 4]} if name == "hetlora" else {}
-    return outcome(federate(method, base="random:llama?layers=1", changes={"training.rounds": ROUNDS, **ranks}))
+    return outcome(federate(method, base=TINY, changes={"training.rounds": ROUNDS, **ranks}))
 
 
 @cache
@@ -141,12 +142,12 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("option", ADAPTERS)
 def test_an_option_of_adapters_changes_what_is_learnt(federate: Any, option: str) -> None:
-    method, base = {"name": "comigs", "specialists": 2, "router_every": 2, "router_steps": 1}, "random:llama?layers=1"
+    method, base = {"name": "comigs", "specialists": 2, "router_every": 2, "router_steps": 1}, TINY
     found = [outcome(federate(method, base=base, changes=changes)) for changes in ({}, ADAPTERS[option])]
     assert differ(*found)
 
 
 def test_both_penalties_of_experts_differ(federate: Any) -> None:
-    method, base = {"name": "comigs", "specialists": 2, "router_every": 2, "router_steps": 1}, "random:llama?layers=1"
+    method, base = {"name": "comigs", "specialists": 2, "router_every": 2, "router_steps": 1}, TINY
     found = [outcome(federate(method, base=base, changes={"adapters.balance": b})) for b in ("generalist", "uniform")]
     assert differ(*found)
