@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from comingle.adapters.clustered import floral
+from comingle.adapters.clustered import adaptor_size, floral
 from comingle.adapters.lora import lora_scale
 from comingle.data.later import later
 from comingle.data.samples import UserSamples, check, pool_samples
@@ -24,6 +24,7 @@ from comingle.methods.base import Method
 from comingle.models.base import Base
 from comingle.models.gated import gated_pair
 from comingle.models.hardware import require_room, resolve_device, resolve_dtype
+from comingle.models.language import backbone
 from comingle.models.mixed import MixedLanguageModel, mix_language_model
 from comingle.models.nets import make_net
 from comingle.models.stacked import StackedModel, stack
@@ -103,12 +104,16 @@ def _model(
         settings = recipe.floral.model_dump()
         if settings["rank"] is None and settings["budget"] is None:
             settings["budget"] = 0.01
+        sizes = {key: settings[key] for key in ("rank", "budget", "conv", "lora", "bias", "norm")}
+        require_room(f"method {method.name}", mixture.clusters, adaptor_size(nets[0], **sizes), ADAPTOR_SETS)
         nets = [floral(nets[0], num_clusters=mixture.clusters, copy=False, generator=torch.Generator(), **settings)]
     if method.placement.gated:
         nets = [gated_pair(*nets, inputs=math.prod(task.input_shape), seed=recipe.seed)]
     classes = task.loss == "cross_entropy"
     return stack(nets, name=PREFIX + name, users=users, mixture=mixture, device=device, dtype=dtype, classes=classes)
 
+
+ADAPTOR_SETS = "adaptor sets"
 
 NET_ROLES = frozenset({BASE, ADAPTOR})
 """What nets have to be trained and shared, besides routers."""
@@ -128,6 +133,8 @@ def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLan
     assert mixture is not None
     assert isinstance(section.rank, int)
     alpha = lora_scale(section.alpha, section.rank)
+    size = adaptor_size(backbone(base.model), rank=section.rank, bias=False, norm=False)
+    require_room(f"method {method.name}", mixture.clusters, size, ADAPTOR_SETS)
     return mix_language_model(base, mixture, users=users, rank=section.rank, alpha=alpha)
 
 

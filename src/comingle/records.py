@@ -93,8 +93,11 @@ def check_name(folder: Path) -> None:
     """See that a folder could have this name; touches nothing.
 
     Raises:
-        RunError: it is too long for the file system, or holds a NUL.
+        RunError: it is too long for the file system, holds a NUL, or lies below a file.
     """
+    for above in folder.parents:
+        if os.path.isfile(above):
+            raise RunError(f"{folder}: cannot be a folder: {above} is a file")
     try:
         os.lstat(folder)
         why = None

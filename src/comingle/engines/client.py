@@ -27,6 +27,7 @@ from comingle.engines.training import Portions, Training
 from comingle.errors import DataError, RecipeError
 from comingle.methods.base import Method
 from comingle.models.adapted import AdaptedModel
+from comingle.models.hardware import require_bytes
 from comingle.models.stacked import StackedModel
 from comingle.protocol.messages import COUNT, LOSS, Download, Upload, fill_ranks
 from comingle.protocol.wire import packed_bytes
@@ -110,6 +111,8 @@ class Clients:
     def _initial(self) -> State:
         layout, method, copies = self.model.layout, self.method, self.method.placement.copies
         names = [trainer.name for trainer in self.trainers]
+        what = f"method {method.name}: the trained tensors of {len(names)} users"
+        require_bytes(what, 4 * copies * len(names) * layout.columns)
         state = initial_state(
             layout,
             self.model.mask().repeat(copies, 1),

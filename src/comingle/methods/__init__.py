@@ -98,7 +98,7 @@ def make(name: str, **settings: Any) -> Method:
     known = settings_of(name)
     for key, value in settings.items():
         if key not in known:
-            allowed = sorted(known) or "no settings"
+            allowed = ", ".join(sorted(known)) or "no settings"
             raise RecipeError(f"method {name}: no setting {key!r}.{did_you_mean(key, known)} Allowed: {allowed}")
         _check(name, key, value)
     method = _constructor(name)(**settings)
@@ -136,4 +136,10 @@ def _allowed(key: str, default: Any) -> tuple[str, Callable[[Any], bool]]:
         words = "numbers from 0" + (", below 1" if top == 1.0 else "")
         return words, lambda v: is_number(v) and 0 <= v < top
     least = 0 if key in ("generalists", "specialists", "warmup_steps") else 1
-    return f"whole numbers from {least}", lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= least
+    most = next((most for keys, most in _MOST.items() if key in keys), 10_000_000)
+    words = f"whole numbers from {least} to {most:,}"
+    return words, lambda v: isinstance(v, int) and not isinstance(v, bool) and least <= v <= most
+
+
+_MOST = {("generalists", "specialists"): 1_000, ("clusters", "models", "chosen"): 10_000}
+"""How many experts each block may have, and how many components or models a federation."""

@@ -73,8 +73,9 @@ def resolve_attention(attention: str, device: torch.device) -> str | None:
     return attention
 
 
-def require_room(what: str, count: int, parameters: int) -> None:
-    """See that so many models fit into this machine's memory, in float32 and with nothing else in it.
+def require_room(what: str, count: int, parameters: int, kind: str = "models") -> None:
+    """See that so many models fit into this machine's memory, in float32 and with nothing else in it; ``kind`` is what
+    messages call them.
 
     Raises:
         RecipeError: they do not, so that drawing them would end with the process killed.
@@ -82,7 +83,7 @@ def require_room(what: str, count: int, parameters: int) -> None:
     needed, there = 4 * count * parameters, psutil.virtual_memory().total
     if needed > there:
         raise RecipeError(
-            f"{what}: {count:,} models of {parameters:,} parameters are {needed / 2**30:,.0f} GiB; this machine has "
+            f"{what}: {count:,} {kind} of {parameters:,} parameters are {needed / 2**30:,.0f} GiB; this machine has "
             f"{there / 2**30:,.0f}, so at most {there // (4 * parameters):,} fit"
         )
 

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from comingle.errors import RecipeError
 from comingle.recipes.data import DataSection
-from comingle.recipes.fields import Count, Fraction, Positive, Section, number_in
+from comingle.recipes.fields import Count, Fraction, Positive, Section, Steps, number_in
 from comingle.recipes.problems import first_problem
 
 
@@ -86,11 +86,11 @@ class OptimizerSection(Section):
 class TrainingSection(Section):
     """How long, on how much, with which optimisers."""
 
-    rounds: Annotated[int, Field(ge=1, le=10_000_000, strict=True)] = 20
-    local_steps: Count = 10
-    local_epochs: Count = 1
+    rounds: Steps = 20
+    local_steps: Steps = 10
+    local_epochs: Steps = 1
     batch_size: Count = 64
-    context: Annotated[int, Field(ge=2, strict=True)] = 128
+    context: Annotated[int, Field(ge=2, le=10**15, strict=True)] = 128
     experts: OptimizerSection = OptimizerSection()
     router: OptimizerSection = OptimizerSection(schedule="constant")
     balance_weight: Annotated[float, Field(ge=0)] = 0.01

@@ -149,6 +149,29 @@ def floral(
     return _wrap(model, plan, router, copy=copy, generator=generator)
 
 
+def adaptor_size(
+    model: nn.Module,
+    *,
+    rank: int | None = None,
+    budget: float | None = None,
+    conv: ConvForm = "balanced-2d",
+    lora: bool = True,
+    bias: bool = True,
+    norm: bool = True,
+) -> int:
+    """Parameters of the low-rank factors of one adaptor set that :func:`floral` would put into ``model``.
+
+    Raises:
+        RecipeError: as :func:`floral`.
+    """
+    check_size(rank, budget)
+    plan = _Plan(
+        num_clusters=1, rank=rank, budget=budget, alpha=1.0, conv=conv, lora=lora, bias=bias, norm=norm,
+        batch_nora=False, mixture=Mixture(),
+    )  # fmt: skip
+    return sum(form.size for module in find_layers(model, plan.wants).values() if (form := plan.sized(module)))
+
+
 def _wrap(
     model: nn.Module, plan: _Plan, router: ClientRouter, *, copy: bool, generator: torch.Generator | None
 ) -> FloralModel:
