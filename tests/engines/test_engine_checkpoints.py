@@ -99,7 +99,10 @@ def test_tensors_keep_their_names(folder: Path, sim: InProcess) -> None:
     names = {f"user/{slot.name}" for slot in layout.slots}
     shared = {f"server/model.{name}" for name in restrict(layout.views(sim.clients.state.rows), layout, sent)}
     assert shared
-    others = {"first", "second", "iterations", "router_steps", "ranks", "versions", "server/version"}
+    others = {"first", "second", "iterations", "router_steps", "ranks", "versions"} | {
+        "server/version",
+        "server/lowest_loss",
+    }
     assert found.keys() == names | shared | others
 
 

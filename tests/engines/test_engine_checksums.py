@@ -158,7 +158,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "NaN": (poison("second", math.nan), "tensor 'second' is not finite"),
     "infinite": (poison("user/layers.0.mlp.up.b", -math.inf), "tensor 'user/layers.0.mlp.up.b' is not finite"),
     "best NaN": (poison("best/rows", math.nan), "tensor 'best/rows' is not finite"),
-    "best loss NaN": (poison("best/loss", math.nan), "tensor 'best/loss' is not finite"),
+    "lowest loss NaN": (poison("server/lowest_loss", math.nan), "tensor 'server/lowest_loss' is not finite"),
     "negative steps": (poison("iterations", -1), "tensor 'iterations' has a negative count"),
     "negative ranks": (poison("ranks", -2), "tensor 'ranks' has a negative count"),
     "negative round": (count("round", -1), "round is -1"),
@@ -180,8 +180,8 @@ def test_numbers_that_no_run_can_have_written(
     assert "round-0003 is whole" in message
 
 
-def test_before_the_first_evaluation_the_best_loss_is_infinite(done: experiment.Run, copy: Path) -> None:
+def test_before_the_first_evaluation_the_lowest_loss_is_infinite(done: experiment.Run, copy: Path) -> None:
     newest = list_checkpoints(copy)[-1]
-    poison("best/loss", math.inf)(newest)
+    poison("server/lowest_loss", math.inf)(newest)
     seal(newest)
     load(copy, done.federation)

@@ -139,10 +139,10 @@ def test_the_absent_download_when_they_take_part_or_are_evaluated_and_once_a_ver
         play_round(federation, number, [number])
         received.append(federation.download_bytes)
         assert federation.clients.state.versions.tolist() == [0, 1, 2][: number + 1] + [0] * (2 - number)
-    assert received == [0, packed_bytes(message), 2 * packed_bytes(message)]
+    assert received == [0, sum(packed_bytes(message)), 2 * sum(packed_bytes(message))]
     for _ in range(2):
         federation.download(everyone(federation))
-        assert federation.download_bytes == 5 * packed_bytes(message)
+        assert federation.download_bytes == 5 * sum(packed_bytes(message))
     assert federation.clients.state.versions.tolist() == [3, 3, 3]
 
 

@@ -122,7 +122,7 @@ def test_counted_its_way_the_papers_table_3_comes_out_and_the_truth_beside_it() 
     assert (round(memory.theirs / 2**20, 3), memory.theirs_share) == (0.035, 0.0125)
     assert (round(upload.theirs / 2**20, 2), upload.theirs_share) == (-1.41, -0.5)
     assert upload.true == pytest.approx((1_179_648 - 1_916_928) * 4, abs=100)  # float32, and a few digits of shapes
-    assert upload.true_share == pytest.approx(-0.385, abs=5e-4)
+    assert upload.true_share == pytest.approx(-0.385, abs=1e-3)  # of messages, whose headers are alike
     assert "1.180M of 1.917M" in upload.why
     assert forward.true == 18_432 * 2 * 128
     # The base takes 32 GFLOPs for 128 tokens, and 2 sets of LoRA 490 MFLOPs (earlier version, App. B.1).

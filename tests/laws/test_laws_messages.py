@@ -15,6 +15,7 @@ from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, packed_bytes, unpack
 from comingle.transports import inprocess
 from comingle.transports.inprocess import InProcess
+from comingle.trees import ADAPTOR, BASE
 from federations import download_all, local_round, play_round
 
 TINY = "random:llama?layers=1&dim=32"
@@ -163,9 +164,9 @@ def random_case(draw: random.Random) -> tuple[str, dict[str, Any], dict[str, Any
 def test_an_upload_holds_nothing_local(federate: Any, federate_nets: Any, number: int) -> None:
     name, settings, changes = random_case(random.Random(number))
     method = {"name": name, **settings}
-    whole = make(name).placement.mixture is not None or make(name).placement.gated or number % 5 == 0
-    language = any(part.language_only for part in make(name).client.parts) or make(name).placement.routed
-    if (whole and not language) or make(name).placement.gated:
+    placement = make(name).placement
+    for_nets = bool({BASE, ADAPTOR} & placement.shared) or placement.gated
+    if for_nets and (placement.mixture is not None or placement.gated or number % 5 == 0):
         small = {"seed": changes["seed"], "data.task.clusters": min(2, settings.get("clusters", 2))}
         federation = federate_nets(method, changes=small)
     else:

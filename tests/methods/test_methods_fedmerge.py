@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from comingle.engines.rounds import run_rounds
 from comingle.errors import DivergenceError, RecipeError
 from comingle.methods import make
 from comingle.methods.client import Proximal
+from comingle.models import hardware
 from comingle.transports.inprocess import InProcess
 from federations import crossing, download_all, exchange, local_round, message_bytes
 
@@ -333,10 +335,13 @@ def test_models_of_the_server_have_one_rank(federate: Any, name: str) -> None:
 
 @pytest.mark.parametrize("build", ["federate", "federate_nets"])
 def test_more_models_than_the_memory_holds_are_refused_before_they_are_drawn(
-    build: str, request: pytest.FixtureRequest
+    build: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(RecipeError, match=r"method fedmerge: 3,000,000,000 models of [\d,]+ parameters are .* at most"):
-        request.getfixturevalue(build)({"name": "fedmerge", "models": 3_000_000_000})
+    federate = request.getfixturevalue(build)
+    federate({"name": "fedmerge", "models": 2})
+    monkeypatch.setattr(hardware.psutil, "virtual_memory", lambda: SimpleNamespace(total=1 << 20))
+    with pytest.raises(RecipeError, match=r"method fedmerge: 10,000 models of [\d,]+ parameters are .* at most"):
+        federate({"name": "fedmerge", "models": 10_000})
 
 
 def test_identical_models_are_refused_with_the_reason(federate_nets: Any, monkeypatch: pytest.MonkeyPatch) -> None:

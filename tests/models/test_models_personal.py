@@ -228,7 +228,7 @@ def test_speaking_copies_no_weight_of_the_base_and_changes_nobody(federate: Any)
     base, run = sim.clients.model.base.model, run_of(sim)
     ids = torch.arange(5, 15).unsqueeze(0)
     rows, logits = sim.clients.state.rows.clone(), base(input_ids=ids).logits
-    scores = [score.mean_loss_nats for score in sim.clients.evaluate()]
+    scores = [score.mean_loss for score in sim.clients.evaluate()]
     ann, bob = run.user("ann"), run.user("bob")
     with ann.generating() as one, bob.generating() as two:
         own = {id(p) for p in base.parameters()}
@@ -242,7 +242,7 @@ def test_speaking_copies_no_weight_of_the_base_and_changes_nobody(federate: Any)
             p.zero_()
     assert torch.equal(base(input_ids=ids).logits, logits)
     assert torch.equal(sim.clients.state.rows, rows)
-    assert [score.mean_loss_nats for score in sim.clients.evaluate()] == scores
+    assert [score.mean_loss for score in sim.clients.evaluate()] == scores
 
 
 def test_perplexity_and_sampling_work_as_for_experts(federate: Any) -> None:

@@ -143,4 +143,4 @@ def test_bytes_are_counted_whatever_types_are_mixed(narrow: torch.dtype) -> None
         tensors = {"a": torch.zeros(1, size, dtype=torch.float64), "b": torch.zeros(1, size, dtype=narrow)}
         tensors["c"] = torch.zeros(1, size, dtype=torch.bfloat16)
         message = replace(upload((0,)), tensors=tensors, reports={"count": torch.tensor([5])})
-        assert packed_bytes(message) == len(pack(message))
+        assert packed_bytes(message) == [len(pack(message))]
