@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from comingle.engines.client import Clients
 from comingle.transports.inprocess import InProcess
 from federations import exchange, local_round
 
@@ -122,14 +123,14 @@ def preconditioned(own: Mapping[str, Tensor], key: str, gradient: Tensor) -> Ten
 
 
 def play_round(
-    sim: Simulation, users: list[dict[str, Tensor]], members: Sequence[int], number: int, nora: bool
+    clients: Clients, users: list[dict[str, Tensor]], members: Sequence[int], number: int, nora: bool
 ) -> None:
     """In place on everybody's tensors."""
     for k in members:
-        inputs, targets = sim.trainers[k].train.inputs.double(), sim.trainers[k].train.targets.double()
-        for at in (sim.feed.draw([k], sim.phases[0], number, i, 0)[0] for i in range(sim.feed.steps(k))):
+        inputs, targets = clients.trainers[k].train.inputs.double(), clients.trainers[k].train.targets.double()
+        for at in (clients.feed.draw([k], clients.phases[0], number, i, 0)[0] for i in range(clients.feed.steps(k))):
             users[k] = step(users[k], inputs[at[at >= 0]], targets[at[at >= 0]], nora=nora)
-    counts = torch.tensor([len(t.train) if k in members else 0 for k, t in enumerate(sim.trainers)]).double()
+    counts = torch.tensor([len(t.train) if k in members else 0 for k, t in enumerate(clients.trainers)]).double()
     joint = torch.stack([own["theta"].softmax(0) for own in users]) * counts.unsqueeze(1)
     for key in NAMES.keys() - set(AT_HOME):
         sent = torch.stack([own[key] for own in users])
@@ -145,8 +146,9 @@ def play_round(
 @pytest.mark.parametrize("members", [EVERYONE, [0, 2]], ids=["everybody", "sampled"])
 def test_rounds_equal_the_paper_written_out(federate_nets: Any, nora: bool, members: list[int]) -> None:
     changes = {"floral.batch_nora": nora, "training.router.learning_rate": ROUTER_RATE, "training.batch_size": 20}
-    sim = federate_nets(FLORAL, changes=changes)
-    views = sim.model.layout.views(sim.state.rows)
+    federation = federate_nets(FLORAL, changes=changes)
+    clients = federation.clients
+    views = clients.model.layout.views(clients.state.rows)
     assert set(NAMES.values()) == set(views)
     source = torch.Generator().manual_seed(3)
     for key in ("gains", "shifts"):  # not zero as at the start, so that s and m matter soon
@@ -154,13 +156,13 @@ def test_rounds_equal_the_paper_written_out(federate_nets: Any, nora: bool, memb
         start.copy_(0.3 * torch.randn(start.shape[1:], generator=source, dtype=torch.float64))
     users = [{key: views[name][k].clone() for key, name in NAMES.items()} for k in EVERYONE]
     for number in range(3):
-        play_round(sim, users, members, number, nora)
-        sim.local_round(members, number)
-        sim.exchange(members)
-    for k, (own, score) in enumerate(zip(users, sim.evaluate(), strict=True)):
+        play_round(clients, users, members, number, nora)
+        local_round(federation, members, number)
+        exchange(federation, members)
+    for k, (own, score) in enumerate(zip(users, clients.evaluate(), strict=True)):
         for key, name in NAMES.items():
             torch.testing.assert_close(views[name][k], own[key], rtol=1e-7, atol=1e-9, msg=name)
-        outputs, _ = net(own, sim.trainers[k].test.inputs.double(), nora=nora, train=False)
+        outputs, _ = net(own, clients.trainers[k].test.inputs.double(), nora=nora, train=False)
         assert score.mean_loss == pytest.approx(
-            float((outputs - sim.trainers[k].test.targets).square().mean()), abs=1e-6
+            float((outputs - clients.trainers[k].test.targets).square().mean()), abs=1e-6
         )

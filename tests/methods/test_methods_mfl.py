@@ -161,20 +161,20 @@ def test_rounds_equal_the_paper_written_out(federate_nets: Any, name: str, round
 
 def test_statistics_are_those_of_the_components_mixed_by_pi(federate_nets: Any) -> None:
     """A pass of each adaptor set alone moves the running statistics of its own; what a user keeps is their mixture."""
-    sim = federate_nets({"name": "floral-mfl", "clusters": CLUSTERS})
-    part = sim.state.take(EVERYONE)
-    views = sim.model.layout.views(part.rows)
+    clients = federate_nets({"name": "floral-mfl", "clusters": CLUSTERS}).clients
+    cohort = clients.cohort(list(EVERYONE), 0)
+    views = clients.model.layout.views(cohort.part.rows)
     views["model.0.b"].normal_(generator=torch.Generator().manual_seed(1))
     views["router.theta"].copy_(torch.tensor([0.9, 0.1]).log().expand(4, -1))
     before = {name: views[name].clone() for name in ("model.0.a", "model.0.b", "model.0.bias")}
-    drawn = sim.feed.draw(EVERYONE, sim.phases[0], 0, 0, 0)
-    x = sim.trainers[0].train.inputs.double()[drawn[0][drawn[0] >= 0]]
+    drawn = clients.feed.draw(EVERYONE, clients.phases[0], 0, 0, 0)
+    x = clients.trainers[0].train.inputs.double()[drawn[0][drawn[0] >= 0]]
     weight, bias = views["model.0.base.weight"][0].clone(), views["model.0.base.bias"][0].clone()
     old = views["model.1.base.running_mean"][0].clone()
-    sim.gradient(part.rows, EVERYONE, drawn, sim.phases[0])
+    clients.steps.gradient(cohort, drawn, clients.phases[0])
     means = []
     for c in range(CLUSTERS):
         change = before["model.0.b"][0, c] @ before["model.0.a"][0, c]
         means.append((x @ (weight + change).T + bias + before["model.0.bias"][0, c]).mean(0))
     wanted = 0.9 * old + 0.1 * (0.9 * means[0] + 0.1 * means[1])
-    torch.testing.assert_close(sim.model.layout.views(part.rows)["model.1.base.running_mean"][0], wanted)
+    torch.testing.assert_close(views["model.1.base.running_mean"][0], wanted)
