@@ -22,12 +22,14 @@ from torch import nn
 
 from comingle.adapters.clustered import FloralModel, floral, precondition, roles
 from comingle.data.samples import Samples, UserSamples
-from comingle.engines.simulation import Simulation
+from comingle.engines.client import Clients
+from comingle.engines.local import train
 from comingle.evaluation.samples import sample_losses
 from comingle.experiment import build
 from comingle.materials import prepare
 from comingle.models.nets import make_net
 from comingle.recipes import parse_recipe
+from comingle.transports.inprocess import InProcess
 
 RATE = 0.05
 CLUSTERS = 4
@@ -35,7 +37,7 @@ BUDGET = 0.01
 """Of FLoRAL's adaptors, as a part of the base's parameters: the paper's smaller one."""
 
 
-def federation(task: str, users: int, method: str, users_per_step: int | None) -> Simulation:
+def federation(task: str, users: int, method: str, users_per_step: int | None) -> InProcess:
     sgd = {"name": "sgd", "learning_rate": RATE, "schedule": "constant", "weight_decay": 0}
     recipe = parse_recipe(
         {
@@ -53,14 +55,14 @@ def federation(task: str, users: int, method: str, users_per_step: int | None) -
     return build(recipe, prepare(recipe))
 
 
-def start(sim: Simulation, task: str, method: str) -> nn.Module:
-    first = cast(Samples, sim.users[0].train)
+def start(clients: Clients, task: str, method: str) -> nn.Module:
+    first = cast(Samples, clients.users[0].train)
     outputs = first.targets.shape[1] if first.targets.is_floating_point() else 10
     net = make_net(task, tuple(first.inputs.shape[1:]), outputs, seed=0)
     return floral(net, budget=BUDGET, num_clusters=CLUSTERS) if method == "floral" else net
 
 
-def train(model: nn.Module, data: Samples, batch_size: int) -> nn.Module:
+def train_alone(model: nn.Module, data: Samples, batch_size: int) -> nn.Module:
     """One epoch of a user with torch's SGD, with preconditioned gradients where there are adaptors."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for at in torch.randperm(len(data)).split(batch_size):
@@ -88,22 +90,25 @@ def average(shared: nn.Module, models: list[nn.Module]) -> None:
         value.copy_(torch.einsum("uc,uc...->c...", shares, everybody) if name in clustered else everybody.mean(0))
 
 
-def one_after_another(sim: Simulation, task: str, method: str) -> Callable[[int], None]:
+def one_after_another(clients: Clients, task: str, method: str) -> Callable[[int], None]:
     """The same method as most scripts have it: each user trains a copy of the global model."""
-    shared, users = start(sim, task, method), cast(list[UserSamples], sim.users)
+    shared, users = start(clients, task, method), cast(list[UserSamples], clients.users)
 
     def a_round(number: int) -> None:
-        average(shared, [train(copy.deepcopy(shared), user.train, sim.batch_size) for user in users])
+        average(shared, [train_alone(copy.deepcopy(shared), user.train, clients.batch_size) for user in users])
 
     return a_round
 
 
-def stacked(sim: Simulation) -> Callable[[int], None]:
-    everyone = list(range(len(sim.users)))
+def stacked(federation: InProcess) -> Callable[[int], None]:
+    clients = federation.clients
+    everyone = list(range(len(clients.users)))
 
     def a_round(number: int) -> None:
-        sim.local_round(everyone, number)
-        sim.exchange(everyone)
+        work = train(clients, everyone, number)
+        federation.upload(everyone, number + 1, work.losses)
+        federation.aggregate()
+        federation.download(everyone)
 
     return a_round
 
@@ -129,10 +134,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    sim = federation(args.task, args.users, args.method, args.users_per_step)
+    made = federation(args.task, args.users, args.method, args.users_per_step)
     quick, slow = (
-        seconds(stacked(sim), args.rounds),
-        seconds(one_after_another(sim, args.task, args.method), args.rounds),
+        seconds(stacked(made), args.rounds),
+        seconds(one_after_another(made.clients, args.task, args.method), args.rounds),
     )
     grown = {}
     for users in [int(n) for n in args.grow.split(",") if n]:

@@ -17,8 +17,7 @@ import time
 import torch
 
 from comingle.methods import make
-from comingle.methods.base import Beginning, Context
-from comingle.trees import Tree
+from comingle.methods.server import Received, ServerSetup
 
 HEAD = 6_500
 """Parameters of the last layer, as of ResNet-9 with 100 labels."""
@@ -26,25 +25,24 @@ HEAD = 6_500
 
 def seconds(users: int, models: int, parameters: int, keys: str, repeats: int = 3) -> float:
     """The median time of an exchange."""
-    method = make("fedmerge", models=models, inner_product_keys=keys)
+    server = make("fedmerge", models=models, inner_product_keys=keys).server
     random = torch.Generator().manual_seed(0)
     sizes = {"body.weight": parameters - HEAD, "head.weight": HEAD}
     starts = {name: torch.randn(models, size, generator=random) for name, size in sizes.items()}
-    assert method.memory is not None
-    memory = method.memory(Beginning(starts=starts, users=[str(i) for i in range(users)], seed=0))
-    uploads: Tree = {name: torch.randn(users, size, generator=random) for name, size in sizes.items()}
-    context = Context(
+    names, scales = [str(i) for i in range(users)], torch.ones(users)
+    kept = server.start(ServerSetup(models=starts, users=names, scales=scales, seed=0))
+    received = Received(
+        users=range(users),
+        tensors={name: torch.randn(users, size, generator=random) for name, size in sizes.items()},
         weights=torch.full((users,), 1 / users, dtype=torch.float64),
         ranks=torch.zeros(users, dtype=torch.int64),
-        scales=torch.ones(users),
-        validate=lambda: torch.zeros(users, users),
-        assess=lambda _: torch.zeros(users, models),
-        memory=memory,
+        scales=scales,
     )
     times = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
-        method.server(uploads, context)
+        server.aggregate(kept, received)
+        server.download(kept, range(users))
         times.append(time.perf_counter() - started)
     return sorted(times[1:])[repeats // 2]
 

@@ -17,6 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -24,8 +25,9 @@ from comingle.adapters import kernels, native
 from comingle.adapters.inject import AdapterSettings, ExpertCounts
 from comingle.adapters.layouts import decoder_layers
 from comingle.data.pack import UserData
+from comingle.engines.client import Clients
+from comingle.engines.local import train
 from comingle.engines.runtime import keep_buffers, peak_memory_bytes
-from comingle.engines.simulation import Simulation
 from comingle.engines.training import Training
 from comingle.methods import make
 from comingle.models.adapted import adapt
@@ -65,19 +67,20 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def simulation(args: argparse.Namespace, name: str) -> Simulation:
+def clients_of(args: argparse.Namespace, name: str) -> Clients:
     """``users`` users with random tokens, and a method with ``experts`` experts per block."""
     base = load_base(name, dtype=args.dtype, device=args.device)
     if args.experts != 2 and args.method == "comigs-1g1s":
         method = make("comigs", specialists=args.experts - 1)
     else:
         method = make(args.method)
-    counts = ExpertCounts(generalists=method.generalists, specialists=method.specialists_of(args.users))
+    placement = method.placement
+    counts = ExpertCounts(generalists=placement.generalists, specialists=placement.specialists_of(args.users))
     model = adapt(
         base,
         AdapterSettings(),
         counts,
-        routed=method.routed,
+        routed=placement.routed,
         compiled=not args.no_compile,
         native_code=not args.no_native,
     )
@@ -92,7 +95,7 @@ def simulation(args: argparse.Namespace, name: str) -> Simulation:
         users_per_step=args.users_per_step,
         micro_batch=args.micro_batch,
     )
-    return Simulation(model, method, training, trainers=users, users=users)
+    return Clients(model, method, training, trainers=users, users=users)
 
 
 def base_pass(args: argparse.Namespace, name: str, sequences: int) -> Callable[[], None]:
@@ -128,21 +131,17 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     keep_buffers()
     name = f"random:gpt2?layers={args.layers}&dim={args.dim}&heads={args.heads}&vocab={args.vocab}"
-    sim = simulation(args, name)
+    clients = clients_of(args, name)
     everybody = list(range(args.users))
     counter = iter(range(10_000))
-
-    def train() -> None:
-        sim.local_round(everybody, next(counter))
-
-    steps: dict[str, Callable[[], None]] = {"train": train}
-    router = [phase for phase in sim.method.phases if phase.optimizer == "router"]
+    steps: dict[str, Callable[[], object]] = {"train": lambda: train(clients, everybody, next(counter))}
+    router = [phase for phase in clients.phases if phase.optimizer == "router"]
     if router:
-        one = type(router[0])(**{**vars(router[0]), "steps": 1})
-        part = sim.state.take(everybody[: sim.portions.users])
-        steps["router"] = lambda: sim._phase(one, part, everybody[: sim.portions.users], next(counter), 0)
+        one = replace(router[0], steps=1)
+        some = everybody[: clients.portions.users]
+        steps["router"] = lambda: clients.steps.take(clients.cohort(some, next(counter)), one, 0)
     if not args.no_base:
-        steps["base"] = base_pass(args, name, sim.portions.users * sim.portions.sequences)
+        steps["base"] = base_pass(args, name, clients.portions.users * clients.portions.sequences)
     if args.one_by_one:
         shape = {"users": args.users, "batch": args.batch, "context": args.ctx, "vocab": args.vocab}
         steps["one_by_one"] = one_by_one(name, **shape, experts=args.experts)
@@ -155,14 +154,14 @@ def main() -> None:
     sizes = args.users * args.batch * args.ctx
     medians = {key: statistics.median(values) for key, values in times.items()}
     result = {
-        "method": sim.method.name,
-        "dtype": str(sim.model.dtype).removeprefix("torch."),
-        "device": str(sim.model.device),
+        "method": clients.method.name,
+        "dtype": str(clients.model.dtype).removeprefix("torch."),
+        "device": str(clients.model.device),
         "compiled": kernels.is_fusing(),
         "native": native.is_enabled(),
         "clock": "processor" if args.cpu_time else "wall",
-        "users_per_step": sim.portions.users,
-        "micro_batch": sim.portions.sequences,
+        "users_per_step": clients.portions.users,
+        "micro_batch": clients.portions.sequences,
         "tokens_per_s": round(sizes / medians["train"], 1),
         "s_per_iter": round(medians["train"] / args.users, 4),
         "peak_rss_mb": round(peak_memory_bytes() / 1e6, 1),

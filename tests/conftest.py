@@ -25,17 +25,17 @@ import yaml
 
 from comingle.data.pack import UserData
 from comingle.data.seeds import generator
-from comingle.engines.simulation import Simulation
 from comingle.experiment import build
 from comingle.materials import Materials, prepare
 from comingle.models.base import Base
 from comingle.models.language import load_base
 from comingle.recipes import parse_recipe
+from comingle.transports.inprocess import InProcess
 
 REPOSITORY = Path(__file__).parents[1]
 TINY_TRAINING = {"rounds": 2, "local_steps": 2, "batch_size": 2, "context": 16}
 
-Federate = Callable[..., Simulation]
+Federate = Callable[..., InProcess]
 MakeUser = Callable[..., UserData]
 
 
@@ -91,7 +91,7 @@ def federate(make_user: MakeUser) -> Federate:
         base: str = "random:llama",
         dtype: str = "float64",
         changes: Mapping[str, Any] | None = None,
-    ) -> Simulation:
+    ) -> InProcess:
         content = {
             "base": base,
             "method": method,
@@ -116,7 +116,7 @@ def federate_nets() -> Federate:
 
     def make(
         method: str | Mapping[str, Any], *, changes: Mapping[str, Any] | None = None, order: Sequence[int] | None = None
-    ) -> Simulation:
+    ) -> InProcess:
         sgd = {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "weight_decay": 0}
         content = {
             "method": method,

@@ -57,11 +57,11 @@ def test_a_run_opens_without_its_users_text(
         assert isinstance(after, PersonalModel)
         assert after.perplexity(TEXT) == before.perplexity(TEXT)
         assert after.generate(TEXT, max_new_tokens=3) == before.generate(TEXT, max_new_tokens=3)
-    message = missing(opened.simulation.evaluate)
+    message = missing(opened.federation.clients.evaluate)
     assert f"{tmp_path / 'run'}: this needs the users' data, which is not in a run folder: " in message
     assert "texts/ann.txt: no such file or folder" in message
     shutil.move(tmp_path / "elsewhere", recipe_file.parent / "texts")
-    scores = opened.simulation.evaluate()  # it has been refused before, and is there now
+    scores = opened.federation.clients.evaluate()  # it has been refused before, and is there now
     found = {name: score.perplexity for name, score in zip(opened.users, scores, strict=True)}
     assert found == {name: user["test_perplexity"] for name, user in opened.metrics["users"].items()}
 
@@ -82,7 +82,7 @@ def test_changed_text_is_refused_where_it_is_asked_for(recipe: Recipe, recipe_fi
     opened = experiment.load(tmp_path / "run")
     opened.user("bob")
     with pytest.raises(RunError, match="user 'bob': the train data changed since the run began"):
-        opened.simulation.evaluate()
+        opened.federation.clients.evaluate()
 
 
 NETS: dict[str, dict[str, Any]] = {
@@ -118,4 +118,4 @@ def test_nets_predict_without_the_images(tmp_path: Path, method: dict[str, Any])
         assert isinstance(after, PersonalNet)
         assert torch.equal(after.predict(inputs), before.predict(inputs))
     with pytest.raises(ComingleError, match="this needs the users' data"):
-        opened.simulation.evaluate()
+        opened.federation.clients.evaluate()

@@ -6,6 +6,7 @@
     │   └── NoTextError      no text at all, or none of a split that was asked for
     ├── BaseModelError       the pretrained model: not found, unknown family, wrong dtype
     ├── RunError             a run folder or checkpoint: exists, truncated, foreign, not resumable
+    ├── MessageError         a message between users and server: truncated, changed on the way, of another version
     └── DivergenceError      training left the real numbers (which user, which round)
 
 Each message is one line that says where, what was wrong, what was got, and what is allowed. Our own broken
@@ -43,6 +44,10 @@ class BaseModelError(ComingleError):
 
 class RunError(ComingleError):
     """A run folder or a checkpoint cannot be used."""
+
+
+class MessageError(ComingleError):
+    """A message cannot be read."""
 
 
 class DivergenceError(ComingleError):

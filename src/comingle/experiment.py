@@ -22,12 +22,14 @@ from comingle.engines.checkpoints import (
     save_checkpoint,
 )
 from comingle.engines.checksums import resume_command
+from comingle.engines.client import Clients
+from comingle.engines.clock import Clock
+from comingle.engines.evaluations import start_event, summarise
 from comingle.engines.events import EventLog, Observer, tensorboard
-from comingle.engines.naming import check_names, reorder
+from comingle.engines.local import finetuned
+from comingle.engines.naming import check_names, reorder, reorder_kept
 from comingle.engines.optimizers import OptimizerSettings
-from comingle.engines.rounds import Clock, run_rounds, start_event, summarise
-from comingle.engines.simulation import Simulation
-from comingle.engines.state import State
+from comingle.engines.rounds import run_rounds
 from comingle.engines.training import Training
 from comingle.errors import DataError, DivergenceError, RecipeError, RunError
 from comingle.folders import check_folder, open_folder
@@ -45,6 +47,7 @@ from comingle.progress import LOADING, reporting
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import GEOMETRIC, describe_metrics, read_metrics, write_json
 from comingle.terminal import printable
+from comingle.transports.inprocess import InProcess, federate
 
 COMPILE_FROM = 5e12
 """``compile: auto`` compiles from this many training tokens times base parameters on: below, it takes longer than it
@@ -58,7 +61,7 @@ class Run:
     folder: Path | None
     recipe: Recipe
     metrics: dict[str, Any]
-    simulation: Simulation
+    federation: InProcess
 
     def __repr__(self) -> str:
         place = "" if self.folder is None else f", in {self.folder}"
@@ -67,7 +70,7 @@ class Run:
     @property
     def users(self) -> list[str]:
         """Names of the users."""
-        return [user.name for user in self.simulation.users]
+        return [user.name for user in self.federation.clients.users]
 
     def user(self, name: str) -> PersonalModel | PersonalNet:
         """The personal model of a user: one that speaks, or for a task's nets one that predicts.
@@ -77,14 +80,13 @@ class Run:
         """
         if name not in self.users:
             raise DataError(f"no user {name!r}; there are: {', '.join(self.users)}")
-        sim = self.simulation
-        row = sim.row_of[self.users.index(name)]
-        dtype = sim.model.dtype
-        with sim.tuned(members=sim.owners([row])):
-            tensors = {k: t.to(dtype) for k, t in personal_tensors(sim.model.layout, sim.state, row).items()}
-        if isinstance(sim.model, (AdaptedModel, MixedLanguageModel)):
-            return PersonalModel(name=name, model=sim.model, tensors=tensors, row=sim.owners([row])[0])
-        return personal_net(name, sim.model, tensors)
+        clients = self.federation.clients
+        row, model = clients.row_of[self.users.index(name)], clients.model
+        with finetuned(clients, members=clients.owners([row])):
+            tensors = {k: t.to(model.dtype) for k, t in personal_tensors(model.layout, clients.state, row).items()}
+        if isinstance(model, (AdaptedModel, MixedLanguageModel)):
+            return PersonalModel(name=name, model=model, tensors=tensors, row=clients.owners([row])[0])
+        return personal_net(name, model, tensors)
 
 
 # -------------------------------------------------------------------- public verbs
@@ -119,13 +121,13 @@ def run(
     with reporting(quiet=not progress) as reporter:
         with reporter.waiting(LOADING):
             materials = materials or prepare(recipe)
-            sim = build(recipe, materials)
+            federation = build(recipe, materials)
         warn_unread(recipe)
-        watching = [*observers, reporter.watch(sim)]
+        watching = [*observers, reporter.watch(federation.clients)]
         if folder is None:
-            return execute(sim, recipe, None, observers=watching)
+            return execute(federation, recipe, None, observers=watching)
         with open_folder(folder, recipe, describe(materials, recipe), resume=resume, force=force):
-            return execute(sim, recipe, folder, resume=resume, observers=watching)
+            return execute(federation, recipe, folder, resume=resume, observers=watching)
 
 
 def load(folder: str | Path) -> Run:
@@ -139,19 +141,17 @@ def load(folder: str | Path) -> Run:
     folder = Path(folder)
     metrics = read_metrics(folder)
     recipe = load_recipe(folder)
-    sim = build(recipe, reopen(folder, recipe))
-    if sim.method.phases:
-        sim.state, progress = _newest(sim, folder, recipe)
-        _check_round(folder, metrics, progress)
-        sim.resized()
-        sim.choose()
-    return Run(folder=folder, recipe=recipe, metrics=metrics, simulation=sim)
+    federation = build(recipe, reopen(folder, recipe))
+    if federation.clients.method.trains:
+        _check_round(folder, metrics, _restore(federation, folder, recipe))
+        federation.clients.choose()
+    return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation)
 
 
 # -------------------------------------------------------------------- recipe -> objects
 
 
-def build(recipe: Recipe, materials: Materials) -> Simulation:
+def build(recipe: Recipe, materials: Materials) -> InProcess:
     """The users, the adapted model and the settings of a recipe.
 
     Raises:
@@ -163,20 +163,28 @@ def build(recipe: Recipe, materials: Materials) -> Simulation:
         training = training_settings(recipe, names)
         return build_nets(recipe, materials.task, method, training, unread=materials.unread)
     training = training_settings(recipe, [user.name for user in materials.users or materials.answers])
-    if method.pooled:  # the one trainer is always there
+    if method.placement.pooled:  # the one trainer is always there
         training = replace(training, participation=1.0)
     users, trainers, feed = gather(materials, method, training)
     assert materials.base is not None
-    if method.mixture is not None:
+    if method.placement.mixture is not None:
         model = mix_base(recipe, materials.base, method, len(trainers))
     else:
         asked_later = materials.unread and materials.answers  # only they could say how many tokens they have
         tokens = 0 if asked_later else training_tokens(trainers, training)
         model = adapt_base(recipe, materials.base, method, len(trainers), tokens)
-    reads = not materials.unread
-    sim = Simulation(model, method, training, trainers=trainers, users=users, feed=feed, reads=reads)
-    sim.skipped = materials.skipped
-    return sim
+    return federate(
+        Clients(
+            model,
+            method,
+            training,
+            trainers=trainers,
+            users=users,
+            feed=feed,
+            reads=not materials.unread,
+            skipped=materials.skipped,
+        )
+    )
 
 
 def training_tokens(trainers: Sequence[UserData | UserAnswers], training: Training) -> int:
@@ -192,14 +200,14 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens
     section = recipe.adapters
     targets = Targets(**_as_settings(section.targets, Targets)) if section.targets else None
     settings = AdapterSettings(**{**_as_settings(section, AdapterSettings), "targets": targets})
-    if method.pooled and not isinstance(settings.rank, int):  # the one trainer can afford what anybody can
+    if method.placement.pooled and not isinstance(settings.rank, int):  # the one trainer can afford what anybody can
         settings = replace(settings, rank=max(settings.rank))
-    specialists = method.specialists_of(trainers)
-    counts = ExpertCounts(generalists=method.generalists, specialists=specialists)
+    specialists = method.placement.specialists_of(trainers)
+    counts = ExpertCounts(generalists=method.placement.generalists, specialists=specialists)
     compiled = recipe.runtime.compile
     if compiled == "auto":
-        compiled = bool(method.phases) and tokens * base.model.num_parameters() >= COMPILE_FROM
-    return adapt(base, settings, counts, routed=method.routed, compiled=bool(compiled))
+        compiled = method.trains and tokens * base.model.num_parameters() >= COMPILE_FROM
+    return adapt(base, settings, counts, routed=method.placement.routed, compiled=bool(compiled))
 
 
 def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
@@ -241,7 +249,12 @@ def _as_settings(section: Any, kind: type) -> dict[str, Any]:
 
 
 def execute(
-    sim: Simulation, recipe: Recipe, folder: Path | None, *, resume: bool = False, observers: Sequence[Observer] = ()
+    federation: InProcess,
+    recipe: Recipe,
+    folder: Path | None,
+    *,
+    resume: bool = False,
+    observers: Sequence[Observer] = (),
 ) -> Run:
     """The rounds of a run, with everything that is written on the way; ``folder`` has been opened before.
 
@@ -249,10 +262,9 @@ def execute(
         RunError: the checkpoint to resume from is damaged or belongs to another recipe.
         DivergenceError: a user's loss is not finite.
     """
-    clock, start, kept = Clock(), 0, 0
+    clock, start, kept, clients = Clock(), 0, 0, federation.clients
     if folder is not None and resume and list_checkpoints(folder):
-        sim.state, progress = _newest(sim, folder, recipe)
-        sim.resized()
+        progress = _restore(federation, folder, recipe)
         start, kept = progress.round, progress.events_bytes
         counted = {key: getattr(progress, key) for key in Clock.COUNTS}
         clock = Clock(earlier_seconds=progress.wall_seconds, **counted)
@@ -271,32 +283,32 @@ def execute(
         progress = Progress(
             round=done,
             fingerprint=recipe.fingerprint,
-            trainers=[trainer.name for trainer in sim.trainers],
+            trainers=[trainer.name for trainer in clients.trainers],
             events_bytes=log.size_bytes,
             wall_seconds=clock.wall_seconds,
             **{key: getattr(clock, key) for key in Clock.COUNTS},
         )
-        save_checkpoint(folder, sim.model.layout, sim.state, progress)
+        save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)
         prune_checkpoints(folder, recipe.checkpoints.keep)
 
     if (log is not None and log.size_bytes == 0) or start == 0:  # a log that was lost begins anew
-        observe(start_event(sim))
+        observe(start_event(clients))
     try:
-        scores = run_rounds(sim, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
-        metrics = summarise(sim, scores, clock, base=sim.model.name).as_dict() | sim.left_out()
+        scores = run_rounds(federation, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
+        metrics = summarise(clients, scores, clock, base=clients.model.name).as_dict() | clients.left_out
         measure = f"mean_test_{metrics['measure']}"
         observe({"event": "end"} | {key: metrics[key] for key in (measure, GEOMETRIC) if key in metrics})
     except DivergenceError as error:
-        if folder is None or not (found := list_checkpoints(folder)):
+        if folder is None or not (checkpoints := list_checkpoints(folder)):
             raise
-        raise DivergenceError(f"{error}; the last checkpoint is kept, {found[-1].name}") from error
+        raise DivergenceError(f"{error}; the last checkpoint is kept, {checkpoints[-1].name}") from error
     finally:
         for sink in (log, board):
             if sink is not None:
                 sink.close()
     if folder is not None:
         write_json(folder / "metrics.json", metrics)
-    return Run(folder=folder, recipe=recipe, metrics=metrics, simulation=sim)
+    return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation)
 
 
 def _check_round(folder: Path, metrics: dict[str, Any], progress: Progress) -> None:
@@ -308,19 +320,25 @@ def _check_round(folder: Path, metrics: dict[str, Any], progress: Progress) -> N
         )
 
 
-def _newest(sim: Simulation, folder: Path, recipe: Recipe) -> tuple[State, Progress]:
-    """The newest checkpoint of a run.
+def _restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:
+    """Both halves as they were at the newest checkpoint of a run.
 
     Raises:
         RunError: there is none, or it is damaged or belongs to another recipe.
     """
-    found = list_checkpoints(folder)
-    if not found:
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
         raise RunError(f"{folder}: no checkpoint in it")
-    progress = read_progress(found[-1])
+    progress = read_progress(checkpoints[-1])
     if progress.fingerprint != recipe.fingerprint:
-        raise RunError(f"{found[-1]}: belongs to another recipe ({progress.fingerprint}, not {recipe.fingerprint})")
-    names = [trainer.name for trainer in sim.trainers]
-    check_names(found[-1], progress.trainers, names)
-    state = load_checkpoint(found[-1], sim.model.layout, sim.state)
-    return reorder(state, progress.trainers, names, sim.method.kept_by_user), progress
+        raise RunError(
+            f"{checkpoints[-1]}: belongs to another recipe ({progress.fingerprint}, not {recipe.fingerprint})"
+        )
+    clients, server = federation.clients, federation.server
+    was, names = progress.trainers, [trainer.name for trainer in clients.trainers]
+    check_names(checkpoints[-1], was, names)
+    state, kept = load_checkpoint(checkpoints[-1], clients.model.layout, clients.state, server.state)
+    clients.state = reorder(state, was, names)
+    clients.resized()
+    server.restore(reorder_kept(kept, was, names, clients.method.server.by_user))
+    return progress

@@ -44,7 +44,7 @@ def open_folder(folder: Path, recipe: Recipe, inputs: Inputs, *, resume: bool, f
         check_folder(folder, recipe, resume=resume, force=force, mine=True)  # somebody may have been faster
         _refuse_links(folder)
         if resume:
-            pooled = make(recipe.method.name, **recipe.method.settings).pooled
+            pooled = make(recipe.method.name, **recipe.method.settings).placement.pooled
             check_inputs(folder, read_inputs(folder), inputs, pooled=recipe.method.name if pooled else "")
         else:
             _clear(folder)
@@ -91,7 +91,7 @@ def _check_new(folder: Path, force: bool) -> None:
         raise RunError(f"{folder}: exists; --resume goes on with it, --force replaces it, --out names another")
     # Only what a run writes, drafts that a crash left included: a recipe alone, or one among other files, is a user's.
     strange = sorted(
-        n for n in names if n not in RUN_FILES and not n.startswith(tuple(f".{own}." for own in RUN_FILES))
+        n for n in names if n not in RUN_FILES and not n.startswith(tuple(f".{run_file}." for run_file in RUN_FILES))
     )
     ours = (folder / LOCK).exists() or {"recipe.yaml", "events.jsonl"} <= names
     if names and (strange or not ours):

@@ -56,7 +56,7 @@ def read_inputs(folder: Path) -> Inputs:
     path = folder / INPUTS
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        users = {name: UserInputs(**own) for name, own in content.pop("users").items()}
+        users = {name: UserInputs(**of_user) for name, of_user in content.pop("users").items()}
         return Inputs(users=users, **content)
     except FileNotFoundError:
         raise RunError(f"{path}: not there, so nothing says what the run has read; run it anew with --force") from None
@@ -72,8 +72,8 @@ def check_inputs(where: Path, was: Inputs, now: Inputs, *, pooled: str = "") -> 
     """
     check_base(where, was, now.base, now.tokenizer)
     check_users(where, was, now)
-    for name, own in now.users.items():
-        for key, value in own.given.items():
+    for name, of_user in now.users.items():
+        for key, value in of_user.given.items():
             if (before := was.users[name].given.get(key)) != value:
                 raise RunError(f"{where}: user {name!r}: {key} was {before} and is {value}; use another --out")
     if pooled and list(was.users) != list(now.users):

@@ -65,7 +65,7 @@ class Materials:
 
     def overlaps(self) -> list[Overlap]:
         """Users whose held-out documents also occur in their training text."""
-        return [found for text in self.texts if (found := find_overlap(text)).total]
+        return [overlap for text in self.texts if (overlap := find_overlap(text)).total]
 
 
 def prepare(recipe: Recipe, *, base: Base | None = None, validates: bool | None = None) -> Materials:
@@ -93,7 +93,9 @@ def prepare(recipe: Recipe, *, base: Base | None = None, validates: bool | None 
     skipped: dict[str, str] = {}
     if recipe.data.on_small_user == "skip":
         method = make(recipe.method.name, **recipe.method.settings)
-        texts, skipped = leave_out(recipe, texts, base, method.needs_validation if validates is None else validates)
+        texts, skipped = leave_out(
+            recipe, texts, base, method.client.needs_validation if validates is None else validates
+        )
     if recipe.data.held_out == "mixture":
         texts = mix_held_out(texts, seed=recipe.seed)
     users = tokenise_users(recipe.data, texts, base, known=[text.name for text in texts] + list(skipped))
@@ -159,15 +161,15 @@ def gather(materials: Materials, method: Method, training: Training) -> tuple[li
     people = users if not materials.unread else []
     if materials.answers:
         for user in people:
-            check_answers(user, needs_validation=method.needs_validation)
+            check_answers(user, needs_validation=method.client.needs_validation)
     else:
-        check(people, context=training.context, needs_validation=method.needs_validation)
-    trainers = [pooled(users, materials.unread)] if method.pooled else users
+        check(people, context=training.context, needs_validation=method.client.needs_validation)
+    trainers = [pooled(users, materials.unread)] if method.placement.pooled else users
     if not materials.answers:
         return users, trainers, None
     assert materials.base is not None
-    size = training.batch_size * (len(users) if method.pooled else 1)
-    even = method.routed and training.balance_weight > 0
+    size = training.batch_size * (len(users) if method.placement.pooled else 1)
+    even = method.placement.routed and training.balance_weight > 0
     return users, trainers, AnswerFeed(trainers, training, size, tokenizer=tokenizer_of(materials.base), even=even)
 
 

@@ -10,13 +10,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from comingle.adapters.clustered import floral
+from comingle.adapters.clustered import adaptor_size, floral
 from comingle.adapters.lora import lora_scale
 from comingle.data.later import later
 from comingle.data.samples import UserSamples, check, pool_samples
 from comingle.data.tasks import Task, make_task
+from comingle.engines.client import Clients
 from comingle.engines.samples import SampleFeed
-from comingle.engines.simulation import Simulation
 from comingle.engines.training import Training
 from comingle.errors import DataError, RecipeError
 from comingle.methods import make
@@ -24,11 +24,13 @@ from comingle.methods.base import Method
 from comingle.models.base import Base
 from comingle.models.gated import gated_pair
 from comingle.models.hardware import require_room, resolve_device, resolve_dtype
+from comingle.models.language import backbone
 from comingle.models.mixed import MixedLanguageModel, mix_language_model
 from comingle.models.nets import make_net
 from comingle.models.stacked import StackedModel, stack
 from comingle.recipes import Recipe, TaskSection
 from comingle.recipes.unused import changed
+from comingle.transports.inprocess import InProcess, federate
 from comingle.trees import ADAPTOR, BASE, STATISTICS
 
 logger = logging.getLogger("comingle")
@@ -42,7 +44,7 @@ def prepare_task(section: TaskSection, seed: int) -> Task:
     return make_task(section.name, **section.model_dump(exclude={"name"}, exclude_unset=True), seed=seed)
 
 
-def build_nets(recipe: Recipe, task: Task, method: Method, training: Training, *, unread: bool = False) -> Simulation:
+def build_nets(recipe: Recipe, task: Task, method: Method, training: Training, *, unread: bool = False) -> InProcess:
     """Everybody's copy of the task's net, with adaptors where the method mixes them.
 
     ``unread`` leaves the users' samples where they are until something asks for them.
@@ -57,20 +59,19 @@ def build_nets(recipe: Recipe, task: Task, method: Method, training: Training, *
         _check_users(task)
     _check_on_nets(method)
     _check_clusters(task, method)
-    if method.pooled:  # the one trainer is always there
+    if method.placement.pooled:  # the one trainer is always there
         training = replace(training, participation=1.0)
     device = resolve_device(recipe.runtime.device)
     dtype = torch.float32 if recipe.runtime.dtype == "auto" else resolve_dtype(recipe.runtime.dtype, device)
     pooled = later(UserSamples, "everyone", lambda: pool_samples(users)) if unread else None
-    trainers = [pooled or pool_samples(users)] if method.pooled else users
+    trainers = [pooled or pool_samples(users)] if method.placement.pooled else users
     model = _model(recipe, task, method, len(trainers), device, dtype)
-    size = training.batch_size * (len(users) if method.pooled else 1)
+    size = training.batch_size * (len(users) if method.placement.pooled else 1)
     least = _least_batch(model, training, size)
-    augment = task.augmented if task.augment and not method.pooled else None
+    augment = task.augmented if task.augment and not method.placement.pooled else None
     feed = partial(SampleFeed, trainers, training, size, device=device, dtype=dtype, augment=augment, least=least)
-    return Simulation(
-        model, method, training, trainers=trainers, users=users, feed=feed if unread else feed(), reads=not unread
-    )
+    source = feed if unread else feed()
+    return federate(Clients(model, method, training, trainers=trainers, users=users, feed=source, reads=not unread))
 
 
 def net_name(recipe: Recipe, task: Task) -> str:
@@ -89,9 +90,9 @@ def net_name(recipe: Recipe, task: Task) -> str:
 def _model(
     recipe: Recipe, task: Task, method: Method, users: int, device: torch.device, dtype: torch.dtype
 ) -> StackedModel:
-    name, mixture = net_name(recipe, task), method.mixture
-    many = mixture.clusters if mixture is not None and mixture.of == "models" else method.starts
-    many = 2 if method.gated else many
+    name, mixture = net_name(recipe, task), method.placement.mixture
+    many = mixture.clusters if mixture is not None and mixture.of == "models" else method.server.server_models
+    many = 2 if method.placement.gated else many
 
     def net(number: int) -> nn.Module:
         return make_net(name, task.input_shape, task.classes, seed=recipe.seed + SEED_STEP * number)
@@ -103,12 +104,16 @@ def _model(
         settings = recipe.floral.model_dump()
         if settings["rank"] is None and settings["budget"] is None:
             settings["budget"] = 0.01
+        sizes = {key: settings[key] for key in ("rank", "budget", "conv", "lora", "bias", "norm")}
+        require_room(f"method {method.name}", mixture.clusters, adaptor_size(nets[0], **sizes), ADAPTOR_SETS)
         nets = [floral(nets[0], num_clusters=mixture.clusters, copy=False, generator=torch.Generator(), **settings)]
-    if method.gated:
+    if method.placement.gated:
         nets = [gated_pair(*nets, inputs=math.prod(task.input_shape), seed=recipe.seed)]
     classes = task.loss == "cross_entropy"
     return stack(nets, name=PREFIX + name, users=users, mixture=mixture, device=device, dtype=dtype, classes=classes)
 
+
+ADAPTOR_SETS = "adaptor sets"
 
 NET_ROLES = frozenset({BASE, ADAPTOR})
 """What nets have to be trained and shared, besides routers."""
@@ -124,16 +129,18 @@ def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLan
         RecipeError: a mixture of whole models, or ranks of each user's own.
     """
     _check_on_text(recipe, method)
-    mixture, section = method.mixture, recipe.adapters
+    mixture, section = method.placement.mixture, recipe.adapters
     assert mixture is not None
     assert isinstance(section.rank, int)
     alpha = lora_scale(section.alpha, section.rank)
+    size = adaptor_size(backbone(base.model), rank=section.rank, bias=False, norm=False)
+    require_room(f"method {method.name}", mixture.clusters, size, ADAPTOR_SETS)
     return mix_language_model(base, mixture, users=users, rank=section.rank, alpha=alpha)
 
 
 def warn_unread(recipe: Recipe) -> None:
     """Say which settings of ``floral`` a single run's method will not read; in a comparison they are for others."""
-    mixture = make(recipe.method.name, **recipe.method.settings).mixture
+    mixture = make(recipe.method.name, **recipe.method.settings).placement.mixture
     keys = [key for key, _ in changed(recipe, "floral")]
     if keys and not (mixture is not None and mixture.of == "adaptors"):
         name = recipe.method.name
@@ -154,26 +161,26 @@ def check_method(recipe: Recipe) -> None:
 
 
 def _check_on_text(recipe: Recipe, method: Method) -> None:
-    if method.mixture is None:
+    if method.placement.mixture is None:
         return
-    if method.mixture.of != "adaptors":
+    if method.placement.mixture.of != "adaptors":
         raise RecipeError(f"method {method.name}: mixes whole models, which are small nets; give data.task")
-    if method.mixture.optimal:
+    if method.placement.mixture.optimal:
         raise RecipeError(f"method {method.name}: needs users whose true clusters are known, as in made tasks")
-    if method.mixture.centre:
+    if method.placement.mixture.centre:
         raise RecipeError(f"method {method.name}: centre moves a mean into the base, which is frozen; give data.task")
     if not isinstance(rank := recipe.adapters.rank, int):
         raise RecipeError(f"method {method.name}: adapters.rank is {rank}; components have one rank for all users")
 
 
 def _check_on_nets(method: Method) -> None:
-    if method.gated:  # its experts and its router are nets
+    if method.placement.gated:  # its experts and its router are nets
         return
-    if method.phases and not method.trained & NET_ROLES:
+    if method.trains and not method.client.trained & NET_ROLES:
         raise RecipeError(f"method {method.name}: trains nothing of a net; it is for language models")
     if method.shared and not method.shared & NET_ROLES:
         raise RecipeError(f"method {method.name}: shares nothing of a net; it is for language models")
-    if method.validates or method.resize or method.finish or method.copies > 1:
+    if method.placement.copies > 1 or any(part.language_only for part in method.client.parts):
         raise RecipeError(f"method {method.name}: needs a language model; data.task has nets that are trained whole")
 
 
@@ -188,7 +195,11 @@ def _check_users(task: Task) -> None:
 def _check_clusters(task: Task, method: Method) -> None:
     """More components than true clusters are left without users, fewer would make two clusters one."""
     true = max((user.cluster for user in task.users if user.cluster is not None), default=-1) + 1
-    if method.mixture is not None and method.mixture.optimal and (got := method.mixture.clusters) < true:
+    if (
+        method.placement.mixture is not None
+        and method.placement.mixture.optimal
+        and (got := method.placement.mixture.clusters) < true
+    ):
         raise RecipeError(f"method {method.name}: clusters is {got}; allowed: from {true}, the task's true clusters")
 
 

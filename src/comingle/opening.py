@@ -35,11 +35,11 @@ def reopen(folder: Path, recipe: Recipe) -> Materials:
     @cache
     def read() -> dict[str, Any]:
         try:
-            found = prepare(recipe, base=base)
+            materials = prepare(recipe, base=base)
         except DataError as error:
             raise DataError(f"{folder}: this needs the users' data, which is not in a run folder: {error}") from None
-        check_users(folder, inputs, describe(found, recipe))
-        return {user.name: user for user in found.people}
+        check_users(folder, inputs, describe(materials, recipe))
+        return {user.name: user for user in materials.people}
 
     if base is not None:
         check_base(folder, inputs, base.digest, digest_tokenizer(base.tokenizer))
@@ -49,8 +49,8 @@ def reopen(folder: Path, recipe: Recipe) -> Materials:
 def _unread(inputs: Inputs, read: Callable[[], dict[str, Any]], base: Any) -> Materials:
     kinds = {"text": UserData, "questions": UserAnswers, "task": UserSamples}
     people: tuple[Any, ...] = tuple(
-        later(kinds[inputs.kind], name, lambda name=name: read()[name], cluster=own.cluster)
-        for name, own in inputs.users.items()
+        later(kinds[inputs.kind], name, lambda name=name: read()[name], cluster=of_user.cluster)
+        for name, of_user in inputs.users.items()
     )
     task = None
     if inputs.kind == "task":

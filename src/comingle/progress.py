@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from comingle.engines.client import Clients
 from comingle.engines.events import Observer
-from comingle.engines.simulation import Simulation
 from comingle.engines.training import cohorts, participants
 from comingle.records import measure_of
 from comingle.reports.measures import number
@@ -32,7 +32,7 @@ class Reporter(Protocol):
         """Tells what is being waited for, while it lasts."""
         ...
 
-    def watch(self, sim: Simulation, title: str | None = None) -> Observer:
+    def watch(self, clients: Clients, title: str | None = None) -> Observer:
         """An observer of a run's events that tells of them; of one run at a time."""
         ...
 
@@ -57,12 +57,13 @@ def reporting(*, quiet: bool = False) -> Iterator[Reporter]:
             yield lines
 
 
-def steps_before(sim: Simulation) -> Callable[[int], int]:
+def steps_before(clients: Clients) -> Callable[[int], int]:
     """How many local iterations of cohorts there are before a round; which of them have how many comes round again."""
-    training, names = sim.training, [trainer.name for trainer in sim.trainers]
+    training, names = clients.training, [trainer.name for trainer in clients.trainers]
     period = len(training.participation) if isinstance(training.participation, Sequence) else 1
+    copies, most, own = clients.method.placement.copies, clients.portions.users, clients.steps.local_steps
     present = [participants(training, r, names) for r in range(period)]
-    steps = [len(cohorts(who * sim.method.copies, sim.portions.users)) * sim.local_steps for who in present]
+    steps = [len(cohorts(who * copies, most)) * own for who in present]
     return lambda rounds: rounds // period * sum(steps) + sum(steps[: rounds % period])
 
 
@@ -77,10 +78,10 @@ def about(seconds: float) -> str:
 class Course:
     """How far a run is, out of its events, and how long the rest may take; a resumed one starts in its middle."""
 
-    def __init__(self, sim: Simulation, title: str | None):
-        self.title = title or f"{sim.method.name}, seed {sim.training.seed}"
-        self._before = steps_before(sim)
-        self.rounds = sim.training.rounds if sim.method.phases else 0
+    def __init__(self, clients: Clients, title: str | None):
+        self.title = title or f"{clients.method.name}, seed {clients.training.seed}"
+        self._before = steps_before(clients)
+        self.rounds = clients.training.rounds if clients.method.trains else 0
         self.total = self._before(self.rounds)
         self.round, self.done, self.started_at = 0, 0, -1
         self.evaluating, self.result = False, ""
@@ -138,7 +139,7 @@ class Silent:
         """Only waits."""
         yield
 
-    def watch(self, sim: Simulation, title: str | None = None) -> Observer:
+    def watch(self, clients: Clients, title: str | None = None) -> Observer:
         """An observer that does nothing."""
         return lambda event: None
 
@@ -170,9 +171,9 @@ class Bars:
         finally:
             self._progress.remove_task(task)
 
-    def watch(self, sim: Simulation, title: str | None = None) -> Observer:
+    def watch(self, clients: Clients, title: str | None = None) -> Observer:
         """A bar of its own for a run."""
-        course = Course(sim, title)
+        course = Course(clients, title)
         task = self._progress.add_task(printable(course.title), total=course.total or None)
 
         def take(event: dict[str, Any]) -> None:
@@ -237,9 +238,9 @@ class Lines:
         finally:
             self._doing = None
 
-    def watch(self, sim: Simulation, title: str | None = None) -> Observer:
+    def watch(self, clients: Clients, title: str | None = None) -> Observer:
         """A line for each round of a run, with the training loss, mean over users, and one for its end."""
-        course, told = Course(sim, title), ""
+        course, told = Course(clients, title), ""
 
         def take(event: dict[str, Any]) -> None:
             nonlocal told

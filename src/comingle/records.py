@@ -82,19 +82,22 @@ class Metrics:
 
     def as_dict(self) -> dict[str, Any]:
         """As nested dictionaries."""
-        found = asdict(self)
-        found[f"mean_test_{self.measure}"] = found.pop("mean")
-        found |= geometric(self.users, self.measure)
-        found[f"{self.unit}_per_second"] = found.pop("per_second")
-        return found
+        content = asdict(self)
+        content[f"mean_test_{self.measure}"] = content.pop("mean")
+        content |= geometric(self.users, self.measure)
+        content[f"{self.unit}_per_second"] = content.pop("per_second")
+        return content
 
 
 def check_name(folder: Path) -> None:
     """See that a folder could have this name; touches nothing.
 
     Raises:
-        RunError: it is too long for the file system, or holds a NUL.
+        RunError: it is too long for the file system, holds a NUL, or lies below a file.
     """
+    for above in folder.parents:
+        if os.path.isfile(above):
+            raise RunError(f"{folder}: cannot be a folder: {above} is a file")
     try:
         os.lstat(folder)
         why = None
@@ -129,9 +132,9 @@ def describe_metrics(metrics: dict[str, Any]) -> str:
     """A run's metrics in half a line."""
     measure = measure_of(metrics)
     mean = metrics[f"mean_test_{measure}"]
-    found = "not finite" if mean is None else f"{mean:.4g}"
+    told = "not finite" if mean is None else f"{mean:.4g}"
     size = f"{len(metrics['users'])} users, {metrics['rounds']} rounds"
-    return f"{metrics['method']} on {metrics['base']}, {size}, mean test {measure} {found}"
+    return f"{metrics['method']} on {metrics['base']}, {size}, mean test {measure} {told}"
 
 
 def write_text(path: Path, text: str) -> None:

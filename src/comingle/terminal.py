@@ -21,7 +21,7 @@ def printable(text: object, keep: str = "") -> str:
     'red \\\\x1b[31m'
     """
     return _COMMANDS.sub(
-        lambda found: found[0] if found[0] in keep else found[0].encode("unicode_escape").decode("ascii"), str(text)
+        lambda match: match[0] if match[0] in keep else match[0].encode("unicode_escape").decode("ascii"), str(text)
     )
 
 

@@ -27,13 +27,13 @@ def leave_out(
         DataError: nobody has enough.
     """
     users, context = tokenise_users(recipe.data, texts, base), recipe.training.context
-    found = {u.name: s.what for u in users if (s := find_shortage(u, context=context, needs_validation=validates))}
-    if len(found) == len(users):
-        raise DataError(f"all {len(users)} users have too little text: {list_small(found)}")
-    if found:
-        told = f"{len(found)} of {len(users)} users are left out, as they have too little text: {list_small(found)}"
+    skipped = {u.name: s.what for u in users if (s := find_shortage(u, context=context, needs_validation=validates))}
+    if len(skipped) == len(users):
+        raise DataError(f"all {len(users)} users have too little text: {list_small(skipped)}")
+    if skipped:
+        told = f"{len(skipped)} of {len(users)} users are left out, as they have too little text: {list_small(skipped)}"
         logger.warning("%s", told)
-    return [text for text in texts if text.name not in found], found
+    return [text for text in texts if text.name not in skipped], skipped
 
 
 def tokenizer_of(base: Base) -> PreTrainedTokenizerBase:
@@ -75,8 +75,8 @@ def token_limits(data: DataSection, names: Sequence[str]) -> dict[str, dict[str,
                 raise RecipeError(
                     f"data.{key}: no user {stranger!r}; there are: {', '.join(names)}.{did_you_mean(stranger, names)}"
                 )
-        for name, own in limits.items():
-            own[key] = given.get(name) if isinstance(given, Mapping) else given
+        for name, limits_of_user in limits.items():
+            limits_of_user[key] = given.get(name) if isinstance(given, Mapping) else given
     for name, source in (data.users or {}).items():
         if source.max_train_tokens is not None:
             limits[name]["max_train_tokens"] = source.max_train_tokens

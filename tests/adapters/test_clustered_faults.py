@@ -13,6 +13,7 @@ from clusters import scatter
 from torch import Tensor, nn
 
 from comingle.adapters.clustered import floral
+from comingle.engines.local import train
 from comingle.errors import ComingleError, RecipeError
 from comingle.trees import ADAPTOR
 
@@ -162,13 +163,16 @@ def test_layers_that_run_twice_compute_and_count_as_the_base_does(nora: bool) ->
 @pytest.mark.parametrize("method", ["floral-optimal", "ensemble-optimal"])
 def test_a_cluster_that_nobody_present_is_in_keeps_its_component(federate_nets: Any, method: str) -> None:
     """Users 0 and 2 are in cluster 0; nobody is ever in cluster 2."""
-    sim = federate_nets({"name": method, "clusters": 3})
-    before = {name: t.clone() for name, t in sim.model.layout.views(sim.state.rows).items()}
+    federation = federate_nets({"name": method, "clusters": 3})
+    clients = federation.clients
+    before = {name: t.clone() for name, t in clients.model.layout.views(clients.state.rows).items()}
     for number in range(2):
-        sim.local_round([0, 2], number)
-        sim.exchange([0, 2])
-    after = sim.model.layout.views(sim.state.rows)
-    names = [slot.name for slot in sim.model.layout.only({ADAPTOR}).slots]
+        work = train(clients, [0, 2], number)
+        federation.upload([0, 2], number + 1, work.losses)
+        federation.aggregate()
+        federation.download(range(len(clients.trainers)))
+    after = clients.model.layout.views(clients.state.rows)
+    names = [slot.name for slot in clients.model.layout.only({ADAPTOR}).slots]
     assert names
     for name in names:
         assert after[name].isfinite().all()

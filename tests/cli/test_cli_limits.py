@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from comingle.errors import BaseModelError, RecipeError
 from comingle.experiment import build
 from comingle.materials import prepare
 from comingle.models.language import load_base
-from comingle.recipes import load_recipe
+from comingle.recipes import load_recipe, parse_recipe
 
 RANK = "adapters.rank: got {}; the largest weight, layers.0.mlp.gate, maps 32 to 88, so its changes have a rank of "
 SETTINGS = {
@@ -22,6 +24,16 @@ SETTINGS = {
     "training.batch_size=1000000000": "training.batch_size: 1,000,000,000 windows of 17 tokens are 127 GiB; this",
     "training.rounds=1000000000": "--set: training.rounds: Input should be less than or equal to 10000000; got 10000",
     "runtime.threads=100000": "--set: runtime.threads: Input should be less than or equal to 1024; got 100000",
+    "training.local_steps=99999999999999": "--set: training.local_steps: Input should be less than or equal to ",
+    "training.context=9999999999999999999999": "--set: training.context: Input should be less than or equal to ",
+    "data.max_train_tokens=10000000000000000000000": "--set: data.max_train_tokens: ",
+    "method={name: comigs, generalists: 100000000}": "method comigs: generalists is 100000000; allowed: whole numbers "
+    "from 0 to 1,000",
+    "method={name: comigs, specialists: 100000000}": "method comigs: specialists is 100000000; allowed: whole ",
+    "method={name: comigs, router_every: 100000000}": "method comigs: router_every is 100000000; allowed: whole ",
+    "method={name: floral, clusters: 1000000000}": "method floral: clusters is 1000000000; allowed: whole numbers "
+    "from 1 to 10,000",
+    "method={name: ifca, models: 1000000000}": "method ifca: models is 1000000000; allowed: whole numbers from 1 to ",
     "base=random:llama?layers=100000": "base model 'random:llama?layers=100000': layers must be at most 1,000, got",
     "base=random:llama?layers=999&dim=8000000": "base model 'random:llama?layers=999&dim=8000000': about ",
     "base=random:gpt2?ctx=100000000000": "base model 'random:gpt2?ctx=100000000000': about ",
@@ -45,10 +57,61 @@ def test_cost_refuses_what_a_run_refuses(comingle: Any, recipe_file: Path, setti
     assert answer.err.startswith(f"comingle: {SETTINGS[setting]}")
 
 
+def test_no_more_memory_is_asked_for_than_there_is(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of this machine is made small, so that nothing large is drawn where the check is missing."""
+    recipe = load_recipe(recipe_file)
+    materials = prepare(recipe)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=4 << 20, available=1 << 33))
+    assert build(recipe, materials)
+    floral = recipe.with_changes({"method": {"name": "floral", "clusters": 1000}})
+    with pytest.raises(RecipeError, match=r"^method floral: 1,000 adaptor sets of \d+,\d+ parameters are 0 GiB"):
+        build(floral, materials)
+    comigs = recipe.with_changes({"method": {"name": "comigs", "generalists": 1000}})
+    with pytest.raises(RecipeError, match=r"^method comigs: the trained tensors of 3 users are 0 GiB"):
+        build(comigs, materials)
+
+
+@pytest.mark.parametrize("method", ["floral", "ensemble", "mfl", "fedem"])
+def test_no_more_components_of_nets_are_made_than_fit(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = parse_recipe({"data": {"task": "mlp"}, "method": {"name": method, TASK_SETTINGS[method]: 10_000}})
+    materials = prepare(recipe)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1 << 20, available=1 << 33))
+    with pytest.raises(RecipeError, match=rf"^method {method}: 10,000 (models|adaptor sets) of "):
+        build(recipe, materials)
+
+
+TASK_SETTINGS = {"floral": "clusters", "ensemble": "clusters", "mfl": "clusters", "fedem": "models"}
+
+
+@pytest.mark.parametrize("key", ["data.max_train_tokens", "data.max_valid_tokens", "data.max_test_tokens"])
+def test_a_limit_far_above_what_there_is_changes_nothing(recipe_file: Path, key: str) -> None:
+    recipe = load_recipe(recipe_file)
+    [plain, limited] = [prepare(one).users for one in (recipe, recipe.with_changes({key: 10**15}))]
+    assert [len(user.train) for user in limited] == [len(user.train) for user in plain]
+
+
+def test_a_folder_below_a_file(comingle: Any, recipe_file: Path) -> None:
+    answer = comingle("run", recipe_file, "--out", recipe_file / "x" / "y")
+    assert (answer.code, answer.out) == (2, "")
+    (line,) = answer.err.splitlines()
+    assert f"{recipe_file}/x/y: cannot be a folder: {recipe_file} is a file" in line
+
+
+def test_no_reason_for_an_empty_error(
+    comingle: Any, recipe_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("comingle.experiment.build", full)
+    answer = comingle("run", recipe_file, "--out", tmp_path / "run")
+    assert "out of memory (no more is said); " in answer.err
+
+
 def test_a_rank_above_some_weights_is_warned_of(recipe_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     recipe = load_recipe(recipe_file).with_changes({"adapters.rank": [16, 1, 16]})
     materials = prepare(recipe)
-    assert build(recipe, materials).adapted.adapters.ranks.tolist() == [16, 1, 16]
+    assert build(recipe, materials).clients.adapted.adapters.ranks.tolist() == [16, 1, 16]
     assert caplog.messages == []
     build(recipe.with_changes({"adapters.rank": [3, 32, 17]}), materials)
     assert caplog.messages == [

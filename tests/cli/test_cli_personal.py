@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from comingle import experiment
-from comingle.cli.views import speaker
+from comingle.cli.views import generating_model
 from comingle.errors import DataError
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import PersonalNet
@@ -34,14 +34,14 @@ def net_recipe(tmp_path: Path) -> Path:
 def test_a_run_of_nets_opens_with_everybodys_net(comingle: Any, net_recipe: Path, tmp_path: Path) -> None:
     assert comingle("run", net_recipe, "--out", tmp_path / "run").code == 0
     opened = experiment.load(tmp_path / "run")
-    for user in opened.simulation.users:
+    for user in opened.federation.clients.users:
         person = opened.user(user.name)
         assert isinstance(person, PersonalNet)
-        assert person.evaluate(user.test).loss == pytest.approx(
+        assert person.evaluate(user.test).mean_loss == pytest.approx(
             opened.metrics["users"][user.name]["test_loss"], rel=1e-4
         )
     with pytest.raises(DataError, match="user 'user-0': net:mlp-norm predicts and does not speak"):
-        speaker(opened, "user-0")
+        generating_model(opened, "user-0")
     said = comingle("plot", tmp_path / "run", "--figure", "tokens")
     assert said.code == 2
     assert "nothing to draw for tokens: no token routers" in said.err.replace("\n", " ")
@@ -51,9 +51,9 @@ def test_a_run_of_a_mixture_opens_and_speaks(comingle: Any, recipe_file: Path, t
     sets = ("--set", "method={name: floral, clusters: 2}", "--set", "training.rounds=2")
     assert comingle("run", recipe_file, *sets, "--out", tmp_path / "run").code == 0
     opened = experiment.load(tmp_path / "run")
-    person = speaker(opened, "bob")
+    person = generating_model(opened, "bob")
     assert isinstance(person, PersonalModel)
-    tokens = opened.simulation.users[1].test
+    tokens = opened.federation.clients.users[1].test
     found = opened.metrics["users"]["bob"]["test_perplexity"]
     assert person.score(tokens, context=16).perplexity == pytest.approx(found, rel=1e-5)
     ids = person.model.base.tokenizer("a", return_tensors="pt", add_special_tokens=False)["input_ids"]

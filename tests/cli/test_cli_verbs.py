@@ -52,8 +52,10 @@ def test_run_writes_a_folder_and_prints_every_user(comingle: Any, recipe_file: P
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics.keys() >= METRICS
     assert (metrics["method"], metrics["seed"]) == ("comigs-1g1s", 7)
-    for key in METRICS - {"method", "seed", "users"}:
+    sent = {"upload_bytes_per_user_round", "download_bytes_per_user_round"}
+    for key in METRICS - {"method", "seed", "users"} - sent:
         assert metrics[key] > 0, key
+    assert all(metrics[key] == 0 for key in sent)  # a single round, whose local models count
     assert metrics["peak_memory_bytes"] > 10_000_000
     assert metrics["wall_seconds"] > 0.001
     for name, user in metrics["users"].items():
@@ -155,6 +157,24 @@ def test_compare_gives_every_method_the_same_text_and_budget(compared: tuple[Pat
     assert recipes[0].training == recipes[1].training
     assert recipes[1].method.settings == {"router_every": 2, "router_steps": 1}
     assert recipes[0].method.settings == {}
+
+
+def test_settings_of_the_recipe_are_its_own_methods_and_those_of_the_line_are_for_all(
+    comingle: Any, recipe_file: Path, tmp_path: Path
+) -> None:
+    def settings(*sets: str) -> list[dict[str, int]]:
+        options = (*QUICK, "--out", tmp_path / "both", "--force", *(f"--set={key}" for key in sets))
+        answer = comingle("compare", recipe_file, "--methods", "comigs-2g,comigs-1g1s,local", *options)
+        assert (answer.code, answer.err) == (0, "")
+        names = ("comigs-2g", "comigs-1g1s", "local")
+        return [load_recipe(tmp_path / "both" / f"{name}-seed0").method.settings for name in names]
+
+    assert settings() == [{}, {"router_every": 2, "router_steps": 1}, {}]
+    assert settings("method.router_every=1") == [{"router_every": 1}, {"router_every": 1, "router_steps": 1}, {}]
+    answer = comingle("compare", recipe_file, "--methods", "local,fedavg", "--set", "method.router_every=1")
+    assert answer.code == 2
+    assert answer.err.endswith("--set method.router_every: none of local, fedavg has it; allowed: no settings\n")
+    assert len(answer.err.splitlines()) == 1
 
 
 def test_compare_equals_single_runs(

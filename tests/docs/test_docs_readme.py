@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 from comingle.cli import app
 from comingle.methods import REGISTRY, make, settings_of
 from comingle.methods.base import Method
+from comingle.methods.mixtures import Entropic
 from comingle.recipes import Recipe, parse_recipe
 
 REPOSITORY = Path(__file__).parents[2]
@@ -151,15 +152,21 @@ def test_links_lead_somewhere(page: Path) -> None:
 # ---------------------------------------------------------------- the table of methods
 
 
+def rerouted(method: Method) -> bool:
+    """Whether routers are not trained but made out of losses."""
+    return any(isinstance(part, Entropic) for part in method.client.parts)
+
+
 def trained_on(method: Method) -> str:
     """What the README should say about a method's router."""
-    if method.reroute:
+    if rerouted(method):
         return "set from each component's loss"
-    router = [phase for phase in method.phases if "router" in phase.roles]
+    router = [phase for phase in method.client.phases if "router" in phase.roles]
     if not router:
         return "no router"
     if router[0].optimizer == "both":
-        return f"training {'text, together with the experts' if method.routed else 'data, together with the rest'}"
+        routed = method.placement.routed
+        return f"training {'text, together with the experts' if routed else 'data, together with the rest'}"
     return {"train": "fresh training text", "valid": "validation text"}[router[0].stream] + ", in alternation"
 
 
@@ -177,13 +184,14 @@ def test_the_table_of_methods_is_complete_and_true() -> None:
         assert router == trained_on(method), name
         assert shared.startswith("nothing") == (not method.shared), name
         assert ("attention" in shared) == attends(method.shared), name
-        own = attends(method.trained - method.shared) or method.copies > 1
-        assert ("attention" in local) == (own and not method.pooled), name
-        assert ("router" in local) == ("router" in method.trained or method.reroute is not None), name
-        if method.mixture is not None:
-            assert (f"{method.mixture.clusters} " in shared) == (method.mixture.clusters > 1), name
+        placement, trained = method.placement, method.client.trained
+        private = attends(trained - method.shared) or placement.copies > 1
+        assert ("attention" in local) == (private and not placement.pooled), name
+        assert ("router" in local) == ("router" in trained or rerouted(method)), name
+        if placement.mixture is not None:
+            assert (f"{placement.mixture.clusters} " in shared) == (placement.mixture.clusters > 1), name
         elif name != "comigs" and method.shared:
-            assert re.search(rf"\b{method.generalists} (generalist|expert)s?", shared), name
+            assert re.search(rf"\b{placement.generalists} (generalist|expert)s?", shared), name
 
 
 # ---------------------------------------------------------------- every key of a recipe

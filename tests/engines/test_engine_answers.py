@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,20 @@ from comingle.data.questions import LABELS
 from comingle.data.seeds import generator
 from comingle.engines.answers import AnswerFeed
 from comingle.engines.checkpoints import list_checkpoints
-from comingle.engines.simulation import Simulation
+from comingle.engines.client import Clients
+from comingle.engines.local import train
 from comingle.engines.training import Portions, Training
 from comingle.errors import RecipeError
 from comingle.materials import Materials, prepare
-from comingle.methods.base import Phase
+from comingle.methods.client import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.byte_tokenizer import EOS, byte_tokenizer
 from comingle.models.language import load_base
 from comingle.models.personal import PersonalModel
 from comingle.recipes import Recipe, parse_recipe
 from comingle.records import read_events
+from comingle.transports.inprocess import InProcess
+from federations import everyone, exchange, gradient_of
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 USERS = {"ann": 3, "bob": 9, "cem": 5}
@@ -61,7 +65,7 @@ def make_user(name: str, *, train: int = 5, prompts: bool = False) -> UserAnswer
     )
 
 
-Ask = Callable[..., Simulation]
+Ask = Callable[..., InProcess]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +73,7 @@ def ask() -> Ask:
     """A federation of users with questions, over a random base of two layers in float64."""
     base = load_base("random:llama", dtype="float64", device="cpu")
 
-    def make(method: Any, users: Sequence[UserAnswers | str] = tuple(USERS), **changes: Any) -> Simulation:
+    def make(method: Any, users: Sequence[UserAnswers | str] = tuple(USERS), **changes: Any) -> InProcess:
         recipe = parse_recipe(
             {
                 "base": "random:llama",
@@ -86,7 +90,7 @@ def ask() -> Ask:
     return make
 
 
-def stir(sim: Simulation) -> None:
+def stir(sim: Clients) -> None:
     """Give every user a model of its own, far from the base."""
     rows = sim.state.rows
     rows += 0.3 * torch.randn(rows.shape, generator=generator("stir"), dtype=rows.dtype) * sim.mask
@@ -97,7 +101,7 @@ def stir(sim: Simulation) -> None:
 
 @pytest.mark.parametrize("name", ["fedavg", "comigs-1g1s"])
 def test_a_round_asks_every_question_once(ask: Ask, name: str) -> None:
-    sim = ask(name, [make_user("ann"), make_user("bob", train=3)], **{"training.local_epochs": 2})
+    sim = ask(name, [make_user("ann"), make_user("bob", train=3)], **{"training.local_epochs": 2}).clients
     feed, phase = sim.feed, Phase(roles=frozenset())
     assert [feed.steps(i) for i in range(2)] == [6, 4]
     assert [feed.seen(i) for i in range(2)] == [10, 6]
@@ -116,7 +120,7 @@ def present(windows: Tensor) -> list[tuple[int, ...]]:
 
 
 def test_training_tokens_are_those_of_all_passes_without_padding(ask: Ask) -> None:
-    sim = ask("fedavg", [make_user("ann"), make_user("bob", train=3)], **{"training.local_epochs": 3})
+    sim = ask("fedavg", [make_user("ann"), make_user("bob", train=3)], **{"training.local_epochs": 3}).clients
     own = [len(user.train.tokens(number)) for user in sim.trainers for number in range(len(user.train))]
     assert experiment.training_tokens(sim.trainers, sim.training) == 2 * 3 * sum(own)
     text = UserData(name="eve", **{split: torch.zeros(99, dtype=torch.int32) for split in ("train", "valid", "test")})
@@ -124,8 +128,8 @@ def test_training_tokens_are_those_of_all_passes_without_padding(ask: Ask) -> No
 
 
 def test_batches_are_as_wide_as_their_longest_question_unless_tokens_are_routed(ask: Ask) -> None:
-    narrow, even = (ask(method).feed for method in ("fedavg", "comigs-1g1s"))
-    free = ask("comigs-1g1s", **{"training.balance_weight": 0}).feed
+    narrow, even = (ask(method).clients.feed for method in ("fedavg", "comigs-1g1s"))
+    free = ask("comigs-1g1s", **{"training.balance_weight": 0}).clients.feed
     for step in range(3):
         drawn = narrow.draw([0, 1], Phase(roles=frozenset()), 0, step, 0)
         assert bool((drawn[..., -1] != PAD).any())
@@ -136,7 +140,7 @@ def test_batches_are_as_wide_as_their_longest_question_unless_tokens_are_routed(
 # ---------------------------------------------------------------- what has a loss
 
 
-def naive(sim: Simulation, rows: Sequence[Tensor], tensors: dict[str, Tensor], row: int, *, prompts: bool) -> Tensor:
+def naive(sim: Clients, rows: Sequence[Tensor], tensors: dict[str, Tensor], row: int, *, prompts: bool) -> Tensor:
     """Mean loss of the answers' tokens, each question by itself through all logits; rows as in ``Answers.windows``."""
     losses = []
     for window in rows:
@@ -152,13 +156,13 @@ def naive(sim: Simulation, rows: Sequence[Tensor], tensors: dict[str, Tensor], r
 
 @pytest.mark.parametrize("prompts", [False, True])
 def test_the_loss_and_its_gradient_are_those_of_the_answers_alone(ask: Ask, prompts: bool) -> None:
-    sim = ask("fedavg", [make_user(name, prompts=prompts) for name in USERS], **{"training.batch_size": 3})
+    sim = ask("fedavg", [make_user(name, prompts=prompts) for name in USERS], **{"training.batch_size": 3}).clients
     stir(sim)
     phase = sim.phases[0]
     drawn = sim.feed.draw([0, 1, 2], phase, 0, 1, 0)  # the rest of the pass: two questions
-    losses, gradients = sim.gradient(sim.state.rows, [0, 1, 2], drawn, phase)
+    losses, gradients = gradient_of(sim, [0, 1, 2], drawn, phase)
     for row in range(3):
-        leaves = {n: t[row : row + 1].clone().requires_grad_() for n, t in sim.tensors(sim.state.rows).items()}
+        leaves = {n: t[row : row + 1].clone().requires_grad_() for n, t in sim.steps.tensors(sim.state.rows).items()}
         questions = [window for window in drawn[row] if bool((window != PAD).any())]
         assert len(questions) == 2
         loss = naive(sim, questions, leaves, row, prompts=prompts)
@@ -170,30 +174,31 @@ def test_the_loss_and_its_gradient_are_those_of_the_answers_alone(ask: Ask, prom
 
 @pytest.mark.parametrize("method", ["fedavg", "comigs-1g1s", "floral"])
 def test_test_losses_are_those_of_a_loop_over_questions(ask: Ask, method: str) -> None:
-    sim = ask(FLORAL if method == "floral" else method)
+    sim = ask(FLORAL if method == "floral" else method).clients
     stir(sim)
-    found = sim.score([user.test for user in sim.users], sim.row_of)
+    found = sim.scorer.score(sim.models, [user.test for user in sim.users], sim.row_of)
     for row, (user, score) in enumerate(zip(sim.users, found, strict=True)):
         tokens = sum(len(text) + 1 for text in user.test.references)
         assert (score.tokens, score.samples) == (tokens, 7)
         if isinstance(sim.model, AdaptedModel):
-            tensors = {n: t[row : row + 1] for n, t in sim.tensors(sim.state.rows).items()}
+            tensors = {n: t[row : row + 1] for n, t in sim.steps.tensors(sim.state.rows).items()}
             expected = naive(sim, list(user.test.windows), tensors, row, prompts=False)
             assert score.mean_loss == pytest.approx(float(expected), rel=1e-8)
-        one_by_one = sim.feed.score(sim.predict, [user.test], [row], Portions(users=1, sequences=1), None)[0]
+        one_by_one = sim.feed.score(
+            partial(sim.scorer.predict, sim.models), [user.test], [row], Portions(users=1, sequences=1), None
+        )[0]
         assert one_by_one.mean_loss == pytest.approx(score.mean_loss, rel=1e-8)
 
 
 # ---------------------------------------------------------------- laws
 
 
-def trained(sim: Simulation) -> Tensor:
-    everyone = list(range(len(sim.trainers)))
+def trained(federation: InProcess) -> Tensor:
     for number in range(2):
         if number:
-            sim.exchange(everyone)
-        sim.local_round(everyone, number)
-    return sim.state.rows
+            exchange(federation, done=number)
+        train(federation.clients, everyone(federation), number)
+    return federation.clients.state.rows
 
 
 THREE = {"name": "comigs", "specialists": 2, "router_every": 2, "router_steps": 1}
@@ -202,9 +207,9 @@ THREE = {"name": "comigs", "specialists": 2, "router_every": 2, "router_steps": 
 
 @pytest.mark.parametrize("method", ["local", THREE, FLORAL], ids=["local", "comigs", "floral"])
 def test_a_cohort_equals_its_users_alone(ask: Ask, method: Any) -> None:
-    def one_round(sim: Simulation) -> Tensor:
-        sim.local_round(list(range(len(sim.trainers))), 0)
-        return sim.state.rows
+    def one_round(federation: InProcess) -> Tensor:
+        train(federation.clients, everyone(federation), 0)
+        return federation.clients.state.rows
 
     together = one_round(ask(method))
     for row, name in enumerate(USERS):
@@ -221,25 +226,26 @@ def test_portions_change_nothing(ask: Ask, method: str) -> None:
 # ---------------------------------------------------------------- what models answer
 
 
-def spoken(sim: Simulation, user: int) -> list[str]:
+def spoken(sim: Clients, user: int) -> list[str]:
     """One question at a time, by the personal model."""
     row, part = sim.row_of[user], sim.users[user].test
-    tensors = {n: t[row : row + 1] for n, t in sim.tensors(sim.state.rows).items()}
-    speaker = PersonalModel(name="one", model=sim.model, tensors=tensors, row=row)  # type: ignore[arg-type]
+    tensors = {n: t[row : row + 1] for n, t in sim.steps.tensors(sim.state.rows).items()}
+    personal = PersonalModel(name="one", model=sim.model, tensors=tensors, row=row)  # type: ignore[arg-type]
     tokenizer = byte_tokenizer()
     prompts = [str(tokenizer.decode(part.prompt(number).tolist())) for number in range(len(part))]
-    return [speaker.generate(prompt, max_new_tokens=part.limit).strip() for prompt in prompts]
+    return [personal.generate(prompt, max_new_tokens=part.limit).strip() for prompt in prompts]
 
 
 @pytest.mark.parametrize("method", ["local", "comigs-1g1s", "floral"])
 def test_answers_of_many_users_are_those_of_each_alone(ask: Ask, method: str) -> None:
-    sim = ask(FLORAL if method == "floral" else method)
+    sim = ask(FLORAL if method == "floral" else method).clients
     stir(sim)
     assert isinstance(sim.feed, AnswerFeed)
     sets = [user.test for user in sim.users]
     expected = [spoken(sim, user) for user in range(3)]
+    generate = partial(sim.scorer.generate, sim.models)
     for sequences in (16, 3):
-        assert sim.feed.answers(sim.speak, sets, sim.row_of, Portions(users=2, sequences=sequences)) == expected
+        assert sim.feed.answers(generate, sets, sim.row_of, Portions(users=2, sequences=sequences)) == expected
     assert len({tuple(texts) for texts in expected}) == 3
     scores = sim.evaluate()
     assert [list(score.measures) for score in scores] == [["rouge1", "loss"]] * 3
@@ -308,8 +314,8 @@ def test_methods_run_on_questions(tmp_path: Path, method: Any) -> None:
         assert 0 < user["test_loss"] < 8
     again = experiment.load(tmp_path / "run")
     assert isinstance(again.user("de"), PersonalModel)
-    assert [score.measures for score in again.simulation.evaluate()] == [
-        score.measures for score in run.simulation.evaluate()
+    assert [score.measures for score in again.federation.clients.evaluate()] == [
+        score.measures for score in run.federation.clients.evaluate()
     ]
 
 
@@ -333,7 +339,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
     for folder in list_checkpoints(tmp_path / "cut")[2:]:
         shutil.rmtree(folder)
     rest = experiment.run(recipe, out=tmp_path / "cut", resume=True)
-    assert torch.equal(rest.simulation.state.rows, whole.simulation.state.rows)
+    assert torch.equal(rest.federation.clients.state.rows, whole.federation.clients.state.rows)
     timed = {"wall_seconds", "samples_per_second", "peak_memory_bytes"}
     assert {k: v for k, v in rest.metrics.items() if k not in timed} == {
         k: v for k, v in whole.metrics.items() if k not in timed

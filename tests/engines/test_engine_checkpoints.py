@@ -22,9 +22,11 @@ from comingle.engines.checkpoints import (
     save_checkpoint,
 )
 from comingle.engines.checksums import seal
-from comingle.engines.simulation import Simulation
+from comingle.engines.local import train
 from comingle.engines.state import State
 from comingle.errors import RunError
+from comingle.transports.inprocess import InProcess
+from comingle.trees import Tree, restrict
 
 CPU = torch.device("cpu")
 FILES = ["SHA256SUMS", "checkpoint.json", "state.safetensors"]
@@ -41,29 +43,35 @@ def progress(number: int) -> Progress:
         tokens=number * 100,
         upload_bytes=number * 7,
         download_bytes=number * 9,
+        told_upload_bytes=number * 6,
+        told_download_bytes=number * 8,
         user_rounds=number * 3,
     )
 
 
 @pytest.fixture
-def sim(federate: Any) -> Simulation:
+def sim(federate: Any) -> InProcess:
     """Unequal users, in float32, after a round: nothing in the state is at its start any more."""
     method = {"name": "comigs", "specialists": [0, 1, 2], "router_every": 2, "router_steps": 1}
-    sim: Simulation = federate(method, dtype="float32")
-    sim.local_round([0, 1, 2], 0)
+    sim: InProcess = federate(method, dtype="float32")
+    train(sim.clients, [0, 1, 2], 0)
     return sim
 
 
 @pytest.fixture
-def folder(sim: Simulation, tmp_path: Path) -> Path:
-    return save_checkpoint(tmp_path, sim.model.layout, sim.state, progress(3))
+def folder(sim: InProcess, tmp_path: Path) -> Path:
+    return save(tmp_path, sim)
 
 
-def load(folder: Path, sim: Simulation) -> State:
-    return load_checkpoint(folder, sim.model.layout, sim.state)
+def save(run: Path, sim: InProcess) -> Path:
+    return save_checkpoint(run, sim.clients.model.layout, sim.clients.state, sim.server.state, progress(3))
 
 
-def refused(folder: Path, sim: Simulation) -> str:
+def load(folder: Path, sim: InProcess) -> tuple[State, Tree]:
+    return load_checkpoint(folder, sim.clients.model.layout, sim.clients.state, sim.server.state)
+
+
+def refused(folder: Path, sim: InProcess) -> str:
     """The one line with which a checkpoint is refused."""
     with pytest.raises(RunError) as caught:
         load(folder, sim)
@@ -73,53 +81,62 @@ def refused(folder: Path, sim: Simulation) -> str:
     return message
 
 
-def test_a_round_trip_changes_nothing(folder: Path, sim: Simulation) -> None:
-    found = load(folder, sim)
-    for name, tensor in sim.state.tensors().items():
-        assert torch.equal(getattr(found, name), tensor), name
-        assert getattr(found, name).dtype == tensor.dtype
+def test_a_round_trip_changes_nothing(folder: Path, sim: InProcess) -> None:
+    found, server = load(folder, sim)
+    for half, wanted in ((found.tensors(), sim.clients.state.tensors()), (server, sim.server.state)):
+        assert half.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(half[name], tensor), name
+            assert half[name].dtype == tensor.dtype
     assert read_progress(folder) == progress(3)
     assert folder.name == "round-0003"
     assert sorted(path.name for path in folder.iterdir()) == FILES
 
 
-def test_tensors_keep_their_names(folder: Path, sim: Simulation) -> None:
+def test_tensors_keep_their_names(folder: Path, sim: InProcess) -> None:
     found = load_file(folder / "state.safetensors")
-    names = {f"user/{slot.name}" for slot in sim.model.layout.slots}
-    assert found.keys() == names | {"first", "second", "iterations", "router_steps", "ranks"}
+    layout, sent = sim.clients.model.layout, sim.clients.method.shared
+    names = {f"user/{slot.name}" for slot in layout.slots}
+    shared = {f"server/model.{name}" for name in restrict(layout.views(sim.clients.state.rows), layout, sent)}
+    assert shared
+    others = {"first", "second", "iterations", "router_steps", "ranks", "versions"} | {
+        "server/version",
+        "server/lowest_loss",
+    }
+    assert found.keys() == names | shared | others
 
 
-def test_a_checkpoint_of_the_same_round_replaces_it(folder: Path, sim: Simulation, tmp_path: Path) -> None:
-    sim.state.rows += 1
-    assert save_checkpoint(tmp_path, sim.model.layout, sim.state, progress(3)) == folder
-    assert torch.equal(load(folder, sim).rows, sim.state.rows)
+def test_a_checkpoint_of_the_same_round_replaces_it(folder: Path, sim: InProcess, tmp_path: Path) -> None:
+    sim.clients.state.rows += 1
+    assert save(tmp_path, sim) == folder
+    assert torch.equal(load(folder, sim)[0].rows, sim.clients.state.rows)
 
 
-def test_a_draft_that_a_process_of_the_same_number_left_is_no_obstacle(sim: Simulation, tmp_path: Path) -> None:
+def test_a_draft_that_a_process_of_the_same_number_left_is_no_obstacle(sim: InProcess, tmp_path: Path) -> None:
     """In a container every process may be number 1, the killed one too."""
     draft = tmp_path / "checkpoints" / f".round-0003.{os.getpid()}"
     draft.mkdir(parents=True)
     (draft / "state.safetensors").write_bytes(b"half")
     (draft / "left").write_text("over")
-    folder = save_checkpoint(tmp_path, sim.model.layout, sim.state, progress(3))
-    assert torch.equal(load(folder, sim).rows, sim.state.rows)
+    folder = save(tmp_path, sim)
+    assert torch.equal(load(folder, sim)[0].rows, sim.clients.state.rows)
     assert sorted(path.name for path in folder.iterdir()) == FILES
 
 
 @pytest.mark.parametrize("keep", [0, 7, 100, 10_000])
-def test_a_truncated_checkpoint(folder: Path, sim: Simulation, keep: int) -> None:
+def test_a_truncated_checkpoint(folder: Path, sim: InProcess, keep: int) -> None:
     path = folder / "state.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
     seal(folder)
     assert "truncated or not safetensors" in refused(folder, sim)
 
 
-def test_a_missing_state(folder: Path, sim: Simulation) -> None:
+def test_a_missing_state(folder: Path, sim: InProcess) -> None:
     (folder / "state.safetensors").unlink()
     assert "state.safetensors" in refused(folder, sim)
 
 
-def test_a_checkpoint_is_never_executed(folder: Path, sim: Simulation, tmp_path: Path) -> None:
+def test_a_checkpoint_is_never_executed(folder: Path, sim: InProcess, tmp_path: Path) -> None:
     class Bomb:
         def __reduce__(self) -> Any:
             return Path.touch, (tmp_path / "executed",)
@@ -165,7 +182,7 @@ def add(tensors: dict[str, torch.Tensor]) -> None:
     ids=["renamed", "wrong dtype", "wrong shape", "missing", "additional"],
 )
 def test_a_foreign_checkpoint(
-    folder: Path, sim: Simulation, damage: Callable[[dict[str, torch.Tensor]], None], said: str
+    folder: Path, sim: InProcess, damage: Callable[[dict[str, torch.Tensor]], None], said: str
 ) -> None:
     path = folder / "state.safetensors"
     tensors = load_file(path)
@@ -177,7 +194,7 @@ def test_a_foreign_checkpoint(
     assert said in message
 
 
-def test_a_checkpoint_of_another_federation(folder: Path, sim: Simulation, federate: Any) -> None:
+def test_a_checkpoint_of_another_federation(folder: Path, sim: InProcess, federate: Any) -> None:
     four = federate("comigs-1g1s", users=("ann", "bob", "cem", "dee"), dtype="float32")
     assert "foreign checkpoint" in refused(folder, four)
     assert "foreign checkpoint" in refused(folder, federate("local", dtype="float32"))
@@ -234,5 +251,5 @@ def test_progress_is_plain_json(folder: Path) -> None:
     assert found == {
         "round": 3, "fingerprint": "abc", "trainers": ["ann", "bob", "cem"],
         "events_bytes": 17, "train_seconds": 1.5, "wall_seconds": 2.25, "tokens": 300,
-        "upload_bytes": 21, "download_bytes": 27, "user_rounds": 9,
+        "upload_bytes": 21, "download_bytes": 27, "told_upload_bytes": 18, "told_download_bytes": 24, "user_rounds": 9,
     }  # fmt: skip

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from comingle import experiment
 from comingle.engines.checkpoints import list_checkpoints, load_checkpoint, read_progress
 from comingle.engines.checksums import seal, verify
-from comingle.engines.simulation import Simulation
 from comingle.errors import RunError
 from comingle.recipes import load_recipe
 from comingle.records import read_metrics
+from comingle.transports.inprocess import InProcess
 
 FLIPS = 300
 
@@ -39,22 +39,22 @@ def copy(done: experiment.Run, tmp_path: Path) -> Path:
     return Path(shutil.copytree(done.folder, tmp_path / "run"))
 
 
-def load(run: Path, sim: Simulation) -> None:
-    newest = list_checkpoints(run)[-1]
+def load(run: Path, federation: InProcess) -> None:
+    newest, clients = list_checkpoints(run)[-1], federation.clients
     read_progress(newest)
-    load_checkpoint(newest, sim.model.layout, sim.state)
+    load_checkpoint(newest, clients.model.layout, clients.state, federation.server.state)
 
 
-def refused(run: Path, sim: Simulation) -> str:
+def refused(run: Path, federation: InProcess) -> str:
     with pytest.raises(RunError) as caught:
-        load(run, sim)
+        load(run, federation)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_no_flipped_bit_is_loaded(done: experiment.Run, copy: Path) -> None:
     """Anywhere in the folder, each file as often as the others: the counters and sums are small beside the tensors."""
-    load(copy, done.simulation)
+    load(copy, done.federation)
     newest, draw = list_checkpoints(copy)[-1], random.Random(0)
     files = sorted(newest.iterdir())
     silent = []
@@ -64,24 +64,24 @@ def test_no_flipped_bit_is_loaded(done: experiment.Run, copy: Path) -> None:
         place, bit = draw.randrange(len(content)), draw.randrange(8)
         path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
         try:
-            load(copy, done.simulation)
+            load(copy, done.federation)
             silent.append((path.name, place, bit))
         except RunError:
             pass
         path.write_bytes(content)
     assert silent == []
-    load(copy, done.simulation)
+    load(copy, done.federation)
 
 
 @pytest.mark.parametrize("name", ["SHA256SUMS", "checkpoint.json", "state.safetensors"])
 def test_no_file_may_be_missing(done: experiment.Run, copy: Path, name: str) -> None:
     (list_checkpoints(copy)[-1] / name).unlink()
-    assert name in refused(copy, done.simulation)
+    assert name in refused(copy, done.federation)
 
 
 def test_no_file_may_be_added(done: experiment.Run, copy: Path) -> None:
     (list_checkpoints(copy)[-1] / "more").write_text("more")
-    assert "damaged, more and SHA256SUMS do not agree" in refused(copy, done.simulation)
+    assert "damaged, more and SHA256SUMS do not agree" in refused(copy, done.federation)
 
 
 def test_the_usual_tool_reads_the_sums(copy: Path) -> None:
@@ -121,7 +121,7 @@ def test_where_no_older_one_is_whole(done: experiment.Run, copy: Path) -> None:
         spoil(folder)
     remove = " ".join(map(str, found))
     said = f"; no older one is whole: `rm -r {remove}`, then `comingle run --resume {copy}` begins anew"
-    assert refused(copy, done.simulation).endswith(said)
+    assert refused(copy, done.federation).endswith(said)
 
 
 def test_a_finished_run_does_not_open_with_the_models_of_an_earlier_round(copy: Path) -> None:
@@ -158,7 +158,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "NaN": (poison("second", math.nan), "tensor 'second' is not finite"),
     "infinite": (poison("user/layers.0.mlp.up.b", -math.inf), "tensor 'user/layers.0.mlp.up.b' is not finite"),
     "best NaN": (poison("best/rows", math.nan), "tensor 'best/rows' is not finite"),
-    "best loss NaN": (poison("best/loss", math.nan), "tensor 'best/loss' is not finite"),
+    "lowest loss NaN": (poison("server/lowest_loss", math.nan), "tensor 'server/lowest_loss' is not finite"),
     "negative steps": (poison("iterations", -1), "tensor 'iterations' has a negative count"),
     "negative ranks": (poison("ranks", -2), "tensor 'ranks' has a negative count"),
     "negative round": (count("round", -1), "round is -1"),
@@ -175,13 +175,13 @@ def test_numbers_that_no_run_can_have_written(
     change(newest)
     seal(newest)
     verify(newest)
-    message = refused(copy, done.simulation)
+    message = refused(copy, done.federation)
     assert said in message
     assert "round-0003 is whole" in message
 
 
-def test_before_the_first_evaluation_the_best_loss_is_infinite(done: experiment.Run, copy: Path) -> None:
+def test_before_the_first_evaluation_the_lowest_loss_is_infinite(done: experiment.Run, copy: Path) -> None:
     newest = list_checkpoints(copy)[-1]
-    poison("best/loss", math.inf)(newest)
+    poison("server/lowest_loss", math.inf)(newest)
     seal(newest)
-    load(copy, done.simulation)
+    load(copy, done.federation)

@@ -9,15 +9,15 @@ import torch
 
 from comingle.engines.faults import broke_first, diverged
 from comingle.engines.rounds import run_rounds
-from comingle.engines.simulation import Simulation
 from comingle.errors import DivergenceError
-from comingle.methods.base import ROUTERS
+from comingle.methods.client import ROUTERS
+from comingle.transports.inprocess import InProcess
 
 ROUTER = "try a smaller training.router.learning_rate, or training.router.clip_norm: 1.0"
 EXPERTS = "try a smaller training.experts.learning_rate, or training.experts.clip_norm: 1.0"
 
 
-def message(sim: Simulation) -> str:
+def message(sim: InProcess) -> str:
     with pytest.raises(DivergenceError) as caught:
         run_rounds(sim, observe=lambda event: None)
     return str(caught.value)
@@ -26,7 +26,7 @@ def message(sim: Simulation) -> str:
 @pytest.mark.parametrize(("who", "told"), [("router", ROUTER), ("experts", EXPERTS)], ids=["the router", "the experts"])
 @pytest.mark.parametrize("steps", [1, 3], ids=["in a round's last step", "within a round"])
 def test_the_phase_that_broke_first_is_named(
-    federate: Callable[..., Simulation], who: str, told: str, steps: int
+    federate: Callable[..., InProcess], who: str, told: str, steps: int
 ) -> None:
     """An absurd rate for one of two alternating optimisers: only that one is at fault."""
     changes = {f"training.{who}.learning_rate": 1e38, "training.local_steps": steps}
@@ -35,21 +35,21 @@ def test_the_phase_that_broke_first_is_named(
 
 
 @pytest.mark.parametrize("name", ["local", "fedavg"])
-def test_where_there_is_no_router_the_experts_are_named(federate: Callable[..., Simulation], name: str) -> None:
+def test_where_there_is_no_router_the_experts_are_named(federate: Callable[..., InProcess], name: str) -> None:
     sim = federate(name, dtype="float32", changes={"training.experts.learning_rate": 1e30})
     assert message(sim).endswith(EXPERTS)
 
 
-def test_nets_whose_mixtures_break_name_the_experts(federate_nets: Callable[..., Simulation]) -> None:
+def test_nets_whose_mixtures_break_name_the_experts(federate_nets: Callable[..., InProcess]) -> None:
     """Both are trained in one step here, so that both are no numbers at the end of the round."""
     sim = federate_nets("floral", changes={"training.experts.learning_rate": 1e308})
     assert message(sim).endswith(EXPERTS)
 
 
-def test_a_base_that_is_not_finite_is_at_fault_itself(federate: Callable[..., Simulation]) -> None:
+def test_a_base_that_is_not_finite_is_at_fault_itself(federate: Callable[..., InProcess]) -> None:
     sim = federate("local", dtype="float32")
     with torch.no_grad():
-        sim.state.rows[0, 0] = torch.nan
+        sim.clients.state.rows[0, 0] = torch.nan
     said = message(sim)
     assert said.startswith("user 'ann': test loss is nan after round 0")
     assert said.endswith("nothing was trained, so the base is at fault")
@@ -66,11 +66,12 @@ def test_a_base_that_is_not_finite_is_at_fault_itself(federate: Callable[..., Si
     ],
 )
 def test_what_is_larger_by_far_broke_first(
-    federate: Callable[..., Simulation], router: float, experts: float, told: tuple[str, ...]
+    federate: Callable[..., InProcess], router: float, experts: float, told: tuple[str, ...]
 ) -> None:
     sim = federate("comigs-1g1s")
-    layout, row = sim.model.layout, torch.zeros(sim.model.layout.columns)
-    others = sim.method.trained - ROUTERS
+    clients = sim.clients
+    layout, row = clients.model.layout, torch.zeros(clients.model.layout.columns)
+    others = clients.method.client.trained - ROUTERS
     row[layout.mask(ROUTERS)], row[layout.mask(others)] = router, experts
     assert broke_first(layout, row, {"experts": others, "router": ROUTERS}) == told
 

@@ -64,7 +64,7 @@ def test_a_run_goes_on_with_its_users_in_another_order(
     assert found == pytest.approx(whole, rel=1e-9)
     # Its folder names them in the first order, its newest checkpoint in the second.
     opened = experiment.load(stopped)
-    scores = dict(zip(opened.users, opened.simulation.evaluate(), strict=True))
+    scores = dict(zip(opened.users, opened.federation.clients.evaluate(), strict=True))
     assert {name: score.perplexity for name, score in scores.items()} == pytest.approx(whole, rel=1e-9)
 
 

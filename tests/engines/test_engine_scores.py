@@ -13,6 +13,7 @@ from torch import Tensor
 
 from comingle.data.batches import PAD
 from comingle.data.seeds import generator
+from comingle.engines.local import train
 from comingle.evaluation.perplexity import Score, score_streams
 
 
@@ -54,15 +55,15 @@ def test_a_federation_scores_as_a_loop_over_windows_does(federate: Any, make_use
     Not closer than 1e-8: inside attention transformers computes the softmax in float32 also for a float64 model.
     """
     users = [make_user("ann", test=60), make_user("bob", test=17), make_user("cem", test=2)]
-    sim = federate("fedavg", users=users, changes={"training.experts.learning_rate": 0.05})
-    sim.local_round([0, 1, 2], 0)
+    sim = federate("fedavg", users=users, changes={"training.experts.learning_rate": 0.05}).clients
+    train(sim, [0, 1, 2], 0)
     naive = [naive_score(sim, row) for row in range(3)]
     for users_per_step, micro_batch in [(None, None), (1, 1), (2, 3), (3, 1)]:
         other = federate(
             "fedavg",
             users=users,
             changes={"runtime.users_per_step": users_per_step, "runtime.micro_batch": micro_batch},
-        )
+        ).clients
         other.state = sim.state
         for score, (loss_nats, tokens) in zip(other.evaluate(), naive, strict=True):
             assert score.tokens == tokens
@@ -83,8 +84,8 @@ def naive_score(sim: Any, row: int) -> tuple[float, int]:
 
 
 def test_a_user_scores_with_the_model_of_its_row(federate: Any) -> None:
-    sim = federate("local", changes={"training.experts.learning_rate": 0.05})
-    sim.local_round([0, 1, 2], 0)
+    sim = federate("local", changes={"training.experts.learning_rate": 0.05}).clients
+    train(sim, [0, 1, 2], 0)
     before = sim.evaluate()
     sim.state.rows[1] = 0
     after = sim.evaluate()

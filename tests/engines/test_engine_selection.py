@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 
 from comingle import experiment
 from comingle.data.samples import Split, UserSamples
+from comingle.engines.local import finetuned
 from comingle.errors import DataError
 from comingle.models.personal_net import PersonalNet
 from comingle.recipes import Recipe, parse_recipe
@@ -42,7 +44,7 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
 
 def loss_of(run: experiment.Run, name: str, split: Split) -> float:
     """What a user's net, taken out of the run, loses on the user's samples."""
-    net, user = run.user(name), next(user for user in run.simulation.users if user.name == name)
+    net, user = run.user(name), next(user for user in run.federation.clients.users if user.name == name)
     assert isinstance(net, PersonalNet)
     assert isinstance(user, UserSamples)
     return net.evaluate(user.split(split)).mean_loss
@@ -62,7 +64,9 @@ def test_a_run_ends_with_its_best_round(method: str, tmp_path: Path) -> None:
     for name in run.users:  # a tuned model's last batches are drawn for the round after
         expected = pytest.approx(metrics["users"][name]["test_loss"], rel=1e-6)
         assert short.metrics["users"][name]["test_loss"] == expected
-    assert short.simulation.validate() == pytest.approx(lowest["mean_valid_loss"], rel=1e-6)
+    with finetuned(short.federation.clients):
+        held_out = mean(short.federation.clients.validate().values())
+    assert held_out == pytest.approx(lowest["mean_valid_loss"], rel=1e-6)
     opened = experiment.load(tmp_path / "best")
     for name in run.users:
         expected = pytest.approx(metrics["users"][name]["test_loss"], rel=1e-5)
@@ -76,9 +80,10 @@ def test_a_run_ends_with_its_best_round(method: str, tmp_path: Path) -> None:
 
 def test_the_validation_loss_is_the_mean_over_users() -> None:
     run = experiment.run(recipe_of())
-    sim = run.simulation
+    sim = run.federation.clients
     own = [loss_of(run, name, "valid") for name in run.users]
-    assert sim.validate() == pytest.approx(sum(own) / len(own), rel=1e-5)
+    assert list(sim.validate().values()) == pytest.approx(own, rel=1e-5)
+    assert run.metrics["selected_round"] < 12
 
 
 def test_a_resumed_run_knows_an_earlier_best(tmp_path: Path) -> None:

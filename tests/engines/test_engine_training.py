@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.engines.exchange import averaging_weights
+from comingle.engines.server import averaging_weights
 from comingle.engines.training import TOKENS_PER_PASS, Training, cohorts, participants, portions
 from comingle.errors import RecipeError
 from comingle.experiment import training_settings
 from comingle.recipes import parse_recipe
+from federations import exchange
 
 CPU = torch.device("cpu")
 NAMES = [f"user {i}" for i in range(10)]
@@ -92,9 +93,19 @@ def test_a_micro_batch_is_no_larger_than_the_batch() -> None:
     assert portions(Training(micro_batch=16, context=16), CPU, 4).sequences == 4
 
 
-def test_weights_are_equal_among_those_present() -> None:
-    assert averaging_weights([0, 2], [10, 20, 30], weighted=False).tolist() == [0.5, 0, 0.5]
+@pytest.mark.parametrize(("weighting", "shares"), [("uniform", [0.5, 0.5]), ("tokens", [0.25, 0.75])])
+def test_means_are_of_those_present_equal_or_by_the_training_tokens(
+    federate: Any, make_user: Any, weighting: str, shares: list[float]
+) -> None:
+    users = [make_user("ann", train=100), make_user("bob", train=200), make_user("cem", train=300)]
+    federation = federate("fedavg", users=users, changes={"training.weighting": weighting})
+    rows = federation.clients.state.rows
+    rows += torch.randn(rows.shape, generator=torch.Generator().manual_seed(1), dtype=rows.dtype)
+    expected = shares[0] * rows[0] + shares[1] * rows[2]
+    exchange(federation, [0, 2])
+    torch.testing.assert_close(rows, expected.expand(3, -1), rtol=1e-12, atol=1e-14)
 
 
-def test_weights_may_follow_the_training_tokens() -> None:
-    assert averaging_weights([0, 2], [10, 20, 30], weighted=True).tolist() == [0.25, 0, 0.75]
+def test_weights_are_in_proportion_to_counts() -> None:
+    assert averaging_weights(torch.tensor([10, 30])).tolist() == [0.25, 0.75]
+    assert averaging_weights(torch.ones(4)).tolist() == [0.25] * 4

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from comingle.data.pack import UserData
+from comingle.engines.local import train
 from comingle.engines.runtime import keep_buffers
 from comingle.experiment import build
 from comingle.materials import Materials
@@ -37,17 +38,18 @@ def main() -> None:
     base = load_base(recipe.base, dtype=recipe.runtime.dtype, device="cpu")
     stream = torch.randint(200, (4 * recipe.training.context,), dtype=torch.int32)
     users = [UserData(name=name, train=stream, valid=stream, test=stream) for name in recipe.data.users or {}]
-    sim = build(recipe, Materials(base=base, texts=(), users=tuple(users)))
+    clients = build(recipe, Materials(base=base, texts=(), users=tuple(users))).clients
     # One sequence first: the buffers of the matrix library belong to the process, not to the pass.
-    portions, sim.portions = sim.portions, replace(sim.portions, sequences=1)
-    sim.gradient(sim.state.rows[:1], [0], torch.randint(200, (1, 1, recipe.training.context + 1)), sim.phases[0])
-    sim.portions = portions
+    steps = replace(clients.steps)
+    steps.portions = replace(clients.portions, sequences=1)
+    window = torch.randint(200, (1, 1, recipe.training.context + 1))
+    steps.gradient(clients.cohort([0], 0), window, clients.phases[0])
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = resident("VmRSS")
     for number in range(recipe.training.rounds):
-        sim.local_round(range(len(sim.trainers)), number)
+        train(clients, range(len(clients.trainers)), number)
     print(resident("VmHWM") - before)
 
 

@@ -10,6 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from comingle.costing.counts import Shape, count_users, own_entries
+from comingle.engines.client import Clients
+from comingle.engines.local import train
 from comingle.evaluation.costs.flops import Block, Flops, Linear, backward, forward
 
 WITHIN = 0.001
@@ -38,33 +40,35 @@ def counted(work: Any) -> int:
     return counter.get_total_flops()
 
 
-def shape_of(sim: Any, row: int = 0) -> Shape:
-    names = [slot.name for slot in sim.model.layout.slots]
-    return Shape(sim, row, dict(zip(names, own_entries(sim)[row].tolist(), strict=True)))
+def shape_of(clients: Clients, row: int = 0) -> Shape:
+    names = [slot.name for slot in clients.model.layout.slots]
+    return Shape(clients, row, dict(zip(names, own_entries(clients)[row].tolist(), strict=True)))
 
 
 @pytest.mark.parametrize(("family", "mix", "method"), CASES)
 def test_flops_are_those_of_torchs_counter(family: str, mix: str, method: str, federate: Any) -> None:
-    sim = federate(method, base=f"random:{family}", dtype="float32", changes={**CHANGES, "adapters.mix": mix})
-    shape, members = shape_of(sim), [0, 1, 2]
-    tokens = len(members) * sim.batch_size * sim.training.context
-    for phase in sim.phases:
-        windows = sim.feed.draw(members, phase, 0, 0, 0)
-        found = counted(lambda w=windows, p=phase: sim.gradient(sim.state.rows, members, w, p))
+    changes = {**CHANGES, "adapters.mix": mix}
+    clients = federate(method, base=f"random:{family}", dtype="float32", changes=changes).clients
+    shape, members = shape_of(clients), [0, 1, 2]
+    tokens = len(members) * clients.batch_size * clients.training.context
+    for phase in clients.phases:
+        windows = clients.feed.draw(members, phase, 0, 0, 0)
+        found = counted(lambda w=windows, p=phase: clients.steps.gradient(clients.cohort(members, 0), w, p))
         assert shape.training(phase).total * tokens == pytest.approx(found, rel=WITHIN), phase
     with torch.no_grad():
-        found = counted(lambda: sim.predict(members, windows))
+        found = counted(lambda: clients.scorer.predict(clients.models, members, windows))
     assert shape.forward().total * tokens == pytest.approx(found, rel=WITHIN)
 
 
 def test_a_user_of_a_smaller_size_computes_what_it_would_alone(federate: Any) -> None:
     """In a cohort it is padded to the size of the others; a plan counts its own products."""
-    together = federate({"name": "comigs-1gxs", "specialists": [1, 3]}, users=("ann", "bob"), changes=CHANGES)
+    together = federate({"name": "comigs-1gxs", "specialists": [1, 3]}, users=("ann", "bob"), changes=CHANGES).clients
     for row, specialists in enumerate((1, 3)):
-        alone = federate({"name": "comigs-1gxs", "specialists": specialists}, users=("ann",), changes=CHANGES)
+        method = {"name": "comigs-1gxs", "specialists": specialists}
+        alone = federate(method, users=("ann",), changes=CHANGES).clients
         for phase, own in zip(together.phases, alone.phases, strict=True):
             windows = alone.feed.draw([0], own, 0, 0, 0)
-            found = counted(lambda s=alone, w=windows, p=own: s.gradient(s.state.rows, [0], w, p))
+            found = counted(lambda s=alone, w=windows, p=own: s.steps.gradient(s.cohort([0], 0), w, p))
             tokens = alone.batch_size * alone.training.context
             assert shape_of(together, row).training(phase).total * tokens == pytest.approx(found, rel=WITHIN)
 
@@ -72,33 +76,34 @@ def test_a_user_of_a_smaller_size_computes_what_it_would_alone(federate: Any) ->
 def test_a_round_is_the_sum_of_its_steps(federate: Any) -> None:
     """Six rounds of two steps with routers after every third iteration: four times two router steps."""
     method = {"name": "comigs-1g1s", "router_every": 3, "router_steps": 2}
-    sim = federate(method, users=("ann", "bob"), dtype="float32", changes={**CHANGES, "training.rounds": 6})
-    (cost,) = count_users(sim, ("ann", "bob"))
-    found = counted(lambda: [sim.local_round([0, 1], number) for number in range(6)])
+    federation = federate(method, users=("ann", "bob"), dtype="float32", changes={**CHANGES, "training.rounds": 6})
+    clients = federation.clients
+    (cost,) = count_users(federation, ("ann", "bob"))
+    found = counted(lambda: [train(clients, [0, 1], number) for number in range(6)])
     assert cost.round.total * 2 * 6 == pytest.approx(found, rel=WITHIN)
-    experts, router = sim.phases
-    one, other = shape_of(sim).training(experts), shape_of(sim).training(router)
-    tokens = sim.batch_size * sim.training.context
+    experts, router = clients.phases
+    one, other = shape_of(clients).training(experts), shape_of(clients).training(router)
+    tokens = clients.batch_size * clients.training.context
     assert cost.round.total == pytest.approx((2 * one.total + 8 / 6 * other.total) * tokens)
     assert cost.training.total == pytest.approx(cost.round.total / tokens / 2)
 
 
 def test_two_copies_are_trained_twice(federate: Any) -> None:
-    sim = federate("fdlora", users=("ann",), dtype="float32", changes=CHANGES)
-    (cost,) = count_users(sim, ("ann",))
-    found = counted(lambda: sim.local_round([0], 0))
+    federation = federate("fdlora", users=("ann",), dtype="float32", changes=CHANGES)
+    (cost,) = count_users(federation, ("ann",))
+    found = counted(lambda: train(federation.clients, [0], 0))
     assert cost.round.total == pytest.approx(found, rel=WITHIN)
 
 
 @pytest.mark.parametrize("experts", [1, 3])
 def test_the_naive_way_is_that_of_a_loop_over_whole_mlps(experts: int, federate: Any) -> None:
     """A loop that runs the base's MLP for each expert, with LoRA beside every linear, counted by torch."""
-    sim = federate(
+    federation = federate(
         {"name": "comigs-1gxs", "specialists": experts - 1}, users=("ann",), dtype="float32", changes=CHANGES
     )
-    (cost,) = count_users(sim, ("ann",))
-    dim = sim.model.network.config.hidden_size
-    hidden = sim.model.network.config.intermediate_size
+    (cost,) = count_users(federation, ("ann",))
+    dim = federation.clients.model.network.config.hidden_size
+    hidden = federation.clients.model.network.config.intermediate_size
 
     def loop() -> None:
         x = torch.randn(1, dim)
@@ -110,7 +115,7 @@ def test_the_naive_way_is_that_of_a_loop_over_whole_mlps(experts: int, federate:
         if experts > 1:
             x @ torch.randn(dim, experts)
 
-    layers = len(sim.model.adapters.experts)
+    layers = len(federation.clients.model.adapters.experts)
     others = cost.forward.attention + cost.forward.head
     attention_lora = 2 * cost.parameters["attention"]
     naive = cost.forward.naive(cost.experts)

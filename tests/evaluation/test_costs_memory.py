@@ -15,7 +15,7 @@ import yaml
 
 from comingle.costing import footprint
 from comingle.costing.passes import memory, rehearse, step_peak
-from comingle.costing.planning import federate, method_cost, with_method
+from comingle.costing.planning import federate_bare, method_cost, with_method
 from comingle.evaluation.costs.memory import Fakes, LiveBytes, free_bytes, storage_bytes
 from comingle.models.language import load_base
 from comingle.models.skeleton import load_skeleton
@@ -39,8 +39,8 @@ def recipe_of(base: str, method: Any, *, users: int = 2, dtype: str = "float32",
 def planned(recipe: Recipe) -> Any:
     runtime, names = recipe.runtime, tuple(recipe.data.users or {})
     base = load_skeleton(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
-    sim = federate(with_method(recipe, recipe.method.name), base, names)
-    return rehearse(sim, trainers=len(names))
+    federation = federate_bare(with_method(recipe, recipe.method.name), base, names)
+    return rehearse(federation, trainers=len(names))
 
 
 def measured(recipe: Recipe, folder: Path, *options: str) -> int:
@@ -127,7 +127,7 @@ def test_a_plan_counts_the_process_too() -> None:
     recipe = recipe_of("random:llama", "fedavg")
     base = load_skeleton(recipe.base, dtype="float32", device="cpu")
     cost = method_cost(recipe, base, ("a", "b"), free=text)
-    assert cost.machine.process_bytes == cost.own.process_bytes == text
+    assert cost.machine.process_bytes == cost.own_device.process_bytes == text
     assert cost.machine.total_bytes > text
     assert not cost.fits
 
@@ -137,10 +137,13 @@ def test_a_plan_counts_the_process_too() -> None:
 
 def test_parts_that_are_there_all_the_time_are_those_of_the_real_federation(federate: Any) -> None:
     real = federate({"name": "comigs-1gxs", "specialists": [1, 3]}, users=("ann", "bob"), dtype="float32")
+    server, real = real.server, real.clients
     recipe = recipe_of("random:llama", {"name": "comigs-1gxs", "specialists": [1, 3]}, **{"adapters.rank": 2})
     found = memory(planned(recipe))
     assert found.weights_bytes == storage_bytes(real.model.network)
-    assert found.adapters_bytes == real.state.rows.nbytes + real.mask.nbytes
+    kept = sum(t.nbytes for t in server.kept.values())
+    assert kept == 4 * int(real.model.layout.mask(real.method.shared).sum())  # the model that it averages
+    assert found.adapters_bytes == real.state.rows.nbytes + real.mask.nbytes + kept
     assert found.moments_bytes == real.state.first.nbytes + real.state.second.nbytes
     assert found.gradients_bytes <= real.state.rows.nbytes
     assert found.total_bytes == found.fixed_bytes + found.pass_bytes + found.allocator_bytes
@@ -150,16 +153,17 @@ def test_users_who_are_alike_need_not_all_be_built() -> None:
     """A pass takes two of them; the state is still everybody's."""
     base, changes = "random:gpt2", {"training.batch_size": 2, "training.context": 16, "runtime.users_per_step": 2}
     few, many = (planned(recipe_of(base, "fedavg", users=n, **changes)) for n in (2, 6))
-    assert len(few.sim.trainers) == len(many.sim.trainers) == 2
-    assert memory(many).adapters_bytes == 3 * memory(few).adapters_bytes
+    assert len(few.federation.clients.trainers) == len(many.federation.clients.trainers) == 2
+    server = sum(t.nbytes for t in few.federation.server.kept.values())
+    assert memory(many).adapters_bytes - server == 3 * (memory(few).adapters_bytes - server)
     assert memory(many).pass_bytes == memory(few).pass_bytes
-    assert memory(many, own=True) == memory(few, own=True)
-    assert memory(few, own=True).pass_bytes < memory(few).pass_bytes
+    assert memory(many, alone=True) == memory(few, alone=True)
+    assert memory(few, alone=True).pass_bytes < memory(few).pass_bytes
 
 
 def test_the_phase_that_trains_most_is_the_one_that_holds_most() -> None:
     stage = planned(recipe_of("random:llama", "comigs-1g1s"))
-    experts, router = (step_peak(stage, (0, 1), phase)[0] for phase in stage.sim.phases)
+    experts, router = (step_peak(stage, (0, 1), phase)[0] for phase in stage.federation.clients.phases)
     assert memory(stage).pass_bytes == experts > router
 
 
@@ -173,7 +177,7 @@ def test_a_rehearsal_takes_no_memory_and_leaves_the_base_to_others() -> None:
     base = load_skeleton(recipe.base, dtype="float32", device="cpu")
     assert storage_bytes(base.model) > 2e9
     for _ in range(2):  # the second federation finds the base as the first did
-        stage = rehearse(federate(with_method(recipe, "local"), base, ("a", "b")), trainers=2)
+        stage = rehearse(federate_bare(with_method(recipe, "local"), base, ("a", "b")), trainers=2)
         assert memory(stage).weights_bytes == storage_bytes(base.model)
     assert all(p.is_meta for p in base.model.parameters())
 

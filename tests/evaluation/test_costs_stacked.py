@@ -8,30 +8,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exchanges import exchanged
 from torch.nn import functional as F
 
 from comingle.costing.bare import bare_mixture
 from comingle.costing.counts import count_users
 from comingle.costing.passes import rehearse, step_peak
-from comingle.costing.planning import federate as federate_bare
-from comingle.costing.planning import plan
+from comingle.costing.planning import federate_bare, plan
 from comingle.costing.records import UserCost
 from comingle.costing.stacked import count_stacked, measured_base, text_load
 from comingle.costing.summaries import with_method
 from comingle.costing.tasks import loads_of, rehearse_task
 from comingle.data.samples import SPLITS
-from comingle.engines.simulation import Simulation
+from comingle.engines.local import train
 from comingle.evaluation.costs.flops import Flops
 from comingle.evaluation.costs.measured import counted, measure
 from comingle.evaluation.costs.memory import LiveBytes
 from comingle.experiment import build
 from comingle.materials import prepare
 from comingle.methods import make
-from comingle.methods.soups import soup_of
 from comingle.models.base import Base
 from comingle.models.nets import make_net
 from comingle.models.skeleton import load_skeleton
 from comingle.recipes import Recipe, parse_recipe
+from comingle.transports.inprocess import InProcess
 
 SGD = {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "weight_decay": 0}
 NAMES = ("ann", "bob", "cem")
@@ -74,29 +74,28 @@ def task_costs(recipe: Recipe) -> list[UserCost]:
     task = prepare(recipe).task
     assert task is not None
     plain, stage = (rehearse_task(with_method(recipe, name), task) for name in ("fedavg", recipe.method.name))
-    return count_stacked(stage, loads_of(stage.sim, task), measured_base(plain))
+    return count_stacked(stage, loads_of(stage.federation.clients, task), measured_base(plain))
 
 
 def text_cost(recipe: Recipe) -> UserCost:
     """The same of a language model; the base's own part is left as nothing."""
     base = bare(recipe)
     stage = rehearse(federate_bare(with_method(recipe, recipe.method.name), base, NAMES), trainers=3)
-    loads = dict.fromkeys(NAMES, text_load(stage.sim))
+    loads = dict.fromkeys(NAMES, text_load(stage.federation.clients))
     (user,) = count_stacked(stage, loads, lambda load: (Flops(), Flops()))
     return user
 
 
-def agrees(cost: UserCost, sim: Simulation, user: int = 0) -> None:
-    """Parameters, bytes, and the FLOPs of a real round."""
-    assert cost.trainable_parameters == sim.trainable_parameters()[user]
-    assert cost.upload_bytes == sim.upload_bytes()[user]
-    assert (cost.upload_bytes, cost.download_bytes) == sim.exchanged_bytes([user])
-    found = counted(lambda: sim.local_round([user], 0)) if sim.method.phases else 0
-    if sim.method.picks:
-        found += counted(lambda: sim.assess(soup_of(sim.state.server), sim.state.rows)) / len(sim.trainers)
-    if sim.method.reroute is not None:  # behind the exchange, which everybody receives
-        reroute = sim.method.reroute
-        found += counted(lambda: sim._reroute(reroute)) / len(sim.trainers)
+def agrees(cost: UserCost, federation: InProcess, user: int = 0) -> None:
+    """Parameters, bytes, and the FLOPs of a real round: what is done when the server's models arrive, and training."""
+    clients = federation.clients
+    assert cost.trainable_parameters == clients.trainable_parameters()[user]
+    assert cost.upload_bytes == clients.upload_bytes()[user]
+    assert (cost.upload_bytes, cost.download_bytes) == exchanged(federation, [user])
+    found = counted(lambda: train(clients, [user], 0)) if clients.method.trains else 0
+    if clients.shares:
+        message = federation.server.download([clients.trainers[user].name], clients.state.ranks[[user]])
+        found += counted(lambda: clients.receive(message))
     assert cost.round.total == pytest.approx(found, rel=1e-9)
 
 
@@ -108,11 +107,12 @@ def test_a_task_costs_what_its_federation_does(method: Any) -> None:
     # A sweep fills its last batch up, and padding is not counted.
     recipe = task_recipe(method, **({"training.batch_size": 97} if method in SWEEPING else {}))
     (cost,) = task_costs(recipe)
-    sim = build(recipe, prepare(recipe))
-    agrees(cost, sim)
-    inputs = sim.users[0].train.inputs[None, :20]
+    federation = build(recipe, prepare(recipe))
+    agrees(cost, federation)
+    clients = federation.clients
+    inputs = clients.users[0].train.inputs[None, :20]
     with torch.no_grad():
-        some, more = (counted(lambda n=n: sim.predict([0], inputs[:, :n])) for n in (10, 20))
+        some, more = (counted(lambda n=n: clients.scorer.predict(clients.models, [0], inputs[:, :n])) for n in (10, 20))
     assert cost.forward.total * 10 == pytest.approx(more - some, rel=1e-9)
     plain = [p for p in make_net("mlp-norm", tuple(inputs.shape[2:]), 1).parameters() if p.dim() > 1]
     assert cost.forward.base == 2 * sum(p.numel() for p in plain)
@@ -178,17 +178,17 @@ def test_work_is_a_line() -> None:
 def test_a_step_without_data_holds_what_a_real_one_does(method: str, optimizer: str) -> None:
     recipe = task_recipe(method, **{"training.experts.name": optimizer})
 
-    def sim() -> Simulation:
+    def made() -> InProcess:
         return build(recipe, prepare(recipe))
 
-    real = sim()
+    real = made().clients
     phase, users = real.phases[-1], [0, 1, 2, 3]
-    part, drawn = real.state.take(users), torch.zeros(4, 40, dtype=torch.int64)
+    cohort, drawn = real.cohort(users, 0), torch.zeros(4, 40, dtype=torch.int64)
     with LiveBytes() as live:
-        _, gradients = real.gradient(part.rows, users, drawn, phase)
+        _, gradients = real.steps.gradient(cohort, drawn, phase)
         size = sum(gradient.nbytes for gradient in gradients.values())
-        real._step(phase, part, users, gradients, 0)
-    assert step_peak(rehearse(sim(), 4), users, phase) == (live.peak, size)
+        real.steps.descend(phase, cohort, gradients, 0)
+    assert step_peak(rehearse(made(), 4), users, phase) == (live.peak, size)
 
 
 def test_a_tasks_plan_has_its_users_and_its_samples() -> None:
@@ -196,9 +196,10 @@ def test_a_tasks_plan_has_its_users_and_its_samples() -> None:
     few, many = plan(recipe, users=4), plan(recipe)
     assert (many.unit, many.base, many.local_steps, len(many.users)) == ("sample", "net:mlp-norm", 3, 12)
     assert many.base_flops == many.methods[0].users[0].forward.base
-    assert many.methods[0].own.adapters_bytes == pytest.approx(few.methods[0].own.adapters_bytes, rel=0.2)
-    state = build(recipe, prepare(recipe)).state
-    assert many.methods[0].machine.adapters_bytes == pytest.approx(state.rows.nbytes, rel=0.05)
+    assert many.methods[0].own_device.adapters_bytes == pytest.approx(few.methods[0].own_device.adapters_bytes, rel=0.2)
+    real = build(recipe, prepare(recipe))
+    held = real.clients.state.rows.nbytes + sum(t.nbytes for t in real.server.kept.values())
+    assert many.methods[0].machine.adapters_bytes == pytest.approx(held, rel=0.05)
     task = prepare(recipe).task
     assert task is not None
     parts = [user.split(split) for user in task.users for split in SPLITS]
@@ -231,7 +232,7 @@ def test_a_mixture_costs_what_its_federation_does(method: Any, base: str, federa
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 def test_a_mixture_without_weights_has_the_layout_of_a_real_one(family: str, federate: Any) -> None:
     recipe, method = text_recipe("floral", f"random:{family}"), make("floral")
-    real = federate("floral", base=f"random:{family}", dtype="float32").model
+    real = federate("floral", base=f"random:{family}", dtype="float32").clients.model
     found = bare_mixture(recipe, bare(recipe), method, 3)
 
     def described(model: Any) -> list[Any]:
@@ -244,15 +245,13 @@ def test_a_mixture_without_weights_has_the_layout_of_a_real_one(family: str, fed
 
 
 def test_a_mixtures_step_without_data_holds_what_a_real_one_does(federate: Any) -> None:
-    sim = federate(
-        "floral", users=NAMES, base="random:llama?layers=1", dtype="float32", changes={"runtime.compile": False}
-    )
-    users, phase = [0, 1], sim.phases[-1]
-    part = sim.state.take(users)
-    drawn = sim.feed.draw(users, phase, 0, 0, 0)
+    changes = {"runtime.compile": False}
+    clients = federate("floral", users=NAMES, base="random:llama?layers=1", dtype="float32", changes=changes).clients
+    users, phase = [0, 1], clients.phases[-1]
+    cohort, drawn = clients.cohort(users, 0), clients.feed.draw(users, phase, 0, 0, 0)
     with LiveBytes() as live:
-        gradients = sim.gradient(part.rows, users, drawn, phase)[1]
-        sim._step(phase, part, users, gradients, 0)
+        gradients = clients.steps.gradient(cohort, drawn, phase)[1]
+        clients.steps.descend(phase, cohort, gradients, 0)
     recipe = with_method(text_recipe("floral", "random:llama?layers=1"), "floral")
     stage = rehearse(federate_bare(recipe, bare(recipe), NAMES), trainers=3)
     assert step_peak(stage, users, phase)[0] == pytest.approx(live.peak, rel=0.02)

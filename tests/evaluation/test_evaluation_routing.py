@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from comingle.engines.client import Clients
 from comingle.errors import DataError
 from comingle.evaluation.routing import pieces, route
 from comingle.experiment import Run
@@ -14,23 +15,23 @@ from comingle.models.byte_tokenizer import byte_tokenizer
 from comingle.models.personal import PersonalModel
 
 
-def person(sim: Any, row: int) -> PersonalModel:
-    tensors = {name: tensor[row : row + 1] for name, tensor in sim.model.layout.views(sim.state.rows).items()}
-    return PersonalModel(name=sim.users[row].name, model=sim.model, tensors=tensors, row=row)
+def person(clients: Clients, row: int) -> PersonalModel:
+    tensors = {name: tensor[row : row + 1] for name, tensor in clients.model.layout.views(clients.state.rows).items()}
+    return PersonalModel(name=clients.users[row].name, model=clients.adapted, tensors=tensors, row=row)
 
 
 @pytest.fixture(scope="module")
-def sim(federate: Any) -> Any:
-    made = federate({"name": "comigs-1gxs", "specialists": [1, 2, 0]})
+def clients(federate: Any) -> Any:
+    made = federate({"name": "comigs-1gxs", "specialists": [1, 2, 0]}).clients
     made.state.rows += torch.randn(made.state.rows.shape, generator=torch.Generator().manual_seed(0)) * 0.3 * made.mask
     return made
 
 
-def test_gates_are_those_of_the_blocks_own_input(sim: Any) -> None:
+def test_gates_are_those_of_the_blocks_own_input(clients: Any) -> None:
     """The router's product with what really went into each MLP, and softmax over its two largest."""
-    tokens, ann = sim.users[0].test[:20], person(sim, 0)
+    tokens, ann = clients.users[0].test[:20], person(clients, 0)
     seen: list[torch.Tensor] = []
-    mlps = sim.model.adapters.experts
+    mlps = clients.model.adapters.experts
     hooks = [mlp.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0])) for mlp in mlps.values()]
     found = ann.route(tokens, context=128)
     for hook in hooks:
@@ -44,11 +45,11 @@ def test_gates_are_those_of_the_blocks_own_input(sim: Any) -> None:
     assert (found.gates[..., 0] < 0.5).any()
 
 
-def test_the_mean_of_the_gates_is_the_score_of_the_evaluation(sim: Any) -> None:
+def test_the_mean_of_the_gates_is_the_score_of_the_evaluation(clients: Any) -> None:
     """The same numbers by two ways, but for the last token of the test text, which is only a target there."""
-    for row, score in enumerate(sim.evaluate()):
-        tokens, one = sim.users[row].test, person(sim, row)
-        gates = one.route(tokens[:-1], context=sim.training.context).gates.double()
+    for row, score in enumerate(clients.evaluate()):
+        tokens, one = clients.users[row].test, person(clients, row)
+        gates = one.route(tokens[:-1], context=clients.training.context).gates.double()
         for layer, expected in zip(gates.mean(1).tolist(), score.expert_scores, strict=True):
             assert layer == pytest.approx(expected[: len(layer)], abs=1e-3)
 
@@ -65,15 +66,15 @@ def test_a_long_text_goes_through_in_passes() -> None:
     assert gates[0, :, 0].tolist() == pytest.approx([i / 100 for i in range(70)], abs=5e-4)
 
 
-def test_a_text_can_be_routed_and_nothing_cannot(federate: Any, sim: Any) -> None:
-    bob = person(sim, 1)
+def test_a_text_can_be_routed_and_nothing_cannot(federate: Any, clients: Any) -> None:
+    bob = person(clients, 1)
     assert bob.route("grüß").tokens == ("g", "r", "", "ü", "", "ß")
     assert bob.route("a").experts == ("generalist", "specialist 1", "specialist 2")
-    assert person(sim, 2).route("abc").gates.unique().tolist() == [1.0]
+    assert person(clients, 2).route("abc").gates.unique().tolist() == [1.0]
     with pytest.raises(DataError, match="user 'bob': a text without tokens"):
         bob.route("")
     with pytest.raises(DataError, match="user 'ann': no routers in this model"):
-        person(federate("local"), 0).route("a")
+        person(federate("local").clients, 0).route("a")
 
 
 @pytest.mark.parametrize("text", ["plain words", " grüße, 世界 🙂\n\ttab", "", "🙂🙂"])

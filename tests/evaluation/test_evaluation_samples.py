@@ -67,7 +67,7 @@ def test_scores_equal_those_of_single_samples(regression: bool, batch: int, slot
     for row, score in enumerate(scores):
         loss, accuracy = one_by_one(bank, models.weights, row)
         assert score.samples == COUNTS[row]
-        assert score.loss == pytest.approx(loss, rel=1e-12)
+        assert score.mean_loss == pytest.approx(loss, rel=1e-12)
         assert score.accuracy == (None if regression else pytest.approx(accuracy, rel=1e-12))
 
 
@@ -77,7 +77,7 @@ def test_scores_come_in_the_order_of_the_rows() -> None:
     chosen = score_samples(models, bank, [4, 0, 5], batch=8)
     for score, row in zip(chosen, (4, 0, 5), strict=True):
         assert score.samples == everybody[row].samples
-        assert score.loss == pytest.approx(everybody[row].loss, rel=1e-12)
+        assert score.mean_loss == pytest.approx(everybody[row].mean_loss, rel=1e-12)
 
 
 def test_long_and_short_users_waste_little() -> None:
@@ -98,13 +98,13 @@ def test_what_a_model_says_to_padding_does_not_count() -> None:
         return outputs
 
     for score in score_samples(forward, bank, [0, 1], batch=8):
-        assert score.loss == pytest.approx(math.log(CLASSES))
+        assert score.mean_loss == pytest.approx(math.log(CLASSES))
 
 
 def test_a_user_without_samples_has_no_number() -> None:
     scores = score_samples(Linears(), some_bank(regression=False, counts=(3, 0)), [0, 1], batch=8)
     assert scores[1].samples == 0
-    assert math.isnan(scores[1].loss)
+    assert math.isnan(scores[1].mean_loss)
     assert math.isnan(scores[1].accuracy or 0)
     assert score_samples(Linears(), some_bank(regression=True), [], batch=8) == []
 
@@ -123,4 +123,4 @@ def test_losses_are_those_of_torch_and_carry_gradients() -> None:
 
 
 def test_a_score_is_a_value() -> None:
-    assert SampleScore(loss=0.5, accuracy=None, samples=3) == SampleScore(loss=0.5, accuracy=None, samples=3)
+    assert SampleScore(mean_loss=0.5, accuracy=None, samples=3) == SampleScore(mean_loss=0.5, accuracy=None, samples=3)

@@ -8,18 +8,20 @@ import pytest
 import torch
 
 from comingle.adapters import watching
+from comingle.engines.local import train
 from comingle.engines.rounds import run_rounds
 
 USERS = ("ann", "bob", "cem")
 
 
-def naive_scores(sim: Any, row: int) -> list[list[float]]:
+def naive_scores(clients: Any, row: int) -> list[list[float]]:
     """One window at a time: softmax of the router's own product with the MLP's input, averaged over positions."""
-    tensors = {name: tensor[row : row + 1] for name, tensor in sim.model.layout.views(sim.state.rows).items()}
-    tokens, context = sim.users[row].test.long(), sim.training.context
-    count = int(sim.model.adapters.present[row].sum())
+    tensors = {name: tensor[row : row + 1] for name, tensor in clients.model.layout.views(clients.state.rows).items()}
+    tokens, context = clients.users[row].test.long(), clients.training.context
+    count = int(clients.model.adapters.present[row].sum())
     total: dict[str, torch.Tensor] = {}
-    for name, mlp in sim.model.adapters.experts.items():
+    hooks: list[Any] = []
+    for name, mlp in clients.model.adapters.experts.items():
         total[name] = torch.zeros(count, dtype=torch.float64)
 
         def hook(module: Any, inputs: Any, name: str = name) -> None:
@@ -28,13 +30,13 @@ def naive_scores(sim: Any, row: int) -> list[list[float]]:
             gates = torch.zeros_like(logits).scatter(-1, top.indices, top.values.softmax(-1))
             total[name] += gates.sum(0)
 
-        sim.hooks = [*getattr(sim, "hooks", []), mlp.register_forward_pre_hook(hook)]
+        hooks.append(mlp.register_forward_pre_hook(hook))
     for start in range(0, len(tokens) - 1, context):
         window = tokens[start : start + context + 1]
-        sim.model.adapters.bind(tensors, [row])
+        clients.model.adapters.bind(tensors, [row])
         with torch.no_grad():
-            sim.model.network(input_ids=window[:-1].unsqueeze(0))
-    for hook_handle in sim.hooks:
+            clients.model.network(input_ids=window[:-1].unsqueeze(0))
+    for hook_handle in hooks:
         hook_handle.remove()
     return [(layer / (len(tokens) - 1)).tolist() for layer in total.values()]
 
@@ -43,36 +45,38 @@ def naive_scores(sim: Any, row: int) -> list[list[float]]:
 def test_expert_scores_are_the_mean_gates_over_real_tokens(federate: Any, make_user: Any, method: Any) -> None:
     """Tests of unequal length: their windows are padded, and padding must not count."""
     users = [make_user("ann", test=60), make_user("bob", test=17), make_user("cem", test=2)]
-    sim = federate(method, users=users, changes={"training.experts.learning_rate": 0.05})
-    sim.local_round([0, 1, 2], 0)
-    sim.state.rows += torch.randn(sim.state.rows.shape, generator=torch.Generator().manual_seed(0)) * 0.3 * sim.mask
-    naive = [naive_scores(sim, row) for row in range(3)]
+    clients = federate(method, users=users, changes={"training.experts.learning_rate": 0.05}).clients
+    train(clients, [0, 1, 2], 0)
+    clients.state.rows += (
+        torch.randn(clients.state.rows.shape, generator=torch.Generator().manual_seed(0)) * 0.3 * clients.mask
+    )
+    naive = [naive_scores(clients, row) for row in range(3)]
     assert max(max(layer) for layer in naive[0]) > 0.53  # the routers have an opinion
     for users_per_step, micro_batch in [(None, None), (1, 3)]:
         changes = {"runtime.users_per_step": users_per_step, "runtime.micro_batch": micro_batch}
-        other = federate(method, users=users, changes=changes)
-        other.state = sim.state
+        other = federate(method, users=users, changes=changes).clients
+        other.state = clients.state
         for row, score in enumerate(other.evaluate()):
-            own = int(sim.model.adapters.present[row].sum())
+            own = int(clients.model.adapters.present[row].sum())
             assert [layer[:own] for layer in score.expert_scores] == [pytest.approx(n, rel=1e-7) for n in naive[row]]
             assert all(sum(layer) == pytest.approx(1) and not any(layer[own:]) for layer in score.expert_scores)
 
 
 def test_watching_changes_no_loss_and_leaves_nothing_behind(federate: Any) -> None:
-    sim = federate("comigs-1g1s")
-    tokens = sim.users[0].test[:17].long().view(1, 1, -1)
-    plain = sim.predict([0], tokens)
-    with watching.watched(sim.model.adapters):
-        watched = sim.predict([0], tokens)
-        assert watching.gates(sim.model.adapters).shape == (2, 1, 16, 2)
+    clients = federate("comigs-1g1s").clients
+    tokens = clients.users[0].test[:17].long().view(1, 1, -1)
+    plain = clients.scorer.predict(clients.models, [0], tokens)
+    with watching.watched(clients.model.adapters):
+        watched = clients.scorer.predict(clients.models, [0], tokens)
+        assert watching.gates(clients.model.adapters).shape == (2, 1, 16, 2)
     assert torch.equal(plain, watched)
-    sim.predict([0], tokens)
-    assert all(mlp.router.gates is None for mlp in sim.model.adapters.experts.values())
+    clients.scorer.predict(clients.models, [0], tokens)
+    assert all(mlp.router.gates is None for mlp in clients.model.adapters.experts.values())
 
 
-def evaluations(sim: Any) -> list[dict[str, Any]]:
+def evaluations(federation: Any) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
-    run_rounds(sim, observe=events.append)
+    run_rounds(federation, observe=events.append)
     return [event for event in events if event["event"] == "evaluation"]
 
 
@@ -96,5 +100,5 @@ def test_methods_without_routers_tell_none(federate: Any, method: str) -> None:
 
 
 def test_several_experts_of_a_kind_are_numbered(federate: Any) -> None:
-    sim = federate("comigs-2g")
-    assert watching.expert_names(sim.model.adapters, 0) == ["generalist 1", "generalist 2"]
+    clients = federate("comigs-2g").clients
+    assert watching.expert_names(clients.model.adapters, 0) == ["generalist 1", "generalist 2"]

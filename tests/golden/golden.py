@@ -48,7 +48,7 @@ def digest_of(run: Any, folder: Path) -> dict[str, Any]:
         found = own.model.state_dict() if isinstance(own, PersonalNet) else own.tensors
         for name in sorted(n for n in found if not n.endswith("num_batches_tracked")):  # counts passes of the process
             tensors.update(f"{user}/{name}/{tuple(found[name].shape)}".encode())
-            tensors.update(found[name].detach().contiguous().numpy().tobytes())
+            tensors.update((found[name].detach() + 0).contiguous().numpy().tobytes())  # padding may be -0.0
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     rounds = [event for event in events if event["event"] == "round"]
     scores = [event for event in events if event["event"] == "evaluation"]
@@ -89,9 +89,22 @@ def run_case(content: dict[str, Any], folder: Path, *, interrupted: bool = False
     return digest_of(experiment.run(recipe, out=folder, resume=interrupted), folder)
 
 
-def compare(found: dict[str, Any], kept: dict[str, Any]) -> list[str]:
-    """What differs, in words."""
-    return [f"{key}: {kept.get(key)} -> {found.get(key)}" for key in kept | found if kept.get(key) != found.get(key)]
+def _serialise() -> None:
+    """Have every message packed and unpacked."""
+    build = experiment.build
+
+    def built(*given: Any) -> Any:
+        federation = build(*given)
+        federation.serialise = True
+        return federation
+
+    experiment.build = built
+
+
+def compare(found: dict[str, Any], kept: dict[str, Any], but: str) -> list[str]:
+    """What differs, in words; but for keys that match."""
+    keys = [key for key in kept | found if not re.search(but, key)]
+    return [f"{key}: {kept.get(key)} -> {found.get(key)}" for key in keys if kept.get(key) != found.get(key)]
 
 
 def machine() -> dict[str, str]:
@@ -107,8 +120,12 @@ def main() -> int:
     """Run all cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="a regular expression for names of cases")
+    parser.add_argument("--but", default="nothing", help="one for what need not be equal, such as bytes")
+    parser.add_argument("--serialise", action="store_true", help="pack and unpack every message on its way")
     options = parser.parse_args()
+    if options.serialise:
+        _serialise()
     torch.set_num_threads(1)
     logging.getLogger("comingle").setLevel(logging.ERROR)
     kept = json.loads(DIGESTS.read_text()) if DIGESTS.exists() else {"cases": {}}
@@ -117,10 +134,10 @@ def main() -> int:
         chosen = {name: c for name, c in cases(Path(scratch)).items() if re.search(options.only, name)}
         for number, (name, content) in enumerate(chosen.items()):
             found[name] = run_case(content, Path(scratch) / f"run-{number}")
-            wrong = [] if options.write else compare(found[name], kept["cases"].get(name, {}))
+            wrong = [] if options.write else compare(found[name], kept["cases"].get(name, {}), options.but)
             if name in RESUMED:
                 again = run_case(content, Path(scratch) / f"resumed-{number}", interrupted=True)
-                wrong += [f"resumed, {line}" for line in compare(again, found[name])]
+                wrong += [f"resumed, {line}" for line in compare(again, found[name], options.but)]
             differing += bool(wrong)
             print(f"{number + 1}/{len(chosen)} {name}: {'; '.join(wrong) or 'equal'}", flush=True)
     if options.write:

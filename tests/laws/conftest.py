@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from comingle.methods import REGISTRY, make, settings_of
-from comingle.methods.servers import keep, mean
+from comingle.methods.server import Mean, Server
 
 ROUTER_EVERY, ROUTER_STEPS = 3, 2
 
@@ -62,14 +62,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         name: make(case["name"], **{k: v for k, v in case.items() if k != "name"}) for name, case in CASES.items()
     }
     # Client-level mixtures have no experts, which some laws are about; "federated" laws hold for them too.
-    routed = {name: method for name, method in methods.items() if method.mixture is None}
+    routed = {name: method for name, method in methods.items() if method.placement.mixture is None}
     chosen = {
         "method": list(routed),
-        "trained": [name for name, method in routed.items() if method.phases],
-        "federated": [name for name, method in methods.items() if method.phases and not method.pooled],
-        "averaged": [n for n, m in routed.items() if m.phases and not m.pooled and m.server in (keep, mean)],
+        "trained": [name for name, method in routed.items() if method.client.phases],
+        "federated": [name for name, method in methods.items() if method.client.phases and not method.placement.pooled],
+        "averaged": [
+            n
+            for n, m in routed.items()
+            if m.client.phases and not m.placement.pooled and type(m.server) in (Server, Mean)
+        ],
         "netted": list(NETS),
-        "alternating": [name for name, method in methods.items() if len(method.phases) > 1],
+        "alternating": [name for name, method in methods.items() if len(method.client.phases) > 1],
     }
     for argument, names in chosen.items():
         if argument in metafunc.fixturenames:

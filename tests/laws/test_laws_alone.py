@@ -9,27 +9,31 @@ import torch
 from torch import Tensor
 
 from comingle.data.seeds import generator
-from comingle.engines.simulation import Simulation
+from comingle.transports.inprocess import InProcess
+from federations import exchange, local_round
 
 USERS = ("ann", "bob", "cem")
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 SHORT = {"training.local_steps": 4}
 
 
-def trained_rows(sim: Simulation, rounds: int = 1) -> Tensor:
+def trained_rows(federation: InProcess, rounds: int = 1) -> Tensor:
     """Everybody's tensors after some rounds, before the last exchange."""
-    everyone = list(range(len(sim.trainers)))
+    everyone = list(range(len(federation.clients.trainers)))
     for number in range(rounds):
         if number:
-            sim.exchange(everyone)
-        sim.local_round(everyone, number)
-    return sim.state.rows
+            exchange(federation, everyone)
+        local_round(federation, everyone, number)
+    return federation.clients.state.rows
 
 
-def own_experts(sim: Simulation, row: int) -> dict[str, Tensor]:
+def own_experts(federation: InProcess, row: int) -> dict[str, Tensor]:
     """What one user really has of each tensor, ``(experts, ...)``, padding cut off."""
-    tensors, mask = sim.model.layout.views(sim.state.rows), sim.model.layout.views(sim.mask.double())
-    pieces = {slot.name: (len(slot.roles), -1) for slot in sim.model.layout.slots}
+    tensors, mask = (
+        federation.clients.model.layout.views(federation.clients.state.rows),
+        federation.clients.model.layout.views(federation.clients.mask.double()),
+    )
+    pieces = {slot.name: (len(slot.roles), -1) for slot in federation.clients.model.layout.slots}
     real = {name: mask[name][row].reshape(shape).any(1) for name, shape in pieces.items()}
     return {name: tensors[name][row].reshape(shape)[real[name]] for name, shape in pieces.items() if real[name].any()}
 
@@ -56,9 +60,9 @@ def test_users_per_step_changes_nothing(federate: Any, trained: dict[str, Any], 
     rounds = 3 - users_per_step  # the second round, after an exchange, is worth its time once
     whole = federate(trained, changes=SHORT)
     parts = federate(trained, changes={**SHORT, "runtime.users_per_step": users_per_step})
-    assert parts.portions.users == users_per_step
+    assert parts.clients.portions.users == users_per_step
     torch.testing.assert_close(trained_rows(parts, rounds), trained_rows(whole, rounds), **EXACT)
-    for few, many in zip(parts.evaluate(), whole.evaluate(), strict=True):
+    for few, many in zip(parts.clients.evaluate(), whole.clients.evaluate(), strict=True):
         assert few.tokens == many.tokens
         assert few.loss_nats == pytest.approx(many.loss_nats, rel=1e-9)
 
@@ -78,27 +82,30 @@ def test_micro_batches_change_nothing_with_two_experts(federate: Any, name: str)
 def compare_micro_batches(federate: Any, method: Any, changes: dict[str, Any], *, micro_batch: int) -> None:
     whole = federate(method, changes=changes)
     parts = federate(method, changes={**changes, "runtime.micro_batch": micro_batch})
-    assert (whole.portions.sequences, parts.portions.sequences) == (whole.batch_size, micro_batch)
+    assert (whole.clients.portions.sequences, parts.clients.portions.sequences) == (
+        whole.clients.batch_size,
+        micro_batch,
+    )
     torch.testing.assert_close(trained_rows(parts), trained_rows(whole), **EXACT)
 
 
-def drawn(sim: Simulation, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[Any, ...], Tensor]:
+def drawn(federation: InProcess, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[Any, ...], Tensor]:
     """Every batch that is drawn in two rounds, by user, phase, round, step and repeat, the same for all copies."""
     found: dict[tuple[Any, ...], Tensor] = {}
-    original = sim.feed.draw
+    original = federation.clients.feed.draw
     times: dict[tuple[Any, ...], int] = {}
 
     def spy(trainers: Any, phase: Any, round_number: int, step: int, repeat: int) -> Tensor:
         windows = original(trainers, phase, round_number, step, repeat)
         for user, batch in zip(trainers, windows, strict=True):
-            key = (sim.name(user), phase.purpose, round_number, step, repeat)
+            key = (federation.clients.name(user), phase.purpose, round_number, step, repeat)
             assert torch.equal(found.setdefault(key, batch), batch)
             times[key] = times.get(key, 0) + 1
         return windows
 
-    monkeypatch.setattr(sim.feed, "draw", spy)
-    trained_rows(sim, 2)
-    assert set(times.values()) == {sim.method.copies}
+    monkeypatch.setattr(federation.clients.feed, "draw", spy)
+    trained_rows(federation, 2)
+    assert set(times.values()) == {federation.clients.method.placement.copies}
     return found
 
 
@@ -109,14 +116,14 @@ def test_random_streams_belong_to_their_user(
     if isinstance(federated.get("specialists"), list):
         federated = {**federated, "specialists": 1}
     global_state = torch.get_rng_state()
-    sim = federate(federated, changes=SHORT)
-    start = sim.model.layout.views(sim.state.rows.clone())
-    few = drawn(sim, monkeypatch)
+    federation = federate(federated, changes=SHORT)
+    start = federation.clients.model.layout.views(federation.clients.state.rows.clone())
+    few = drawn(federation, monkeypatch)
     assert torch.equal(torch.get_rng_state(), global_state)
 
     torch.manual_seed(1)
     other = federate(federated, users=("zoe", *USERS), changes={**SHORT, "runtime.users_per_step": 2})
-    for name, tensor in other.model.layout.views(other.state.rows).items():
+    for name, tensor in other.clients.model.layout.views(other.clients.state.rows).items():
         assert torch.equal(tensor[1 : 1 + len(USERS)], start[name][: len(USERS)]), name
     many = drawn(other, monkeypatch)
     assert few.keys() == {key for key in many if key[0] != "zoe"}
@@ -135,10 +142,10 @@ def test_every_batch_is_fresh(federate: Any, alternating: dict[str, Any], monkey
 
 
 def test_windows_come_from_the_stream_that_the_phase_names(federate: Any, alternating: dict[str, Any]) -> None:
-    sim = federate(alternating)
-    for phase in sim.method.phases:
-        windows = sim.feed.draw([0, 1, 2], phase, 0, 0, 0)
-        for user, batch in zip(sim.trainers, windows, strict=True):
+    federation = federate(alternating)
+    for phase in federation.clients.method.client.phases:
+        windows = federation.clients.feed.draw([0, 1, 2], phase, 0, 0, 0)
+        for user, batch in zip(federation.clients.trainers, windows, strict=True):
             stream = (user.valid if phase.stream == "valid" else user.train).long()
             places = stream.unfold(0, 17, 1)
             assert all((places == window).all(1).any() for window in batch)
@@ -146,9 +153,9 @@ def test_windows_come_from_the_stream_that_the_phase_names(federate: Any, altern
 
 def test_a_user_starts_from_its_name_and_the_seed(federate: Any) -> None:
     """Documented streams: (seed, owner, "init", tensor), owner "server" for what is shared."""
-    sim = federate("comigs-1g1s", changes={"seed": 5})
-    slot = next(slot for slot in sim.model.layout.slots if slot.name.endswith("mlp.up.a"))
-    rows = sim.model.layout.views(sim.state.rows)[slot.name]
+    federation = federate("comigs-1g1s", changes={"seed": 5})
+    slot = next(slot for slot in federation.clients.model.layout.slots if slot.name.endswith("mlp.up.a"))
+    rows = federation.clients.model.layout.views(federation.clients.state.rows)[slot.name]
     common = slot.init(slot.shape, generator(5, "server", "init", slot.name))
     own = slot.init(slot.shape, generator(5, "bob", "init", slot.name))
     assert torch.equal(rows[1, 0], common[0].double())

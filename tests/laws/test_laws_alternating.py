@@ -15,22 +15,23 @@ from torch import Tensor
 from comingle.adapters.inject import EXPERT_ROLES, ROUTER
 from comingle.data.batches import random_windows
 from comingle.data.seeds import generator
-from comingle.engines.simulation import Simulation
 from comingle.methods import REGISTRY
-from comingle.methods.base import Phase
+from comingle.methods.client import Phase
 from comingle.models.adapted import AdaptedModel
+from comingle.transports.inprocess import InProcess
+from federations import local_round, take_phase
 
 EVERYONE = [0, 1, 2]
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 
-def both(sim: Simulation) -> tuple[Phase, Phase]:
-    experts, router = sim.method.phases
+def both(federation: InProcess) -> tuple[Phase, Phase]:
+    experts, router = federation.clients.method.client.phases
     return experts, router
 
 
-def has_router(sim: Simulation) -> bool:
-    return ROUTER in sim.model.layout.roles
+def has_router(federation: InProcess) -> bool:
+    return ROUTER in federation.clients.model.layout.roles
 
 
 def documented_client(method: dict[str, Any]) -> str:
@@ -49,9 +50,9 @@ def documented_stream(alternating: dict[str, Any]) -> str:
 STREAMS = {"valid": re.compile(r"\bvalidation text\b"), "train": re.compile(r"\btraining batches\b")}
 
 
-def windows(sim: Simulation, stream: str, purpose: str, step: int, repeat: int) -> Tensor:
+def windows(federation: InProcess, stream: str, purpose: str, step: int, repeat: int) -> Tensor:
     """Everybody's batch of the first round, straight out of the named text."""
-    training = sim.training
+    training = federation.clients.training
     drawn = [
         random_windows(
             getattr(user, stream),
@@ -59,7 +60,7 @@ def windows(sim: Simulation, stream: str, purpose: str, step: int, repeat: int) 
             context=training.context,
             generator=generator(training.seed, user.name, 0, purpose, step, repeat),
         )
-        for user in sim.trainers
+        for user in federation.clients.trainers
     ]
     return torch.stack(drawn)
 
@@ -78,11 +79,11 @@ def test_validation_text_moves_the_routers_of_those_who_say_so_and_nothing_else(
     bob, other = make_user("bob"), make_user("bob", text="another text")
     rows = []
     for user in (bob, replace(bob, valid=other.valid)):
-        sim = federate(trained, users=("ann", user, "cem"), changes={"training.local_steps": 3})
-        members = list(range(len(sim.trainers)))
-        sim.local_round(members, 0)
-        rows.append(sim.state.rows)
-    routers = sim.model.layout.mask({ROUTER}) & sim.mask
+        federation = federate(trained, users=("ann", user, "cem"), changes={"training.local_steps": 3})
+        members = list(range(len(federation.clients.trainers)))
+        local_round(federation, members, 0)
+        rows.append(federation.clients.state.rows)
+    routers = federation.clients.model.layout.mask({ROUTER}) & federation.clients.mask
     client = documented_client(trained)
     says = "alternating" in client and documented_stream(trained) == "valid"
     moved = rows[0] != rows[1]
@@ -92,25 +93,25 @@ def test_validation_text_moves_the_routers_of_those_who_say_so_and_nothing_else(
 
 
 def test_only_what_a_phase_trains_moves(federate: Any, alternating: dict[str, Any]) -> None:
-    sim = federate(alternating)
+    federation = federate(alternating)
     for step in range(2):
-        for phase in sim.phases:
-            mine = sim.model.layout.mask(phase.roles)
-            before = {name: tensor.clone() for name, tensor in sim.state.tensors().items()}
-            sim._phase(phase, sim.state, EVERYONE, 0, step)
+        for phase in federation.clients.phases:
+            mine = federation.clients.model.layout.mask(phase.roles)
+            before = {name: tensor.clone() for name, tensor in federation.clients.state.tensors().items()}
+            take_phase(federation.clients, phase, 0, step)
             for name in ("rows", "first", "second"):
-                now = getattr(sim.state, name)
+                now = getattr(federation.clients.state, name)
                 assert torch.equal(now[:, ~mine], before[name][:, ~mine]), name
                 assert not torch.equal(now[:, mine], before[name][:, mine]), name
             steps = phase.steps if phase.optimizer == "router" else 0
-            assert torch.equal(sim.state.router_steps, before["router_steps"] + steps)
-            assert torch.equal(sim.state.iterations, before["iterations"])
+            assert torch.equal(federation.clients.state.router_steps, before["router_steps"] + steps)
+            assert torch.equal(federation.clients.state.iterations, before["iterations"])
 
 
 def test_only_what_a_phase_trains_requires_a_gradient(
     federate: Any, alternating: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sim = federate(alternating)
+    federation = federate(alternating)
     seen: list[set[str]] = []
     original = AdaptedModel.losses
 
@@ -119,12 +120,12 @@ def test_only_what_a_phase_trains_requires_a_gradient(
         return original(self, tensors, users, windows, train=train)
 
     monkeypatch.setattr(AdaptedModel, "losses", spy)
-    for phase in sim.phases:
+    for phase in federation.clients.phases:
         seen.clear()
-        sim._phase(phase, sim.state, EVERYONE, 0, 0)
-        expected = {slot.name for slot in sim.model.layout.slots if set(slot.roles) <= phase.roles}
+        take_phase(federation.clients, phase, 0, 0)
+        expected = {slot.name for slot in federation.clients.model.layout.slots if set(slot.roles) <= phase.roles}
         assert seen == [expected] * phase.steps
-    assert not sim.state.rows.requires_grad
+    assert not federation.clients.state.rows.requires_grad
 
 
 def test_two_optimisers_and_no_leak(federate: Any, alternating: dict[str, Any]) -> None:
@@ -132,79 +133,84 @@ def test_two_optimisers_and_no_leak(federate: Any, alternating: dict[str, Any]) 
 
     A gradient that leaks from one phase into the other, a shared moment or a shared step count would show at once.
     """
-    sim = federate(alternating, changes={"training.local_steps": 2 * alternating["router_every"] + 1})
-    expected = naive_alternation(sim, sim.training.local_steps, documented_stream(alternating))
-    sim.local_round(EVERYONE, 0)
-    for name, tensor in sim.model.layout.views(sim.state.rows).items():
+    federation = federate(alternating, changes={"training.local_steps": 2 * alternating["router_every"] + 1})
+    expected = naive_alternation(federation, federation.clients.training.local_steps, documented_stream(alternating))
+    local_round(federation, EVERYONE, 0)
+    for name, tensor in federation.clients.model.layout.views(federation.clients.state.rows).items():
         torch.testing.assert_close(tensor, expected[name], **CLOSE, msg=name)
 
 
-def naive_alternation(sim: Simulation, iterations: int, router_stream: str) -> dict[str, Tensor]:
+def naive_alternation(federation: InProcess, iterations: int, router_stream: str) -> dict[str, Tensor]:
     """All users' tensors after some iterations, by autograd and ``torch.optim``."""
-    layout, training = sim.model.layout, sim.training
-    tensors = {name: t.clone().requires_grad_() for name, t in layout.views(sim.state.rows).items()}
+    layout, training = federation.clients.model.layout, federation.clients.training
+    tensors = {name: t.clone().requires_grad_() for name, t in layout.views(federation.clients.state.rows).items()}
     routers = [name for name in tensors if name.endswith(".router")]
     options = {"lr": training.experts.learning_rate, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
     of_experts = torch.optim.AdamW([t for name, t in tensors.items() if name not in routers], **options)
     of_routers = torch.optim.AdamW([tensors[name] for name in routers], **options) if routers else None
 
     def step(optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
-        losses, penalty = sim.model.losses(tensors, EVERYONE, batch)
+        losses, penalty = federation.clients.model.losses(tensors, EVERYONE, batch)
         for tensor in tensors.values():
             tensor.grad = None
         (losses.mean((1, 2)) + training.balance_weight * penalty).sum().backward()
         optimizer.step()
 
-    _, router = both(sim)
+    _, router = both(federation)
     for at in range(iterations):
         cosine = 0.5 * (1 + math.cos(math.pi * at / training.iterations))
         of_experts.param_groups[0]["lr"] = training.experts.learning_rate * (0.1 + 0.9 * cosine)
-        step(of_experts, windows(sim, "train", "experts", at, 0))
+        step(of_experts, windows(federation, "train", "experts", at, 0))
         if of_routers and (at + 1) % router.every == 0:
             for repeat in range(router.steps):
-                step(of_routers, windows(sim, router_stream, "router", at, repeat))
+                step(of_routers, windows(federation, router_stream, "router", at, repeat))
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def test_the_period_counts_a_users_own_iterations(federate: Any, alternating: dict[str, Any]) -> None:
     """Three users of one cohort who have taken 0, 1 and 2 iterations: with a period of 2 only the second is due."""
-    sim = federate({**alternating, "router_every": 2})
-    sim.state.iterations.copy_(torch.tensor([0, 1, 2]))
-    router, before = sim.model.layout.mask({ROUTER}), sim.state.rows.clone()
-    real = (sim.mask & router).any(1)
+    federation = federate({**alternating, "router_every": 2})
+    federation.clients.state.iterations.copy_(torch.tensor([0, 1, 2]))
+    router, before = federation.clients.model.layout.mask({ROUTER}), federation.clients.state.rows.clone()
+    real = (federation.clients.mask & router).any(1)
     due = torch.tensor([False, True, False])
-    sim._iteration(sim.state, EVERYONE, 0, 0, torch.ones(3, dtype=torch.bool))
-    moved = (sim.state.rows != before)[:, router].any(1)
+    clients = federation.clients
+    cohort = clients.cohort(EVERYONE, 0)
+    clients.steps.iteration(cohort, clients.phases, 0, torch.ones(3, dtype=torch.bool))
+    clients.state.put(EVERYONE, cohort.part)
+    moved = (federation.clients.state.rows != before)[:, router].any(1)
     assert torch.equal(moved, due & real)
-    assert sim.state.iterations.tolist() == [1, 2, 3]
-    assert sim.state.router_steps.tolist() == [int(d) * alternating["router_steps"] * has_router(sim) for d in due]
-    assert (sim.state.rows != before)[:, ~router].any(1).all()
+    assert federation.clients.state.iterations.tolist() == [1, 2, 3]
+    assert federation.clients.state.router_steps.tolist() == [
+        int(d) * alternating["router_steps"] * has_router(federation) for d in due
+    ]
+    assert (federation.clients.state.rows != before)[:, ~router].any(1).all()
 
 
 def test_the_period_under_partial_participation(federate: Any, alternating: dict[str, Any]) -> None:
     """Whoever joins when, a user has taken ``router_steps`` steps for every ``router_every`` of its own iterations."""
-    sim = federate(alternating, changes={"training.local_steps": 1, "training.rounds": 8})
+    federation = federate(alternating, changes={"training.local_steps": 1, "training.rounds": 8})
     attendance = [[0], [0, 1], [0, 2], [1, 2], [0, 1, 2], [2], [0, 1], [0, 1, 2]]
     for number, members in enumerate(attendance):
-        before = sim.state.rows.clone()
-        sim.local_round(members, number)
+        before = federation.clients.state.rows.clone()
+        local_round(federation, members, number)
         absent = [user for user in EVERYONE if user not in members]
-        assert torch.equal(sim.state.rows[absent], before[absent])
+        assert torch.equal(federation.clients.state.rows[absent], before[absent])
     taken = [sum(user in members for members in attendance) for user in EVERYONE]
     assert taken == [6, 5, 5]
-    assert sim.state.iterations.tolist() == taken
-    steps = [n // alternating["router_every"] * alternating["router_steps"] * has_router(sim) for n in taken]
-    assert sim.state.router_steps.tolist() == steps
+    assert federation.clients.state.iterations.tolist() == taken
+    steps = [n // alternating["router_every"] * alternating["router_steps"] * has_router(federation) for n in taken]
+    assert federation.clients.state.router_steps.tolist() == steps
 
 
 def test_users_of_one_cohort_who_are_due_at_different_times_equal_users_alone(
     federate: Any, alternating: dict[str, Any]
 ) -> None:
     """Ann joins one round late; what she computes is what she would have computed by herself."""
-    sim = federate({**alternating, "router_every": 2}, changes={"training.local_steps": 1, "training.rounds": 3})
+    federation = federate({**alternating, "router_every": 2}, changes={"training.local_steps": 1, "training.rounds": 3})
     alone = federate({**alternating, "router_every": 2}, changes={"training.local_steps": 1, "training.rounds": 3})
     for number, members in enumerate([[1, 2], [0, 1, 2], [0, 1, 2]]):
-        sim.local_round(members, number)
+        local_round(federation, members, number)
     for number in (1, 2):
-        alone.local_round([0], number)
-    torch.testing.assert_close(sim.state.rows[0], alone.state.rows[0], **CLOSE)
+        local_round(alone, [0], number)
+    torch.testing.assert_close(federation.clients.state.rows[0], alone.clients.state.rows[0], **CLOSE)

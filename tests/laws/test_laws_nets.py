@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,20 +10,34 @@ import torch
 from torch import Tensor
 
 from comingle.data.samples import Samples
-from comingle.engines.exchange import build_uploads
 from comingle.engines.mixing import mixtures
-from comingle.engines.simulation import Simulation
+from comingle.methods.base import Method
+from comingle.methods.mixtures import Entropic
+from comingle.protocol.messages import COUNT, LOSS, Upload
+from comingle.routers.mixtures import ClientMixture
+from comingle.transports.inprocess import InProcess
+from federations import download_all, exchange, local_round, read_anew
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 EVERYONE = [0, 1, 2, 3]
 
 
-def trained(sim: Simulation, rounds: int = 2) -> Tensor:
+def trained(federation: InProcess, rounds: int = 2) -> Tensor:
     for number in range(rounds):
         if number:
-            sim.exchange(EVERYONE)
-        sim.local_round(EVERYONE, number)
-    return sim.state.rows
+            exchange(federation, EVERYONE)
+        local_round(federation, EVERYONE, number)
+    return federation.clients.state.rows
+
+
+def reroutes(method: Method) -> bool:
+    """Whether users make their router out of the components that they have received."""
+    return any(isinstance(part, Entropic) for part in method.client.parts)
+
+
+def sent_by(federation: InProcess, loss: float = 0.0) -> Upload:
+    """What everybody would send now."""
+    return federation.clients.upload(EVERYONE, 1, {LOSS: torch.full((len(EVERYONE),), loss)})
 
 
 def test_a_cohort_equals_its_users_trained_one_at_a_time(federate_nets: Any, netted: dict[str, Any]) -> None:
@@ -33,25 +48,25 @@ def test_a_cohort_equals_its_users_trained_one_at_a_time(federate_nets: Any, net
 
 
 def test_nobodys_data_moves_anybody_else_within_a_round(federate_nets: Any, netted: dict[str, Any]) -> None:
-    sim, other = federate_nets(netted), federate_nets(netted)
-    bank = other.feed.banks["train"]
+    federation, other = federate_nets(netted), federate_nets(netted)
+    bank = other.clients.feed.banks["train"]
     start, count = int(bank.starts[1]), int(bank.counts[1])
     bank.targets[start : start + count] += 3.0
-    one, two = trained(sim, 1), trained(other, 1)
+    one, two = trained(federation, 1), trained(other, 1)
     assert torch.equal(one[[0, 2, 3]], two[[0, 2, 3]])
     assert not torch.equal(one[1], two[1])
 
 
 def test_what_is_trained_moves_and_nothing_else_does(federate_nets: Any, netted: dict[str, Any]) -> None:
     # Without batch norm, behind which a bias has no gradient but rounding.
-    sim = federate_nets(netted, changes={"data.task.name": "mlp"})
-    layout = sim.model.layout
-    before = sim.state.rows.clone()
-    trained(sim)
-    moved = (sim.state.rows != before).any(0)
-    method = sim.method
-    rerouted = method.reroute or (method.mixture and method.mixture.at == "samples")
-    expected = set(method.trained) | ({"router"} if rerouted else set()) | {"statistics"}
+    federation = federate_nets(netted, changes={"data.task.name": "mlp"})
+    layout = federation.clients.model.layout
+    before = federation.clients.state.rows.clone()
+    trained(federation)
+    moved = (federation.clients.state.rows != before).any(0)
+    method = federation.clients.method
+    rerouted = reroutes(method) or (method.placement.mixture and method.placement.mixture.at == "samples")
+    expected = set(method.client.trained) | ({"router"} if rerouted else set()) | {"statistics"}
     for slot in layout.slots:
         span = slice(layout.starts[slot.name], layout.starts[slot.name] + slot.size)
         changes = bool(moved[span].any())
@@ -59,28 +74,36 @@ def test_what_is_trained_moves_and_nothing_else_does(federate_nets: Any, netted:
 
 
 def test_only_what_is_shared_leaves(federate_nets: Any, netted: dict[str, Any]) -> None:
-    sim = federate_nets(netted)
-    uploads = build_uploads(sim.method, sim.model.layout, sim.state.rows)
-    sent = {slot.name for slot in sim.model.layout.slots if all(slot.chosen(sim.method.shared))}
-    assert set(uploads) == sent
-    clusters = sim.mixture.clusters if sim.method.report else 0
-    entries = sum(t[0].numel() for t in uploads.values())
-    said = clusters + bool(sim.method.picks) + 1  # which model it took, and how many samples it trains on
-    assert sim.upload_bytes() == [4 * (entries + said) * bool(uploads)] * 4 or not uploads
+    federation = federate_nets(netted)
+    clients, message = federation.clients, sent_by(federation)
+    wanted = {slot.name for slot in clients.model.layout.slots if all(slot.chosen(clients.method.shared))}
+    assert set(message.tensors) == wanted
+    views = clients.model.layout.views(clients.state.rows)
+    assert all(torch.equal(message.tensors[name], views[name]) for name in wanted)
+    assert {name: t.shape[1:] for name, t in message.reports.items()} == said(clients.method)
+
+
+def said(method: Method) -> dict[str, torch.Size]:
+    """What each user says beside tensors: its loss, how many samples it has, its mixture or the model it took."""
+    numbers = {LOSS: torch.Size(), COUNT: torch.Size()}
+    mixture = method.placement.mixture
+    if isinstance(mixture, ClientMixture) and "adaptor" in method.shared and method.name != "fedem":
+        numbers["mixture"] = torch.Size((mixture.clusters,))
+    return numbers | ({"choice": torch.Size()} if method.name == "ifca" else {})
 
 
 def test_an_exchange_leaves_what_is_local(federate_nets: Any, netted: dict[str, Any]) -> None:
-    sim = federate_nets(netted)
-    trained(sim, 1)
-    rerouted = {"router"} if sim.method.reroute else set()  # out of what has been received
-    local = ~sim.model.layout.mask(sim.method.shared | rerouted)
-    before = sim.state.rows.clone()
-    sim.exchange(EVERYONE)
-    assert torch.equal(sim.state.rows[:, local], before[:, local])
-    if sim.method.welcome is not None:  # everybody gets a model of their own
+    federation = federate_nets(netted)
+    trained(federation, 1)
+    rerouted = {"router"} if reroutes(federation.clients.method) else set()  # out of what has been received
+    local = ~federation.clients.model.layout.mask(federation.clients.method.shared | rerouted)
+    before = federation.clients.state.rows.clone()
+    exchange(federation, EVERYONE)
+    assert torch.equal(federation.clients.state.rows[:, local], before[:, local])
+    if federation.clients.method.server.first_download:  # everybody gets a model of their own
         return
-    for name in build_uploads(sim.method, sim.model.layout, sim.state.rows):
-        values = sim.model.layout.views(sim.state.rows)[name]
+    for name in sent_by(federation).tensors:
+        values = federation.clients.model.layout.views(federation.clients.state.rows)[name]
         torch.testing.assert_close(values, values[:1].expand_as(values), **EXACT)
 
 
@@ -94,36 +117,34 @@ def test_micro_batches_change_nothing_without_batch_norm(federate_nets: Any, net
 def test_users_of_unequal_size_take_their_own_number_of_steps(federate_nets: Any, netted: dict[str, Any]) -> None:
     """Whoever has fewer samples has fewer steps, and is what it would be alone."""
 
-    def cut(sim: Simulation) -> Simulation:
-        from comingle.engines.samples import SampleFeed
-
-        few = sim.trainers[2]
+    def cut(federation: InProcess) -> InProcess:
+        clients = federation.clients
+        few = clients.trainers[2]
         short = Samples(inputs=few.train.inputs[:43], targets=few.train.targets[:43])
-        sim.trainers[2] = type(few)(name=few.name, train=short, valid=few.valid, test=few.test, cluster=few.cluster)
-        sim.feed = SampleFeed(
-            sim.trainers, sim.training, sim.batch_size, device=sim.model.device, dtype=sim.model.dtype
-        )
-        return sim
+        clients.trainers[2] = replace(few, train=short)
+        read_anew(clients)
+        return federation
 
     together, apart = cut(federate_nets(netted)), cut(federate_nets(netted, changes={"runtime.users_per_step": 1}))
     # Preconditioning multiplies rounding by up to 1e5.
     torch.testing.assert_close(trained(together), trained(apart), rtol=1e-6, atol=1e-7)
-    assert together.state.iterations.tolist() == [6, 6, 4, 6]
+    assert together.clients.state.iterations.tolist() == [6, 6, 4, 6]
 
 
 @pytest.mark.parametrize("name", ["floral", "ensemble", "local-adaptor", "fedavg"])
 def test_absent_users_train_nothing(federate_nets: Any, name: str) -> None:
-    sim = federate_nets(name)
-    before = sim.state.rows.clone()
-    sim.local_round([0, 3], 0)
-    assert torch.equal(sim.state.rows[[1, 2]], before[[1, 2]])
-    local = ~sim.model.layout.mask(sim.method.shared)
-    sim.exchange([0, 3])
-    assert torch.equal(sim.state.rows[1:3, local], before[1:3, local])
+    federation = federate_nets(name)
+    before = federation.clients.state.rows.clone()
+    local_round(federation, [0, 3], 0)
+    assert torch.equal(federation.clients.state.rows[[1, 2]], before[[1, 2]])
+    local = ~federation.clients.model.layout.mask(federation.clients.method.shared)
+    exchange(federation, [0, 3])
+    assert torch.equal(federation.clients.state.rows[1:3, local], before[1:3, local])
 
 
 def test_evaluations_say_what_is_mixed(federate_nets: Any, netted: dict[str, Any]) -> None:
-    event = mixtures(federate_nets(netted))
+    federation = download_all(federate_nets(netted))
+    event = mixtures(federation.clients, federation.server)
     models = netted["name"].startswith(("ensemble", "mfl", "fml", "fedmerge", "ifca", "fedem"))
     mixes = models or netted["name"].startswith("floral")
     assert event.get("component") == ({True: "model", False: "adaptor set"}[models] if mixes else None)

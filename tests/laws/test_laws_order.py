@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from comingle.engines.rounds import run_rounds
-from comingle.engines.simulation import Simulation
+from comingle.transports.inprocess import InProcess
 
 USERS = ("ann", "bob", "cem")
 TURNED = (2, 0, 1)
 PARTIAL = {"training.rounds": 3, "training.participation": 0.6, "evaluation.every": 3, "evaluation.first": False}
 
 
-def losses(sim: Simulation) -> dict[str, float]:
+def losses(federation: InProcess) -> dict[str, float]:
     """Every user's test loss at the end of a run."""
-    scores = run_rounds(sim, observe=lambda event: None)
-    return {user.name: score.mean_loss for user, score in zip(sim.users, scores, strict=True)}
+    scores = run_rounds(federation, observe=lambda event: None)
+    return {user.name: score.mean_loss for user, score in zip(federation.clients.users, scores, strict=True)}
 
 
 def turned(method: dict[str, Any]) -> dict[str, Any]:
@@ -43,13 +43,13 @@ def test_the_order_of_users_with_nets_changes_rounding_only(federate_nets: Any, 
 
 def test_a_method_says_what_the_server_keeps_by_user(federate: Any, federated: dict[str, Any]) -> None:
     """What has the users on its leading dimension is as long as there are users, and theirs in any order."""
-    kept = federate(federated, users=USERS).state.server
-    few = federate(cut(federated), users=USERS[:2]).state.server
+    kept = federate(federated, users=USERS).server.kept
+    few = federate(cut(federated), users=USERS[:2]).server.kept
     other = federate(turned(federated), users=[USERS[i] for i in TURNED])
     by_user = {name for name, t in kept.items() if t.shape != few[name].shape}
-    assert by_user == other.method.kept_by_user
+    assert by_user == other.clients.method.server.by_user
     for name, t in kept.items():
-        assert torch.equal(other.state.server[name], t[list(TURNED)] if name in by_user else t), name
+        assert torch.equal(other.server.kept[name], t[list(TURNED)] if name in by_user else t), name
 
 
 def cut(method: dict[str, Any]) -> dict[str, Any]:

@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from comingle.adapters.inject import ATTENTION, GENERALIST, ROUTER, SPECIALIST
-from comingle.engines.exchange import WIRE_DTYPE, build_uploads, upload_bytes
-from comingle.engines.simulation import Simulation
 from comingle.methods import make
-from comingle.methods.base import Method
-from comingle.methods.servers import mean
+from comingle.methods.ifca import Choose
+from comingle.methods.mixtures import Entropic
+from comingle.protocol.messages import COUNT, LOSS, Upload
+from comingle.transports.inprocess import InProcess
+from comingle.trees import restrict
+from federations import crossing, exchange, local_round, message_bytes
 
 EVERYONE = [0, 1, 2]
 SHORT = {"training.local_steps": 3}
@@ -22,18 +23,24 @@ FACTORS = {"ffa-lora": (".b",), "fedsa-lora": (".a",)}
 """What travels of each LoRA, where that is not both factors."""
 
 
-def wire_bytes(tensors: dict[str, Tensor]) -> int:
-    """Bytes of the tensors in a safetensors file, without its header."""
-    content = save({name: tensor.contiguous() for name, tensor in tensors.items()})
-    return len(content) - 8 - int.from_bytes(content[:8], "little")
+def sent_by(federation: InProcess) -> Upload:
+    """What everybody would send now."""
+    everyone = range(len(federation.clients.trainers))
+    return federation.clients.upload(everyone, 1, {LOSS: torch.zeros(len(everyone))})
 
 
-def real_uploads(sim: Simulation, method: Method, row: int) -> dict[str, Tensor]:
-    """What a user sends, experts that it does not have left out."""
-    uploads = build_uploads(method, sim.model.layout, sim.state.rows)
-    real = build_uploads(method, sim.model.layout, sim.mask.double())
-    present = {name: real[name][row].flatten(1).any(1) for name in uploads}
-    return {name: uploads[name][row][keep].to(WIRE_DTYPE) for name, keep in present.items() if keep.any()}
+def documented_bytes(federation: InProcess, row: int) -> int:
+    """The length of what a user sends, by the documented format: shared tensors, its loss, and what its method says."""
+    clients, user = federation.clients, federation.clients.trainers[row]
+    tensors = restrict(clients.model.layout.views(clients.state.rows), clients.model.layout, clients.method.shared)
+    reports = {LOSS: torch.zeros(())}
+    if clients.training.weighting != "uniform":
+        reports[COUNT] = torch.tensor(len(user.train))
+    if any(isinstance(part, Choose) for part in clients.method.client.parts):
+        reports["choice"] = torch.tensor(0)
+    rank = int(clients.state.ranks[row])
+    header = {"kind": "upload", "round": 1, "user": user.name, "rank": rank}
+    return message_bytes({name: t[row] for name, t in tensors.items()}, header, reports)
 
 
 def test_a_users_text_never_moves_another_users_tensors(
@@ -41,20 +48,22 @@ def test_a_users_text_never_moves_another_users_tensors(
 ) -> None:
     before_exchange, after_exchange = [], []
     for text in ("", "another text"):
-        sim = federate(federated, users=("ann", make_user("bob", text=text), "cem"), changes=SHORT)
-        sim.local_round(EVERYONE, 0)
-        before_exchange.append(sim.state.rows.clone())
-        sim.exchange(EVERYONE)
-        after_exchange.append(sim.state.rows.clone())
+        federation = federate(federated, users=("ann", make_user("bob", text=text), "cem"), changes=SHORT)
+        local_round(federation, EVERYONE, 0)
+        before_exchange.append(federation.clients.state.rows.clone())
+        exchange(federation, EVERYONE)
+        after_exchange.append(federation.clients.state.rows.clone())
     assert not torch.equal(before_exchange[0][1], before_exchange[1][1])
     assert torch.equal(before_exchange[0][[0, 2]], before_exchange[1][[0, 2]])
-    rerouted = {"router"} if sim.method.reroute else set()  # out of the components that all have made
-    local = ~sim.model.layout.mask(sim.method.shared | rerouted)
+    parts = federation.clients.method.client.parts
+    # Routers out of the components that all have made.
+    rerouted = {"router"} if any(isinstance(part, Entropic) for part in parts) else set()
+    local = ~federation.clients.model.layout.mask(federation.clients.method.shared | rerouted)
     assert torch.equal(after_exchange[0][[0, 2]][:, local], after_exchange[1][[0, 2]][:, local])
     heard = not torch.equal(after_exchange[0][0], after_exchange[1][0])
-    if sim.method.picks:  # nobody need be in Ann's cluster
+    if any(isinstance(part, Choose) for part in parts):  # nobody need be in Ann's cluster
         return
-    assert heard == bool(sim.model.layout.mask(sim.method.shared).any())
+    assert heard == bool(federation.clients.model.layout.mask(federation.clients.method.shared).any())
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "tokens"])
@@ -63,30 +72,31 @@ def test_the_exchange_is_the_mean_of_what_is_shared(
     federate: Any, make_user: Any, averaged: dict[str, Any], weighting: str, members: list[int]
 ) -> None:
     users = [make_user("ann", train=100), make_user("bob", train=200), make_user("cem", train=300)]
-    sim = federate(averaged, users=users, changes={"training.weighting": weighting})
-    sim.local_round(members, 0)
-    before = sim.state.rows.clone()
-    sim.exchange(members)
-    shared = sim.model.layout.mask(sim.method.shared)
-    assert torch.equal(sim.state.rows[:, ~shared], before[:, ~shared])
+    federation = federate(averaged, users=users, changes={"training.weighting": weighting})
+    local_round(federation, members, 0)
+    before = federation.clients.state.rows.clone()
+    exchange(federation, members)
+    shared = federation.clients.model.layout.mask(federation.clients.method.shared)
+    assert torch.equal(federation.clients.state.rows[:, ~shared], before[:, ~shared])
     share = {user: (100.0, 200.0, 300.0)[user] if weighting == "tokens" else 1.0 for user in members}
     expected = sum(before[user] * weight for user, weight in share.items()) / sum(share.values())
     for row in EVERYONE:  # the absent download too
-        assert torch.equal(sim.state.rows[row, shared], sim.state.rows[0, shared])
-        torch.testing.assert_close(sim.state.rows[row, shared], expected[shared], rtol=1e-12, atol=1e-15)
-    assert not sim.state.rows[~sim.mask].any()
+        assert torch.equal(federation.clients.state.rows[row, shared], federation.clients.state.rows[0, shared])
+        torch.testing.assert_close(federation.clients.state.rows[row, shared], expected[shared], rtol=1e-12, atol=1e-15)
+    assert not federation.clients.state.rows[~federation.clients.mask].any()
 
 
 def test_only_shared_roles_are_uploaded(federate: Any, method: dict[str, Any]) -> None:
-    sim = federate(method)
-    uploads = build_uploads(sim.method, sim.model.layout, sim.state.rows)
-    expected, roles = {}, {name.partition(".")[0] for name in sim.method.shared}
+    federation = federate(method)
+    uploads = sent_by(federation).tensors
+    first_copy = federation.clients.state.rows[: len(federation.clients.trainers)]
+    expected, roles = {}, {name.partition(".")[0] for name in federation.clients.method.shared}
     assert roles <= {ATTENTION, GENERALIST, "base", "statistics"}
-    for slot in sim.model.layout.slots:
-        travels = slot.name[-2:] in FACTORS.get(sim.method.name, (".a", ".b"))
+    for slot in federation.clients.model.layout.slots:
+        travels = slot.name[-2:] in FACTORS.get(federation.clients.method.name, (".a", ".b"))
         places = [i for i, role in enumerate(slot.roles) if travels and role in roles]
         if places:
-            tensor = sim.model.layout.views(sim.state.rows)[slot.name]
+            tensor = federation.clients.model.layout.views(first_copy)[slot.name]
             expected[slot.name] = tensor if slot.roles == (ATTENTION,) else tensor[:, places]
     assert uploads.keys() == expected.keys()
     assert all(torch.equal(uploads[name], expected[name]) for name in expected)
@@ -94,36 +104,39 @@ def test_only_shared_roles_are_uploaded(federate: Any, method: dict[str, Any]) -
 
 
 def test_bytes_counted_are_bytes_sent(federate: Any, method: dict[str, Any]) -> None:
-    sim = federate(method)
-    rows = range(len(sim.trainers))
-    picked = 4 * bool(sim.method.picks)  # which model a user took
-    sent = [wire_bytes(real_uploads(sim, sim.method, row)) + picked for row in rows]
-    assert sim.upload_bytes() == [sent[row] for row in sim.owners(sim.row_of)]
-    assert all(sent) == bool(sim.method.shared)
+    """The whole message, as documented, of each user."""
+    federation = federate(method)
+    clients = federation.clients
+    counted = clients.upload_bytes()
+    if not clients.method.shared:
+        assert not any(counted)
+        return
+    assert counted == [documented_bytes(federation, row) for row in clients.owners(clients.row_of)]
 
 
-def test_bytes_of_unequal_users_leave_padding_out(federate: Any) -> None:
-    """A method that would share everything: users of 1, 2 and 3 experts send what they have."""
-    sim = federate({"name": "comigs", "specialists": [0, 1, 2]})
-    everything = Method(name="all", shared=frozenset({ATTENTION, GENERALIST, SPECIALIST, ROUTER}), server=mean)
-    counted = upload_bytes(everything, sim.model.layout, sim.mask)
-    assert counted == [wire_bytes(real_uploads(sim, everything, row)) for row in EVERYONE]
-    assert counted == [4 * count for count in sim.trainable_parameters()]
+def test_bytes_of_users_of_unequal_rank_leave_padding_out(federate: Any) -> None:
+    """Users of ranks 1, 2 and 4 send what each would send if all had its rank."""
+    ranks = (1, 2, 4)
+    mixed = federate("fedavg", changes={"adapters.rank": list(ranks)}).clients.upload_bytes()
+    alike = [federate("fedavg", changes={"adapters.rank": rank}).clients.upload_bytes() for rank in ranks]
+    assert mixed == [counted[user] for user, counted in enumerate(alike)]
+    assert len(set(mixed)) == len(ranks)
 
 
 def test_what_is_not_shared_costs_nothing(federate: Any) -> None:
     for name in ("pretrained", "local", "centralized", "local-moe", "local-moe-tr", "comigs-2s"):
-        assert federate(name).upload_bytes() == [0, 0, 0]
+        assert federate(name).clients.upload_bytes() == [0, 0, 0]
 
 
 def test_the_papers_share_of_what_travels(federate: Any) -> None:
     """CoMiGS-1G1S sends attention and one of two experts; FedAvg, as large save the routers, sends all that it has."""
     comigs, fedavg = federate("comigs-1g1s"), federate("fedavg")
-    assert fedavg.upload_bytes()[0] == 4 * fedavg.trainable_parameters()[0]
-    routers = sum(slot.size for slot in comigs.model.layout.slots if slot.name.endswith(".router"))
-    assert comigs.trainable_parameters()[0] == fedavg.trainable_parameters()[0] + routers
-    specialists = comigs.model.layout.mask({SPECIALIST}).sum().item()
-    assert comigs.upload_bytes()[0] == fedavg.upload_bytes()[0] - 4 * specialists
+    sent, sent_by_fedavg = (sum(t[0].numel() for t in sent_by(f).tensors.values()) for f in (comigs, fedavg))
+    assert sent_by_fedavg == fedavg.clients.trainable_parameters()[0]
+    routers = sum(slot.size for slot in comigs.clients.model.layout.slots if slot.name.endswith(".router"))
+    assert comigs.clients.trainable_parameters()[0] == fedavg.clients.trainable_parameters()[0] + routers
+    specialists = comigs.clients.model.layout.mask({SPECIALIST}).sum().item()
+    assert sent == sent_by_fedavg - specialists
 
 
 SAME_ALONE = [
@@ -140,36 +153,62 @@ SAME_ALONE = [
 @pytest.mark.parametrize(("shared", "alone"), SAME_ALONE, ids=[f"{a} is {b}" for a, b in SAME_ALONE])
 def test_one_user_alone_makes_sharing_nothing(federate: Any, shared: str, alone: str) -> None:
     """The mean of one is that one: from the same start, over two rounds and an exchange, bit for bit."""
-    period = {"router_every": 2, "router_steps": 1} if len(make(shared).phases) > 1 else {}
+    period = {"router_every": 2, "router_steps": 1} if len(make(shared).client.phases) > 1 else {}
     first, second = (federate({"name": name, **period}, users=("ann",)) for name in (shared, alone))
-    second.state.rows.copy_(first.state.rows)
+    second.clients.state.rows.copy_(first.clients.state.rows)
     for number in range(2):
-        for sim in (first, second):
-            sim.local_round([0], number)
-        before = first.state.rows.clone()
-        first.exchange([0])
-        second.exchange([0])
-        assert torch.equal(first.state.rows, before)
-        assert torch.equal(first.state.rows, second.state.rows)
+        for federation in (first, second):
+            local_round(federation, [0], number)
+        before = first.clients.state.rows.clone()
+        exchange(first, [0])
+        exchange(second, [0])
+        assert torch.equal(first.clients.state.rows, before)
+        assert torch.equal(first.clients.state.rows, second.clients.state.rows)
 
 
 def test_a_method_shares_only_what_it_trains(federate: Any, method: dict[str, Any]) -> None:
-    sim = federate(method)
-    trained, shared = (sim.model.layout.mask(roles) for roles in (sim.method.trained, sim.method.shared))
+    federation = federate(method)
+    trained, shared = (
+        federation.clients.model.layout.mask(roles)
+        for roles in (federation.clients.method.client.trained, federation.clients.method.shared)
+    )
     assert not (shared & ~trained).any()
-    assert not (shared & sim.model.layout.mask({SPECIALIST, ROUTER})).any()
+    assert not (shared & federation.clients.model.layout.mask({SPECIALIST, ROUTER})).any()
 
 
 @pytest.mark.parametrize("name", ["fedavg", "floral", "ifca", "pcl", "local"])
 def test_what_is_said_beside_the_tensors_is_counted(federate: Any, name: str) -> None:
     """Where means are weighted a user says how much it has; mixtures and choices are sent, and not received."""
     by_count, uniform = (federate(name, changes={"training.weighting": w}) for w in ("tokens", "uniform"))
-    uploads = build_uploads(uniform.method, uniform.model.layout, uniform.state.rows)
-    tensors = sum(t[0].numel() for t in uploads.values()) * 4
-    said = {"fedavg": 0, "floral": 4 * 4, "ifca": 4, "pcl": 0, "local": 0}[name]
-    counts = 4 if name in ("fedavg", "floral", "ifca") else 0
-    assert uniform.upload_bytes() == [tensors + said] * 3
-    assert by_count.upload_bytes() == [tensors + said + counts] * 3
-    models = {"ifca": 5, "pcl": 1, "floral": 1, "fedavg": 1, "local": 1}[name]
-    for sim in (uniform, by_count):  # with two members PCL's each receive one model
-        assert sim.exchanged_bytes([0, 2])[1] == 2 * models * tensors
+    said = {
+        "floral": {"mixture": torch.zeros(4, dtype=torch.float64)},
+        "ifca": {"choice": torch.tensor(0)},
+    }.get(name, {})
+    for federation, count in ((uniform, {}), (by_count, {COUNT: torch.tensor(120)})):
+        reports = {LOSS: torch.zeros(()), **said, **count}
+        tensors = sent_by(federation).tensors
+        users = zip(federation.clients.trainers, federation.clients.state.ranks.tolist(), strict=True)
+        expected = [
+            message_bytes(
+                {n: t[0] for n, t in tensors.items()},
+                {"kind": "upload", "round": 1, "user": user.name, "rank": rank},
+                reports,
+            )
+            for user, rank in users
+        ]
+        assert federation.clients.upload_bytes() == (expected if tensors else [0, 0, 0])
+        check_download(federation, name, tensors)
+
+
+def check_download(federation: InProcess, name: str, tensors: dict[str, Tensor]) -> None:
+    """IFCA's users receive five models, PCL's two members each other's; nobody receives reports."""
+    models = {"ifca": 5}.get(name, 1)
+    received = 0
+    for user in (0, 2) if tensors else ():
+        rank = int(federation.clients.state.ranks[user])
+        owner = federation.clients.name(user)
+        header: dict[str, Any] = {"kind": "download", "version": 1, "user": owner, "rank": rank}
+        header |= {"senders": ["ann", "cem"]} if name == "pcl" else {}
+        received += message_bytes({n: t[:1].expand(models, *t.shape[1:]) for n, t in tensors.items()}, header, {})
+    federation.download(range(3))  # what there is before the first round
+    assert crossing(federation, [0, 2])[1] == received

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 from comingle.adapters.clustered import floral
 from comingle.adapters.clustered.geometry import CONV_FORMS
-from comingle.engines.simulation import Simulation
+from comingle.engines.local import finish
 from comingle.methods import REGISTRY, make, settings_of
 from comingle.recipes.sections import AdaptersSection, FloralSection
+from comingle.transports.inprocess import InProcess
+from federations import exchange, local_round
 
 ROUNDS = 3
+TINY = "random:llama?layers=1&dim=32"
 
 WITH: dict[str, Any] = {"router_every": 2, "router_steps": 1, "exchange_from": 1, "exchange_every": 1}
 """In place of defaults that are longer than a tiny run."""
@@ -55,15 +58,15 @@ def other(key: str, default: Any) -> Any:
     return default / 2 if default else 0.5
 
 
-def outcome(sim: Simulation) -> list[Tensor]:
+def outcome(federation: InProcess) -> list[Tensor]:
     """What users and server have after a few rounds."""
-    everyone = list(range(len(sim.trainers)))
+    everyone = list(range(len(federation.clients.trainers)))
     for number in range(ROUNDS):
-        sim.local_round(everyone, number)
-        if sim.method.exchanges(number + 1):
-            sim.exchange(everyone)
-    sim.finish()
-    return [sim.state.rows, sim.state.ranks, *sim.state.server.values()]
+        local_round(federation, everyone, number)
+        if federation.clients.method.exchanges(number + 1):
+            exchange(federation, everyone)
+    finish(federation.clients)
+    return [federation.clients.state.rows, federation.clients.state.ranks, *federation.server.kept.values()]
 
 
 def differ(one: list[Tensor], two: list[Tensor]) -> bool:
@@ -72,10 +75,10 @@ def differ(one: list[Tensor], two: list[Tensor]) -> bool:
 
 def run(federate: Any, federate_nets: Any, name: str, **settings: Any) -> list[Tensor]:
     method = {"name": name, **settings}
-    if make(name).mixture is not None or name in ON_NETS:
+    if make(name).placement.mixture is not None or name in ON_NETS:
         return outcome(federate_nets(method, changes={"training.rounds": ROUNDS}))
     ranks = {"adapters.rank": [2, 3, 4]} if name == "hetlora" else {}
-    return outcome(federate(method, base="random:llama?layers=1", changes={"training.rounds": ROUNDS, **ranks}))
+    return outcome(federate(method, base=TINY, changes={"training.rounds": ROUNDS, **ranks}))
 
 
 @cache
@@ -139,12 +142,12 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("option", ADAPTERS)
 def test_an_option_of_adapters_changes_what_is_learnt(federate: Any, option: str) -> None:
-    method, base = {"name": "comigs", "specialists": 2, "router_every": 2, "router_steps": 1}, "random:llama?layers=1"
+    method, base = {"name": "comigs", "specialists": 2, "router_every": 2, "router_steps": 1}, TINY
     found = [outcome(federate(method, base=base, changes=changes)) for changes in ({}, ADAPTERS[option])]
     assert differ(*found)
 
 
 def test_both_penalties_of_experts_differ(federate: Any) -> None:
-    method, base = {"name": "comigs", "specialists": 2, "router_every": 2, "router_steps": 1}, "random:llama?layers=1"
+    method, base = {"name": "comigs", "specialists": 2, "router_every": 2, "router_steps": 1}, TINY
     found = [outcome(federate(method, base=base, changes={"adapters.balance": b})) for b in ("generalist", "uniform")]
     assert differ(*found)

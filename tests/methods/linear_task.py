@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comingle.engines.samples import SampleFeed
-from comingle.engines.simulation import Simulation
+from comingle.transports.inprocess import InProcess
+from federations import read_anew
 
 RATE = 0.05
 LINEAR = {"data.task.name": "linear", "training.batch_size": 3, "evaluation.model": "exchanged"}
@@ -17,16 +17,16 @@ EVERYONE = [0, 1, 2, 3]
 Own = dict[str, Tensor]
 
 
-def unequal(sim: Simulation) -> Simulation:
+def unequal(federation: InProcess) -> InProcess:
     """User 2 has fewer samples than the others, so that means are weighted."""
-    few = sim.trainers[2]
-    sim.trainers[2] = replace(few, train=few.train.first(4))
-    sim.feed = SampleFeed(sim.trainers, sim.training, sim.batch_size, device=sim.model.device, dtype=sim.model.dtype)
-    return sim
+    few = federation.clients.trainers[2]
+    federation.clients.trainers[2] = replace(few, train=few.train.first(4))
+    read_anew(federation.clients)
+    return federation
 
 
-def samples_of(sim: Simulation, user: int, split: str = "train") -> tuple[Tensor, Tensor]:
-    part: Any = getattr(sim.trainers[user], split)
+def samples_of(federation: InProcess, user: int, split: str = "train") -> tuple[Tensor, Tensor]:
+    part: Any = getattr(federation.clients.trainers[user], split)
     return part.inputs.double(), part.targets.double()
 
 
@@ -38,10 +38,13 @@ def sample_losses(own: Own, inputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs(own, inputs) - targets).square().mean(1)
 
 
-def batches(sim: Simulation, user: int, number: int) -> list[Tensor]:
+def batches(federation: InProcess, user: int, number: int) -> list[Tensor]:
     """Numbers of samples, step by step."""
-    phase = sim.phases[0]
-    drawn = [sim.feed.draw([user], phase, number, step, 0)[0] for step in range(sim.feed.steps(user))]
+    phase = federation.clients.phases[0]
+    drawn = [
+        federation.clients.feed.draw([user], phase, number, step, 0)[0]
+        for step in range(federation.clients.feed.steps(user))
+    ]
     return [at[at >= 0] for at in drawn]
 
 

@@ -9,42 +9,44 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.engines.simulation import Simulation
+from comingle.engines.client import Clients
+from comingle.transports.inprocess import InProcess
+from federations import exchange, local_round
 
 EVERYONE = [0, 1, 2, 3]
 FLORAL = {"name": "floral", "clusters": 2}
 BASE, OWN = "model.1.base.running_", "model.1.running_"
 
 
-def statistics(sim: Simulation, prefix: str) -> Tensor:
+def statistics(federation: InProcess, prefix: str) -> Tensor:
     """Everybody's running mean and variance, side by side."""
-    views = sim.model.layout.views(sim.state.rows)
+    views = federation.clients.model.layout.views(federation.clients.state.rows)
     return torch.cat([views[f"{prefix}mean"], views[f"{prefix}var"]], 1).clone()
 
 
 @pytest.mark.parametrize("method", [FLORAL, {**FLORAL, "name": "floral-mfl"}, {"name": "local-adaptor"}])
 def test_the_exchange_averages_the_base_s_statistics_and_leaves_the_adaptors(federate_nets: Any, method: Any) -> None:
-    sim = federate_nets(method)
-    sim.local_round(EVERYONE, 0)
-    base, own = statistics(sim, BASE), statistics(sim, OWN)
+    federation = federate_nets(method)
+    local_round(federation, EVERYONE, 0)
+    base, own = statistics(federation, BASE), statistics(federation, OWN)
     assert not torch.allclose(base[0], base[1])
-    sim.exchange(EVERYONE)
-    counts = torch.tensor([len(user.train) for user in sim.trainers], dtype=torch.float64)
+    exchange(federation, EVERYONE)
+    counts = torch.tensor([len(user.train) for user in federation.clients.trainers], dtype=torch.float64)
     mean = (counts / counts.sum()) @ base
-    torch.testing.assert_close(statistics(sim, BASE), mean.expand(4, -1))
-    assert torch.equal(statistics(sim, OWN), own)
+    torch.testing.assert_close(statistics(federation, BASE), mean.expand(4, -1))
+    assert torch.equal(statistics(federation, OWN), own)
 
 
 def test_reparameterised_adaptors_see_how_far_a_user_is_from_the_others(federate_nets: Any) -> None:
     """From the second round on s and m are not 1 and 0, so both forms train and score otherwise."""
-    sims = [federate_nets(FLORAL, changes={"floral.batch_nora": nora}) for nora in (False, True)]
+    federations = [federate_nets(FLORAL, changes={"floral.batch_nora": nora}) for nora in (False, True)]
     rows, losses = [], []
-    for sim in sims:
+    for federation in federations:
         for number in range(3):
-            sim.local_round(EVERYONE, number)
-            sim.exchange(EVERYONE)
-        rows.append(sim.state.rows)
-        losses.append(torch.tensor([score.mean_loss for score in sim.evaluate()]))
+            local_round(federation, EVERYONE, number)
+            exchange(federation, EVERYONE)
+        rows.append(federation.clients.state.rows)
+        losses.append(torch.tensor([score.mean_loss for score in federation.clients.evaluate()]))
     assert (rows[0] - rows[1]).abs().max() > 1e-6
     assert (losses[0] - losses[1]).abs().max() > 1e-6
 
@@ -121,14 +123,14 @@ def preconditioned(own: Mapping[str, Tensor], key: str, gradient: Tensor) -> Ten
 
 
 def play_round(
-    sim: Simulation, users: list[dict[str, Tensor]], members: Sequence[int], number: int, nora: bool
+    clients: Clients, users: list[dict[str, Tensor]], members: Sequence[int], number: int, nora: bool
 ) -> None:
     """In place on everybody's tensors."""
     for k in members:
-        inputs, targets = sim.trainers[k].train.inputs.double(), sim.trainers[k].train.targets.double()
-        for at in (sim.feed.draw([k], sim.phases[0], number, i, 0)[0] for i in range(sim.feed.steps(k))):
+        inputs, targets = clients.trainers[k].train.inputs.double(), clients.trainers[k].train.targets.double()
+        for at in (clients.feed.draw([k], clients.phases[0], number, i, 0)[0] for i in range(clients.feed.steps(k))):
             users[k] = step(users[k], inputs[at[at >= 0]], targets[at[at >= 0]], nora=nora)
-    counts = torch.tensor([len(t.train) if k in members else 0 for k, t in enumerate(sim.trainers)]).double()
+    counts = torch.tensor([len(t.train) if k in members else 0 for k, t in enumerate(clients.trainers)]).double()
     joint = torch.stack([own["theta"].softmax(0) for own in users]) * counts.unsqueeze(1)
     for key in NAMES.keys() - set(AT_HOME):
         sent = torch.stack([own[key] for own in users])
@@ -144,8 +146,9 @@ def play_round(
 @pytest.mark.parametrize("members", [EVERYONE, [0, 2]], ids=["everybody", "sampled"])
 def test_rounds_equal_the_paper_written_out(federate_nets: Any, nora: bool, members: list[int]) -> None:
     changes = {"floral.batch_nora": nora, "training.router.learning_rate": ROUTER_RATE, "training.batch_size": 20}
-    sim = federate_nets(FLORAL, changes=changes)
-    views = sim.model.layout.views(sim.state.rows)
+    federation = federate_nets(FLORAL, changes=changes)
+    clients = federation.clients
+    views = clients.model.layout.views(clients.state.rows)
     assert set(NAMES.values()) == set(views)
     source = torch.Generator().manual_seed(3)
     for key in ("gains", "shifts"):  # not zero as at the start, so that s and m matter soon
@@ -153,13 +156,13 @@ def test_rounds_equal_the_paper_written_out(federate_nets: Any, nora: bool, memb
         start.copy_(0.3 * torch.randn(start.shape[1:], generator=source, dtype=torch.float64))
     users = [{key: views[name][k].clone() for key, name in NAMES.items()} for k in EVERYONE]
     for number in range(3):
-        play_round(sim, users, members, number, nora)
-        sim.local_round(members, number)
-        sim.exchange(members)
-    for k, (own, score) in enumerate(zip(users, sim.evaluate(), strict=True)):
+        play_round(clients, users, members, number, nora)
+        local_round(federation, members, number)
+        exchange(federation, members)
+    for k, (own, score) in enumerate(zip(users, clients.evaluate(), strict=True)):
         for key, name in NAMES.items():
             torch.testing.assert_close(views[name][k], own[key], rtol=1e-7, atol=1e-9, msg=name)
-        outputs, _ = net(own, sim.trainers[k].test.inputs.double(), nora=nora, train=False)
+        outputs, _ = net(own, clients.trainers[k].test.inputs.double(), nora=nora, train=False)
         assert score.mean_loss == pytest.approx(
-            float((outputs - sim.trainers[k].test.targets).square().mean()), abs=1e-6
+            float((outputs - clients.trainers[k].test.targets).square().mean()), abs=1e-6
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,32 +12,40 @@ import torch
 from linear_task import EVERYONE, LINEAR, RATE
 
 from comingle import experiment
+from comingle.engines.local import finetuned
 from comingle.engines.rounds import run_rounds
-from comingle.engines.simulation import Simulation
 from comingle.recipes import load_recipe
+from comingle.transports.inprocess import InProcess
+from federations import exchange, local_round
 
 
-def kept(sim: Simulation) -> dict[str, torch.Tensor]:
-    return {name: t.clone() for name, t in sim.state.tensors().items()}
+def kept(federation: InProcess) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in federation.clients.state.tensors().items()}
 
 
-def after_a_round(sim: Simulation, members: list[int]) -> Simulation:
-    sim.local_round(members, 0)
-    sim.exchange(members)
-    return sim
+def tuned(federation: InProcess, done: int | None = None) -> Sequence[Any]:
+    """Everybody's score with its tuned model after so many rounds."""
+    with finetuned(federation.clients, done):
+        return federation.clients.evaluate()
+
+
+def after_a_round(federation: InProcess, members: list[int]) -> InProcess:
+    local_round(federation, members, 0)
+    exchange(federation, members)
+    return federation
 
 
 def test_scores_are_those_of_a_tuned_copy_written_out(federate_nets: Any) -> None:
     """Torch's own layers and loop, user by user, from the global model."""
-    sim = after_a_round(federate_nets("fedavg+", changes=LINEAR), EVERYONE)
-    views, found = sim.model.layout.views(sim.state.rows), sim.evaluate(1)
-    phase = replace(sim.phases[0], label="tuning")
-    for k, user in enumerate(sim.trainers):
+    federation = after_a_round(federate_nets("fedavg+", changes=LINEAR), EVERYONE)
+    views, found = federation.clients.model.layout.views(federation.clients.state.rows), tuned(federation, 1)
+    phase = replace(federation.clients.phases[0], label="tuning")
+    for k, user in enumerate(federation.clients.trainers):
         net = torch.nn.Linear(10, 3).double()
         net.load_state_dict({name: t[k] for name, t in views.items()})
         descent = torch.optim.SGD(net.parameters(), lr=RATE)
-        for step in range(sim.feed.steps(k)):
-            at = sim.feed.draw([k], phase, 1, step, 0)[0]
+        for step in range(federation.clients.feed.steps(k)):
+            at = federation.clients.feed.draw([k], phase, 1, step, 0)[0]
             at = at[at >= 0]
             descent.zero_grad()
             (net(user.train.inputs[at].double()) - user.train.targets[at]).square().mean().backward()
@@ -52,33 +61,32 @@ def test_an_evaluation_leaves_nothing_behind(federate: Any, federate_nets: Any, 
     members = EVERYONE if kind == "net" else EVERYONE[:3]
     changes = {"training.experts": {"name": "adamw", "learning_rate": 0.01}}
     looked, blind = (after_a_round(make("fedavg+", changes=changes), members) for _ in range(2))
-    before, phases = kept(looked), looked.phases
-    first, second = looked.evaluate(1), looked.evaluate(1)
+    before, phases = kept(looked), looked.clients.phases
+    first, second = tuned(looked, 1), tuned(looked, 1)
     assert [s.mean_loss for s in first] == [s.mean_loss for s in second]
-    assert looked.phases is phases
+    assert looked.clients.phases is phases
     assert all(torch.equal(t, kept(looked)[name]) for name, t in before.items())
     plain = after_a_round(make("fedavg", changes=changes), members)
-    assert torch.equal(plain.state.rows, looked.state.rows)
-    assert all(a.mean_loss != b.mean_loss for a, b in zip(first, plain.evaluate(), strict=True))
-    for sim in (looked, blind, plain):
-        sim.local_round(members, 1)
-    assert torch.equal(looked.state.rows, blind.state.rows)
-    assert torch.equal(looked.state.rows, plain.state.rows)
+    assert torch.equal(plain.clients.state.rows, looked.clients.state.rows)
+    assert all(a.mean_loss != b.mean_loss for a, b in zip(first, plain.clients.evaluate(), strict=True))
+    for federation in (looked, blind, plain):
+        local_round(federation, members, 1)
+    assert torch.equal(looked.clients.state.rows, blind.clients.state.rows)
+    assert torch.equal(looked.clients.state.rows, plain.clients.state.rows)
 
 
 def test_tuning_draws_batches_of_its_own(federate_nets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sim = federate_nets("fedavg+", changes=LINEAR)
+    federation = federate_nets("fedavg+", changes=LINEAR)
     drawn: list[tuple[str, int]] = []
-    original = sim.feed.draw
+    original = federation.clients.feed.draw
 
     def spy(trainers: Any, phase: Any, number: int, step: int, repeat: int) -> torch.Tensor:
         drawn.append((phase.purpose, number))
         return original(trainers, phase, number, step, repeat)
 
-    monkeypatch.setattr(sim.feed, "draw", spy)
-    sim.evaluate(0)
-    sim.evaluate(1)
-    sim.evaluate()
+    monkeypatch.setattr(federation.clients.feed, "draw", spy)
+    for done in (0, 1, None):
+        tuned(federation, done)
     assert set(drawn) == {("tuning", 0), ("tuning", 1)}  # of two rounds
 
 
@@ -86,10 +94,12 @@ def test_it_tunes_the_exchanged_model_whatever_the_setting(federate_nets: Any) -
     """Everybody starts from the same, also who was away; the last exchange takes place."""
     events: list[dict[str, Any]] = []
     changes = {**LINEAR, "evaluation.model": "local", "training.participation": 0.5, "evaluation.every": 1}
-    sim = federate_nets("fedavg+", changes=changes)
-    run_rounds(sim, observe=events.append)
+    federation = federate_nets("fedavg+", changes=changes)
+    run_rounds(federation, observe=events.append)
     assert [e["round"] for e in events if e["event"] == "evaluation"] == [0, 1, 2]
-    assert torch.equal(sim.state.rows, sim.state.rows[:1].expand_as(sim.state.rows))
+    assert torch.equal(
+        federation.clients.state.rows, federation.clients.state.rows[:1].expand_as(federation.clients.state.rows)
+    )
 
 
 def test_a_users_model_is_the_tuned_one(recipe_file: Path, tmp_path: Path) -> None:
@@ -97,13 +107,13 @@ def test_a_users_model_is_the_tuned_one(recipe_file: Path, tmp_path: Path) -> No
     run = experiment.run(recipe, out=tmp_path / "run")
     opened = experiment.load(tmp_path / "run")
     text = "ada loved the sea and the sea loved her"
-    with run.simulation.tuned():
-        rows = run.simulation.state.rows.clone()
+    with finetuned(run.federation.clients):
+        rows = run.federation.clients.state.rows.clone()
     for i, name in enumerate(run.users):
         own = run.user(name)
         assert own.perplexity(text) == opened.user(name).perplexity(text)
-        for key, t in run.simulation.model.layout.views(rows).items():
+        for key, t in run.federation.clients.model.layout.views(rows).items():
             torch.testing.assert_close(own.tensors[key][0], t[i], rtol=1e-4, atol=1e-5)
     scores = {name: user["test_perplexity"] for name, user in run.metrics["users"].items()}
-    again = opened.simulation.evaluate()
+    again = tuned(opened.federation)
     assert [score.perplexity for score in again] == pytest.approx(list(scores.values()), rel=1e-6)

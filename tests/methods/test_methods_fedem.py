@@ -13,7 +13,6 @@ from linear_task import EVERYONE, LINEAR, Own, batches, descend, outputs, sample
 from torch import Tensor, nn
 
 from comingle.engines.mixing import mixture_of
-from comingle.engines.simulation import Simulation
 from comingle.errors import RecipeError
 from comingle.evaluation.samples import sample_losses as losses_of
 from comingle.experiment import run
@@ -21,38 +20,40 @@ from comingle.models.personal_net import MixtureOfModels, personal_net
 from comingle.models.stacked import stack
 from comingle.recipes import parse_recipe
 from comingle.routers.mixtures import ClientMixture
+from comingle.transports.inprocess import InProcess
+from federations import crossing, exchange, local_round, message_bytes
 
 MODELS = 3
 METHOD = {"name": "fedem", "models": MODELS}
 
 
-def learners(sim: Simulation, user: int) -> list[Own]:
-    views = sim.model.layout.views(sim.state.rows)
+def learners(federation: InProcess, user: int) -> list[Own]:
+    views = federation.clients.model.layout.views(federation.clients.state.rows)
     return [{name: views[name][user, m].clone() for name in ("weight", "bias")} for m in range(MODELS)]
 
 
-def by_hand(sim: Simulation, rounds: int, members: list[int]) -> tuple[list[Own], list[list[float]]]:
+def by_hand(federation: InProcess, rounds: int, members: list[int]) -> tuple[list[Own], list[list[float]]]:
     """Algorithm 2: the learners, and everybody's mixture."""
-    shared, pi = learners(sim, 0), [[1 / MODELS] * MODELS for _ in EVERYONE]
-    total = sum(len(sim.trainers[k].train) for k in members)
+    shared, pi = learners(federation, 0), [[1 / MODELS] * MODELS for _ in EVERYONE]
+    total = sum(len(federation.clients.trainers[k].train) for k in members)
     for number in range(rounds):
         trained: dict[int, list[Own]] = {}
         for k in members:
-            x, y = samples_of(sim, k)
+            x, y = samples_of(federation, k)
             q = [responsibility(pi[k], [float(sample_losses(o, x[s : s + 1], y[s : s + 1])) for o in shared])
                  for s in range(len(x))]  # fmt: skip
             pi[k] = [sum(row[m] for row in q) / len(q) for m in range(MODELS)]
             trained[k] = []
             for m in range(MODELS):
                 own, mine = shared[m], torch.tensor([row[m] for row in q], dtype=torch.float64)
-                for at in batches(sim, k, number):
+                for at in batches(federation, k, number):
 
                     def loss(leaves: Own, at: Tensor = at, mine: Tensor = mine, x: Tensor = x, y: Tensor = y) -> Tensor:
                         return (mine[at] * sample_losses(leaves, x[at], y[at])).sum() / len(at)
 
                     own = descend(own, loss)
                 trained[k].append(own)
-        share = {k: len(sim.trainers[k].train) / total for k in members}
+        share = {k: len(federation.clients.trainers[k].train) / total for k in members}
         shared = [
             {name: sum(share[k] * trained[k][m][name] for k in members) for name in shared[m]} for m in range(MODELS)
         ]
@@ -70,59 +71,67 @@ def test_rounds_equal_the_algorithm_written_out(
     federate_nets: Any, members: list[int], changes: dict[str, Any]
 ) -> None:
     """Over two epochs the responsibilities stay those of the start of the round."""
-    sim, twin = (unequal(federate_nets(METHOD, changes={**LINEAR, **changes})) for _ in range(2))
+    federation, twin = (unequal(federate_nets(METHOD, changes={**LINEAR, **changes})) for _ in range(2))
     wanted, pi = by_hand(twin, 2, members)
     for number in range(2):
-        sim.local_round(members, number)
-        sim.exchange(members)
-    found = mixture_of(sim)
+        local_round(federation, members, number)
+        exchange(federation, members)
+    found = mixture_of(federation.clients, federation.server)
     assert found is not None
     torch.testing.assert_close(found, torch.tensor(pi, dtype=torch.float64), rtol=1e-6, atol=1e-9)
     assert float((found[0] - 1 / MODELS).abs().max()) > 0.01
     for k in EVERYONE:  # who was away too
-        for own, expected in zip(learners(sim, k), wanted, strict=True):
+        for own, expected in zip(learners(federation, k), wanted, strict=True):
             for name, t in expected.items():
                 torch.testing.assert_close(own[name], t, rtol=1e-6, atol=1e-8)
-    scores = sim.evaluate()
+    scores = federation.clients.evaluate()
     for k in EVERYONE:
-        x, y = samples_of(sim, k, "test")
+        x, y = samples_of(federation, k, "test")
         mixed = sum(pi[k][m] * outputs(own, x) for m, own in enumerate(wanted))
         assert scores[k].mean_loss == pytest.approx(float((mixed - y).square().mean()), rel=1e-5)
 
 
 def test_learners_start_differently_and_mixtures_even(federate_nets: Any) -> None:
-    sim = federate_nets(METHOD, changes=LINEAR)
-    first, second, _ = learners(sim, 0)
+    federation = federate_nets(METHOD, changes=LINEAR)
+    first, second, _ = learners(federation, 0)
     assert not torch.equal(first["weight"], second["weight"])
-    assert torch.equal(mixture_of(sim), torch.full((4, MODELS), 1 / MODELS, dtype=torch.float64))
+    assert torch.equal(
+        mixture_of(federation.clients, federation.server), torch.full((4, MODELS), 1 / MODELS, dtype=torch.float64)
+    )
 
 
 def test_every_learner_travels_each_way_and_no_mixture(federate_nets: Any) -> None:
-    sim, plain = federate_nets(METHOD), federate_nets("fedavg")
-    model = plain.upload_bytes()[0]
-    count = 4  # how many samples a user trains on
-    model -= count
-    assert sim.exchanged_bytes([1, 2]) == (2 * (MODELS * model + count), 2 * MODELS * model)
+    federation, plain = federate_nets(METHOD), federate_nets("fedavg")
+    model = plain.clients.model.layout.views(plain.clients.state.rows)
+    models = {name: torch.stack([t[0]] * MODELS) for name, t in model.items()}
+    header = {"user": "user-1", "rank": 0}
+    upload = message_bytes(
+        models, {"kind": "upload", "round": 1, **header}, {"count": torch.tensor(51), "loss": torch.tensor(0.0)}
+    )
+    download = message_bytes(
+        {name: t.unsqueeze(0) for name, t in models.items()}, {"kind": "download", "version": 1, **header}, {}
+    )
+    assert crossing(federation, [1, 2]) == (2 * upload, 2 * download)
 
 
 def test_one_learner_is_fedavg(federate_nets: Any) -> None:
     one, plain = federate_nets({"name": "fedem", "models": 1}), federate_nets("fedavg")
-    for sim in (one, plain):
+    for federation in (one, plain):
         for number in range(2):
-            sim.local_round(EVERYONE, number)
-            sim.exchange(EVERYONE)
-    found = one.model.layout.views(one.state.rows)
-    for name, value in plain.model.layout.views(plain.state.rows).items():
+            local_round(federation, EVERYONE, number)
+            exchange(federation, EVERYONE)
+    found = one.clients.model.layout.views(one.clients.state.rows)
+    for name, value in plain.clients.model.layout.views(plain.clients.state.rows).items():
         torch.testing.assert_close(found[name].squeeze(1), value, rtol=1e-9, atol=1e-12)
 
 
 def test_a_component_without_share_is_not_lost_for_good(federate_nets: Any) -> None:
     """Its logit stays finite, as checkpoints and checks for broken users need it."""
-    sim = federate_nets(METHOD, changes=LINEAR)
-    sim.model.layout.views(sim.state.rows)["bias"][:, 0] += 1e6
-    sim.local_round(EVERYONE, 0)
-    assert bool(sim.state.rows.isfinite().all())
-    assert float(mixture_of(sim)[:, 0].max()) < 1e-300
+    federation = federate_nets(METHOD, changes=LINEAR)
+    federation.clients.model.layout.views(federation.clients.state.rows)["bias"][:, 0] += 1e6
+    local_round(federation, EVERYONE, 0)
+    assert bool(federation.clients.state.rows.isfinite().all())
+    assert float(mixture_of(federation.clients, federation.server)[:, 0].max()) < 1e-300
 
 
 # ---------------------------------------------------------------- predictions
@@ -165,9 +174,9 @@ def test_a_run_on_images_predicts_as_it_scores(tmp_path: Path) -> None:
         }
     )
     done = run(recipe)
-    sim = done.simulation
-    assert sim.stacked.mixes_probabilities
-    for user, score in zip(sim.users, sim.evaluate(), strict=True):
+    federation = done.federation
+    assert federation.clients.stacked.mixes_probabilities
+    for user, score in zip(federation.clients.users, federation.clients.evaluate(), strict=True):
         own = done.user(user.name)
         assert own.evaluate(user.test).measures == pytest.approx(score.measures, rel=1e-5)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ from torch import Tensor
 from comingle import nets
 from comingle.engines.mixing import mixtures
 from comingle.engines.rounds import run_rounds
-from comingle.engines.simulation import Simulation
 from comingle.errors import DivergenceError, RecipeError
 from comingle.methods import make
+from comingle.methods.client import Proximal
+from comingle.models import hardware
+from comingle.transports.inprocess import InProcess
+from federations import crossing, download_all, exchange, local_round, message_bytes
 
 STEP = 0.01
 MODELS = 3
@@ -33,9 +37,9 @@ def inner(one: Own, other: Own) -> Tensor:
 class ByHand:
     """Algorithm 1 on the linear task, whose only layer is its head."""
 
-    def __init__(self, sim: Simulation, *, softmax: bool, models_first: bool, column: bool, proximal: float):
-        memory = sim.state.server
-        self.sim, self.softmax, self.column, self.proximal = sim, softmax, column, proximal
+    def __init__(self, federation: InProcess, *, softmax: bool, models_first: bool, column: bool, proximal: float):
+        memory = federation.server.kept
+        self.federation, self.softmax, self.column, self.proximal = federation, softmax, column, proximal
         self.soup = {n.removeprefix("soup."): t.clone() for n, t in memory.items() if n.startswith("soup.")}
         self.logits = memory["merging"].clone()
         self.moves = [self.move_models, self.move_weights] if models_first else [self.move_weights, self.move_models]
@@ -44,22 +48,22 @@ class ByHand:
         return self.logits[user].softmax(0) if self.softmax else self.logits[user]
 
     def round(self, number: int, members: Sequence[int]) -> None:
-        total = sum(len(self.sim.trainers[k].train) for k in members)
-        p = {k: len(self.sim.trainers[k].train) / total for k in members}
+        total = sum(len(self.federation.clients.trainers[k].train) for k in members)
+        p = {k: len(self.federation.clients.trainers[k].train) / total for k in members}
         updates = {k: self.local(k, number) for k in members}
         for move in self.moves:
             move(updates, p)
 
     def local(self, user: int, number: int) -> Own:
         """What the merged model was minus what the user made of it."""
-        (x, y), start = samples_of(self.sim, user), merge(self.soup, self.shares(user))
+        (x, y), start = samples_of(self.federation, user), merge(self.soup, self.shares(user))
 
         def loss(own: Own, at: Tensor) -> Tensor:
             away = sum((own[name] - start[name]).square().sum() for name in own)
             return sample_losses(own, x[at], y[at]).mean() + self.proximal * away
 
         own = dict(start)
-        for at in batches(self.sim, user, number):
+        for at in batches(self.federation, user, number):
             own = descend(own, lambda leaves, at=at: loss(leaves, at))
         return {name: start[name] - own[name] for name in own}
 
@@ -102,87 +106,90 @@ class ByHand:
 def test_two_rounds_equal_the_algorithm_written_out(
     federate_nets: Any, settings: dict[str, Any], members: list[int]
 ) -> None:
-    sim = unequal(federate_nets({"name": "fedmerge", "models": MODELS, **settings}, changes=LINEAR))
+    federation = unequal(federate_nets({"name": "fedmerge", "models": MODELS, **settings}, changes=LINEAR))
     chosen = {"softmax": True, "models_first": True, "column_normalize": True, "proximal": 0.0, **settings}
-    hand = ByHand(sim, column=chosen.pop("column_normalize"), **chosen)
+    hand = ByHand(federation, column=chosen.pop("column_normalize"), **chosen)
     for number in range(2):
         hand.round(number, members)
-        sim.local_round(members, number)
-        sim.exchange(members)
-    rows = sim.model.layout.views(sim.state.rows)
-    torch.testing.assert_close(sim.state.server["merging"], hand.logits, rtol=1e-9, atol=1e-12)
+        local_round(federation, members, number)
+        exchange(federation, members)
+    rows = federation.clients.model.layout.views(federation.clients.state.rows)
+    torch.testing.assert_close(federation.server.kept["merging"], hand.logits, rtol=1e-9, atol=1e-12)
     assert float((hand.logits - hand.logits[:1]).abs().max()) > STEP / 2
     for name, t in hand.soup.items():
-        torch.testing.assert_close(sim.state.server[f"soup.{name}"], t, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(federation.server.kept[f"soup.{name}"], t, rtol=1e-6, atol=1e-8)
         for k in EVERYONE:  # who was away too
             torch.testing.assert_close(rows[name][k], merge(hand.soup, hand.shares(k))[name], rtol=1e-6, atol=1e-8)
 
 
 def test_the_first_download_is_the_mean_of_the_soup(federate_nets: Any) -> None:
-    sim = federate_nets({"name": "fedmerge", "models": MODELS})
-    for name, t in sim.model.layout.views(sim.state.rows).items():
-        soup = sim.state.server[f"soup.{name}"]
+    federation = download_all(federate_nets({"name": "fedmerge", "models": MODELS}))
+    for name, t in federation.clients.model.layout.views(federation.clients.state.rows).items():
+        soup = federation.server.kept[f"soup.{name}"]
         assert len(soup) == MODELS
         torch.testing.assert_close(t, soup.mean(0).expand_as(t))
-    weight = sim.state.server["soup.0.weight"]
+    weight = federation.server.kept["soup.0.weight"]
     assert not torch.equal(weight[0], weight[1])
 
 
 def test_one_model_travels_whatever_is_in_the_soup(federate_nets: Any) -> None:
     for models in (1, 7):
-        sim, plain = federate_nets({"name": "fedmerge", "models": models}), federate_nets("fedavg")
-        assert sim.exchanged_bytes(EVERYONE) == plain.exchanged_bytes(EVERYONE)
-        assert sim.exchanged_bytes([1])[1] == 4 * sim.model.layout.columns
+        federation, plain = federate_nets({"name": "fedmerge", "models": models}), federate_nets("fedavg")
+        assert crossing(download_all(federation), EVERYONE) == crossing(plain, EVERYONE)
+        model = {name: t[:1] for name, t in plain.clients.model.layout.views(plain.clients.state.rows).items()}
+        header = {"kind": "download", "version": 2, "user": "user-1", "rank": 0}
+        assert crossing(federation, [1])[1] == message_bytes(model, header, {})
 
 
 def test_one_adapter_travels_on_a_language_model(federate: Any) -> None:
-    sim, plain = federate({"name": "fedmerge", "models": 4}), federate("fedit")
-    assert sim.exchanged_bytes([0, 2]) == plain.exchanged_bytes([0, 2])
-    assert federate("fedavg").upload_bytes()[0] > plain.upload_bytes()[0]  # it has two experts
-    assert len(sim.state.server["soup.layers.0.mlp.up.a"]) == 4
+    federation, plain = federate({"name": "fedmerge", "models": 4}), federate("fedit")
+    assert crossing(download_all(federation), [0, 2]) == crossing(plain, [0, 2])
+    assert federate("fedavg").clients.upload_bytes()[0] > plain.clients.upload_bytes()[0]  # it has two experts
+    assert len(federation.server.kept["soup.layers.0.mlp.up.a"]) == 4
 
 
 def test_one_model_is_fedavg(federate_nets: Any) -> None:
-    sim, plain = federate_nets({"name": "fedmerge", "models": 1}), federate_nets("fedavg")
-    for each in (sim, plain):
+    federation, plain = federate_nets({"name": "fedmerge", "models": 1}), federate_nets("fedavg")
+    for each in (federation, plain):
         for number in range(2):
-            each.local_round(EVERYONE, number)
-            each.exchange(EVERYONE)
-    torch.testing.assert_close(sim.state.rows, plain.state.rows, rtol=1e-9, atol=1e-12)
+            local_round(each, EVERYONE, number)
+            exchange(each, EVERYONE)
+    torch.testing.assert_close(federation.clients.state.rows, plain.clients.state.rows, rtol=1e-9, atol=1e-12)
 
 
 def test_fixed_weights_are_even_over_a_subset_and_stay(federate_nets: Any) -> None:
-    sim = federate_nets({"name": "fedmerge-fixed", "models": 6, "chosen": 2})
-    before = sim.state.server["merging"].clone()
+    federation = federate_nets({"name": "fedmerge-fixed", "models": 6, "chosen": 2})
+    before = federation.server.kept["merging"].clone()
     shares = before.softmax(1)
     assert sorted(shares[0].tolist()) == [0, 0, 0, 0, 0.5, 0.5]
     assert len({tuple(row) for row in shares.tolist()}) > 1
-    sim.local_round(EVERYONE, 0)
-    sim.exchange(EVERYONE)
-    assert torch.equal(sim.state.server["merging"], before)
+    local_round(federation, EVERYONE, 0)
+    exchange(federation, EVERYONE)
+    assert torch.equal(federation.server.kept["merging"], before)
 
 
 @pytest.mark.parametrize("column", [True, False], ids=["column-normalised", "eq. 5"])
 def test_models_of_the_absent_stay_where_they_are(federate_nets: Any, column: bool) -> None:
     """Two models, each with users of its own; only the first one's are there."""
     method = {"name": "fedmerge", "models": 2, "softmax": False, "weight_step": 0.0, "column_normalize": column}
-    sim = federate_nets(method)
-    sim.state.server["merging"].copy_(torch.tensor([[1, 0], [0, 1], [1, 0], [0, 1]]))
-    before = {name: t.clone() for name, t in sim.state.server.items()}
-    sim.local_round([0, 2], 0)
-    sim.exchange([0, 2])
-    for name, t in sim.state.server.items():
+    federation = federate_nets(method, changes={"data.task.name": "mlp"})  # behind batch norm no bias moves
+    federation.server.kept["merging"].copy_(torch.tensor([[1, 0], [0, 1], [1, 0], [0, 1]]))
+    download_all(federation)
+    before = {name: t.clone() for name, t in federation.server.kept.items()}
+    local_round(federation, [0, 2], 0)
+    exchange(federation, [0, 2])
+    for name, t in federation.server.kept.items():
         assert torch.equal(t[1], before[name][1]), name
         assert torch.equal(t[0], before[name][0]) == (name == "merging"), name
 
 
 def test_fixed_weights_leave_models_alone_that_nobody_present_has(federate_nets: Any) -> None:
-    sim = federate_nets({"name": "fedmerge-fixed", "models": 6, "chosen": 2})
-    before = {name: t.clone() for name, t in sim.state.server.items()}
-    used = sim.state.server["merging"][0].softmax(0) > 0
-    sim.local_round([0], 0)
-    sim.exchange([0])
-    weight, start = sim.state.server["soup.0.weight"], before["soup.0.weight"]
+    federation = federate_nets({"name": "fedmerge-fixed", "models": 6, "chosen": 2})
+    before = {name: t.clone() for name, t in federation.server.kept.items()}
+    used = federation.server.kept["merging"][0].softmax(0) > 0
+    local_round(federation, [0], 0)
+    exchange(federation, [0])
+    weight, start = federation.server.kept["soup.0.weight"], before["soup.0.weight"]
     assert torch.equal((weight != start).flatten(1).any(1), used)
 
 
@@ -191,20 +198,21 @@ def test_merging_weights_are_as_precise_as_the_models(federate_nets: Any, name: 
     sizes = {"models": 3, "chosen": 2} if name == "fedmerge-fixed" else {"models": 3}
     for dtype in (torch.float64, torch.float32):
         changes = {"runtime.dtype": str(dtype).removeprefix("torch.")}
-        assert federate_nets({"name": name, **sizes}, changes=changes).state.server["merging"].dtype == dtype
+        assert federate_nets({"name": name, **sizes}, changes=changes).server.kept["merging"].dtype == dtype
 
 
 def test_the_proximal_gradient_is_that_of_autograd(federate_nets: Any) -> None:
-    sim = federate_nets({"name": "fedmerge", "models": 2, "proximal": 0.3})
-    layout, users = sim.model.layout, [1, 3]
-    sim.began = torch.randn(sim.state.rows.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    part = sim.state.take(users)
-    leaves = {name: t.detach().clone().requires_grad_() for name, t in layout.views(part.rows).items()}
-    before = layout.views(sim.began[users])
+    federation = federate_nets({"name": "fedmerge", "models": 2, "proximal": 0.3})
+    layout, users = federation.clients.model.layout, [1, 3]
+    cohort = federation.clients.cohort(users, 0, looks_back=True)
+    assert cohort.before is not None
+    cohort.before.normal_(generator=torch.Generator().manual_seed(1))
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in cohort.tensors.items()}
+    before = layout.views(cohort.before)
     penalty = 0.3 * sum((leaves[name] - before[name]).square().sum() for name in leaves)
     wanted = dict(zip(leaves, torch.autograd.grad(penalty, list(leaves.values())), strict=True))
     found = {name: torch.ones_like(t) for name, t in leaves.items()}
-    sim._pull_back(found, part, users)
+    Proximal(0.3).correct(cohort, found)
     for name in leaves:
         torch.testing.assert_close(found[name], 1 + wanted[name], rtol=1e-12, atol=1e-12)
 
@@ -212,12 +220,14 @@ def test_the_proximal_gradient_is_that_of_autograd(federate_nets: Any) -> None:
 # ---------------------------------------------------------------- users who break
 
 
-def broken(federate_nets: Any, users: Sequence[int], value: float, **changes: Any) -> Simulation:
-    sim = federate_nets({"name": "fedmerge", "models": MODELS}, changes={**LINEAR, "training.rounds": 1, **changes})
-    bank = sim.feed.banks["train"]
+def broken(federate_nets: Any, users: Sequence[int], value: float, **changes: Any) -> InProcess:
+    federation = federate_nets(
+        {"name": "fedmerge", "models": MODELS}, changes={**LINEAR, "training.rounds": 1, **changes}
+    )
+    bank = federation.clients.feed.banks["train"]
     for user in users:
         bank.inputs[int(bank.starts[user])] = value
-    return sim
+    return federation
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e300])
@@ -225,51 +235,61 @@ def test_a_user_who_leaves_the_real_numbers_is_left_out(
     federate_nets: Any, value: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     events: list[dict[str, Any]] = []
-    sim = broken(federate_nets, [1], value)
-    name = sim.trainers[1].name
+    federation = broken(federate_nets, [1], value)
+    name = federation.clients.trainers[1].name
     with caplog.at_level("WARNING", logger="comingle"):
-        run_rounds(sim, observe=events.append)
+        run_rounds(federation, observe=events.append)
     (event,) = (e for e in events if e["event"] == "rejected")
     assert (event["round"], event["user"]) == (1, name)
     assert event["reason"]
     (warning,) = caplog.messages
     assert f"user {name!r} is left out of round 1: " in warning
     (done,) = (e for e in events if e["event"] == "round")
-    assert set(done["train_loss_nats"]) == {sim.trainers[k].name for k in (0, 2, 3)}
-    assert (done["upload_bytes"], done["download_bytes"]) == sim.exchanged_bytes([0, 2, 3])
+    assert set(done["train_loss_nats"]) == {federation.clients.trainers[k].name for k in (0, 2, 3)}
+    sent, received = crossing(federation, [0, 2, 3])
+    # All have received their first model before they are evaluated for the first time.
+    assert (done["upload_bytes"], federation.server.version) == (sent, 2)
+    assert done["download_bytes"] == received // 3 * 4
 
-    absent = broken(federate_nets, [], value, **{"training.participation": [[sim.trainers[k].name for k in (0, 2, 3)]]})
+    absent = broken(
+        federate_nets,
+        [],
+        value,
+        **{"training.participation": [[federation.clients.trainers[k].name for k in (0, 2, 3)]]},
+    )
     run_rounds(absent, observe=lambda event: None)
-    assert bool(sim.state.rows.isfinite().all())
-    assert torch.equal(sim.state.rows, absent.state.rows)
-    assert all(torch.equal(t, absent.state.server[key]) for key, t in sim.state.server.items())
+    assert bool(federation.clients.state.rows.isfinite().all())
+    assert torch.equal(federation.clients.state.rows, absent.clients.state.rows)
+    assert all(torch.equal(t, absent.server.kept[key]) for key, t in federation.server.kept.items())
 
 
 def test_what_breaks_in_the_last_step_is_seen_in_the_rows(federate_nets: Any) -> None:
     """The losses of such a round are all finite: a step of infinite length is its last thing."""
     changes = {"data.task.name": "linear", "training.batch_size": 64}  # one step a round
-    sim = federate_nets({"name": "fedmerge", "models": MODELS}, changes=changes)
-    bank = sim.feed.banks["train"]
+    federation = federate_nets({"name": "fedmerge", "models": MODELS}, changes=changes)
+    bank = federation.clients.feed.banks["train"]
     bank.inputs[int(bank.starts[1])] = 1e15  # its loss and its gradient are numbers still
-    sim.training = replace(sim.training, experts=replace(sim.training.experts, learning_rate=1e300))
-    before = sim.state.rows[1].clone()
-    found = sim.local_round(EVERYONE, 0)
+    training = federation.clients.training
+    federation.clients.steps.training = replace(training, experts=replace(training.experts, learning_rate=1e300))
+    download_all(federation)
+    before = federation.clients.state.rows[1].clone()
+    found = local_round(federation, EVERYONE, 0)
     assert found.rejected[1] == "not all tensors are finite after round 1"
-    assert torch.equal(sim.state.rows[1], before)
-    assert bool(sim.state.rows[1].isfinite().all())
+    assert torch.equal(federation.clients.state.rows[1], before)
+    assert bool(federation.clients.state.rows[1].isfinite().all())
 
 
 def test_who_is_left_out_loses_the_moments_of_the_round(federate_nets: Any) -> None:
     """Else they would be NaN, or push a user on who stands where it began."""
     adam = {"training.experts.name": "adamw", "training.experts.learning_rate": 0.05}
-    sim = broken(federate_nets, [], 0.0, **adam)
-    sim.local_round(EVERYONE, 0)
-    for kept in (sim.state.first, sim.state.second):
+    federation = broken(federate_nets, [], 0.0, **adam)
+    local_round(federation, EVERYONE, 0)
+    for kept in (federation.clients.state.first, federation.clients.state.second):
         assert bool((kept[EVERYONE] != 0).any(1).all())
-    bank = sim.feed.banks["train"]
+    bank = federation.clients.feed.banks["train"]
     bank.inputs[int(bank.starts[1])] = float("nan")
-    assert set(sim.local_round(EVERYONE, 1).rejected) == {1}
-    for kept in (sim.state.first, sim.state.second):
+    assert set(local_round(federation, EVERYONE, 1).rejected) == {1}
+    for kept in (federation.clients.state.first, federation.clients.state.second):
         assert not kept[1].any()
         assert bool((kept[[0, 2, 3]] != 0).any(1).all())
 
@@ -281,10 +301,10 @@ def test_a_round_without_anybody_ends_the_run(federate_nets: Any) -> None:
 
 
 def test_other_servers_do_not_forgive(federate_nets: Any) -> None:
-    sim = federate_nets("fedavg", changes=LINEAR)
-    sim.feed.banks["train"].inputs[0] = float("nan")
-    with pytest.raises(DivergenceError, match=f"user '{sim.trainers[0].name}'"):
-        run_rounds(sim, observe=lambda event: None)
+    federation = federate_nets("fedavg", changes=LINEAR)
+    federation.clients.feed.banks["train"].inputs[0] = float("nan")
+    with pytest.raises(DivergenceError, match=f"user '{federation.clients.trainers[0].name}'"):
+        run_rounds(federation, observe=lambda event: None)
 
 
 # ---------------------------------------------------------------- bad settings
@@ -315,10 +335,13 @@ def test_models_of_the_server_have_one_rank(federate: Any, name: str) -> None:
 
 @pytest.mark.parametrize("build", ["federate", "federate_nets"])
 def test_more_models_than_the_memory_holds_are_refused_before_they_are_drawn(
-    build: str, request: pytest.FixtureRequest
+    build: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(RecipeError, match=r"method fedmerge: 3,000,000,000 models of [\d,]+ parameters are .* at most"):
-        request.getfixturevalue(build)({"name": "fedmerge", "models": 3_000_000_000})
+    federate = request.getfixturevalue(build)
+    federate({"name": "fedmerge", "models": 2})
+    monkeypatch.setattr(hardware.psutil, "virtual_memory", lambda: SimpleNamespace(total=1 << 20))
+    with pytest.raises(RecipeError, match=r"method fedmerge: 10,000 models of [\d,]+ parameters are .* at most"):
+        federate({"name": "fedmerge", "models": 10_000})
 
 
 def test_identical_models_are_refused_with_the_reason(federate_nets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,13 +360,16 @@ def test_identical_models_are_refused_with_the_reason(federate_nets: Any, monkey
     ids=["fedmerge", "unconstrained", "ifca"],
 )
 def test_evaluations_tell_the_merging_weights(federate_nets: Any, method: dict[str, Any], told: bool) -> None:
-    sim = federate_nets(method)
-    sim.local_round([0, 1, 2, 3], 0)
-    sim.exchange([0, 1, 2, 3])
-    weights = sim.method.merging(sim.state.server)
+    federation = federate_nets(method)
+    local_round(federation, [0, 1, 2, 3], 0)
+    exchange(federation, [0, 1, 2, 3])
+    if method["name"] == "ifca":
+        weights = torch.eye(3)[federation.clients.state.kept["choice"]]
+    else:
+        weights = federation.clients.method.server.merging_weights(federation.server.kept)
     if not told:
         weights[0, 0] = -0.5
-    event = mixtures(sim)
+    event = mixtures(federation.clients, federation.server)
     found = torch.tensor(list(event["mixtures"].values()), dtype=torch.float64)
     torch.testing.assert_close(found, weights.double(), rtol=0, atol=1e-6)
     assert event["clusters"] == {"user-0": 0, "user-1": 1, "user-2": 0, "user-3": 1}

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from receiving import downloaded, received, started
 from scipy.optimize import minimize
 from torch import Tensor
 
 from comingle.engines.mixing import entropy, mismatch, mixture_of
-from comingle.engines.simulation import Simulation
 from comingle.errors import RecipeError
 from comingle.methods import make
-from comingle.methods.base import Context
-from comingle.methods.mixtures import at_rates, entropic
-from comingle.methods.servers import aggregation_weights, cluster_weights
+from comingle.methods.mixtures import ClusterSteps, cluster_weights, entropic
+from comingle.methods.server import aggregation_weights
+from comingle.transports.inprocess import InProcess
+from federations import exchange, local_round
 
 RATE, ROUTER_RATE, EPS = 0.05, 0.2, 1e-5
 LINEAR = {"data.task.name": "linear", "training.batch_size": 3, "training.router.learning_rate": ROUTER_RATE}
@@ -23,9 +24,9 @@ EVERYONE = [0, 1, 2, 3]
 Own = dict[str, Tensor]
 
 
-def start(sim: Simulation) -> list[Own]:
+def start(federation: InProcess) -> list[Own]:
     """Everybody's tensors as a dictionary each: W, w (bias), A, B, b (of the adaptors) and theta."""
-    views = sim.model.layout.views(sim.state.rows)
+    views = federation.clients.model.layout.views(federation.clients.state.rows)
     names = {"W": "model.base.weight", "w": "model.base.bias", "A": "model.a", "B": "model.b", "b": "model.bias"}
     names["theta"] = "router.theta"
     return [{key: views[name][user].clone() for key, name in names.items()} for user in EVERYONE]
@@ -45,16 +46,16 @@ def preconditioned(own: Own, gradient: Own) -> Own:
     return found
 
 
-def by_hand(sim: Simulation, rounds: int) -> list[Own]:
+def by_hand(federation: InProcess, rounds: int) -> list[Own]:
     """Algorithm 1 on the linear task, one user after another."""
-    users, phase = start(sim), sim.phases[0]
-    count = torch.tensor([len(t.train) for t in sim.trainers], dtype=torch.float64)
+    users, phase = start(federation), federation.clients.phases[0]
+    count = torch.tensor([len(t.train) for t in federation.clients.trainers], dtype=torch.float64)
     for number in range(rounds):
         for k, own in enumerate(users):
-            data = sim.trainers[k].train
+            data = federation.clients.trainers[k].train
             x, y = data.inputs.double(), data.targets.double()
-            for step in range(sim.feed.steps(k)):
-                at = sim.feed.draw([k], phase, number, step, 0)[0]
+            for step in range(federation.clients.feed.steps(k)):
+                at = federation.clients.feed.draw([k], phase, number, step, 0)[0]
                 leaves = {name: t.clone().requires_grad_() for name, t in own.items()}
                 loss = (output(leaves, x[at], leaves["theta"].softmax(0)) - y[at]).square().mean()
                 gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
@@ -79,63 +80,65 @@ def by_hand(sim: Simulation, rounds: int) -> list[Own]:
 
 
 def test_two_rounds_equal_the_algorithm_written_out(federate_nets: Any) -> None:
-    sim = federate_nets({"name": "floral", "clusters": 2}, changes=LINEAR)
+    federation = federate_nets({"name": "floral", "clusters": 2}, changes=LINEAR)
     expected = by_hand(federate_nets({"name": "floral", "clusters": 2}, changes=LINEAR), 2)
     for number in range(2):
-        sim.local_round(EVERYONE, number)
-        sim.exchange(EVERYONE)
-    for found, wanted in zip(start(sim), expected, strict=True):
+        local_round(federation, EVERYONE, number)
+        exchange(federation, EVERYONE)
+    for found, wanted in zip(start(federation), expected, strict=True):
         for key, value in wanted.items():
             torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-9, msg=key)
 
 
 def test_optimal_routing_is_one_hot_at_the_true_cluster(federate_nets: Any) -> None:
-    sim = federate_nets({"name": "floral-optimal", "clusters": 2})
-    found = mixture_of(sim)
+    federation = federate_nets({"name": "floral-optimal", "clusters": 2})
+    found = mixture_of(federation.clients, federation.server)
     assert found is not None
     assert found.tolist() == [[1, 0], [0, 1], [1, 0], [0, 1]]
-    sim.local_round(EVERYONE, 0)
-    assert torch.equal(mixture_of(sim), found)
+    local_round(federation, EVERYONE, 0)
+    assert torch.equal(mixture_of(federation.clients, federation.server), found)
 
 
 def test_an_ensemble_of_one_is_fedavg(federate_nets: Any) -> None:
     """With the running statistics, which whole models take along."""
     one, plain = federate_nets({"name": "ensemble", "clusters": 1}), federate_nets("fedavg")
-    for sim in (one, plain):
+    for federation in (one, plain):
         for number in range(2):
-            sim.local_round(EVERYONE, number)
-            sim.exchange(EVERYONE)
-    found = one.model.layout.views(one.state.rows)
-    for name, value in plain.model.layout.views(plain.state.rows).items():
-        torch.testing.assert_close(found[name].squeeze(1), value, rtol=1e-9, atol=1e-12)
+            local_round(federation, EVERYONE, number)
+            exchange(federation, EVERYONE)
+    merged = one.clients.model.layout.views(one.clients.state.rows)
+    for name, value in plain.clients.model.layout.views(plain.clients.state.rows).items():
+        torch.testing.assert_close(merged[name].squeeze(1), value, rtol=1e-9, atol=1e-12)
 
 
 def test_a_cluster_averages_its_models_statistics(federate_nets: Any) -> None:
     """FedAvg within the true clusters: users 0 and 2, and 1 and 3."""
-    sim = federate_nets({"name": "ensemble-optimal", "clusters": 2})
-    sim.local_round(EVERYONE, 0)
-    sent = sim.model.layout.views(sim.state.rows)["1.running_mean"].clone()
-    sim.exchange(EVERYONE)
-    found = sim.model.layout.views(sim.state.rows)["1.running_mean"]
+    federation = federate_nets({"name": "ensemble-optimal", "clusters": 2})
+    local_round(federation, EVERYONE, 0)
+    views = federation.clients.model.layout.views
+    sent = views(federation.clients.state.rows)["1.running_mean"].clone()
+    exchange(federation, EVERYONE)
+    averaged = views(federation.clients.state.rows)["1.running_mean"]
     wanted = torch.stack([(sent[0, 0] + sent[2, 0]) / 2, (sent[1, 1] + sent[3, 1]) / 2])
-    torch.testing.assert_close(found, wanted.expand(4, -1, -1))
+    torch.testing.assert_close(averaged, wanted.expand(4, -1, -1))
 
 
 def test_stateless_users_forget_and_learn_again(federate_nets: Any) -> None:
     """The warm-up alone has moved theta when the joint steps begin, and nothing else has moved."""
     method = {"name": "floral", "clusters": 2, "stateless": True, "warmup_steps": 3}
-    sim = federate_nets(method)
-    sim.local_round(EVERYONE, 0)  # until then all components are zero, and routers have no gradient
-    sim.exchange(EVERYONE)
-    sim.model.layout.views(sim.state.rows)["router.theta"].fill_(5.0)
-    before = sim.state.rows.clone()
-    part = sim.state.take(EVERYONE)
-    sim._begin(part, EVERYONE, 1)
-    theta = sim.model.layout.views(part.rows)["router.theta"]
+    federation = federate_nets(method)
+    local_round(federation, EVERYONE, 0)  # until then all components are zero, and routers have no gradient
+    exchange(federation, EVERYONE)
+    federation.clients.model.layout.views(federation.clients.state.rows)["router.theta"].fill_(5.0)
+    before = federation.clients.state.rows.clone()
+    cohort = federation.clients.cohort(EVERYONE, 1)
+    for part in federation.clients.method.client.parts:
+        part.begin(cohort)
+    theta, rows = cohort.tensors["router.theta"], cohort.part.rows
     assert (theta.abs() < 4).all()
     assert (theta != 0).any()
-    still = ~sim.model.layout.mask({"router", "statistics"})
-    assert torch.equal(part.rows[:, still], before[:, still])
+    still = ~federation.clients.model.layout.mask({"router", "statistics"})
+    assert torch.equal(rows[:, still], before[:, still])
 
 
 def test_aggregation_weights_are_those_of_eq_2_and_guarded() -> None:
@@ -166,13 +169,13 @@ def test_the_server_centres_under_how_much_all_make_of_a_component(federate_nets
     changes = {**LINEAR, "data.task.clusters": 3, "floral.rank": 3}  # the rank of the weight, so nothing is cut
     plain, centred = (federate_nets({**settings, "centre": c}, changes=changes) for c in (False, True))
     pi, found = torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64), []
-    for sim in (plain, centred):
-        sim.local_round(EVERYONE, 0)
-        views = sim.model.layout.views(sim.state.rows)
+    for federation in (plain, centred):
+        local_round(federation, EVERYONE, 0)
+        views = federation.clients.model.layout.views(federation.clients.state.rows)
         views["model.b"].add_(torch.arange(1.0, 4).view(3, 1, 1))
         views["router.theta"].copy_(pi.log().expand(4, -1))
-        sim.exchange(EVERYONE)
-        found.append(start(sim))
+        exchange(federation, EVERYONE)
+        found.append(start(federation))
     for before, after in zip(*found, strict=True):
         products = after["B"] @ after["A"]
         assert torch.tensordot(pi, products, 1).abs().max() < 1e-9
@@ -197,20 +200,14 @@ def test_a_frozen_base_takes_no_mean(federate: Any) -> None:
 
 def test_a_server_rate_steps_towards_the_mean() -> None:
     uploads = {"base": torch.tensor([[2.0], [4.0]]), "parts": torch.tensor([[[2.0]], [[6.0]]])}
-    context = Context(
-        weights=torch.tensor([0.5, 0.5]),
-        ranks=torch.zeros(2, dtype=torch.int64),
-        scales=torch.ones(2),
-        validate=lambda: torch.zeros(2, 2),
-        memory={"base": torch.tensor([1.0]), "parts": torch.tensor([[0.0]])},
-        assess=lambda models: torch.zeros(2, 1),
-        reports={"mixture": torch.ones(2, 1)},
-        clustered=frozenset({"parts"}),
-    )
-    found = at_rates(0.5, 0.1)(uploads, context)
-    assert found["base"].tolist() == [[2.0], [2.0]]  # 1 + 0.5 (3 - 1)
-    assert found["parts"].flatten().tolist() == pytest.approx([0.4, 0.4])  # 0 + 0.1 (4 - 0)
-    assert context.memory["base"].tolist() == [2.0]
+    server = ClusterSteps(base_rate=0.5, component_rate=0.1)
+    kept = started(server, {"base": torch.tensor([1.0]), "parts": torch.tensor([[0.0]])}, users=2)
+    reports = {"mixture": torch.ones(2, 1)}
+    server.aggregate(kept, received(uploads, [0.5, 0.5], reports=reports, clustered=frozenset({"parts"})))
+    for user in range(2):
+        found = downloaded(server, kept, user)
+        assert found["base"].tolist() == [2.0]  # 1 + 0.5 (3 - 1)
+        assert found["parts"].flatten().tolist() == pytest.approx([0.4])  # 0 + 0.1 (4 - 0)
 
 
 def test_entropy_and_mismatch() -> None:

@@ -7,67 +7,75 @@ from typing import Any
 import pytest
 import torch
 from linear_task import EVERYONE, LINEAR, Own, batches, descend, sample_losses, samples_of, unequal
+from torch import Tensor
 
-from comingle.engines.simulation import Simulation
-from comingle.methods.ifca import PICKED, best_model
+from comingle.methods.ifca import CHOICE, best_model
+from comingle.transports.inprocess import InProcess
+from federations import crossing, download_all, everyone, exchange, local_round, message_bytes
 
 MODELS = 3
 METHOD = {"name": "ifca", "models": MODELS}
 
 
-def soup_of(sim: Simulation) -> list[Own]:
-    soup = {n.removeprefix("soup."): t for n, t in sim.state.server.items() if n.startswith("soup.")}
+def soup_of(federation: InProcess) -> list[Own]:
+    soup = {n.removeprefix("soup."): t for n, t in federation.server.kept.items() if n.startswith("soup.")}
     return [{name: t[j].clone() for name, t in soup.items()} for j in range(MODELS)]
 
 
-def picks(sim: Simulation, soup: list[Own]) -> list[int]:
+def picks(federation: InProcess, soup: list[Own]) -> list[int]:
     """Everybody's model with the lowest loss on all of its training data."""
-    losses = [[float(sample_losses(own, *samples_of(sim, k)).mean()) for own in soup] for k in EVERYONE]
+    losses = [[float(sample_losses(own, *samples_of(federation, k)).mean()) for own in soup] for k in EVERYONE]
     return [row.index(min(row)) for row in losses]
 
 
-def settled(sim: Simulation) -> Simulation:
-    """As if the users had had these samples from the start."""
-    soup, rows = soup_of(sim), sim.model.layout.views(sim.state.rows)
-    chosen = picks(sim, soup)
-    sim.state.server[PICKED].copy_(torch.eye(MODELS)[chosen])
-    for k, j in enumerate(chosen):
-        for name, t in rows.items():
-            t[k] = soup[j][name]
-    return sim
+def settled(federation: InProcess) -> InProcess:
+    """With the first download, which each user makes of it."""
+    return download_all(federation)
 
 
-def by_hand(sim: Simulation, rounds: int, members: list[int]) -> tuple[list[Own], list[list[int]]]:
+def chosen(federation: InProcess) -> list[int]:
+    """Who has which model."""
+    return federation.clients.state.kept[CHOICE].tolist()
+
+
+def assessed(federation: InProcess, soup: Own, round_number: int) -> Tensor:
+    """What each user loses with each model on all of its training data."""
+    users = list(everyone(federation))
+    models = {name: t.unsqueeze(0).expand(len(users), *t.shape) for name, t in soup.items()}
+    return federation.clients.cohort(users, round_number).training_losses(models)
+
+
+def by_hand(federation: InProcess, rounds: int, members: list[int]) -> tuple[list[Own], list[list[int]]]:
     """Algorithm 1 with model averaging: the models, and who took which before each round and after the last."""
-    soup, taken = soup_of(sim), []
+    soup, taken = soup_of(federation), []
     for number in range(rounds):
-        taken.append(picks(sim, soup))
+        taken.append(picks(federation, soup))
         uploads: dict[int, Own] = {}
         for k in members:
-            own, (x, y) = soup[taken[-1][k]], samples_of(sim, k)
-            for at in batches(sim, k, number):
+            own, (x, y) = soup[taken[-1][k]], samples_of(federation, k)
+            for at in batches(federation, k, number):
                 own = descend(own, lambda leaves, at=at, x=x, y=y: sample_losses(leaves, x[at], y[at]).mean())
             uploads[k] = own
         for j in range(MODELS):
-            size = {k: len(sim.trainers[k].train) for k in members if taken[-1][k] == j}
+            size = {k: len(federation.clients.trainers[k].train) for k in members if taken[-1][k] == j}
             if size:
                 total = sum(size.values())
                 soup[j] = {name: sum(n / total * uploads[k][name] for k, n in size.items()) for name in soup[j]}
-    return soup, [*taken, picks(sim, soup)]
+    return soup, [*taken, picks(federation, soup)]
 
 
 @pytest.mark.parametrize("members", [EVERYONE, [0, 2, 3]], ids=["everybody", "sampled"])
 def test_rounds_equal_the_algorithm_written_out(federate_nets: Any, members: list[int]) -> None:
-    sim, twin = (settled(unequal(federate_nets(METHOD, changes=LINEAR))) for _ in range(2))
+    federation, twin = (settled(unequal(federate_nets(METHOD, changes=LINEAR))) for _ in range(2))
     wanted, taken = by_hand(twin, 3, members)
     assert len(set(taken[-1])) > 1
     for number in range(3):
-        assert sim.state.server[PICKED].argmax(1).tolist() == taken[number]
-        sim.local_round(members, number)
-        sim.exchange(members)
-    assert sim.state.server[PICKED].argmax(1).tolist() == taken[-1]
-    rows = sim.model.layout.views(sim.state.rows)
-    for j, found in enumerate(soup_of(sim)):
+        assert chosen(federation) == taken[number]
+        local_round(federation, members, number)
+        exchange(federation, members)
+    assert chosen(federation) == taken[-1]
+    rows = federation.clients.model.layout.views(federation.clients.state.rows)
+    for j, found in enumerate(soup_of(federation)):
         for name, t in wanted[j].items():
             torch.testing.assert_close(found[name], t, rtol=1e-6, atol=1e-8)
     for k in EVERYONE:  # who was away too
@@ -76,42 +84,48 @@ def test_rounds_equal_the_algorithm_written_out(federate_nets: Any, members: lis
 
 
 def test_the_first_download_is_what_each_user_picks(federate_nets: Any) -> None:
-    sim = federate_nets(METHOD, changes=LINEAR)
-    before = sim.state.rows.clone()
-    first = sim.state.server[PICKED].clone()
-    settled(sim)
-    assert torch.equal(sim.state.server[PICKED], first)
-    assert torch.equal(sim.state.rows, before)
+    federation = settled(federate_nets(METHOD, changes=LINEAR))
+    soup = soup_of(federation)
+    assert chosen(federation) == picks(federation, soup)
+    for name, t in federation.clients.model.layout.views(federation.clients.state.rows).items():
+        assert torch.equal(t, torch.stack([soup[j][name] for j in chosen(federation)]))
 
 
 def test_a_model_that_nobody_takes_stays_as_it_is(federate_nets: Any) -> None:
-    sim = federate_nets({"name": "ifca", "models": 6}, changes=LINEAR)
-    before = {name: t.clone() for name, t in sim.state.server.items()}
-    sim.local_round(EVERYONE, 0)
-    sim.exchange(EVERYONE)
-    taken = before[PICKED].sum(0) > 0
+    federation = federate_nets({"name": "ifca", "models": 6}, changes=LINEAR)
+    before = {name: t.clone() for name, t in federation.server.kept.items()}
+    local_round(federation, EVERYONE, 0)
+    taken_at_first = chosen(federation)
+    exchange(federation, EVERYONE)
+    taken = torch.eye(6)[taken_at_first].sum(0) > 0
     assert 0 < int(taken.sum()) < 6
     for name in ("soup.weight", "soup.bias"):
-        same = (sim.state.server[name] == before[name]).flatten(1).all(1)
+        same = (federation.server.kept[name] == before[name]).flatten(1).all(1)
         assert torch.equal(same, ~taken)
 
 
 def test_users_download_every_model_and_send_one_with_its_number(federate_nets: Any) -> None:
-    sim, plain = federate_nets(METHOD), federate_nets("fedavg")
-    model = plain.upload_bytes()[0]
-    assert sim.upload_bytes() == [model + 4] * 4
-    assert sim.exchanged_bytes([0, 2]) == (2 * (model + 4), 2 * MODELS * (model - 4))  # nobody is told how much data
+    federation, plain = federate_nets(METHOD), federate_nets("fedavg")
+    model = {name: t[0] for name, t in plain.clients.model.layout.views(plain.clients.state.rows).items()}
+    said = {"choice": torch.tensor(1), "count": torch.tensor(51), "loss": torch.tensor(0.5)}
+    upload = {"kind": "upload", "round": 1, "user": "user-0", "rank": 0}
+    wanted = message_bytes(model, upload, said)
+    assert federation.clients.upload_bytes() == [wanted] * 4
+    models = {name: torch.stack([t] * MODELS) for name, t in model.items()}
+    download = {"kind": "download", "version": 1, "user": "user-0", "rank": 0}
+    download_all(federation)
+    assert crossing(federation, [0, 2]) == (2 * wanted, 2 * message_bytes(models, download, {}))
 
 
 def test_losses_are_those_of_whole_training_sets_with_batch_norm(federate_nets: Any) -> None:
     """In evaluation mode, whatever the portions; a net of one user at a time, by torch alone."""
-    sim, parts = (federate_nets(METHOD, changes={"runtime.users_per_step": n}) for n in (4, 3))
-    soup = {n.removeprefix("soup."): t for n, t in sim.state.server.items() if n.startswith("soup.")}
-    found = sim.assess(soup, sim.state.rows)
-    torch.testing.assert_close(parts.assess(soup, parts.state.rows), found, rtol=1e-9, atol=1e-12)
-    net = sim.stacked.net.eval()
+    federation, parts = (federate_nets(METHOD, changes={"runtime.users_per_step": n}) for n in (4, 3))
+    soup = {n.removeprefix("soup."): t for n, t in federation.server.kept.items() if n.startswith("soup.")}
+    found = assessed(federation, soup, 0)
+    torch.testing.assert_close(assessed(parts, soup, 0), found, rtol=1e-9, atol=1e-12)
+    net = federation.clients.stacked.net.eval()
     for k in EVERYONE:
-        x, y = samples_of(sim, k)
+        x, y = samples_of(federation, k)
         for j in range(MODELS):
             made = torch.func.functional_call(net, {name: t[j] for name, t in soup.items()}, (x,))
             assert float(found[k, j]) == pytest.approx(float((made - y).square().mean()), rel=1e-9)
@@ -119,19 +133,18 @@ def test_losses_are_those_of_whole_training_sets_with_batch_norm(federate_nets: 
 
 def test_the_lowest_loss_is_taken_and_a_tie_changes_nothing() -> None:
     losses = torch.tensor([[2.0, 1.0, 3.0], [1.0, 1.0, 1.0], [1.0, 1.0, 2.0]])
-    before = torch.eye(3)[[0, 2, 2]]
-    assert best_model(losses, before).argmax(1).tolist() == [1, 2, 0]
+    assert best_model(losses, torch.tensor([0, 2, 2])).tolist() == [1, 2, 0]
 
 
 def test_language_models_begin_with_random_clusters(federate: Any) -> None:
     """LoRA changes nothing before training, so all models are equally good; each user draws by its own name."""
     names = ("ann", "bob", "cem", "dan", "eva", "fay")
-    sim = federate({"name": "ifca", "models": 2}, users=names)
-    first = sim.state.server[PICKED].argmax(1)
-    assert set(first.tolist()) == {0, 1}
-    sim.local_round(range(6), 0)
-    sim.exchange(range(6))
-    soup = {n.removeprefix("soup."): t for n, t in sim.state.server.items() if n.startswith("soup.")}
-    sim.round_number = -1
-    losses = sim.assess(soup, sim.state.rows)
+    federation = federate({"name": "ifca", "models": 2}, users=names)
+    first = chosen(federation)
+    assert set(first) == {0, 1}
+    local_round(federation, range(6), 0)
+    assert chosen(federation) == first
+    exchange(federation, range(6))
+    soup = {n.removeprefix("soup."): t for n, t in federation.server.kept.items() if n.startswith("soup.")}
+    losses = assessed(federation, soup, 1)
     assert bool((losses[:, 0] != losses[:, 1]).all())

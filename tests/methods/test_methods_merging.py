@@ -17,7 +17,7 @@ from comingle.methods.merging import (
     soup_gradient,
     weight_gradient,
 )
-from comingle.methods.servers import mix
+from comingle.methods.server import mix
 from comingle.methods.soups import start_soup
 from comingle.trees import Tree, head
 

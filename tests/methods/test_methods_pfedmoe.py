@@ -10,10 +10,11 @@ import torch
 from linear_task import EVERYONE, RATE, batches, samples_of, unequal
 from torch import Tensor, nn
 
-from comingle.engines.simulation import Simulation
 from comingle.errors import RecipeError
 from comingle.models.gated import GatedPair
 from comingle.models.personal_net import personal_net
+from comingle.transports.inprocess import InProcess
+from federations import exchange, local_round
 
 METHOD = "pfedmoe"
 CHANGES = {"training.batch_size": 33, "evaluation.model": "exchanged"}
@@ -22,12 +23,15 @@ CHANGES = {"training.batch_size": 33, "evaluation.model": "exchanged"}
 Parts = tuple[nn.Module, nn.Module, nn.Module, nn.Module]
 
 
-def pair_of(sim: Simulation, user: int) -> Parts:
+def pair_of(federation: InProcess, user: int) -> Parts:
     """The user's shared and own extractor, its head and its gate, as modules of their own."""
-    net = sim.stacked.net
+    net = federation.clients.stacked.net
     assert isinstance(net, GatedPair)
     own = copy.deepcopy(net)
-    own.load_state_dict({n: t[user] for n, t in sim.model.layout.views(sim.state.rows).items()}, strict=False)
+    own.load_state_dict(
+        {n: t[user] for n, t in federation.clients.model.layout.views(federation.clients.state.rows).items()},
+        strict=False,
+    )
     return own.shared, own.own, own.head, own.gate
 
 
@@ -38,21 +42,21 @@ def output(parts: Parts, x: Tensor) -> Tensor:
     return head(g[:, 0, None] * shared(x) + g[:, 1, None] * own(x))
 
 
-def by_hand(sim: Simulation, rounds: int, members: list[int]) -> list[Parts]:
-    users = [pair_of(sim, k) for k in EVERYONE]
-    total = sum(len(sim.trainers[k].train) for k in members)
+def by_hand(federation: InProcess, rounds: int, members: list[int]) -> list[Parts]:
+    users = [pair_of(federation, k) for k in EVERYONE]
+    total = sum(len(federation.clients.trainers[k].train) for k in members)
     for number in range(rounds):
         for k in members:
             parameters = [p for part in users[k] for p in part.requires_grad_().train().parameters()]
-            descent, (x, y) = torch.optim.SGD(parameters, lr=RATE), samples_of(sim, k)
-            for at in batches(sim, k, number):
+            descent, (x, y) = torch.optim.SGD(parameters, lr=RATE), samples_of(federation, k)
+            for at in batches(federation, k, number):
                 descent.zero_grad()
                 (output(users[k], x[at]) - y[at]).square().mean().backward()
                 descent.step()
         uploads = {k: {n: t.clone() for n, t in users[k][0].state_dict().items()} for k in members}
         for name, first in uploads[members[0]].items():
             mean = first if name.endswith("tracked") else sum(
-                len(sim.trainers[k].train) / total * uploads[k][name] for k in members
+                len(federation.clients.trainers[k].train) / total * uploads[k][name] for k in members
             )  # fmt: skip
             for user in users:
                 user[0].state_dict()[name].copy_(mean)
@@ -62,40 +66,43 @@ def by_hand(sim: Simulation, rounds: int, members: list[int]) -> list[Parts]:
 @pytest.mark.parametrize("members", [EVERYONE, [0, 2, 3]], ids=["everybody", "sampled"])
 def test_rounds_equal_torch_written_out(federate_nets: Any, members: list[int]) -> None:
     """The shared extractor's running statistics are averaged with it, the own one's stay at home."""
-    sim, twin = (unequal(federate_nets(METHOD, changes=CHANGES)) for _ in range(2))
+    federation, twin = (unequal(federate_nets(METHOD, changes=CHANGES)) for _ in range(2))
     wanted = by_hand(twin, 2, members)
     for number in range(2):
-        sim.local_round(members, number)
-        sim.exchange(members)
-    for k, scored in zip(EVERYONE, sim.evaluate(), strict=True):
-        for found, expected in zip(pair_of(sim, k), wanted[k], strict=True):
+        local_round(federation, members, number)
+        exchange(federation, members)
+    for k, scored in zip(EVERYONE, federation.clients.evaluate(), strict=True):
+        for found, expected in zip(pair_of(federation, k), wanted[k], strict=True):
             for name, t in expected.state_dict().items():
                 if not name.endswith("tracked"):
                     torch.testing.assert_close(found.state_dict()[name], t, rtol=1e-6, atol=1e-8, msg=name)
-        x, y = samples_of(sim, k, "test")
+        x, y = samples_of(federation, k, "test")
         for part in wanted[k]:
             part.eval()
         made = output(wanted[k], x).detach()
         assert scored.mean_loss == pytest.approx((made - y).square().mean().item(), rel=1e-6)
-        tensors = {n: t[k : k + 1] for n, t in sim.model.layout.views(sim.state.rows).items()}
-        torch.testing.assert_close(personal_net("ann", sim.stacked, tensors).predict(x), made)
+        tensors = {
+            n: t[k : k + 1] for n, t in federation.clients.model.layout.views(federation.clients.state.rows).items()
+        }
+        torch.testing.assert_close(personal_net("ann", federation.clients.stacked, tensors).predict(x), made)
 
 
 def test_an_extractor_travels_and_the_gate_is_small(federate_nets: Any) -> None:
-    sim, plain = federate_nets(METHOD), federate_nets("fedavg")
-    shared, own, head, gate = (sum(p.numel() for p in part.parameters()) for part in pair_of(sim, 0))
+    federation, plain = federate_nets(METHOD), federate_nets("fedavg")
+    shared, own, head, gate = (sum(p.numel() for p in part.parameters()) for part in pair_of(federation, 0))
     statistics = 2 * 20  # mean and variance of the norm
-    assert sim.upload_bytes()[0] == 4 * (shared + statistics + 1)  # and how many samples it trains on
-    assert shared == own == plain.trainable_parameters()[0] - head
-    assert sim.trainable_parameters()[0] == shared + own + head + gate
+    sent = federation.clients.upload([0], 1, {}).tensors
+    assert sum(t.numel() for t in sent.values()) == shared + statistics
+    assert shared == own == plain.clients.trainable_parameters()[0] - head
+    assert federation.clients.trainable_parameters()[0] == shared + own + head + gate
     assert gate == 2 * (10 + 1) < shared
 
 
 def test_heads_and_own_extractors_stay_with_their_users(federate_nets: Any) -> None:
-    sim = federate_nets(METHOD)
-    sim.local_round(EVERYONE, 0)
-    sim.exchange(EVERYONE)
-    first, second = pair_of(sim, 0), pair_of(sim, 1)
+    federation = federate_nets(METHOD)
+    local_round(federation, EVERYONE, 0)
+    exchange(federation, EVERYONE)
+    first, second = pair_of(federation, 0), pair_of(federation, 1)
     for common, one, other in zip((True, False, False, False), first, second, strict=True):
         for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
             assert torch.equal(a, b) == common, name

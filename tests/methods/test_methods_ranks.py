@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from comingle.errors import RecipeError
+from federations import local_round, message_bytes
 
 RANKS = [1, 2, 4]
 NAMES = ("ann", "bob", "cem")
@@ -18,15 +19,15 @@ NAMES = ("ann", "bob", "cem")
 def test_a_user_among_others_of_more_rank_trains_as_alone(federate: Any, method: str) -> None:
     settings = {"name": "comigs-1g1s", "router_every": 2, "router_steps": 1} if method == "comigs-1g1s" else method
     together = federate(settings, changes={"adapters.rank": RANKS})
-    start = together.model.layout.views(together.state.rows.clone())
-    together.local_round([0, 1, 2], 0)
-    found = together.model.layout.views(together.state.rows)
+    start = together.clients.model.layout.views(together.clients.state.rows.clone())
+    local_round(together, [0, 1, 2], 0)
+    found = together.clients.model.layout.views(together.clients.state.rows)
     for user, (name, rank) in enumerate(zip(NAMES, RANKS, strict=True)):
         alone = federate(settings, users=(name,), changes={"adapters.rank": rank})
-        for key, t in alone.model.layout.views(alone.state.rows).items():
+        for key, t in alone.clients.model.layout.views(alone.clients.state.rows).items():
             t.copy_(cut(start[key][user], key, rank))
-        alone.local_round([0], 0)
-        for key, t in alone.model.layout.views(alone.state.rows).items():
+        local_round(alone, [0], 0)
+        for key, t in alone.clients.model.layout.views(alone.clients.state.rows).items():
             torch.testing.assert_close(t[0], cut(found[key][user], key, rank), rtol=1e-9, atol=1e-12)
 
 
@@ -35,12 +36,17 @@ def cut(t: torch.Tensor, name: str, rank: int) -> torch.Tensor:
 
 
 def test_scales_are_each_users_own_and_padding_counts_nowhere(federate: Any) -> None:
-    sim = federate("fedavg", changes={"adapters.rank": RANKS})
-    assert sim.model.adapters.scales.tolist() == pytest.approx([16 / math.sqrt(rank) for rank in RANKS])
-    one, two, four = sim.trainable_parameters()
+    federation = federate("fedavg", changes={"adapters.rank": RANKS})
+    assert federation.clients.model.adapters.scales.tolist() == pytest.approx([16 / math.sqrt(rank) for rank in RANKS])
+    one, two, four = federation.clients.trainable_parameters()
     assert (two, four) == (2 * one, 4 * one)
-    assert sim.upload_bytes() == [4 * one, 4 * two, 4 * four]
-    assert not sim.state.rows[~sim.mask].any()
+    views = federation.clients.model.layout.views(federation.clients.state.rows)
+    for user, rank in enumerate(RANKS):
+        own = {name: t[user, ..., :rank, :] for name, t in views.items()}
+        assert sum(t.numel() for t in own.values()) == (one, two, four)[user]
+        header = {"kind": "upload", "round": 1, "user": NAMES[user], "rank": rank}
+        assert federation.clients.upload_bytes()[user] == message_bytes(own, header, {"loss": torch.tensor(0.0)})
+    assert not federation.clients.state.rows[~federation.clients.mask].any()
 
 
 def test_as_many_ranks_as_users(federate: Any) -> None:
@@ -49,4 +55,4 @@ def test_as_many_ranks_as_users(federate: Any) -> None:
 
 
 def test_the_pooled_trainer_has_the_largest_rank(federate: Any) -> None:
-    assert federate("centralized", changes={"adapters.rank": RANKS}).model.adapters.ranks.tolist() == [4]
+    assert federate("centralized", changes={"adapters.rank": RANKS}).clients.model.adapters.ranks.tolist() == [4]

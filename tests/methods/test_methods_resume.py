@@ -66,7 +66,7 @@ def test_resuming_is_exact(recipe: Recipe, tmp_path: Path) -> None:
 def test_a_finished_run_opens_with_its_users_models(recipe: Recipe, tmp_path: Path) -> None:
     done = experiment.run(recipe, out=tmp_path / "run")
     opened = experiment.load(tmp_path / "run")
-    for before, after in zip(done.simulation.evaluate(), opened.simulation.evaluate(), strict=True):
+    for before, after in zip(done.federation.clients.evaluate(), opened.federation.clients.evaluate(), strict=True):
         assert before.loss_nats == after.loss_nats
     text = "ada loved the sea and the sea loved her"
     assert opened.user("bob").perplexity(text) == done.user("bob").perplexity(text)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from comingle.engines.simulation import Simulation
 from comingle.errors import DataError, RecipeError
 from comingle.experiment import Run
 from comingle.models.language import load_base
 from comingle.models.personal import PersonalModel
 from comingle.models.sampling import read_sampling
 from comingle.recipes import parse_recipe
+from comingle.transports.inprocess import InProcess
 
 PROMPTS = ["one two three", "a", "", "the longest of them all, by far", "a"]
 SETTINGS: list[dict[str, Any]] = [
@@ -38,11 +38,13 @@ def person(federate: Any) -> Person:
 
     @cache
     def make(method: str = "comigs-1g1s", base: str = "random:llama", dtype: str = "float64") -> PersonalModel:
-        sim: Simulation = federate(method, base=base, dtype=dtype)
-        noise = torch.randn(sim.state.rows.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        sim.state.rows.add_(0.3 * noise.to(sim.state.rows))
-        recipe = parse_recipe({"method": sim.method.name, "data": {"users": {"somebody": "unused"}}})
-        found = Run(folder=None, recipe=recipe, metrics={}, simulation=sim).user("ann")
+        sim: InProcess = federate(method, base=base, dtype=dtype)
+        noise = torch.randn(
+            sim.clients.state.rows.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        )
+        sim.clients.state.rows.add_(0.3 * noise.to(sim.clients.state.rows))
+        recipe = parse_recipe({"method": sim.clients.method.name, "data": {"users": {"somebody": "unused"}}})
+        found = Run(folder=None, recipe=recipe, metrics={}, federation=sim).user("ann")
         assert isinstance(found, PersonalModel)
         return found
 
@@ -91,10 +93,10 @@ def test_a_text_is_still_sampled_as_by_transformers(person: Person) -> None:
         (penalised, penalised),
         (longer, {**longer, "top_p": 0.95}),
     ]:
-        with ann.speaking() as network, torch.random.fork_rng(devices=[]):
+        with ann.generating() as network, torch.random.fork_rng(devices=[]):
             torch.manual_seed(4)
-            speak: Any = network.generate
-            out = speak(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, **theirs)
+            generate: Any = network.generate
+            out = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, **theirs)
         expected = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         assert ann.generate("some words", max_new_tokens=12, seed=4, **own) == expected
 

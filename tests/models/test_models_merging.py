@@ -14,6 +14,7 @@ from comingle.errors import DataError
 from comingle.experiment import Run
 from comingle.models.personal import PersonalModel
 from comingle.recipes import parse_recipe
+from federations import everyone, play_round
 
 Person = Callable[..., PersonalModel]
 RANKS = {"adapters.rank": [1, 3, 2]}
@@ -28,17 +29,16 @@ def person(federate: Any) -> Person:
         rate = {"training.experts.learning_rate": 0.05}
         sim = federate(method, changes={**rate, **(changes or {})}, **options)
         for number in range(2):
-            sim.local_round(range(len(sim.trainers)), number)
-            if sim.method.exchanges(number + 1):
-                sim.exchange(range(len(sim.trainers)))
-        recipe = parse_recipe({"method": sim.method.name, "data": {"users": {"somebody": "unused"}}})
-        return Run(folder=None, recipe=recipe, metrics={}, simulation=sim).user(name)
+            play_round(sim, number)
+        sim.download(everyone(sim))
+        recipe = parse_recipe({"method": sim.clients.method.name, "data": {"users": {"somebody": "unused"}}})
+        return Run(folder=None, recipe=recipe, metrics={}, federation=sim).user(name)
 
     return make
 
 
 def logits(person: PersonalModel) -> torch.Tensor:
-    with person.speaking() as network, torch.no_grad():
+    with person.generating() as network, torch.no_grad():
         return network(input_ids=IDS).logits.clone()
 
 

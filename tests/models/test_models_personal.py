@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from comingle.adapters.clustered import floral
 from comingle.data.samples import Samples
-from comingle.engines.simulation import Simulation
+from comingle.engines.client import Clients
 from comingle.errors import DataError
 from comingle.experiment import Run
 from comingle.models.nets import make_net
@@ -23,31 +23,32 @@ from comingle.models.personal_net import MixtureOfModels, PersonalNet, personal_
 from comingle.models.stacked import stack
 from comingle.recipes import parse_recipe
 from comingle.routers.mixtures import ClientMixture
+from comingle.transports.inprocess import InProcess
 from comingle.trees import CLIENT_ROUTER
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 MIXTURES = ["floral", "floral-optimal", "floral-mfl", "local-adaptor"]
 WHOLE = ["pretrained", "local", "fedavg", "centralized"]
-SPEAKING = ["floral", {"name": "floral", "temperature": 0.3}, "floral-mfl", "local-adaptor"]
+GENERATING = ["floral", {"name": "floral", "temperature": 0.3}, "floral-mfl", "local-adaptor"]
 
 
-def run_of(sim: Simulation) -> Run:
-    recipe = parse_recipe({"method": sim.method.name, "data": {"users": {"somebody": "unused"}}})
-    return Run(folder=None, recipe=recipe, metrics={}, simulation=sim)
+def run_of(federation: InProcess) -> Run:
+    recipe = parse_recipe({"method": federation.clients.method.name, "data": {"users": {"somebody": "unused"}}})
+    return Run(folder=None, recipe=recipe, metrics={}, federation=federation)
 
 
-def stirred(sim: Simulation) -> Simulation:
+def stirred(federation: InProcess) -> InProcess:
     """Everybody's tensors moved at random, variances kept positive, so that no two users are alike."""
-    generator = torch.Generator().manual_seed(5)
-    rows = sim.state.rows
+    generator, sim = torch.Generator().manual_seed(5), federation.clients
+    rows, mixture = sim.state.rows, sim.method.placement.mixture
     noise = torch.randn(rows.shape, generator=generator, dtype=torch.float64)
     rows.add_(0.3 * noise.to(rows))
     for name, view in sim.model.layout.views(rows).items():
         if name.endswith("running_var"):
             view.abs_().add_(0.1)
-        if name == CLIENT_ROUTER and sim.mixture is not None and not sim.mixture.optimal:
+        if name == CLIENT_ROUTER and mixture is not None and not mixture.optimal:
             view.mul_(3)
-    return sim
+    return federation
 
 
 # ---------------------------------------------------------------- nets
@@ -57,35 +58,39 @@ def stirred(sim: Simulation) -> Simulation:
 @pytest.mark.parametrize("method", [*WHOLE, *MIXTURES, "ensemble", "ensemble-optimal", "mfl", "fml"])
 def test_a_net_predicts_what_the_federation_does(federate_nets: Any, method: str, task: str) -> None:
     sim = stirred(federate_nets(method, changes={"data.task.name": task}))
-    scores = sim.evaluate()
+    scores = sim.clients.evaluate()
     for i in (0, 3):
-        person = run_of(sim).user(sim.users[i].name)
+        person = run_of(sim).user(sim.clients.users[i].name)
         assert isinstance(person, PersonalNet)
-        inputs = sim.users[i].test.inputs
-        expected = sim.predict([sim.row_of[i]], inputs.to(torch.float64).unsqueeze(0))[0]
+        inputs = sim.clients.users[i].test.inputs
+        expected = sim.clients.scorer.predict(
+            sim.clients.models, [sim.clients.row_of[i]], inputs.to(torch.float64).unsqueeze(0)
+        )[0]
         assert expected.abs().max() > 0.1
         torch.testing.assert_close(person.predict(inputs), expected, **EXACT)
-        assert person.evaluate(sim.users[i].test).loss == pytest.approx(scores[i].mean_loss, rel=1e-9)
+        assert person.evaluate(sim.clients.users[i].test).mean_loss == pytest.approx(scores[i].mean_loss, rel=1e-9)
 
 
 @pytest.mark.parametrize("method", [*WHOLE, *MIXTURES, "fml"])
 def test_a_state_dict_is_one_of_the_plain_net(federate_nets: Any, method: str, tmp_path: Path) -> None:
     sim = stirred(federate_nets(method))
-    person = run_of(sim).user(sim.users[1].name)
+    person = run_of(sim).user(sim.clients.users[1].name)
     torch.save(person.model.state_dict(), tmp_path / "net.pt")
-    plain = make_net("mlp-norm", tuple(sim.users[1].test.inputs.shape[1:]), sim.users[1].test.targets.shape[1])
+    plain = make_net(
+        "mlp-norm", tuple(sim.clients.users[1].test.inputs.shape[1:]), sim.clients.users[1].test.targets.shape[1]
+    )
     plain = plain.double().eval()
     plain.load_state_dict(torch.load(tmp_path / "net.pt", weights_only=True))
-    inputs = sim.users[1].test.inputs.double()
-    expected = sim.predict([sim.row_of[1]], inputs.unsqueeze(0))[0]
+    inputs = sim.clients.users[1].test.inputs.double()
+    expected = sim.clients.scorer.predict(sim.clients.models, [sim.clients.row_of[1]], inputs.unsqueeze(0))[0]
     torch.testing.assert_close(plain(inputs), expected, **EXACT)
 
 
 def test_an_ensembles_state_dict_holds_its_models_and_their_shares(federate_nets: Any) -> None:
     sim = stirred(federate_nets({"name": "ensemble", "clusters": 3}))
-    first, second = (run_of(sim).user(sim.users[i].name).model for i in (0, 1))
+    first, second = (run_of(sim).user(sim.clients.users[i].name).model for i in (0, 1))
     assert isinstance(second, MixtureOfModels)
-    inputs = sim.users[0].test.inputs.double()
+    inputs = sim.clients.users[0].test.inputs.double()
     assert not torch.allclose(second(inputs), first(inputs))
     second.load_state_dict(first.state_dict())
     assert torch.equal(second(inputs), first(inputs))
@@ -118,17 +123,17 @@ def test_a_convolutional_net_is_merged_with_its_batch_norms(make: Any, conv: Any
 def test_a_users_net_is_its_own(federate_nets: Any) -> None:
     """In evaluation mode, trainable, and nothing done to it reaches the federation or a second copy."""
     sim = stirred(federate_nets("floral"))
-    before = sim.state.rows.clone()
+    before = sim.clients.state.rows.clone()
     one, two = (run_of(sim).user("user-0") for _ in range(2))
     assert not one.model.training
     assert all(p.requires_grad for p in one.model.parameters())
-    inputs = sim.users[0].test.inputs
+    inputs = sim.clients.users[0].test.inputs
     expected = two.predict(inputs)
     one.model.train()(inputs.double()).sum().backward()
     with torch.no_grad():
         for p in one.model.parameters():
             p.sub_(p.grad + 1)
-    assert torch.equal(sim.state.rows, before)
+    assert torch.equal(sim.clients.state.rows, before)
     assert torch.equal(two.predict(inputs), expected)
     assert not torch.allclose(one.predict(inputs), expected)
 
@@ -136,11 +141,11 @@ def test_a_users_net_is_its_own(federate_nets: Any) -> None:
 def test_inputs_of_another_dtype_and_no_samples_are_fine(federate_nets: Any) -> None:
     sim = federate_nets("fedavg")
     person = run_of(sim).user("user-1")
-    test = sim.users[1].test
+    test = sim.clients.users[1].test
     assert person.predict(test.inputs.float()).dtype == torch.float64
     score = person.evaluate(Samples(inputs=test.inputs[:0], targets=test.targets[:0]))
     assert score.samples == 0
-    assert math.isnan(score.loss)
+    assert math.isnan(score.mean_loss)
 
 
 def test_classes_are_scored_by_accuracy() -> None:
@@ -151,15 +156,15 @@ def test_classes_are_scored_by_accuracy() -> None:
     targets[:60] = (targets[:60] + 1) % 3
     score = person.evaluate(Samples(inputs=inputs, targets=targets))
     assert (score.samples, score.accuracy) == (600, 0.9)
-    assert score.loss == pytest.approx(float(nn.functional.cross_entropy(net(inputs), targets).detach()), rel=1e-5)
+    assert score.mean_loss == pytest.approx(float(nn.functional.cross_entropy(net(inputs), targets).detach()), rel=1e-5)
 
 
 # ---------------------------------------------------------------- mixtures on a language model
 
 
-def materialised(sim: Simulation, row: int) -> Any:
+def materialised(sim: Clients, row: int) -> Any:
     """The base with ``W + alpha sum_c pi_c B_c A_c`` in the place of every adapted weight, written out."""
-    model, tensors = sim.model, sim.tensors(sim.state.rows[row : row + 1])
+    model, tensors = sim.model, sim.steps.tensors(sim.state.rows[row : row + 1])
     merged = copy.deepcopy(model.base.model)
     pi = (tensors[CLIENT_ROUTER][0] / model.mixture.temperature).softmax(0)
     inner = merged.base_model
@@ -181,16 +186,16 @@ def greedy(network: Any, ids: list[int], count: int) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("method", SPEAKING)
+@pytest.mark.parametrize("method", GENERATING)
 def test_a_mixture_speaks_and_scores_as_the_federation_does(federate: Any, method: Any) -> None:
     sim = stirred(federate(method))
-    run, scores, said = run_of(sim), sim.evaluate(), set()
+    run, scores, said = run_of(sim), sim.clients.evaluate(), set()
     for i in (0, 2, 0):
-        person = run.user(sim.users[i].name)
+        person = run.user(sim.clients.users[i].name)
         assert isinstance(person, PersonalModel)
-        own = person.score(sim.users[i].test, context=16)
+        own = person.score(sim.clients.users[i].test, context=16)
         assert own.loss_nats == pytest.approx(scores[i].loss_nats, rel=1e-12)
-        merged = materialised(sim, sim.row_of[i])
+        merged = materialised(sim.clients, sim.clients.row_of[i])
         prompt = list(b"one two")
         expected = bytes(t for t in greedy(merged, prompt, 12)[len(prompt) :] if t < 256)
         answer = person.generate("one two", max_new_tokens=12)
@@ -204,13 +209,13 @@ def test_a_merged_language_model_is_a_plain_one(federate: Any, base: str, tmp_pa
     sim = stirred(federate("floral", base=base))
     person = run_of(sim).user("bob")
     merged = person.merge()
-    assert type(merged) is type(sim.model.base.model)
-    assert merged.state_dict().keys() == sim.model.base.model.state_dict().keys()
+    assert type(merged) is type(sim.clients.model.base.model)
+    assert merged.state_dict().keys() == sim.clients.model.base.model.state_dict().keys()
     ids = torch.arange(3, 19).unsqueeze(0)
-    expected = materialised(sim, 1)(input_ids=ids).logits
-    assert (expected - sim.model.base.model(input_ids=ids).logits).abs().max() > 1e-3
+    expected = materialised(sim.clients, 1)(input_ids=ids).logits
+    assert (expected - sim.clients.model.base.model(input_ids=ids).logits).abs().max() > 1e-3
     torch.testing.assert_close(merged(input_ids=ids).logits, expected, **EXACT)
-    with person.speaking() as network:
+    with person.generating() as network:
         torch.testing.assert_close(network(input_ids=ids).logits, expected, **EXACT)
     merged.save_pretrained(tmp_path / "bob")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "bob", dtype=torch.float64)
@@ -220,12 +225,12 @@ def test_a_merged_language_model_is_a_plain_one(federate: Any, base: str, tmp_pa
 
 def test_speaking_copies_no_weight_of_the_base_and_changes_nobody(federate: Any) -> None:
     sim = stirred(federate("floral"))
-    base, run = sim.model.base.model, run_of(sim)
+    base, run = sim.clients.model.base.model, run_of(sim)
     ids = torch.arange(5, 15).unsqueeze(0)
-    rows, logits = sim.state.rows.clone(), base(input_ids=ids).logits
-    scores = [score.loss_nats for score in sim.evaluate()]
+    rows, logits = sim.clients.state.rows.clone(), base(input_ids=ids).logits
+    scores = [score.mean_loss for score in sim.clients.evaluate()]
     ann, bob = run.user("ann"), run.user("bob")
-    with ann.speaking() as one, bob.speaking() as two:
+    with ann.generating() as one, bob.generating() as two:
         own = {id(p) for p in base.parameters()}
         adaptors = [n for n, p in one.named_parameters() if id(p) not in own]
         assert adaptors
@@ -236,8 +241,8 @@ def test_speaking_copies_no_weight_of_the_base_and_changes_nobody(federate: Any)
         for p in merged.parameters():
             p.zero_()
     assert torch.equal(base(input_ids=ids).logits, logits)
-    assert torch.equal(sim.state.rows, rows)
-    assert [score.loss_nats for score in sim.evaluate()] == scores
+    assert torch.equal(sim.clients.state.rows, rows)
+    assert [score.mean_loss for score in sim.clients.evaluate()] == scores
 
 
 def test_perplexity_and_sampling_work_as_for_experts(federate: Any) -> None:
@@ -245,7 +250,7 @@ def test_perplexity_and_sampling_work_as_for_experts(federate: Any) -> None:
     person = run_of(sim).user("cem")
     text = "some words that nobody has read"
     ids = torch.tensor([list(text.encode())])
-    logits = materialised(sim, 2)(input_ids=ids).logits[0, :-1]
+    logits = materialised(sim.clients, 2)(input_ids=ids).logits[0, :-1]
     expected = float(nn.functional.cross_entropy(logits, ids[0, 1:]).exp())
     assert person.perplexity(text) == pytest.approx(expected, rel=1e-9)
     sampled = [person.generate("a", max_new_tokens=10, temperature=1.0, seed=s) for s in (1, 1, 2)]
@@ -266,9 +271,9 @@ def test_what_a_model_cannot_do_is_one_line(federate: Any) -> None:
 
 def test_a_bfloat16_base_is_spoken_over_without_rounding_its_weights(federate: Any) -> None:
     sim = stirred(federate("floral", dtype="bfloat16"))
-    tokens: Tensor = sim.users[0].test
+    tokens: Tensor = sim.clients.users[0].test
     person = run_of(sim).user("ann")
-    with person.speaking() as network, torch.no_grad():
+    with person.generating() as network, torch.no_grad():
         logits = network(input_ids=tokens[None, :16].long()).logits[0].float()
     found = nn.functional.cross_entropy(logits[:-1], tokens[1:16].long())
-    assert float(found) == pytest.approx(person.score(tokens[:16], context=16).mean_nats, rel=2e-2)
+    assert float(found) == pytest.approx(person.score(tokens[:16], context=16).mean_loss, rel=2e-2)

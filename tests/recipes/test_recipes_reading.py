@@ -60,6 +60,7 @@ def test_shipped_files_read_as_yaml_has_them(path: Path) -> None:
         ("a:\n  - {x: 1,\n     x: 2}\n", "line 3: key 'x' a second time"),
         ("users: {'no': a, no: b}", "line 1: key 'no' a second time"),
         ("users: {1: a, '1': b}", "line 1: key '1' a second time"),
+        ("x: &x {ann: a}\ndata: {users: {<<: *x, ann: b}}", "line 2: '<<' among users hides who is named twice; "),
         ("? [a, b]\n: c\n", "line 1: a key must be text; got a list"),
         ("{{a: b}: c}", "line 1: a key must be text; got a mapping"),
     ],

@@ -86,7 +86,7 @@ def test_a_setting_trains_resnet9(folder: Path, name: str) -> None:
 
 def test_deeper_nets_are_bases(folder: Path) -> None:
     recipe = recipe_of({"name": "pacs", "path": str(folder)}).with_changes({"base": "net:resnet50"})
-    sim = build(recipe, prepare(recipe))
+    sim = build(recipe, prepare(recipe)).clients
     head = {slot.name: slot.shape for slot in sim.model.layout.slots if slot.name.startswith("head")}
     assert head == {"head.weight": (7, 256), "head.bias": (7,)}
 

@@ -45,6 +45,7 @@ def write_folder(
     base: str = "random:llama",
     measure: str = "perplexity",
     mixtures: dict[int, dict[str, list[float]]] | None = None,
+    component: str = "adaptor set",
     clusters: dict[str, int] | None = None,
 ) -> Path:
     folder = below / name
@@ -74,7 +75,7 @@ def write_folder(
             )
         told = evaluation(number, found, (scores or {}).get(number), experts, measure)
         if number in (mixtures or {}):
-            told |= {"mixtures": (mixtures or {})[number], "router_entropy_nats": 0.5}
+            told |= {"mixtures": (mixtures or {})[number], "component": component, "router_entropy_nats": 0.5}
             told |= {"clusters": clusters, "aggregation_mismatch": 0.25} if clusters else {}
         events.append(told)
     (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events), encoding="utf-8")

@@ -236,7 +236,8 @@ def test_without_true_clusters_there_is_no_index(losses: str) -> None:
 
 def test_models_and_adaptor_sets_are_told_apart(write_run: Any) -> None:
     curve = {0: {"user-0": 4.0, "user-1": 4.0}, 2: {"user-0": 2.0, "user-1": 1.0}}
-    runs = [write_run(name, name, curve, measure="loss", **MIXED) for name in ("floral", "ensemble")]
+    mixed = {"floral": "adaptor set", "ensemble": "model"}
+    runs = [write_run(name, name, curve, measure="loss", component=what, **MIXED) for name, what in mixed.items()]
     text = prose(render_page(read_entries(runs)))
     assert "The weight of each component in each user's mixture" in text
     assert "user true cluster adaptor set 1 adaptor set 0" in text

@@ -326,7 +326,7 @@ def test_finished_runs_of_tasks_leave_no_copies_of_their_nets(tmp_path: Path) ->
         if event["event"] == "evaluation":
             saved.append((folder / "checkpoints" / "round-0002").is_dir())
 
-    (outcome,) = run_cells([cell], tmp_path, observers=lambda cell, sim: [look])
+    (outcome,) = run_cells([cell], tmp_path, observers=lambda cell, clients: [look])
     assert (saved, outcome.folder) == ([False, False, False, True], folder)  # before the first round, and after each
     assert not (folder / "checkpoints").exists()
     (again,) = run_cells([cell], tmp_path)

@@ -17,6 +17,7 @@ from comingle.errors import RecipeError
 from comingle.experiment import build
 from comingle.materials import prepare
 from comingle.nets import prepare_task
+from comingle.protocol.messages import COUNT
 from comingle.recipes import Recipe, parse_recipe
 from comingle.records import read_metrics
 from comingle.reproduce.figures import draw, read_entries
@@ -39,10 +40,10 @@ COUNTED = {
     "fedavg+": (NET, NET, NET, NET),
     "pfedmoe": (FEATURES, FEATURES, FEATURES, NET + FEATURES + GATE),
     "fedem": (4 * NET, 4 * NET, 4 * NET, 4 * NET + 4),
-    "ifca": (4 * NET + 4 * USERS, NET + 1, 4 * NET, NET),
+    "ifca": (4 * NET, NET + 1, 4 * NET, NET + 1),
     "fedmerge": (4 * NET + 4 * USERS, NET, NET, NET),
 }
-"""Server, sent, received and held, with four models where there are several."""
+"""Server, sent, received and held, with four models where there are several; IFCA's users keep and send a choice."""
 
 
 def recipe_of(method: str, net: str = "mlp", **settings: Any) -> Recipe:
@@ -77,14 +78,17 @@ def test_usage_is_that_counted_by_hand(method: str, task: Task) -> None:
 @pytest.mark.parametrize("method", ["fedmerge", "ifca", "fedem"])
 def test_one_user_stands_for_a_whole_federation(method: str, task: Task) -> None:
     recipe = recipe_of(method)
-    sim = build(recipe, prepare(recipe))
-    found = count_usage(recipe, task)
-    kept = sum(t.numel() for t in sim.state.server.values())
-    assert found.server == (kept or found.communicate)
-    count = 1  # of its samples, which is no parameter
-    assert {4 * (found.communicate + count)} == set(sim.upload_bytes())
-    assert sim.exchanged_bytes(range(USERS)) == (4 * USERS * (found.communicate + count), 4 * USERS * found.received)
-    assert sim.mask.sum(1).tolist() == [found.client] * USERS
+    federation = build(recipe, prepare(recipe))
+    clients, found = federation.clients, count_usage(recipe, task)
+    assert found.server == sum(t.numel() for t in federation.server.kept.values())
+    upload = clients.upload(range(USERS), 1, {})
+    sent = [*upload.tensors.values(), *(t for name, t in upload.reports.items() if name != COUNT)]
+    assert sum(t.numel() for t in sent) == USERS * found.communicate
+    names = [user.name for user in clients.users]
+    received = federation.server.download(names, clients.state.ranks).tensors.values()
+    assert sum(t.numel() for t in received) == USERS * found.received
+    own = clients.mask.sum() + sum(t.numel() for t in clients.state.kept.values())
+    assert own == USERS * found.client
 
 
 def test_running_statistics_count_as_they_travel(task: Task) -> None:

@@ -118,8 +118,8 @@ class Adapters:
 
     def penalties(self) -> Tensor | float:
         """Load-balancing penalty of the last forward pass, mean over blocks: ``(users,)``, or 0 if there is none."""
-        found = [mlp.router.penalty for mlp in self.experts.values() if mlp.router.penalty is not None]
-        return torch.stack(found).mean(0) if found else 0.0
+        by_block = [mlp.router.penalty for mlp in self.experts.values() if mlp.router.penalty is not None]
+        return torch.stack(by_block).mean(0) if by_block else 0.0
 
     def mask(self, ranks: Int[Tensor, " users"] | None = None) -> Bool[Tensor, "users columns"]:
         """True where a user really has a parameter: off for padding, and for the router of a user with one expert.
@@ -132,8 +132,8 @@ class Adapters:
     def _own(self, slot: Slot, ranks: Int[Tensor, " users"]) -> Bool[Tensor, "users ..."]:
         users = len(ranks)
         if slot.name.endswith(".router"):
-            own = self.present & (self.present.sum(1, keepdim=True) > 1)
-            return own.unsqueeze(-1).expand(users, *slot.shape)
+            competing = self.present & (self.present.sum(1, keepdim=True) > 1)
+            return competing.unsqueeze(-1).expand(users, *slot.shape)
         places = torch.arange(slot.shape[-2]) < ranks.unsqueeze(1)  # (users, rank)
         if slot.roles == (ATTENTION,):
             return places.unsqueeze(-1).expand(users, *slot.shape)

@@ -84,43 +84,43 @@ def find_targets(model: nn.Module, targets: Targets | None = None) -> Targets:
         BaseModelError: an unknown family, or targets that a layer does not have; names the linears found.
     """
     layer = decoder_layers(model)[0]
-    found = set(linear_names(layer))
+    linears = set(linear_names(layer))
     if targets is not None:
         for key, name in targets.named():
-            if name not in found:
+            if name not in linears:
                 raise BaseModelError(
-                    f"adapters.targets.{key}: no linear named {name!r} in a decoder layer; got {sorted(found)}."
-                    + _relative(name, found)
+                    f"adapters.targets.{key}: no linear named {name!r} in a decoder layer; got {sorted(linears)}."
+                    + _relative(name, linears)
                 )
-        _check_mlp(targets, found)
+        _check_mlp(targets, linears)
         return targets
     for known in KNOWN.values():
-        if known.names == found:
+        if known.names == linears:
             return known
     raise BaseModelError(
-        f"{type(model).__name__}: unknown family, its layers have the linears {sorted(found)}; name them in the "
+        f"{type(model).__name__}: unknown family, its layers have the linears {sorted(linears)}; name them in the "
         "recipe: adapters: {targets: {attention: [...], up: NAME, down: NAME, gate: NAME or null, "
         "mlp: NAME of the MLP module}}, all relative to a decoder layer (docs/recipes.md has an example)"
     )
 
 
-def _relative(name: str, found: set[str]) -> str:
+def _relative(name: str, linears: set[str]) -> str:
     """A hint for a name that is right but for where it starts."""
-    near = sorted(n for n in found if name.endswith(f".{n}") or n.endswith(f".{name}"))
-    return f" Names are relative to a decoder layer: {near[0]!r}." if near else did_you_mean(name, sorted(found))
+    near = sorted(n for n in linears if name.endswith(f".{n}") or n.endswith(f".{name}"))
+    return f" Names are relative to a decoder layer: {near[0]!r}." if near else did_you_mean(name, sorted(linears))
 
 
-def _check_mlp(targets: Targets, found: set[str]) -> None:
+def _check_mlp(targets: Targets, linears: set[str]) -> None:
     """The module that a mixture replaces holds the MLP's linears and no other, or something would be lost silently."""
-    own = targets.names - set(targets.attention)
+    of_mlp = targets.names - set(targets.attention)
     if targets.mlp:
-        inside = {name for name in found if name.startswith(f"{targets.mlp}.")}
+        inside = {name for name in linears if name.startswith(f"{targets.mlp}.")}
     else:
         inside = {name for name in (targets.up, targets.down) if "." not in name}
-    if inside != own:
+    if inside != of_mlp:
         raise BaseModelError(
             f"adapters.targets.mlp: {targets.mlp!r} holds the linears {sorted(inside)}; it must be the module that "
-            f"holds exactly {sorted(own)} (empty only where the layer itself holds up and down, without a gate)"
+            f"holds exactly {sorted(of_mlp)} (empty only where the layer itself holds up and down, without a gate)"
         )
 
 
@@ -132,13 +132,13 @@ def activation_name(model: nn.Module, targets: Targets) -> str:
     """
     config = model.config
     keys = ("hidden_activation", "hidden_act", "activation_function", "hidden_activation_fn", "activation")
-    found = targets.activation or next((v for k in keys if isinstance(v := getattr(config, k, None), str)), None)
-    if found not in ACTIVATIONS:
+    activation = targets.activation or next((v for k in keys if isinstance(v := getattr(config, k, None), str)), None)
+    if activation not in ACTIVATIONS:
         raise BaseModelError(
-            f"{type(model).__name__}: MLP activation {found!r}; allowed: {sorted(ACTIVATIONS)}; where one of them is "
-            "the same function, name it in the recipe: adapters.targets.activation"
+            f"{type(model).__name__}: MLP activation {activation!r}; allowed: {sorted(ACTIVATIONS)}; where one of them "
+            "is the same function, name it in the recipe: adapters.targets.activation"
         )
-    return found
+    return activation
 
 
 def _linears(model: nn.Module) -> list[str]:

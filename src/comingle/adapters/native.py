@@ -208,7 +208,7 @@ def _load(cache: Path) -> ctypes.CDLL | None:
 
 def _compiler() -> str | None:
     candidates = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
-    return next((found for name in candidates if name and (found := shutil.which(name))), None)
+    return next((path for name in candidates if name and (path := shutil.which(name))), None)
 
 
 def _fingerprint(compiler: str) -> str:
@@ -226,11 +226,11 @@ def _find(cache: Path, name: str) -> int | None:
     if folder is None:
         return None
     try:
-        for found in sorted(os.listdir(folder)):
-            if not (found.startswith(f"{name}-") and found.endswith(".so")):
+        for file in sorted(os.listdir(folder)):
+            if not (file.startswith(f"{name}-") and file.endswith(".so")):
                 continue
-            library = open_private(found, folder=folder)
-            if library is not None and found == f"{name}-{_digest(library)}.so":
+            library = open_private(file, folder=folder)
+            if library is not None and file == f"{name}-{_digest(library)}.so":
                 return library
             if library is not None:
                 os.close(library)

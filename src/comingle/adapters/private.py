@@ -25,6 +25,6 @@ def open_private(path: Path | str, *, folder: int | None = None) -> int | None:
     return None
 
 
-def _is_private(found: os.stat_result) -> bool:
-    kind = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
-    return kind and found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+def _is_private(status: os.stat_result) -> bool:
+    kind = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
+    return kind and status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

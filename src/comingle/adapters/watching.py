@@ -33,14 +33,14 @@ def watched(adapters: Adapters) -> Iterator[None]:
 
 def gates(adapters: Adapters) -> Float[Tensor, "layers users n experts"]:
     """The gates of the last forward pass, first layer first; within :func:`watched`, where there are routers."""
-    found = [mlp.router.gates for mlp in adapters.experts.values()]
-    return torch.stack([layer for layer in found if layer is not None])
+    by_block = [mlp.router.gates for mlp in adapters.experts.values()]
+    return torch.stack([layer for layer in by_block if layer is not None])
 
 
 def expert_names(adapters: Adapters, user: int) -> list[str]:
     """What a user's experts are called, as "generalist", "specialist 1", "specialist 2", in their order."""
     every = next(slot.roles for slot in adapters.layout.slots if {GENERALIST, SPECIALIST} & set(slot.roles))
-    roles = [role for role, own in zip(every, adapters.present[user].tolist(), strict=True) if own]
+    roles = [role for role, present in zip(every, adapters.present[user].tolist(), strict=True) if present]
     seen: Counter[str] = Counter()
     names = []
     for role in roles:

@@ -77,7 +77,7 @@ def _line(error: Exception) -> str | None:
         where = " to ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
         return f"{where}: {error.strerror}" if where else error.strerror
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or _ALLOCATION in str(error):
-        return f"out of memory ({error or 'no more is said'}); `comingle cost` counts what a recipe needs"
+        return f"out of memory ({str(error) or 'no more is said'}); `comingle cost` counts what a recipe needs"
     return None
 
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from comingle.cli.options import Everybody, Force, Out, Quiet, RecipePath, Resume, Sets, read_recipe
+from comingle.cli.options import (
+    Everybody,
+    Force,
+    Out,
+    Quiet,
+    RecipePath,
+    Resume,
+    Sets,
+    method_settings,
+    read_recipe,
+)
 from comingle.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -27,11 +39,15 @@ def compare(
     everybody: Everybody = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run several methods over several seeds; print and write a table of means and deviations."""
-    read = read_recipe(recipe, sets)
+    """Run several methods over several seeds; print and write a table of means and deviations.
+
+    The recipe's method settings are for its own method, and the others have their defaults; --set method.KEY=VALUE is
+    for every method that has KEY.
+    """
+    read, names = read_recipe(recipe, sets), split_names(methods)
     folder = out or Path("runs") / f"compare-{recipe.stem}"
     options = {"resume": resume, "force": force, "everybody": everybody, "quiet": quiet}
-    compare_methods(read, split_names(methods), split_seeds(seeds), folder, **options)
+    compare_methods(read, names, split_seeds(seeds), folder, for_all=method_settings(sets, names), **options)
 
 
 def compare_methods(
@@ -44,8 +60,12 @@ def compare_methods(
     force: bool,
     everybody: bool = False,
     quiet: bool = False,
+    for_all: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Run]:
-    """Every method with every seed, each in its own run folder below ``folder``; the last seed's runs are returned."""
+    """Every method with every seed, each in its own run folder below ``folder``; the last seed's runs are returned.
+
+    The recipe's own method has its settings, another its defaults; ``for_all`` goes to whichever has such a setting.
+    """
     from comingle import experiment
     from comingle.cli.progress import console
     from comingle.cli.training import warn_overlaps
@@ -58,14 +78,14 @@ def compare_methods(
     from comingle.terminal import words
 
     recipes = {
-        (m, s): recipe.with_changes({"method": _method(recipe, m), "seed": s}, where="--seeds")
+        (m, s): recipe.with_changes({"method": _method(recipe, m, for_all), "seed": s}, where="--seeds")
         for s in seeds
         for m in methods
     }
     for one in recipes.values():  # every mistake in the settings is found before the first hour of training
         check_method(one)
     # Users who are too small are left out of all methods, or of none.
-    validates = any(make(one.method.name, **one.method.settings).needs_validation for one in recipes.values())
+    validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in recipes.values())
     folders = {key: folder / f"{key[0]}-seed{key[1]}" for key in recipes}
     again = {key: resume and (place / "recipe.yaml").exists() for key, place in folders.items()}
     for key, one in recipes.items():
@@ -82,11 +102,11 @@ def compare_methods(
             runs = []
             for method in methods:
                 one, place, goes_on = recipes[method, seed], folders[method, seed], again[method, seed]
-                sim = experiment.build(one, materials)
+                federation = experiment.build(one, materials)
                 title = f"run {list(recipes).index((method, seed)) + 1} of {len(recipes)} · {method}, seed {seed}"
-                observers = [reporter.watch(sim, title)]
+                observers = [reporter.watch(federation.clients, title)]
                 with open_folder(place, one, describe(materials, one), resume=goes_on, force=force):
-                    runs.append(experiment.execute(sim, one, place, resume=goes_on, observers=observers))
+                    runs.append(experiment.execute(federation, one, place, resume=goes_on, observers=observers))
     for part in tables_of(write_comparison(folder, list(folders.values())), everybody=everybody):
         console.print(part)
     console.print(words(f"{folder}/  table.md · table.json · one run folder for each method and seed", "dim"))
@@ -117,9 +137,7 @@ def split_seeds(text: str) -> list[int]:
         raise RecipeError(f"--seeds {text!r}: give whole numbers separated by commas, as 0,1,2") from None
 
 
-def _method(recipe: Recipe, name: str) -> dict[str, object]:
-    """A method with those of the recipe's settings that it has too, so that budgets are equal."""
-    from comingle.methods import settings_of
+def _method(recipe: Recipe, name: str, for_all: Mapping[str, Any]) -> dict[str, Any]:
+    from comingle.methods import settings_beside
 
-    known = settings_of(name)
-    return {"name": name, **{k: v for k, v in recipe.method.settings.items() if k in known}}
+    return {"name": name, **settings_beside(name, recipe.method.name, recipe.method.settings, for_all)}

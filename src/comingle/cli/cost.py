@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from comingle.cli.options import RecipePath, Sets, read_recipe
+from comingle.cli.options import RecipePath, Sets, method_settings, read_recipe
 
 
 def cost(
@@ -30,11 +30,11 @@ def cost(
 
     names = split_names(",".join(method)) if method else []
     with status("counting"):
-        found = plan(read, names, users=users).as_dict()
+        planned = plan(read, names, users=users, for_all=method_settings(sets, names or [read.method.name])).as_dict()
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(planned, indent=2))
         return
-    for part in render_plan(found):
+    for part in render_plan(planned):
         console.print(part, highlight=False)
-    for line, fits in verdicts(found):
+    for line, fits in verdicts(planned):
         console.print(line, style="green" if fits else "bold red", highlight=False)

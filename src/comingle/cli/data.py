@@ -44,14 +44,14 @@ def data(
     if materials.answers:
         console.print(_questions(read.base, materials.answers))
         return
-    found = [summarise(text, user) for text, user in zip(materials.texts, materials.users, strict=True)]
+    summaries = [summarise(text, user) for text, user in zip(materials.texts, materials.users, strict=True)]
     title = words(f"{read.base}: documents and tokens", "table.title")
     table = Table("user", title=title, title_justify="left", box=None)
     for split in ("train", "valid", "test"):
         table.add_column(f"{split} docs", justify="right")
         table.add_column(f"{split} tokens", justify="right")
     kinds = [(split, kind) for split in ("train", "valid", "test") for kind in ("documents", "tokens")]
-    rows = choose_rows({one["user"]: [one[k][s] for s, k in kinds] for one in found}, by=1, everybody=everybody)
+    rows = choose_rows({one["user"]: [one[k][s] for s, k in kinds] for one in summaries}, by=1, everybody=everybody)
     for name, cells in rows:
         table.add_row(words(name), *cells)
     console.print(table)
@@ -61,7 +61,7 @@ def data(
         for name, why in shown:
             console.print(words(f"  {name}: {why}"))
     listed = {name for name, _ in rows}
-    for one in (one for one in found if one["user"] in listed):
+    for one in (one for one in summaries if one["user"] in listed):
         for split, sample in one["samples"].items():
             begun = Text.assemble(words(one["user"], "bold"), " ", (f"{split}:", "dim"), " ")
             console.print(begun + printable(sample, keep="\n\t"), highlight=False)

@@ -58,14 +58,14 @@ def _speak(run: Run) -> None:
     from rich.text import Text
 
     from comingle.cli.progress import console
-    from comingle.cli.views import speaker
+    from comingle.cli.views import generating_model
     from comingle.terminal import printable, words
 
     told = ("\nEach user's own model speaks", "bold"), f" ({run.metrics['method']}, greedy)"
     console.print(Text.assemble(*told), highlight=False)
     for name in run.users:
         prompt = PROMPTS.get(name, "The")
-        said = speaker(run, name).generate(prompt, max_new_tokens=40)
+        said = generating_model(run, name).generate(prompt, max_new_tokens=40)
         # Source code keeps its lines, prose is put on one.
         shown = said.rstrip() if name == "library" else re.sub(r"\s+", " ", said).rstrip()
         begun = Text.assemble("  ", words(name, "cyan"), ": ", words(prompt, "bold"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,15 +63,34 @@ def changes(sets: list[str] | None) -> dict[str, Any]:
     """
     from comingle.recipes.reading import read_text
 
-    found: dict[str, Any] = {}
+    by_key: dict[str, Any] = {}
     for item in sets or []:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
             raise RecipeError(f"--set {shorten(item)!r}: give KEY=VALUE, as training.rounds=3")
-        if key.strip() in found:
+        if key.strip() in by_key:
             raise RecipeError(f"--set {shorten(item)!r}: {shorten(key.strip())!r} a second time; give each key once")
-        found[key.strip()] = read_text(value, f"--set {shorten(item)!r}")
-    return found
+        by_key[key.strip()] = read_text(value, f"--set {shorten(item)!r}")
+    return by_key
+
+
+def method_settings(sets: list[str] | None, methods: Sequence[str]) -> dict[str, Any]:
+    """Settings given as ``--set method.KEY=VALUE``, which are for every one of the methods that has them.
+
+    Raises:
+        RecipeError: none of the methods has such a setting.
+    """
+    from comingle.methods import settings_of
+
+    keys = {key: value for key, value in changes(sets).items() if key.startswith("method.")}
+    keys = {key.removeprefix("method.").removeprefix("settings."): value for key, value in keys.items()}
+    given = {key: value for key, value in keys.items() if key not in ("name", "settings")}
+    known = {key: None for name in methods for key in settings_of(name)}
+    for key in given:
+        if key not in known:
+            allowed = ", ".join(known) or "no settings"
+            raise RecipeError(f"--set method.{key}: none of {', '.join(methods)} has it; allowed: {allowed}")
+    return given
 
 
 def shorten(text: str) -> str:

@@ -78,9 +78,9 @@ def _draw(kind: str, entries: list[Entry], tokens: Callable[[], Figures]) -> Fig
     elif kind == "tokens":
         yield from tokens()
     else:
-        for name, found in _panels(kind, entries):
-            if found is not None:
-                yield name, found.figure(), found.sheet
+        for name, panels in _panels(kind, entries):
+            if panels is not None:
+                yield name, panels.figure(), panels.sheet
 
 
 def _panels(kind: str, entries: list[Entry]) -> Iterator[tuple[str, Panels | None]]:
@@ -113,9 +113,9 @@ def _mixtures(entries: list[Entry]) -> Figures:
 
     for entry in entries:
         for run in entry.runs:
-            if (found := read_mixtures(run.folder)) is not None:
+            if (learned := read_mixtures(run.folder)) is not None:
                 seed = f"-seed{run.seed}" if len(entry.runs) > 1 else ""
-                yield f"mixtures-{file_name(entry.label)}{seed}", mixtures_figure(found), mixtures_sheet(found)
+                yield f"mixtures-{file_name(entry.label)}{seed}", mixtures_figure(learned), mixtures_sheet(learned)
 
 
 def _tokens(

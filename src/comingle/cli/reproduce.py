@@ -14,8 +14,8 @@ from comingle.cli.options import Force, Quiet, Resume, Sets, changes, possible
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from comingle.engines.client import Clients
     from comingle.engines.events import Observer
-    from comingle.engines.simulation import Simulation
     from comingle.reproduce.plan import Cell, Plan
     from comingle.reproduce.runner import Outcome
 
@@ -157,9 +157,9 @@ def _outcomes(cells: list[Cell], out: Path, jobs: int, *, force: bool, quiet: bo
         return
     with reporting(quiet=quiet) as reporter:
 
-        def observers(cell: Cell, sim: Simulation) -> list[Observer]:
+        def observers(cell: Cell, clients: Clients) -> list[Observer]:
             reporter.clear()  # one bar at a time; a run that has ended has its line
-            return [reporter.watch(sim, title_of(cell))]
+            return [reporter.watch(clients, title_of(cell))]
 
         yield from run_cells(cells, out, force=force, observers=observers, waiting=reporter.waiting)
 
@@ -183,12 +183,12 @@ def _told(outcome: Outcome, done: int, total: int, left: float | None) -> Text:
 
     cell = outcome.cell
     if outcome.diverged:
-        found = "diverged"
+        result = "diverged"
     else:
         metrics = json.loads((outcome.folder / "metrics.json").read_text(encoding="utf-8"))
         measure = measure_of(metrics)
-        found = number(metrics[f"mean_test_{measure}"], measure)
+        result = number(metrics[f"mean_test_{measure}"], measure)
     took = f"{outcome.seconds:.0f} s" if outcome.ran else "was there"
     rest = "" if left is None or done == total else f" · about {max(1, round(left / 60))} min left"
-    told = f" {cell.column} · {cell.row} · seed {cell.seed}: {found} · {took}{rest}"
+    told = f" {cell.column} · {cell.row} · seed {cell.seed}: {result} · {took}{rest}"
     return Text.assemble((f"{done}/{total}", "dim"), told)

@@ -37,10 +37,12 @@ def run(
         with reporter.waiting(LOADING):
             materials = prepare(read)
             warn_overlaps(materials)
-            sim = experiment.build(read, materials)
+            federation = experiment.build(read, materials)
             inputs = describe(materials, read)
         warn_unread(read)
         with open_folder(folder, read, inputs, resume=resume, force=force):
-            done = experiment.execute(sim, read, folder, resume=resume, observers=[reporter.watch(sim)])
+            done = experiment.execute(
+                federation, read, folder, resume=resume, observers=[reporter.watch(federation.clients)]
+            )
     console.print(render_run(done.metrics, everybody=everybody))
     console.print(words(f"{folder}/  metrics.json · events.jsonl · checkpoints/ · tensorboard/", "dim"))

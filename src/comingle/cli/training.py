@@ -10,9 +10,9 @@ from comingle.terminal import errors, words
 
 def warn_overlaps(materials: Materials) -> None:
     """Say which users' held-out text also occurs in their training text."""
-    for found in materials.overlaps():
+    for overlap in materials.overlaps():
         told = (
-            f"user {found.user}: {found.valid} of {found.valid_documents} validation and "
-            f"{found.test} of {found.test_documents} test documents also occur in the training text"
+            f"user {overlap.user}: {overlap.valid} of {overlap.valid_documents} validation and "
+            f"{overlap.test} of {overlap.test_documents} test documents also occur in the training text"
         )
         errors.print(Text.assemble(("warning: ", "yellow"), words(told)), highlight=False, soft_wrap=True)

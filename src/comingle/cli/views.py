@@ -84,7 +84,8 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
 
     from comingle.reports.tokens import Text, TokenView
 
-    sim, tokenizer = run.simulation, run.simulation.adapted.base.tokenizer
+    clients = run.federation.clients
+    tokenizer = clients.adapted.base.tokenizer
     streams: list[tuple[str, str | None, Any]]
     if texts:
         assert tokenizer is not None
@@ -94,19 +95,19 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
             for (name, _), ids in zip(texts, encoded, strict=True)
         ]
     else:
-        streams = [(u.name, u.name, test_tokens(u)[:length]) for u in sim.users if u.name in users]
+        streams = [(u.name, u.name, test_tokens(u)[:length]) for u in clients.users if u.name in users]
         streams.sort(key=lambda stream: users.index(stream[0]))
-    people = [speaker(run, name) for name in users]
-    found = [[one.route(ids, context=sim.training.context) for one in people] for _, _, ids in streams]
+    people = [generating_model(run, name) for name in users]
+    routes = [[one.route(ids, context=clients.training.context) for one in people] for _, _, ids in streams]
     return TokenView(
         label=label,
         users=tuple(users),
-        experts=tuple(routing.experts for routing in found[0]),
+        experts=tuple(routing.experts for routing in routes[0]),
         texts=tuple(
             Text(name=name, owner=owner, tokens=row[0].tokens)
-            for (name, owner, _), row in zip(streams, found, strict=True)
+            for (name, owner, _), row in zip(streams, routes, strict=True)
         ),
-        gates=tuple(tuple(routing.gates.numpy() for routing in row) for row in found),
+        gates=tuple(tuple(routing.gates.numpy() for routing in row) for row in routes),
         in_distribution=run.recipe.data.held_out == "own",
     )
 
@@ -118,7 +119,7 @@ def test_tokens(user: Any) -> Any:
     return user.test.tokens(0) if isinstance(user, UserAnswers) else user.test
 
 
-def speaker(run: Run, name: str) -> PersonalModel:
+def generating_model(run: Run, name: str) -> PersonalModel:
     """The personal language model of a user.
 
     Raises:
@@ -126,9 +127,9 @@ def speaker(run: Run, name: str) -> PersonalModel:
     """
     from comingle.models.personal import PersonalModel
 
-    found = run.user(name)
-    if not isinstance(found, PersonalModel):
+    person = run.user(name)
+    if not isinstance(person, PersonalModel):
         raise DataError(
-            f"user {name!r}: {run.simulation.model.name} predicts and does not speak; give a language model"
+            f"user {name!r}: {run.federation.clients.model.name} predicts and does not speak; give a language model"
         )
-    return found
+    return person

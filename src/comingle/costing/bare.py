@@ -10,8 +10,8 @@ from comingle.adapters.clustered import FloralModel, floral, roles
 from comingle.adapters.inject import ROUTER
 from comingle.adapters.lora import init_zero, lora_scale
 from comingle.data.tasks import Task
+from comingle.engines.client import Clients
 from comingle.engines.samples import SampleFeed
-from comingle.engines.simulation import Simulation
 from comingle.errors import RecipeError
 from comingle.experiment import training_settings
 from comingle.methods import make
@@ -22,10 +22,11 @@ from comingle.models.language import backbone, lm_head
 from comingle.models.mixed import MixedLanguageModel
 from comingle.nets import build_nets
 from comingle.recipes import Recipe
+from comingle.transports.inprocess import InProcess, federate
 from comingle.trees import ADAPTOR, Layout, Slot
 
 
-def bare_nets(recipe: Recipe, task: Task) -> Simulation:
+def bare_nets(recipe: Recipe, task: Task) -> InProcess:
     """The federation of a task with its first users only, but for a pooled one: they are alike but for their samples.
 
     Raises:
@@ -33,18 +34,19 @@ def bare_nets(recipe: Recipe, task: Task) -> Simulation:
     """
     method = make(recipe.method.name, **recipe.method.settings)
     training = training_settings(recipe, [user.name for user in task.users])
-    if method.pooled:
+    if method.placement.pooled:
         return build_nets(recipe, task, method, training)
     clusters = max(1, len({user.cluster for user in task.users}))  # with fewer it would be another task
-    first = build_nets(recipe, replace(task, users=task.users[:clusters]), method, training)
+    federation = build_nets(recipe, replace(task, users=task.users[:clusters]), method, training)
+    first = federation.clients
     feed, users = first.feed, list(task.users[: first.portions.users])
     assert isinstance(feed, SampleFeed)
     if len(users) <= clusters:
-        return first
+        return federation
     model = replace(first.stacked, users=len(users))
     device, dtype = model.device, model.dtype
     feed = SampleFeed(users, training, feed.batch_size, device=device, dtype=dtype, least=feed.least)
-    return Simulation(model, method, training, trainers=users, users=users, feed=feed)
+    return federate(Clients(model, method, training, trainers=users, users=users, feed=feed))
 
 
 def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLanguageModel:
@@ -53,7 +55,7 @@ def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> Mixe
     Raises:
         RecipeError: a mixture of whole models, or ranks of each user's own.
     """
-    mixture, rank = method.mixture, recipe.adapters.rank
+    mixture, rank = method.placement.mixture, recipe.adapters.rank
     assert mixture is not None
     if mixture.of != "adaptors":
         raise RecipeError(f"method {method.name}: mixes whole models, which are small nets; give data.task")
@@ -86,8 +88,8 @@ def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> Mixe
 
 def _slots(net: FloralModel) -> list[Slot]:
     """Adaptors, then the router: what users have of their own over a frozen base."""
-    shapes, found = {name: tuple(p.shape) for name, p in net.named_parameters()}, []
+    shapes, slots = {name: tuple(p.shape) for name, p in net.named_parameters()}, []
     for wanted, copies in ((ADAPTOR, net.num_clusters), (ROUTER, 1)):
         names = [name for name, role in roles(net).items() if role == wanted]
-        found += [Slot(name=n, shape=shapes[n], roles=(wanted,) * copies, init=init_zero) for n in names]
-    return found
+        slots += [Slot(name=n, shape=shapes[n], roles=(wanted,) * copies, init=init_zero) for n in names]
+    return slots

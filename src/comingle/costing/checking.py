@@ -51,7 +51,7 @@ def check_texts(recipes: Sequence[Recipe]) -> tuple[set[str], str]:
     tokenizer = _tokenizer(recipe.base)
     if tokenizer is None:
         return set(), ""
-    validates = any(make(one.method.name, **one.method.settings).needs_validation for one in recipes)
+    validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in recipes)
     return _check_lengths(recipe, texts, tokenizer, validates), ""
 
 
@@ -65,8 +65,8 @@ def _check_lengths(
         texts = mix_held_out(texts, seed=recipe.seed)
     limits = token_limits(data, [text.name for text in texts])
     heads = {
-        name: {key: min(limit or context + 1, context + 1) for key, limit in own.items()}
-        for name, own in limits.items()
+        name: {key: min(limit or context + 1, context + 1) for key, limit in limits_of_user.items()}
+        for name, limits_of_user in limits.items()
     }
     users = [pack(text, tokenizer, **heads[text.name]) for text in texts]
     small = {user.name for user in users if find_shortage(user, context=context, needs_validation=validates)}

@@ -11,108 +11,109 @@ from torch import Tensor, nn
 
 from comingle.adapters.inject import ATTENTION, GENERALIST, ROUTER, SPECIALIST
 from comingle.adapters.lora import base_weight
+from comingle.costing.messages import mean_bytes, message_bytes
 from comingle.costing.records import UserCost
-from comingle.engines.simulation import Simulation
+from comingle.engines.client import Clients
 from comingle.evaluation.costs.flops import Block, Flops, Linear, backward, forward
-from comingle.methods.base import Phase
+from comingle.methods.client import Phase
 from comingle.models.adapted import AdaptedModel
+from comingle.transports.inprocess import InProcess
 
 ROLES = (ATTENTION, GENERALIST, SPECIALIST, ROUTER)
 
 
-def count_users(sim: Simulation, names: tuple[str, ...]) -> list[UserCost]:
+def count_users(federation: InProcess, names: tuple[str, ...]) -> list[UserCost]:
     """The costs of the users called ``names``, those who are alike together.
 
-    ``sim`` may hold fewer users than there are names where all are alike: then the last one stands for the rest.
+    ``federation`` may hold fewer users than there are names where all are alike: then the last stands for the rest.
     """
-    rows = sim.row_of if not sim.method.pooled else sim.row_of[:1]
-    sent, entries, parameters = sim.upload_bytes(), own_entries(sim), _parameters(sim)
-    if sim.method.pooled:
+    clients = federation.clients
+    pooled = clients.method.placement.pooled
+    rows = clients.row_of if not pooled else clients.row_of[:1]
+    entries, parameters = own_entries(clients), _parameters(clients)
+    if pooled:
         names = (f"all {len(names)} users as one",)
-    found: dict[tuple[Any, ...], list[int]] = {}
+    messages, alike = message_bytes(federation, names), dict[tuple[Any, ...], list[int]]()
     for i in range(len(names)):
-        at = min(i, len(rows) - 1)
-        found.setdefault((*entries[rows[at]].tolist(), sent[at]), []).append(i)
-    everything = sum(key[-1] * len(members) for key, members in found.items())
+        alike.setdefault(tuple(entries[rows[min(i, len(rows) - 1)]].tolist()), []).append(i)
     costs = []
-    for key, members in found.items():
-        row, mine = rows[min(members[0], len(rows) - 1)], key[-1]
-        received = sim.download_bytes(mine, everything)
-        own = {role: counts[row % len(sim.trainers)] for role, counts in parameters.items()}
-        shape = Shape(
-            sim, row, dict(zip((s.name for s in sim.adapted.layout.slots), entries[row].tolist(), strict=True))
-        )
-        costs.append(_user(shape, tuple(names[i] for i in members), own, mine, received))
+    for key, members in alike.items():
+        row = rows[min(members[0], len(rows) - 1)]
+        counts_of_row = {role: counts[row % len(clients.trainers)] for role, counts in parameters.items()}
+        shape = Shape(clients, row, dict(zip((s.name for s in clients.adapted.layout.slots), key, strict=True)))
+        sent, received = mean_bytes([messages[i] for i in members])
+        costs.append(_user(shape, tuple(names[i] for i in members), counts_of_row, sent, received))
     return costs
 
 
 def _user(shape: Shape, names: tuple[str, ...], parameters: dict[str, int], sent: int, received: int) -> UserCost:
-    sim, row = shape.sim, shape.row
-    training = sim.training
-    passes = shape.forward() * (sim.method.picks * training.local_steps)  # as much text as is trained on, and no step
-    for phase in sim.phases:
+    clients, row = shape.clients, shape.row
+    training, method = clients.training, clients.method
+    # As much text as is trained on, under every model that is chosen from, and no step.
+    passes = shape.forward() * (method.server.server_models * method.client.sweeps * training.local_steps)
+    for phase in clients.phases:
         steps = training.iterations // phase.every * phase.steps / training.rounds
-        passes += shape.training(phase) * (steps * sim.method.copies)
+        passes += shape.training(phase) * (steps * method.placement.copies)
     return UserCost(
         names=names,
-        experts=int(sim.adapted.adapters.present[row % len(sim.trainers)].sum()),
+        experts=int(clients.adapted.adapters.present[row % len(clients.trainers)].sum()),
         parameters=parameters,
         upload_bytes=sent,
         download_bytes=received,
         forward=shape.forward(),
         training=passes * (1 / training.local_steps),
-        round=passes * (sim.batch_size * training.context),
+        round=passes * (clients.batch_size * training.context),
     )
 
 
-def _parameters(sim: Simulation) -> dict[str, list[int]]:
+def _parameters(clients: Clients) -> dict[str, list[int]]:
     """Each trainer's trained parameters by role, in all copies."""
-    layout, users = sim.adapted.layout, len(sim.trainers)
-    trained = sim.mask.cpu() & layout.mask(sim.method.trained)
+    layout, users = clients.adapted.layout, len(clients.trainers)
+    trained = clients.mask.cpu() & layout.mask(clients.method.client.trained)
     roles = [*ROLES, *sorted(layout.roles - set(ROLES))]
     counts = {role: (trained & layout.mask([role])).sum(1).view(-1, users).sum(0).tolist() for role in roles}
-    return {role: found for role, found in counts.items() if role in ROLES or any(found)}
+    return {role: count for role, count in counts.items() if role in ROLES or any(count)}
 
 
-def own_entries(sim: Simulation) -> Int[Tensor, "rows slots"]:
+def own_entries(clients: Clients) -> Int[Tensor, "rows slots"]:
     """How many entries of each slot a row really has, padding left out."""
-    mask, layout = sim.mask.cpu(), sim.adapted.layout
+    mask, layout = clients.mask.cpu(), clients.adapted.layout
     return torch.stack([mask[:, layout.starts[s.name] :][:, : s.size].sum(1) for s in layout.slots], 1)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The matrix products of one row of a federation; ``own`` are its entries in each slot."""
+    """The matrix products of one row of a federation; ``entries`` are its entries in each slot."""
 
-    sim: Simulation
+    clients: Clients
     row: int
-    own: dict[str, int]
+    entries: dict[str, int]
 
     def forward(self) -> Flops:
         """One token's forward pass."""
-        return forward(self._blocks(frozenset()), outside(self.sim.adapted))
+        return forward(self._blocks(frozenset()), outside(self.clients.adapted))
 
     def training(self, phase: Phase) -> Flops:
         """One token's forward and backward pass in a phase; nothing where the row has nothing that it trains."""
-        slots = [s.name for s in self.sim.adapted.layout.only(phase.roles).slots]
-        blocks, head = self._blocks(frozenset(slots)), outside(self.sim.adapted)
+        slots = [s.name for s in self.clients.adapted.layout.only(phase.roles).slots]
+        blocks, head = self._blocks(frozenset(slots)), outside(self.clients.adapted)
         spent = backward(blocks, head)
         return forward(blocks, head) + spent if spent.total else spent
 
     def _blocks(self, trained: frozenset[str]) -> list[Block]:
-        own = self.own
+        entries = self.entries
 
         def linear(name: str, module: nn.Module) -> Linear:
             a, b = f"{name}.a", f"{name}.b"
             weight = base_weight(module)[0].numel()
-            return Linear(weight=weight, a=own[a], b=own[b], trains_a=a in trained, trains_b=b in trained)
+            return Linear(weight=weight, a=entries[a], b=entries[b], trains_a=a in trained, trains_b=b in trained)
 
-        adapters, blocks = self.sim.adapted.adapters, []
+        adapters, blocks = self.clients.adapted.adapters, []
         for name, mlp in adapters.experts.items():
             layer = name.removesuffix("mlp")
             # In every known layout the output projection is the last of the attention's linears.
             *reads, writes = [linear(n, m.linear) for n, m in adapters.attention.items() if n.startswith(layer)]
-            router = own.get(f"{name}.router", 0)
+            router = entries.get(f"{name}.router", 0)
             blocks.append(
                 Block(
                     reads=tuple(reads),
@@ -130,13 +131,13 @@ class Shape:
 
     def _scores(self) -> int:
         """Multiply-adds of one token's query with the keys of a whole window (masked ones are computed too)."""
-        config = self.sim.adapted.network.config
+        config = self.clients.adapted.network.config
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return self.sim.training.context * heads * size
+        return self.clients.training.context * heads * size
 
     def _parallel(self) -> bool:
-        config = self.sim.adapted.network.config
+        config = self.clients.adapted.network.config
         return bool(getattr(config, "use_parallel_residual", config.model_type == "phi"))
 
 

@@ -41,7 +41,7 @@ def _measured(kind: Kind) -> int:
 
 
 def _smallest(kind: Kind, folder: Path) -> dict[str, Any]:
-    """A recipe of one step."""
+    """A recipe of one step, by the plainest method that exchanges."""
     if kind == "task":
         task = {"name": "mlp-norm", "users": 1, "clusters": 1, "test_samples": 4}
         return {"method": "fedavg", "data": {"task": task}, "training": {"rounds": 1}, "runtime": {"device": "cpu"}}

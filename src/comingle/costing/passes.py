@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,13 +13,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.costing.records import MemoryCost
+from comingle.engines.cohort import Cohort
 from comingle.engines.samples import SCORED_PER_SLOT, SampleFeed
-from comingle.engines.simulation import Simulation
+from comingle.engines.scoring import Scorer
+from comingle.engines.steps import Steps
 from comingle.engines.training import Portions
 from comingle.evaluation.costs.memory import ALLOCATOR_GAPS, Fakes, LiveBytes, storage_bytes
-from comingle.methods.base import Phase
+from comingle.methods.client import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.mixed import MixedLanguageModel
+from comingle.transports.inprocess import InProcess
 
 TRACED_BATCHES = 2
 """From the second micro-batch on every further one does the same, with the sum of gradients at hand."""
@@ -26,13 +30,14 @@ TRACED_BATCHES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """A federation whose model has no data, and the fakes that stand for it.
+    """A federation, steps of its users whose model and samples have no data, and the fakes that stand for them.
 
     ``trainers`` is their true number, ``data_bytes`` what is kept of their samples, ``process_bytes`` what a process
     holds in any case, ``known`` what has been found out about passes.
     """
 
-    sim: Simulation
+    federation: InProcess
+    steps: Steps
     fakes: Fakes
     weights_bytes: int
     trainers: int
@@ -40,23 +45,42 @@ class Rehearsal:
     process_bytes: int = 0
     known: dict[tuple[tuple[int, ...], Portions], tuple[int, int]] = field(default_factory=dict)
 
+    def in_portions(self, portions: Portions) -> Steps:
+        """Steps with other numbers of users and sequences in a pass."""
+        steps = replace(self.steps)
+        steps.portions = portions
+        return steps
 
-def rehearse(sim: Simulation, trainers: int, *, data_bytes: int = 0, process_bytes: int = 0) -> Rehearsal:
-    """Put fakes in the place of everything frozen, and of samples, in place."""
-    fakes, model, device, size = Fakes(), sim.model, sim.model.device, 0
+    def cohort(self, rows: Sequence[int]) -> Cohort:
+        """Users without data."""
+        clients, device = self.federation.clients, self.steps.model.device
+        cohort = clients.cohort(list(rows), 0)
+        part = {name: self.fakes.of(getattr(cohort.part, name), device) for name in ("rows", "first", "second")}
+        return replace(cohort, part=replace(cohort.part, **part))
+
+
+def rehearse(federation: InProcess, trainers: int, *, data_bytes: int = 0, process_bytes: int = 0) -> Rehearsal:
+    """Put fakes in the place of everything frozen, in place, and of samples."""
+    clients = federation.clients
+    fakes, model, device, size = Fakes(), clients.model, clients.model.device, 0
     if isinstance(model, (AdaptedModel, MixedLanguageModel)):
         network = model.network if isinstance(model, AdaptedModel) else model.base.model
         size, head = storage_bytes(network), model.head
         bias = None if head.bias is None else fakes.of(head.bias, device)
-        sim.model = replace(model, head=replace(head, weight=fakes.of(head.weight, device), bias=bias))
+        model = replace(model, head=replace(head, weight=fakes.of(head.weight, device), bias=bias))
         fakes.replace(network if isinstance(model, AdaptedModel) else model.net, device)
-    if isinstance(sim.feed, SampleFeed):
-        for name, bank in sim.feed.banks.items():
-            inputs, targets = fakes.of(bank.inputs, device), fakes.of(bank.targets, device)
-            sim.feed.banks[name] = replace(bank, inputs=inputs, targets=targets)
-        sim.feed.augment = None  # done before the pass, and small beside it
+    feed = clients.feed
+    if isinstance(feed, SampleFeed):
+        feed = copy.copy(feed)
+        feed.banks = {
+            name: replace(bank, inputs=fakes.of(bank.inputs, device), targets=fakes.of(bank.targets, device))
+            for name, bank in feed.banks.items()
+        }
+        feed.augment = None  # done before the pass, and small beside it
+    steps = replace(clients.steps, model=model, source=feed)
     return Rehearsal(
-        sim=sim,
+        federation=federation,
+        steps=steps,
         fakes=fakes,
         trainers=trainers,
         weights_bytes=size,
@@ -65,30 +89,37 @@ def rehearse(sim: Simulation, trainers: int, *, data_bytes: int = 0, process_byt
     )
 
 
-def memory(stage: Rehearsal, *, own: bool = False, portions: Portions | None = None) -> MemoryCost:
-    """The worst moment on this machine, or (``own``) on a device with nobody but the user who has most.
+def memory(stage: Rehearsal, *, alone: bool = False, portions: Portions | None = None) -> MemoryCost:
+    """The worst moment on this machine, or (``alone``) on a device with nobody but the user who has most.
 
     ``portions`` tries out other numbers of users and sequences in a pass.
     """
-    sim, chosen = stage.sim, portions or stage.sim.portions
-    count = 1 if own else min(chosen.users, len(sim.state.rows))
-    first = int(sim.mask.sum(1).argmax()) if count == 1 else 0
+    clients, chosen = stage.federation.clients, portions or stage.steps.portions
+    count = 1 if alone else min(chosen.users, len(clients.state.rows))
+    first = int(clients.mask.sum(1).argmax()) if count == 1 else 0
     peak, gradients = _worst_pass(stage, tuple(range(first, first + count)), chosen)
-    state = sim.state
-    share = (1 if own else stage.trainers) / len(sim.trainers)
-    server = sum(t.numel() * t.element_size() for t in state.server.values()) * (not own)
-    gaps = ALLOCATOR_GAPS.get(sim.model.device.type, 0.0)
+    state = clients.state
+    share = (1 if alone else stage.trainers) / len(clients.trainers)
+    gaps = ALLOCATOR_GAPS.get(clients.model.device.type, 0.0)
     return MemoryCost(
         weights_bytes=stage.weights_bytes,
-        adapters_bytes=int(share * (state.rows.nbytes + sim.start.nbytes + sim.mask.untyped_storage().nbytes()))
-        + server,
+        adapters_bytes=int(
+            share * (state.rows.nbytes + clients.initial.nbytes + clients.mask.untyped_storage().nbytes())
+        )
+        + (0 if alone else _server_bytes(stage.federation, share)),
         moments_bytes=int(share * (state.first.nbytes + state.second.nbytes)),
         gradients_bytes=gradients,
         activations_bytes=peak - gradients,
         allocator_bytes=int(gaps * peak),
-        data_bytes=stage.data_bytes // (stage.trainers if own else 1),
+        data_bytes=stage.data_bytes // (stage.trainers if alone else 1),
         process_bytes=stage.process_bytes,
     )
+
+
+def _server_bytes(federation: InProcess, share: float) -> int:
+    """What the server keeps, with as many times as many users as were built."""
+    server, rows = federation.server, federation.clients.method.server.by_user
+    return int(sum(t.nbytes * (share if name in rows else 1) for name, t in server.kept.items()))
 
 
 def _worst_pass(stage: Rehearsal, rows: tuple[int, ...], portions: Portions) -> tuple[int, int]:
@@ -96,62 +127,56 @@ def _worst_pass(stage: Rehearsal, rows: tuple[int, ...], portions: Portions) -> 
 
     Of several phases that which trains most tensors: the others keep the same activations, or fewer.
     """
-    sim, layout = stage.sim, stage.sim.model.layout
+    layout = stage.steps.model.layout
     if (rows, portions) not in stage.known:
-        before, sim.portions = sim.portions, portions
-        try:
-            phases = sorted(sim.phases, key=lambda phase: layout.only(phase.roles).columns)
-            found = step_peak(stage, rows, phases[-1]) if phases else (0, 0)
-            if not phases or isinstance(sim.feed, SampleFeed):  # more samples are scored at once than trained on
-                found = max(found, (_evaluation_peak(stage, rows), 0))
-        finally:
-            sim.portions = before
-        stage.known[rows, portions] = found
+        steps = stage.in_portions(portions)
+        phases = sorted(stage.federation.clients.phases, key=lambda phase: layout.only(phase.roles).columns)
+        peak = step_peak(stage, rows, phases[-1], steps) if phases else (0, 0)
+        if not phases or isinstance(steps.feed, SampleFeed):  # more samples are scored at once than trained on
+            peak = max(peak, (_evaluation_peak(stage, rows, steps), 0))
+        stage.known[rows, portions] = peak
     return stage.known[rows, portions]
 
 
-def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase) -> tuple[int, int]:
+def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps | None = None) -> tuple[int, int]:
     """Peak bytes of one optimiser step of a phase, micro-batches and update, and the bytes of its gradients."""
-    sim, device = stage.sim, stage.sim.model.device
-    part = sim.state.take(rows)
-    rows_now, first, second = (stage.fakes.of(t, device) for t in (part.rows, part.first, part.second))
-    part = replace(part, rows=rows_now, first=first, second=second)
-    drawn = empty_batch(stage, len(rows), min(sim.batch_size, TRACED_BATCHES * sim.portions.sequences))
+    steps, cohort = steps or stage.steps, stage.cohort(rows)
+    most = TRACED_BATCHES * steps.portions.sequences
+    drawn = empty_batch(stage, len(rows), min(stage.federation.clients.batch_size, most))
     with quietly(), LiveBytes() as live:
-        gradients = sim.gradient(part.rows, rows, drawn, phase)[1]
+        gradients = steps.gradient(cohort, drawn, phase)[1]
         size = sum(gradient.nbytes for gradient in gradients.values())
-        sim._step(phase, part, rows, gradients, 0)
+        steps.descend(phase, cohort, gradients, 0)
     return live.peak, size
 
 
 @torch.no_grad()
-def _evaluation_peak(stage: Rehearsal, rows: Sequence[int]) -> int:
+def _evaluation_peak(stage: Rehearsal, rows: Sequence[int], steps: Steps) -> int:
     """One pass of an evaluation, which is all that a method without training does."""
-    sim = stage.sim
-    count = sim.portions.sequences
-    if isinstance(sim.feed, SampleFeed):
-        count = min(SCORED_PER_SLOT, max(len(user.test) for user in sim.users))
+    clients, count = stage.federation.clients, steps.portions.sequences
+    if isinstance(steps.feed, SampleFeed):
+        count = min(SCORED_PER_SLOT, max(len(user.test) for user in clients.users))
     inputs = empty_inputs(stage, len(rows), count)
     with quietly(), LiveBytes() as live:
-        sim.predict(rows, inputs)
+        Scorer(steps=steps).predict(clients.models, rows, inputs)
     return live.peak
 
 
 def empty_batch(stage: Rehearsal, users: int, count: int) -> Int[Tensor, "users count ..."]:
     """A batch to train on, as the engine draws it: windows without data, or the first sample again and again."""
-    if isinstance(stage.sim.feed, SampleFeed):
+    if isinstance(stage.steps.feed, SampleFeed):
         return torch.zeros(users, count, dtype=torch.int64)
-    windows = torch.empty(users, count, stage.sim.training.context + 1, dtype=torch.int64, device="meta")
-    return stage.fakes.of(windows, stage.sim.model.device)
+    windows = torch.empty(users, count, stage.steps.training.context + 1, dtype=torch.int64, device="meta")
+    return stage.fakes.of(windows, stage.steps.model.device)
 
 
 def empty_inputs(stage: Rehearsal, users: int, count: int) -> Int[Tensor, "users count _"] | Float[Tensor, "users ..."]:
-    """What :meth:`Simulation.predict` takes, without data."""
-    if not isinstance(stage.sim.feed, SampleFeed):
+    """What :meth:`Scorer.predict` takes, without data."""
+    if not isinstance(stage.steps.feed, SampleFeed):
         return empty_batch(stage, users, count)
-    bank = stage.sim.feed.banks["train"].inputs
+    bank = stage.steps.feed.banks["train"].inputs
     inputs = torch.empty(users, count, *bank.shape[1:], dtype=bank.dtype, device="meta")
-    return stage.fakes.of(inputs, stage.sim.model.device)
+    return stage.fakes.of(inputs, stage.steps.model.device)
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -21,7 +23,7 @@ from comingle.costing.tasks import plan_task
 from comingle.data.pack import UserData
 from comingle.data.questions import QUESTIONS, choose_languages
 from comingle.data.sources import read_dataset
-from comingle.engines.simulation import Simulation
+from comingle.engines.client import Clients
 from comingle.engines.training import portions
 from comingle.errors import DataError, RecipeError
 from comingle.evaluation.costs.memory import free_bytes
@@ -32,21 +34,29 @@ from comingle.models.base import Base
 from comingle.models.skeleton import load_skeleton
 from comingle.recipes import Recipe
 from comingle.recipes.data import QuestionsSection
+from comingle.transports.inprocess import InProcess, federate
 
 QUESTIONS_NOTE = "Questions are not read: they count as long as the context, the most that training on them can cost."
 
 
-def plan(recipe: Recipe, methods: Sequence[str] = (), *, users: int | None = None) -> Plan:
+def plan(
+    recipe: Recipe,
+    methods: Sequence[str] = (),
+    *,
+    users: int | None = None,
+    for_all: Mapping[str, Any] = MappingProxyType({}),
+) -> Plan:
     """The costs of a recipe's method, or of several; ``users`` is their number where the text is out of reach.
 
-    The recipe's own method keeps its settings; another takes those that it has too.
+    The recipe's own method keeps its settings, another has its defaults; ``for_all`` goes to whichever has such a
+    setting.
 
     Raises:
         RecipeError: a method or a setting is wrong.
         BaseModelError: the base cannot be used.
         DataError: who the users are cannot be found out, or text that is here is too little for a run.
     """
-    recipes = [with_method(recipe, name) for name in methods or [recipe.method.name]]
+    recipes = [with_method(recipe, name, for_all) for name in methods or [recipe.method.name]]
     check_settings(recipes)
     if recipe.data.task is not None:
         return plan_task(recipes, users)
@@ -58,7 +68,7 @@ def plan(recipe: Recipe, methods: Sequence[str] = (), *, users: int | None = Non
     runtime = recipe.runtime
     base = load_skeleton(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
     free, training = free_bytes(base.device), recipe.training
-    found = [method_cost(one, base, names, free) for one in recipes]
+    costs = [method_cost(one, base, names, free) for one in recipes]
     return Plan(
         base=base.name,
         base_parameters=base.model.num_parameters(),
@@ -69,9 +79,9 @@ def plan(recipe: Recipe, methods: Sequence[str] = (), *, users: int | None = Non
         local_steps=training.local_steps,
         batch_size=training.batch_size,
         context=training.context,
-        base_flops=found[0].users[0].forward.base,
+        base_flops=costs[0].users[0].forward.base,
         free_bytes=free,
-        methods=tuple(found),
+        methods=tuple(costs),
         table3=tuple(compare_with_paper(recipe, base)),
         note=note,
     )
@@ -84,7 +94,7 @@ def text_in_place_of_questions(recipe: Recipe, asked: QuestionsSection) -> Recip
     tokens say, and none is wider than the context.
     """
     names = choose_languages(asked.name, asked.languages)
-    pooled = make(recipe.method.name, **recipe.method.settings).pooled
+    pooled = make(recipe.method.name, **recipe.method.settings).placement.pooled
     questions = (asked.train or QUESTIONS[asked.name].train) * (len(names) if pooled else 1)
     steps = ceil(questions / recipe.training.batch_size) * recipe.training.local_epochs
     text = {"users": dict.fromkeys(names, "not read")}
@@ -109,8 +119,10 @@ def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:
     if isinstance(source.users, list):
         return tuple(source.users)
     try:
-        found = read_dataset(source.path, user=source.user, text=source.text, split=source.split, name=source.config)
-        return tuple(found)[: source.users]
+        documents = read_dataset(
+            source.path, user=source.user, text=source.text, split=source.split, name=source.config
+        )
+        return tuple(documents)[: source.users]
     except DataError as error:
         raise DataError(f"{error}; to count without the text, say how many users there are: --users N") from None
 
@@ -118,23 +130,24 @@ def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:
 # ---------------------------------------------------------------- one method
 
 
-def federate(recipe: Recipe, base: Base, names: tuple[str, ...]) -> Simulation:
+def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...]) -> InProcess:
     """The federation of a recipe over a base without weights; users have names and no text.
 
     Where all users are alike, only as many as share a pass are built.
     """
     method = make(recipe.method.name, **recipe.method.settings)
     training = training_settings(recipe, names)
-    alike = isinstance(method.specialists, int) and isinstance(recipe.adapters.rank, int)
-    if alike and not method.pooled:
+    placement = method.placement
+    alike = isinstance(placement.specialists, int) and isinstance(recipe.adapters.rank, int)
+    if alike and not placement.pooled:
         names = names[: portions(training, base.device, training.batch_size).users]
     people = [_nobody(name) for name in names]
-    trainers = [_nobody("everyone")] if method.pooled else people
-    if method.mixture is not None:
+    trainers = [_nobody("everyone")] if placement.pooled else people
+    if placement.mixture is not None:
         model = bare_mixture(recipe, base, method, len(trainers))
     else:
         model = adapt_base(recipe, base, method, len(trainers), training_tokens(trainers, training))
-    return Simulation(model, method, training, trainers=trainers, users=people)
+    return federate(Clients(model, method, training, trainers=trainers, users=people))
 
 
 def _nobody(name: str) -> UserData:
@@ -144,19 +157,21 @@ def _nobody(name: str) -> UserData:
 
 def method_cost(recipe: Recipe, base: Base, names: tuple[str, ...], free: int) -> MethodCost:
     """Everything about one method; ``free`` are the bytes that the machine has left."""
-    sim, own = federate(recipe, base, names), process_bytes("text", base.device)
-    if sim.mixture is None:
-        users = count_users(sim, names)
-        stage = rehearse(sim, trainers=1 if sim.method.pooled else len(names), process_bytes=own)
+    federation, process_size = federate_bare(recipe, base, names), process_bytes("text", base.device)
+    placement = federation.clients.method.placement
+    if placement.mixture is None:
+        users = count_users(federation, names)
+        stage = rehearse(federation, trainers=1 if placement.pooled else len(names), process_bytes=process_size)
     else:
-        stage = rehearse(sim, trainers=len(names), process_bytes=own)
-        users = count_stacked(stage, dict.fromkeys(names, text_load(sim)), _language_base(recipe, base, names))
+        stage = rehearse(federation, trainers=len(names), process_bytes=process_size)
+        loads = dict.fromkeys(names, text_load(federation.clients))
+        users = count_stacked(stage, loads, _language_base(recipe, base, names))
     return summarise(stage, users, free)
 
 
 def _language_base(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops:
     """The base's own part of what FedAvg's adapters cost: one pass a step over the same weights."""
-    user = count_users(federate(with_method(recipe, "fedavg"), base, names[:1]), names[:1])[0]
+    user = count_users(federate_bare(with_method(recipe, "fedavg"), base, names[:1]), names[:1])[0]
     forward, passes = (replace(spent, lora=0.0, router=0.0) for spent in (user.forward, user.round))
     return lambda load: (forward, passes)
 
@@ -170,19 +185,19 @@ def compare_with_paper(recipe: Recipe, base: Base) -> list[Difference]:
     one = recipe if isinstance(rank, int) else recipe.with_changes({"adapters.rank": max(rank)})
     accounts, parameters = [], []
     for name in ("fedavg", "comigs-1g1s"):
-        sim = federate(with_method(one, name), base, ("anybody",))
-        (user,) = count_users(sim, ("anybody",))
+        federation = federate_bare(with_method(one, name), base, ("anybody",))
+        (user,) = count_users(federation, ("anybody",))
         # Parameters and both moments of AdamW, as they are kept.
-        state = user.trainable_parameters * 3 * sim.state.rows.element_size()
+        state = user.trainable_parameters * 3 * federation.clients.state.rows.element_size()
         accounts.append(
             Account(
-                forward_flops=user.forward.total * sim.training.context,
+                forward_flops=user.forward.total * recipe.training.context,
                 round_flops=user.round.total,
                 state_bytes=state,
                 upload_bytes=user.upload_bytes,
             )
         )
         parameters.append(user.parameters)
-    own = parameters[1]
-    sizes = Sizes(attention=own["attention"], expert=own["generalist"], router=own["router"])
+    counts = parameters[1]
+    sizes = Sizes(attention=counts["attention"], expert=counts["generalist"], router=counts["router"])
     return table3(sizes, recipe.training.context, *accounts)

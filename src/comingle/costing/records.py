@@ -13,10 +13,11 @@ from comingle.evaluation.costs.paper import Difference
 class UserCost:
     """What a user trains, sends and computes; ``names`` are the users for whom this is the same.
 
-    ``parameters`` are those that are trained, by role. Bytes are of one exchange. ``forward`` is one token's forward
-    pass, ``training`` one token's forward and backward pass (experts, mean over what a round does), ``round`` a
-    round's training. The naive figures are for one whole MLP per expert. ``unit`` is what data is counted in where it
-    is not tokens; without token-level experts ``experts`` is 0.
+    ``parameters`` are those that are trained, by role. Bytes are of one exchange, a mean where users' names, which go
+    with every message, differ in length. ``forward`` is one token's forward pass, ``training`` one token's forward and
+    backward pass (experts, mean over what a round does), ``round`` a round's training. The naive figures are for one
+    whole MLP per expert. ``unit`` is what data is counted in where it is not tokens; without token-level experts
+    ``experts`` is 0.
     """
 
     names: tuple[str, ...]
@@ -103,8 +104,9 @@ class MemoryCost:
 class MethodCost:
     """One method: its users, its exchanges over the whole run, and its memory.
 
-    ``machine`` is this machine with all users, ``users_per_step`` at once with ``micro_batch`` sequences each; ``own``
-    is a device that holds the one user who has most. ``advice`` says how to make it fit; empty where it does.
+    ``machine`` is this machine with all users, ``users_per_step`` at once with ``micro_batch`` sequences each;
+    ``own_device`` is a device that holds the one user who has most. ``advice`` says how to make it fit; empty where it
+    does.
     """
 
     method: str
@@ -113,16 +115,16 @@ class MethodCost:
     users_per_step: int
     micro_batch: int
     machine: MemoryCost
-    own: MemoryCost
+    own_device: MemoryCost
     fits: bool
     advice: str
 
     def as_dict(self) -> dict[str, Any]:
         """As nested dictionaries."""
-        own = {"users": [user.as_dict() for user in self.users]}
-        memory = {"machine": self.machine.as_dict(), "own_device": self.own.as_dict()}
+        users = {"users": [user.as_dict() for user in self.users]}
+        memory = {"machine": self.machine.as_dict(), "own_device": self.own_device.as_dict()}
         plain = {key: getattr(self, key) for key in ("exchanges", "users_per_step", "micro_batch", "fits", "advice")}
-        return {"method": self.method, **own, **memory, **plain}
+        return {"method": self.method, **users, **memory, **plain}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
+from comingle.costing.messages import mean_bytes, message_bytes
 from comingle.costing.passes import Rehearsal, empty_batch, empty_inputs, quietly
 from comingle.costing.records import UserCost
+from comingle.engines.client import Clients
 from comingle.engines.feeds import TextFeed
-from comingle.engines.simulation import Simulation
 from comingle.evaluation.costs.flops import Flops
 from comingle.evaluation.costs.measured import measure
-from comingle.methods.base import Phase
+from comingle.methods.client import Phase
+from comingle.models.stacked import StackedModel
 from comingle.trees import Tree
 
 
@@ -53,39 +55,40 @@ Base = Callable[[Load], tuple[Flops, Flops]]
 """FLOPs of the base alone: one token's or sample's forward pass, and a round with one pass a step."""
 
 
-def text_load(sim: Simulation) -> Load:
+def text_load(clients: Clients) -> Load:
     """The same for all users."""
-    steps, size = sim.training.local_steps, sim.batch_size
-    return Load(sizes=(size,), epochs=steps, sweeps=steps, swept=steps * size, unit=sim.training.context)
+    steps, size = clients.training.local_steps, clients.batch_size
+    return Load(sizes=(size,), epochs=steps, sweeps=steps, swept=steps * size, unit=clients.training.context)
 
 
 def count_stacked(stage: Rehearsal, loads: Mapping[str, Load], base: Base) -> list[UserCost]:
     """The costs of the users with these loads, those who are alike together."""
-    sim, alike = stage.sim, dict[Load, list[str]]()
+    clients, alike = stage.federation.clients, dict[Load, list[str]]()
     for name, load in loads.items():
         alike.setdefault(load, []).append(name)
-    counts = _Counts(stage)
-    sent, parameters = sim.upload_bytes()[0], _parameters(sim)
-    found = []
+    counts, parameters = _Counts(stage), _parameters(clients)
+    messages = dict(zip(loads, message_bytes(stage.federation, list(loads)), strict=True))
+    costs = []
     for load, names in alike.items():
         forward, passes = base(load)
         forward += Flops(lora=counts.forward.each / load.unit - forward.total)
         spent = counts.round(load)
         passes = passes + Flops(lora=spent - passes.total) if spent else Flops()
-        found.append(
+        sent, received = mean_bytes([messages[name] for name in names])
+        costs.append(
             UserCost(
                 names=tuple(names),
                 experts=0,
                 parameters=parameters,
                 upload_bytes=sent,
-                download_bytes=sim.download_bytes(sent, sent),
+                download_bytes=received,
                 forward=forward,
                 training=passes * (1 / (load.items * load.unit)),
                 round=passes,
-                unit="token" if isinstance(sim.feed, TextFeed) else "sample",
+                unit="token" if isinstance(stage.steps.feed, TextFeed) else "sample",
             )
         )
-    return found
+    return costs
 
 
 def measured_base(stage: Rehearsal) -> Base:
@@ -98,48 +101,53 @@ class _Counts:
     """FLOPs of one user, by kind of work."""
 
     def __init__(self, stage: Rehearsal):
-        self.stage, sim = stage, stage.sim
-        self.rows = stage.fakes.of(sim.state.rows[:1].clone(), sim.model.device)
+        self.stage, self.clients = stage, stage.federation.clients
+        self.cohort = stage.cohort([0])
         self.forward = measure(self._predict)
         self.steps = {phase: measure(lambda n, phase=phase: self._step(phase, n)) for phase in self._phases()}
-        # Losses on all training data: under each component, or under each model that is picked from.
-        alone = sim.method.reroute is not None or (sim.mixture is not None and sim.mixture.at == "samples")
-        self.sweep = measure(self._sweep) if alone else self.forward.times(sim.method.picks)
+        # Losses on all training data: under each component, or under each model that is chosen from.
+        method = self.clients.method
+        if method.client.sweeps and method.placement.mixture is not None:
+            self.sweep = measure(self._sweep)
+        else:
+            self.sweep = self.forward.times(method.server.server_models * method.client.sweeps)
 
     def round(self, load: Load) -> float:
         """A round's local work."""
-        method = self.stage.sim.method
         total = self.sweep.flops(load.sweeps, load.swept)
-        for phase in self.stage.sim.phases:
+        for phase in self.clients.phases:
             times = load.steps // phase.every * phase.steps
             total += self.steps[phase].flops(times, times * load.items / load.steps)
-        for phase in method.before:
+        for phase in self.clients.method.client.before:
             total += self.steps[phase].flops(phase.steps, load.first(phase.steps))
         return total
 
     def _phases(self) -> tuple[Phase, ...]:
-        return (*self.stage.sim.phases, *self.stage.sim.method.before)
+        return (*self.clients.phases, *self.clients.method.client.before)
 
     def _tensors(self) -> Tree:
-        return self.stage.sim.tensors(self.rows)
+        return self.stage.steps.tensors(self.cohort.part.rows)
 
     @torch.no_grad()
     def _predict(self, count: int) -> None:
-        self.stage.sim.model.predict(self._tensors(), [0], empty_inputs(self.stage, 1, count))
+        self.stage.steps.model.predict(self._tensors(), [0], empty_inputs(self.stage, 1, count))
 
     def _step(self, phase: Phase, count: int) -> None:
         with quietly():
-            self.stage.sim.gradient(self.rows, [0], empty_batch(self.stage, 1, count), phase)
+            self.stage.steps.gradient(self.cohort, empty_batch(self.stage, 1, count), phase)
 
     @torch.no_grad()
     def _sweep(self, count: int) -> None:
-        sim = self.stage.sim
-        batch = sim.feed.read("train", [0], empty_batch(self.stage, 1, count))
-        sim.stacked.component_losses(self._tensors(), [0], batch)
+        model, batch = (
+            self.stage.steps.model,
+            self.stage.steps.feed.read("train", [0], empty_batch(self.stage, 1, count)),
+        )
+        assert isinstance(model, StackedModel)
+        model.component_losses(self._tensors(), [0], batch)
 
 
-def _parameters(sim: Simulation) -> dict[str, int]:
+def _parameters(clients: Clients) -> dict[str, int]:
     """A user's trained parameters by role; all users have the same."""
-    layout = sim.model.layout
-    counts = {role: int(layout.mask([role]).sum()) for role in sorted(layout.roles & sim.method.trained)}
+    layout = clients.model.layout
+    counts = {role: int(layout.mask([role]).sum()) for role in sorted(layout.roles & clients.method.client.trained)}
     return {role: count for role, count in counts.items() if count}

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
+from comingle.costing.messages import count_exchanges
 from comingle.costing.passes import Rehearsal, memory
 from comingle.costing.records import MemoryCost, MethodCost, UserCost
 from comingle.engines.training import Portions
-from comingle.methods import settings_of
+from comingle.methods import settings_beside
 from comingle.recipes import Recipe
 
 
-def with_method(recipe: Recipe, name: str) -> Recipe:
-    """The recipe with another method, and with those of its settings that the other has too.
+def with_method(recipe: Recipe, name: str, for_all: Mapping[str, Any] = MappingProxyType({})) -> Recipe:
+    """The recipe with another method and its defaults; ``for_all`` are settings for whichever method has them.
 
     Who takes part in which round does not change what a round costs one user.
     """
-    known = settings_of(name)
-    settings = {key: value for key, value in recipe.method.settings.items() if key in known}
+    settings = settings_beside(name, recipe.method.name, recipe.method.settings, for_all)
     return recipe.with_changes(
         {"method": {"name": name, **settings}, "training.participation": 1.0, "runtime.compile": False}
     )
@@ -26,17 +28,16 @@ def with_method(recipe: Recipe, name: str) -> Recipe:
 
 def summarise(stage: Rehearsal, users: Sequence[UserCost], free: int) -> MethodCost:
     """A method's costs, its memory among them."""
-    sim, machine = stage.sim, memory(stage)
-    fits = machine.total_bytes <= free
-    rounds = sim.training.rounds if sim.method.phases else 0
+    method, machine = stage.federation.clients.method, memory(stage)
+    portions, fits = stage.steps.portions, machine.total_bytes <= free
     return MethodCost(
-        method=sim.method.name,
+        method=method.name,
         users=tuple(users),
-        exchanges=sum(sim.method.exchanges(done) for done in range(1, rounds + 1)),
-        users_per_step=min(sim.portions.users, stage.trainers * sim.method.copies),
-        micro_batch=sim.portions.sequences,
+        exchanges=count_exchanges(stage.federation),
+        users_per_step=min(portions.users, stage.trainers * method.placement.copies),
+        micro_batch=portions.sequences,
         machine=machine,
-        own=memory(stage, own=True),
+        own_device=memory(stage, alone=True),
         fits=fits,
         advice="" if fits else advise(stage, machine, free),
     )
@@ -45,7 +46,7 @@ def summarise(stage: Rehearsal, users: Sequence[UserCost], free: int) -> MethodC
 def advise(stage: Rehearsal, machine: MemoryCost, free: int) -> str:
     """The largest pass that fits, as settings of the recipe; or that none does."""
     if machine.fixed_bytes <= free:
-        for smaller in _smaller(stage.sim.portions):
+        for smaller in _smaller(stage.steps.portions):
             if memory(stage, portions=smaller).total_bytes <= free:
                 return f"runtime.users_per_step={smaller.users} runtime.micro_batch={smaller.sequences}"
     return "no smaller pass fits; take a smaller base, fewer users or a smaller adapters.rank"

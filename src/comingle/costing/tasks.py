@@ -15,8 +15,8 @@ from comingle.costing.stacked import Base, Load, count_stacked, measured_base
 from comingle.costing.summaries import summarise, with_method
 from comingle.data.samples import SPLITS
 from comingle.data.tasks import Task
+from comingle.engines.client import Clients
 from comingle.engines.samples import SampleFeed
-from comingle.engines.simulation import Simulation
 from comingle.errors import RecipeError
 from comingle.evaluation.costs.memory import free_bytes
 from comingle.nets import prepare_task
@@ -40,22 +40,22 @@ def plan_task(recipes: Sequence[Recipe], users: int | None = None) -> Plan:
     assert section is not None
     task = prepare_task(section, recipes[0].seed)
     plain = rehearse_task(with_method(recipes[0], "fedavg"), task)
-    sim, training = plain.sim, plain.sim.training
-    base, free = measured_base(plain), free_bytes(sim.model.device)
-    found = [task_cost(recipe, task, base, free) for recipe in recipes]
+    clients = plain.federation.clients
+    base, free = measured_base(plain), free_bytes(clients.model.device)
+    costs = [task_cost(recipe, task, base, free) for recipe in recipes]
     return Plan(
-        base=sim.model.name,
-        base_parameters=sum(p.numel() for p in sim.stacked.net.parameters()),
-        dtype=str(sim.model.dtype).removeprefix("torch."),
-        device=str(sim.model.device),
+        base=clients.model.name,
+        base_parameters=sum(p.numel() for p in clients.stacked.net.parameters()),
+        dtype=str(clients.model.dtype).removeprefix("torch."),
+        device=str(clients.model.device),
         users=tuple(user.name for user in task.users),
-        rounds=training.rounds,
-        local_steps=max(load.steps for load in loads_of(sim, task).values()),
-        batch_size=training.batch_size,
+        rounds=clients.training.rounds,
+        local_steps=max(load.steps for load in loads_of(clients, task).values()),
+        batch_size=clients.training.batch_size,
         context=0,
-        base_flops=found[0].users[0].forward.base,
+        base_flops=costs[0].users[0].forward.base,
         free_bytes=free,
-        methods=tuple(found),
+        methods=tuple(costs),
         table3=(),
         unit="sample",
     )
@@ -64,22 +64,23 @@ def plan_task(recipes: Sequence[Recipe], users: int | None = None) -> Plan:
 def task_cost(recipe: Recipe, task: Task, base: Base, free: int) -> MethodCost:
     """Everything about one method; ``base`` is the net alone."""
     stage = rehearse_task(recipe, task)
-    return summarise(stage, count_stacked(stage, loads_of(stage.sim, task), base), free)
+    return summarise(stage, count_stacked(stage, loads_of(stage.federation.clients, task), base), free)
 
 
 def rehearse_task(recipe: Recipe, task: Task) -> Rehearsal:
     """The federation of a task without its data."""
-    sim = bare_nets(recipe, task)
-    trainers = 1 if sim.method.pooled else len(task.users)
-    own = process_bytes("task", sim.model.device)
-    return rehearse(sim, trainers, data_bytes=data_bytes(task, sim.model.dtype), process_bytes=own)
+    federation = bare_nets(recipe, task)
+    clients = federation.clients
+    trainers = 1 if clients.method.placement.pooled else len(task.users)
+    process_size = process_bytes("task", clients.model.device)
+    return rehearse(federation, trainers, data_bytes=data_bytes(task, clients.model.dtype), process_bytes=process_size)
 
 
-def loads_of(sim: Simulation, task: Task) -> dict[str, Load]:
+def loads_of(clients: Clients, task: Task) -> dict[str, Load]:
     """Every user's local work by name; a pooled one has it all."""
-    feed = copy.copy(sim.feed)
+    feed = copy.copy(clients.feed)
     assert isinstance(feed, SampleFeed)
-    if sim.method.pooled:
+    if clients.method.placement.pooled:
         names = [f"all {len(task.users)} users as one"]
     else:
         names = [user.name for user in task.users]
@@ -89,7 +90,7 @@ def loads_of(sim: Simulation, task: Task) -> dict[str, Load]:
         count, size = len(feed.trainers[i].train), feed.batch_size
         cut = tuple(min(size, count - first) for first in range(0, count, size))
         sizes = tuple(one for one in cut if one == size or one >= feed.least)
-        loads[name] = Load(sizes=sizes, epochs=sim.training.local_epochs, sweeps=len(cut), swept=count)
+        loads[name] = Load(sizes=sizes, epochs=clients.training.local_epochs, sweeps=len(cut), swept=count)
     return loads
 
 

@@ -24,13 +24,13 @@ def digest_split(part: Tensor | Samples | Answers) -> str:
 
 def digest_all(*parts: Tensor | Any) -> str:
     """SHA-256 over tensors (kind, shape and content) and what JSON can hold, one after the other."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
         if not isinstance(part, Tensor):
-            found.update(json.dumps(part, sort_keys=True).encode())
+            digest.update(json.dumps(part, sort_keys=True).encode())
             continue
         plain = part.detach().cpu().contiguous()
-        found.update(json.dumps([str(plain.dtype), *plain.shape]).encode())
+        digest.update(json.dumps([str(plain.dtype), *plain.shape]).encode())
         if plain.numel():
-            found.update(plain.flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+            digest.update(plain.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

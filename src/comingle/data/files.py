@@ -19,6 +19,7 @@ _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
 # A single file becomes blocks of about this many characters, so that it can be shuffled and split like a corpus while
 # most windows of the usual contexts still see running text.
 _BLOCK_CHARACTERS = 2000
+_PIECE = 16 << 20
 _ACCEPTED = "accepted: UTF-8 text (also .gz or .xz), a folder of such files, rows (.jsonl, .json, .csv, .tsv, .parquet)"
 
 
@@ -112,11 +113,19 @@ def _visible_files(folder: Path) -> Iterator[Path]:
 
 def _read_head(file: Any, most: int | None) -> tuple[str, bool]:
     """The text of the first ``most`` bytes, to the end of their last whole line, and whether there are more."""
-    content: bytes = file.read() if most is None else file.read(most + 1)
+    content: bytes = file.read() if most is None else _read_up_to(file, most + 1)
     if most is None or len(content) <= most:
         return _decode(content), False
     text = _decode(content[:most], final=False)
     return text.rpartition("\n")[0] or text, True
+
+
+def _read_up_to(file: Any, most: int) -> bytes:
+    """So many bytes, piece by piece: asked for all at once, memory for all of them is taken whatever is there."""
+    pieces, left = [file.read(min(most, _PIECE))], most
+    while pieces[-1] and (left := left - len(pieces[-1])) > 0:
+        pieces.append(file.read(min(left, _PIECE)))
+    return b"".join(pieces)
 
 
 def _decode(content: bytes, *, final: bool = True) -> str:

@@ -70,13 +70,13 @@ def choose_labels(classes: int, clusters: int, per_cluster: int | None, key: Key
     if per_cluster is None:
         return [sorted(part.tolist()) for part in order.tensor_split(clusters)]
     uses = torch.zeros(classes, dtype=torch.int64)
-    found = []
+    chosen_labels = []
     for cluster in range(clusters):
         shuffled = torch.randperm(classes, generator=generator(*key, "labels", cluster))
-        own = shuffled[uses[shuffled].argsort(stable=True)[:per_cluster]]  # the least used, in random order
-        uses[own] += 1
-        found.append(sorted(own.tolist()))
-    return found
+        of_cluster = shuffled[uses[shuffled].argsort(stable=True)[:per_cluster]]  # the least used, in random order
+        uses[of_cluster] += 1
+        chosen_labels.append(sorted(of_cluster.tolist()))
+    return chosen_labels
 
 
 def group_by_labels(
@@ -84,8 +84,8 @@ def group_by_labels(
 ) -> list[Int64[Tensor, " _"]]:
     """The images of each cluster; those of a label of several clusters are parted by the clusters' numbers of users."""
     groups: list[list[Tensor]] = [[] for _ in chosen]
-    for label in range(max(max(own) for own in chosen) + 1):
-        holders = [cluster for cluster, own in enumerate(chosen) if label in own]
+    for label in range(max(max(labels_of_cluster) for labels_of_cluster in chosen) + 1):
+        holders = [cluster for cluster, labels_of_cluster in enumerate(chosen) if label in labels_of_cluster]
         images = _shuffled((labels == label).nonzero().flatten(), *key, "label", label)
         weights = torch.tensor([float(sizes[cluster]) for cluster in holders], dtype=torch.float64)
         borders = (weights.cumsum(0) / weights.sum() * len(images)).round().long()
@@ -112,16 +112,16 @@ def deal(
     """
     parts: list[Tensor] = []
     for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
-        own = _shuffled(group, *key, "group", number)
+        shuffled_group = _shuffled(group, *key, "group", number)
         where = ", ".join([f"task {key[0]!r}", *names[number : number + 1]])
-        if len(own) < size:
-            got = f"{len(own)} images for {size} user{'s' * (size > 1)}"
+        if len(shuffled_group) < size:
+            got = f"{len(shuffled_group)} images for {size} user{'s' * (size > 1)}"
             raise DataError(f"{where}: {got}; allowed: at least one for each, so more images, or fewer users")
         if alpha is None or size == 1:
-            parts += own.tensor_split(size)
+            parts += shuffled_group.tensor_split(size)
         else:
-            shares = draw_dirichlet(labels[own], size, alpha=alpha, key=(*key, number), where=where)
-            parts += [own[part] for part in shares]
+            shares = draw_dirichlet(labels[shuffled_group], size, alpha=alpha, key=(*key, number), where=where)
+            parts += [shuffled_group[part] for part in shares]
     return parts
 
 
@@ -166,10 +166,10 @@ def _load_all(partitioner: Any, users: int) -> list[Int64[Tensor, " _"]]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns of every draw that it repeats
-            found = [partitioner.load_partition(user)["row"][:] for user in range(users)]
+            partitions = [partitioner.load_partition(user)["row"][:] for user in range(users)]
     except ValueError:
         return [torch.arange(0)]
-    return [torch.tensor(rows, dtype=torch.int64) for rows in found]
+    return [torch.tensor(rows, dtype=torch.int64) for rows in partitions]
 
 
 def _import_partitioners() -> Any:

@@ -240,8 +240,8 @@ def read_hub(source: str, split: str, *, largest: int | None = None, domains: bo
         images.append(np.asarray(image if largest is None else scale(image, largest)))
         labels.append(label)
         owners += domain
-    found = _pair(stack(images, where), np.asarray(labels), where)
-    return _with_domains(found, np.asarray(owners), None, where) if domains else found
+    pair = _pair(stack(images, where), np.asarray(labels), where)
+    return _with_domains(pair, np.asarray(owners), None, where) if domains else pair
 
 
 def _pair(pixels: Any, labels: Any, where: str) -> Images:

@@ -57,17 +57,19 @@ def check(users: Sequence[UserData], *, context: int, needs_validation: bool) ->
     Raises:
         DataError: some have no text, or one of their streams is too short (:func:`find_shortage`).
     """
-    found = {u.name: s for u in users if (s := find_shortage(u, context=context, needs_validation=needs_validation))}
-    if not found:
+    shortages = {
+        u.name: s for u in users if (s := find_shortage(u, context=context, needs_validation=needs_validation))
+    }
+    if not shortages:
         return
-    skip = "; or leave such users out with data.on_small_user: skip" if len(found) < len(users) else ""
-    if len(found) == 1:
-        ((name, shortage),) = found.items()
+    skip = "; or leave such users out with data.on_small_user: skip" if len(shortages) < len(users) else ""
+    if len(shortages) == 1:
+        ((name, shortage),) = shortages.items()
         raise DataError(f"user {name!r}: {shortage.what}{shortage.advice}{skip}")
-    listed = list_small({name: shortage.what for name, shortage in found.items()})
-    advice, *others = {shortage.advice for shortage in found.values()}
+    listed = list_small({name: shortage.what for name, shortage in shortages.items()})
+    advice, *others = {shortage.advice for shortage in shortages.values()}
     advice = "; give them more text or shorten training.context" if others else advice
-    raise DataError(f"{len(found)} of {len(users)} users have too little text: {listed}{advice}{skip}")
+    raise DataError(f"{len(shortages)} of {len(users)} users have too little text: {listed}{advice}{skip}")
 
 
 def find_shortage(user: UserData, *, context: int, needs_validation: bool) -> Shortage | None:
@@ -91,10 +93,10 @@ def find_shortage(user: UserData, *, context: int, needs_validation: bool) -> Sh
     return None
 
 
-def list_small(found: Mapping[str, str], most: int = 10) -> str:
+def list_small(shortages: Mapping[str, str], most: int = 10) -> str:
     """Users and what is wrong with each, the first ten of them."""
-    named = [f"{name!r} ({what})" for name, what in islice(found.items(), most)]
-    return ", ".join(named) + (f" and {len(found) - most} more" if len(found) > most else "")
+    named = [f"{name!r} ({what})" for name, what in islice(shortages.items(), most)]
+    return ", ".join(named) + (f" and {len(shortages) - most} more" if len(shortages) > most else "")
 
 
 def pool(users: Sequence[UserData]) -> UserData:

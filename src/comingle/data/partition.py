@@ -96,9 +96,9 @@ def split_given(
     replaceable = valid is None or (valid not in splits and valid_fraction > 0)
     for wanted in (train, test) if replaceable else (train, valid, test):
         if wanted not in splits:
-            found = ", ".join(splits) or "none"
+            names_given = ", ".join(splits) or "none"
             hint = did_you_mean(str(wanted), splits)
-            raise NoTextError(f"user {name!r}: no split {wanted!r}; found: {found}.{hint}")
+            raise NoTextError(f"user {name!r}: no split {wanted!r}; found: {names_given}.{hint}")
     test_part = tuple(splits[test])
     if valid is not None and valid in splits:
         return UserText(name=name, train=tuple(splits[train]), valid=tuple(splits[valid]), test=test_part)

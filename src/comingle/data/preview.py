@@ -45,9 +45,9 @@ def choose_rows(
         return list(rows.items())
     columns = [sorted(column) for column in zip(*counts.values(), strict=True)]
     told = {"least": 0, "median": (len(rows) - 1) // 2, "most": -1}
-    found = [(f"{word} of {len(rows):,}", [f"{column[at]:,}" for column in columns]) for word, at in told.items()]
+    told_rows = [(f"{word} of {len(rows):,}", [f"{column[at]:,}" for column in columns]) for word, at in told.items()]
     order = sorted(rows, key=lambda name: counts[name][by])
-    return found + [(name, rows[name]) for name in (*order[:_ENDS], *order[-_ENDS:])]
+    return told_rows + [(name, rows[name]) for name in (*order[:_ENDS], *order[-_ENDS:])]
 
 
 def _shorten(document: str) -> str:

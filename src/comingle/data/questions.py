@@ -107,10 +107,10 @@ def make_questions(
     """
     wanted = choose_languages(name, languages)
     setting = QUESTIONS[name]
-    found = _read(name, setting, path, wanted)
-    keys = _shared_keys(name, found)
-    encoded = {who: encode([own[key] for key in keys], tokenizer) for who, own in found.items()}
-    short = [i for i in range(len(keys)) if all(len(own[i]) <= context for own in encoded.values())]
+    by_language = _read(name, setting, path, wanted)
+    keys = _shared_keys(name, by_language)
+    encoded = {who: encode([questions[key] for key in keys], tokenizer) for who, questions in by_language.items()}
+    short = [i for i in range(len(keys)) if all(len(questions[i]) <= context for questions in encoded.values())]
     if len(short) < len(keys):
         logger.info(
             "%s: %d of %d questions are longer than %d tokens", name, len(keys) - len(short), len(keys), context
@@ -121,7 +121,7 @@ def make_questions(
     numbers = [short[place] for place in order.tolist()]
     ends = (train, train + valid, len(numbers) if test is None else train + valid + test)
     parts = numbers[: ends[0]], numbers[ends[0] : ends[1]], numbers[ends[1] : ends[2]]
-    return tuple(_user(who, own, parts, setting.labels, train_on_prompts) for who, own in encoded.items())
+    return tuple(_user(who, questions, parts, setting.labels, train_on_prompts) for who, questions in encoded.items())
 
 
 def choose_languages(name: str, languages: Sequence[str] | None) -> tuple[str, ...]:
@@ -141,12 +141,14 @@ def choose_languages(name: str, languages: Sequence[str] | None) -> tuple[str, .
     return tuple(languages or known)
 
 
-def _shared_keys(name: str, found: Found) -> list[str]:
+def _shared_keys(name: str, by_language: Found) -> list[str]:
     """Of which questions there is one in every language, in the order of the first."""
-    shared = set.intersection(*(set(own) for own in found.values()))
-    keys = [key for key in next(iter(found.values())) if key in shared]
+    shared = set.intersection(*(set(questions) for questions in by_language.values()))
+    keys = [key for key in next(iter(by_language.values())) if key in shared]
     if not keys:
-        raise DataError(f"{name}: no question is there in each of {', '.join(found)}; allowed: one id in all languages")
+        raise DataError(
+            f"{name}: no question is there in each of {', '.join(by_language)}; allowed: one id in all languages"
+        )
     return keys
 
 
@@ -188,30 +190,30 @@ def _read(name: str, setting: QuestionSet, path: str | Path | None, languages: S
     """
     folder = Path(os.environ.get(FOLDER_VARIABLE) or "-").expanduser() / name
     source = path if path is not None else folder if folder.is_dir() else setting.hub
-    found: Found = {language: {} for language in languages}
+    by_language: Found = {language: {} for language in languages}
     if str(source).startswith(HUB_PREFIX):
         rows = _hub_rows(name, str(source), setting, languages, asked_for=path is not None)
     else:
         source = _find_file(name, Path(source).expanduser())
         rows = read_json_lines(source)
     for place, row in rows:
-        if (own := found.get(str(row.get("lang")))) is None:
+        if (questions := by_language.get(str(row.get("lang")))) is None:
             continue
         try:
-            _note(own, _QUESTIONS_OF[name](row, setting.instruction))
+            _note(questions, _QUESTIONS_OF[name](row, setting.instruction))
         except ValueError as error:
             raise DataError(f"{source}: {place} is no row of {name}: {error}") from None
-    for language, own in found.items():
-        if not own:
+    for language, questions in by_language.items():
+        if not questions:
             raise DataError(f"{source}: no row in language {language!r}; every user needs some")
-    return found
+    return by_language
 
 
-def _note(own: dict[str, Question], more: Iterator[tuple[str, Question]]) -> None:
+def _note(questions: dict[str, Question], more: Iterator[tuple[str, Question]]) -> None:
     for key, question in more:
-        if key in own:
+        if key in questions:
             raise ValueError(f"id {key!r} has been there before; allowed: once in a language")
-        own[key] = question
+        questions[key] = question
 
 
 def _find_file(name: str, path: Path) -> Path:
@@ -219,10 +221,10 @@ def _find_file(name: str, path: Path) -> Path:
         return path
     if not path.is_dir():
         raise DataError(f"{path}: no such file or folder; without data.questions.path {name} comes from the hub")
-    found = sorted(p for p in path.glob(f"{name}*.jsonl*") if p.suffix in (".jsonl", ".xz", ".gz"))
-    if not found:
+    files = sorted(p for p in path.glob(f"{name}*.jsonl*") if p.suffix in (".jsonl", ".xz", ".gz"))
+    if not files:
         raise DataError(f"{path}: no file {name}*.jsonl in it (.xz and .gz allowed)")
-    return found[0]
+    return files[0]
 
 
 def _hub_rows(
@@ -290,11 +292,11 @@ def _id(row: Row) -> str:
 
 def _text(row: Row, key: str) -> str:
     """What stands in a column; an answer has to say something, as the loss and the measures are on it."""
-    found = row.get(key)
-    if not isinstance(found, str) or (key == "answer" and not found.strip()):
-        raise ValueError(f"{key} is {reprlib.repr(found)}; allowed: text")
-    found.encode()  # half a pair of surrogates is no text
-    return found
+    value = row.get(key)
+    if not isinstance(value, str) or (key == "answer" and not value.strip()):
+        raise ValueError(f"{key} is {reprlib.repr(value)}; allowed: text")
+    value.encode()  # half a pair of surrogates is no text
+    return value
 
 
 _QUESTIONS_OF: Mapping[str, Callable[[Row, str], Iterator[tuple[str, Question]]]] = {"xnli": _xnli, "xquad": _xquad}

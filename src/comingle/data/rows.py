@@ -17,11 +17,11 @@ Rows = Any
 
 def iterate_rows(rows: Rows, columns: Sequence[str], where: str) -> Iterator[tuple[str, ...]]:
     """The named columns of every row that has them all, as text; the first column is the document."""
-    found = rows.column_names or list(next(iter(rows), {}))  # a stream may only know its columns from a row
+    names = rows.column_names or list(next(iter(rows), {}))  # a stream may only know its columns from a row
     for column in columns:
-        if _head(column, found) not in found:
-            raise DataError(f"{where}: no column {column!r}; found: {list_names(found)}.{did_you_mean(column, found)}")
-    heads = list(dict.fromkeys(_head(column, found) for column in columns))
+        if _head(column, names) not in names:
+            raise DataError(f"{where}: no column {column!r}; found: {list_names(names)}.{did_you_mean(column, names)}")
+    heads = list(dict.fromkeys(_head(column, names) for column in columns))
     for batch in iterate_batches(rows.select_columns(heads), where):
         for document, *others in zip(*(_values(batch, column, rows) for column in columns), strict=True):
             if document is None or any(other is None for other in others):
@@ -41,18 +41,18 @@ def iterate_batches(rows: Rows, where: str) -> Iterator[dict[str, Any]]:
         raise DataError(f"{where}: reading stopped: {describe(error)}") from error
 
 
-def choose_columns(found: Sequence[str], wanted: Sequence[Sequence[str]], where: str) -> list[str]:
+def choose_columns(there: Sequence[str], wanted: Sequence[Sequence[str]], where: str) -> list[str]:
     """Of each group of names the first that was found."""
-    chosen = [next((name for name in names if name in found), None) for names in wanted]
+    chosen = [next((name for name in names if name in there), None) for names in wanted]
     for name, names in zip(chosen, wanted, strict=True):
         if name is None:
-            raise DataError(f"{where}: no column {' or '.join(names)}; found: {list_names(found)}")
+            raise DataError(f"{where}: no column {' or '.join(names)}; found: {list_names(there)}")
     return [name for name in chosen if name is not None]
 
 
-def _head(column: str, found: Sequence[str]) -> str:
+def _head(column: str, there: Sequence[str]) -> str:
     """The column itself, or the one whose field it names, as ``meta`` for ``meta.set``."""
-    return column if column in found else column.partition(".")[0]
+    return column if column in there else column.partition(".")[0]
 
 
 def _values(batch: Mapping[str, Any], column: str, rows: Rows) -> Sequence[Any]:

@@ -26,7 +26,7 @@ from comingle.errors import RecipeError
 def make_shifted(
     name: str,
     setting: Setting,
-    found: Mapping[str, Images],
+    images_of_split: Mapping[str, Images],
     *,
     seed: int,
     users: int,
@@ -39,10 +39,10 @@ def make_shifted(
     Raises:
         RecipeError: more users than images.
     """
-    if users > (most := min(len(images) for images in found.values())):
+    if users > (most := min(len(images) for images in images_of_split.values())):
         raise RecipeError(f"task {name!r}: users={users}; allowed: 1 to {most}, one image of each split for everybody")
     dealt: dict[str, list[Samples]] = {}
-    for split, images in found.items():
+    for split, images in images_of_split.items():
         parts = _deal(images.labels, users, clusters if shift is None else None, generator("task", name, seed, split))
         parts = parts if split == "train" else [part[:test_samples] for part in parts]
         dealt[split] = [_shifted(images, part, k % clusters, clusters, shift, setting) for k, part in enumerate(parts)]
@@ -61,9 +61,9 @@ def _deal(
         return list(order.tensor_split(users))
     parts = [order[:0]] * users
     for cluster in range(clusters):
-        own = order[labels[order] % clusters == cluster]
+        of_cluster = order[labels[order] % clusters == cluster]
         members = range(cluster, users, clusters)
-        for user, part in zip(members, own.tensor_split(len(members)), strict=True):
+        for user, part in zip(members, of_cluster.tensor_split(len(members)), strict=True):
             parts[user] = part
     return parts
 

@@ -49,10 +49,10 @@ def drop_near_duplicates(documents: Sequence[str]) -> list[str]:
     holders = Counter(chain.from_iterable(map(set, shingles)))
     kept: list[int] = []
     for index in sorted(range(len(documents)), key=lambda index: len(words[index])):
-        text, own = " ".join(words[index]), shingles[index]
-        if text and texts[text] == 1 and 2 * sum(holders[shingle] > 1 for shingle in own) <= len(own):
+        text, its_shingles = " ".join(words[index]), shingles[index]
+        if text and texts[text] == 1 and 2 * sum(holders[shingle] > 1 for shingle in its_shingles) <= len(its_shingles):
             kept.append(index)
         else:
             texts[text] -= 1
-            holders.subtract(set(own))
+            holders.subtract(set(its_shingles))
     return [documents[index] for index in sorted(kept)]

@@ -72,10 +72,10 @@ def make_skewed(
     parts = deal(groups, sizes, images.labels, alpha=alpha, key=key, names=called)
     owners = [group for group, size in enumerate(sizes) for _ in range(size)]
     names = _names(images, sizes)
-    found = []
+    dealt = []
     for k, part in enumerate(parts):
         train, test = _split(images.labels, part, fraction, names[k])
-        found.append(
+        dealt.append(
             UserSamples(
                 name=names[k],
                 train=_samples(images, train, setting),
@@ -84,7 +84,7 @@ def make_skewed(
                 cluster=None if setting.partition == "personal" else owners[k],
             )
         )
-    return tuple(found)
+    return tuple(dealt)
 
 
 def _group(
@@ -97,7 +97,9 @@ def _group(
         return _group_by_domain(images, users, key)
     sizes = cluster_sizes(users, clusters)
     chosen = choose_labels(setting.classes, clusters, labels_per_cluster, key)
-    called = [f"cluster {number} (labels {list_labels(own)})" for number, own in enumerate(chosen)]
+    called = [
+        f"cluster {number} (labels {list_labels(labels_of_cluster)})" for number, labels_of_cluster in enumerate(chosen)
+    ]
     return group_by_labels(images.labels, chosen, sizes, key), sizes, called
 
 

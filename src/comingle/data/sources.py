@@ -151,8 +151,8 @@ def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str)
                 for batch in iterate_batches(rows.select_columns(chosen), source):
                     yield from zip(*(batch[name] for name in chosen), strict=True)
                 return
-        found = list_names(own_split for own_split, _ in splits)
-        raise DataError(f"{source}: no split {split!r}; found: {found}")
+        split_names = list_names(own_split for own_split, _ in splits)
+        raise DataError(f"{source}: no split {split!r}; found: {split_names}")
 
 
 def make_rows(columns: Mapping[str, Sequence[Any]]) -> Rows:
@@ -224,10 +224,10 @@ def _open_splits(
 
 def _load(datasets: Any, source: str, name: str | None, data_files: Any, cache: str) -> list[tuple[str, Rows]]:
     path = Path(source).expanduser()
-    found = os.path.exists(path)
-    if found:
+    on_disk = os.path.exists(path)
+    if on_disk:
         check_regular(path)
-    local = found or (source in _LOCAL_BUILDERS and data_files is not None)
+    local = on_disk or (source in _LOCAL_BUILDERS and data_files is not None)
     if not local and looks_like_path(source):
         raise DataError(f"{source}: no such file or folder")
     if path.is_file() and not builder_of(path):

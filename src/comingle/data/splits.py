@@ -95,13 +95,13 @@ def check_labels(users: Sequence[UserSamples]) -> None:
 def warn_unseen(users: Sequence[UserSamples]) -> None:
     """Say in one line who is validated or tested on labels without a sample to train on, and on which."""
     unseen = {
-        user.name: found
+        user.name: labels
         for user in users
-        if (found := sorted({*_find_unseen(user, user.valid), *_find_unseen(user, user.test)}))
+        if (labels := sorted({*_find_unseen(user, user.valid), *_find_unseen(user, user.test)}))
     }
     if not unseen:
         return
-    named = [f"{name!r} on {list_labels(found)}" for name, found in unseen.items()]
+    named = [f"{name!r} on {list_labels(labels)}" for name, labels in unseen.items()]
     more = f"; and {len(named) - _NAMED} more users" if len(named) > _NAMED else ""
     logger.warning(
         "%d of %d users are validated or tested on labels that their train samples lack: %s%s",

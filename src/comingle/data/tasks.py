@@ -135,9 +135,9 @@ def _find_setting(name: str) -> Setting:
     return TASKS[name]
 
 
-def _or(given: Any, own: Any) -> Any:
+def _or(given: Any, default: Any) -> Any:
     """What was given, or the task's own."""
-    return own if given is None else given
+    return default if given is None else given
 
 
 def _finish(task: Task, setting: Setting, *, fraction: float, valid: float) -> Task:
@@ -189,10 +189,10 @@ def _check_numbers(
 
 
 def _choose_shift(name: str, shift: str | None) -> Shift | None:
-    own, allowed = TASKS[name].shift, get_args(Shift)
+    shift_of_task, allowed = TASKS[name].shift, get_args(Shift)
     if shift is None:
-        return own
-    if own is None:
+        return shift_of_task
+    if shift_of_task is None:
         raise RecipeError(f"task {name!r}: shift={shift!r}; this task has no shift, its users differ by themselves")
     if shift not in allowed:
         raise RecipeError(
@@ -230,8 +230,8 @@ def _synthetic(kind: Kind, *, seed: int, users: int, clusters: int, test_samples
 
 def _shifted(name: str, path: str | Path | None, *, clusters: int, shift: Shift | None, **options: Any) -> Task:
     setting = TASKS[name]
-    found = _read_splits(name, setting, path)
-    people = make_shifted(name, setting, found, clusters=clusters, shift=shift, **options)
+    by_split = _read_splits(name, setting, path)
+    people = make_shifted(name, setting, by_split, clusters=clusters, shift=shift, **options)
     return _of_images(setting, people, clusters, shift)
 
 
@@ -260,11 +260,11 @@ def _of_images(setting: Setting, people: tuple[UserSamples, ...], clusters: int,
 
 
 def _read_splits(name: str, setting: Setting, path: str | Path | None) -> dict[str, Images]:
-    found = _read(lambda source: read_images(setting.images or name, source), name, path)
-    for split, images in found.items():
+    by_split = _read(lambda source: read_images(setting.images or name, source), name, path)
+    for split, images in by_split.items():
         where = f"task {name!r}: {split} images"
         check_images(images, classes=setting.classes, coloured=setting.coloured, where=where)
-    return found
+    return by_split
 
 
 def _read(read: Callable[[str | Path], Found], name: str, path: str | Path | None) -> Found:

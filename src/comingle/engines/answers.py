@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from comingle.data.answers import Answers, UserAnswers, widen
 from comingle.data.batches import PAD
-from comingle.engines.feeds import SCORED_PER_SLOT, Predict, Speak
+from comingle.engines.feeds import SCORED_PER_SLOT, Generate, Predict
 from comingle.engines.passes import PassFeed
 from comingle.engines.training import Portions, Training, portions
 from comingle.evaluation.answers import AnswerScore, judge, score_answers
 from comingle.evaluation.perplexity import Gates, score_windows
-from comingle.methods.base import Phase, Stream
+from comingle.methods.client import Phase, Stream
 
 
 class AnswerFeed(PassFeed):
@@ -69,9 +69,9 @@ class AnswerFeed(PassFeed):
         self, trainers: Sequence[int], stream: Stream, numbers: Int64[Tensor, "users batch"]
     ) -> Int64[Tensor, "users batch window"]:
         parts = []
-        for trainer, own in zip(trainers, numbers, strict=True):
-            chosen = self._set(trainer, stream).windows[own.clamp(min=0)]
-            parts.append(chosen.masked_fill((own == PAD).unsqueeze(1), PAD))
+        for trainer, trainers_numbers in zip(trainers, numbers, strict=True):
+            chosen = self._set(trainer, stream).windows[trainers_numbers.clamp(min=0)]
+            parts.append(chosen.masked_fill((trainers_numbers == PAD).unsqueeze(1), PAD))
         windows = torch.stack(widen(parts))
         width = self.training.context if self.even else max(2, _width(windows))
         missing = max(0, width - windows.shape[-1])
@@ -87,25 +87,25 @@ class AnswerFeed(PassFeed):
         """Losses of the answers of every set under its row's model, each token once."""
         batch, slots = portions.slots(SCORED_PER_SLOT)
         parts = [[_trim(part.windows[at]) for at in _by_width(part.windows).split(batch)] for part in sets]
-        found = score_windows(predict, parts, rows, slots=slots, gates=gates)
-        return [score_answers(score, len(part)) for score, part in zip(found, sets, strict=True)]
+        windows_scores = score_windows(predict, parts, rows, slots=slots, gates=gates)
+        return [score_answers(score, len(part)) for score, part in zip(windows_scores, sets, strict=True)]
 
     def examine(
         self,
         predict: Predict,
-        speak: Speak,
+        generate: Generate,
         sets: Sequence[Any],
         rows: Sequence[int],
         portions: Portions,
         gates: Gates | None,
     ) -> list[AnswerScore]:
         """The same, and what the models answer by themselves."""
-        scores, given = self.score(predict, sets, rows, portions, gates), self.answers(speak, sets, rows, portions)
-        found = zip(scores, given, sets, strict=True)
-        return [judge(score, texts, part.references, labels=part.labels) for score, texts, part in found]
+        scores, given = self.score(predict, sets, rows, portions, gates), self.answers(generate, sets, rows, portions)
+        scored_sets = zip(scores, given, sets, strict=True)
+        return [judge(score, texts, part.references, labels=part.labels) for score, texts, part in scored_sets]
 
     def answers(
-        self, speak: Speak, sets: Sequence[Answers], rows: Sequence[int], portions: Portions
+        self, generate: Generate, sets: Sequence[Answers], rows: Sequence[int], portions: Portions
     ) -> list[list[str]]:
         """What the model of row ``rows[i]`` answers to each question of set i: its likeliest tokens, one by one.
 
@@ -120,9 +120,9 @@ class AnswerFeed(PassFeed):
         for start in range(0, len(jobs), slots):
             group = jobs[start : start + slots]
             limit = max(sets[job.owner].limit for job in group)
-            said = speak([rows[job.owner] for job in group], _prompts(group, sets), limit)
-            for job, own in zip(group, said, strict=True):
-                for number, tokens in zip(job.numbers.tolist(), own, strict=False):
+            said = generate([rows[job.owner] for job in group], _prompts(group, sets), limit)
+            for job, continuation in zip(group, said, strict=True):
+                for number, tokens in zip(job.numbers.tolist(), continuation, strict=False):
                     texts[job.owner][number] = self._text(tokens[: sets[job.owner].limit])
         return texts
 
@@ -144,14 +144,14 @@ class _Job:
 def _prompts(group: Sequence[_Job], sets: Sequence[Answers]) -> Int64[Tensor, "slots batch prompt"]:
     """The prompts of each job, filled with ``PAD`` on the left; a job with fewer questions repeats its last."""
     rows = max(len(job.numbers) for job in group)
-    own = [[sets[job.owner].prompt(number) for number in job.numbers.tolist()] for job in group]
-    width = max(len(prompt) for prompts in own for prompt in prompts)
-    found = torch.full((len(group), rows, width), PAD, dtype=torch.int64)
-    for slot, prompts in enumerate(own):
+    prompts_of_jobs = [[sets[job.owner].prompt(number) for number in job.numbers.tolist()] for job in group]
+    width = max(len(prompt) for prompts in prompts_of_jobs for prompt in prompts)
+    padded = torch.full((len(group), rows, width), PAD, dtype=torch.int64)
+    for slot, prompts in enumerate(prompts_of_jobs):
         for row in range(rows):
             prompt = prompts[min(row, len(prompts) - 1)]
-            found[slot, row, width - len(prompt) :] = prompt
-    return found
+            padded[slot, row, width - len(prompt) :] = prompt
+    return padded
 
 
 def _width(windows: Int[Tensor, "*batch window"]) -> int:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from comingle.engines.checksums import advise, list_checkpoints, resume_command, seal, verify
+from comingle.engines.server import LOWEST
 from comingle.engines.state import State
 from comingle.errors import RunError
 from comingle.records import write_json
@@ -46,10 +47,12 @@ class Progress:
     tokens: int
     upload_bytes: int
     download_bytes: int
+    told_upload_bytes: int
+    told_download_bytes: int
     user_rounds: int
 
 
-def save_checkpoint(run: Path, layout: Layout, state: State, progress: Progress) -> Path:
+def save_checkpoint(run: Path, layout: Layout, state: State, kept: Tree, progress: Progress) -> Path:
     """Write the checkpoint of a round; returns its folder.
 
     Raises:
@@ -60,7 +63,7 @@ def save_checkpoint(run: Path, layout: Layout, state: State, progress: Progress)
     shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed and had our number, as in a container
     try:
         draft.mkdir(parents=True)
-        _write(draft, _named(layout, state), progress)
+        _write(draft, _named(layout, state, kept), progress)
         if folder.exists():
             shutil.rmtree(folder)
         draft.rename(folder)
@@ -126,8 +129,8 @@ def _is_of(value: Any, kind: Any) -> bool:
     return isinstance(value, (int, float) if kind is float else kind)
 
 
-def load_checkpoint(folder: Path, layout: Layout, like: State) -> State:
-    """The state in a checkpoint, on the device of ``like``, a state of the same recipe.
+def load_checkpoint(folder: Path, layout: Layout, like: State, kept: Tree) -> tuple[State, Tree]:
+    """The users' state and what the server keeps, on the device of ``like``, a state of the same recipe.
 
     Raises:
         RunError: changed since it was written, or tensors that are not those of this recipe, not finite, or negative
@@ -136,23 +139,23 @@ def load_checkpoint(folder: Path, layout: Layout, like: State) -> State:
     verify(folder)
     path = folder / "state.safetensors"
     try:
-        found = load_file(path)
+        tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path}: truncated or not safetensors ({error}); {advise(folder)}") from None
-    expected = {name: (tuple(t.shape), t.dtype) for name, t in _named(layout, like).items()}
-    for name in sorted(expected.keys() | found.keys()):
-        got = (tuple(found[name].shape), found[name].dtype) if name in found else None
+    expected = {name: (tuple(t.shape), t.dtype) for name, t in _named(layout, like, kept).items()}
+    for name in sorted(expected.keys() | tensors.keys()):
+        got = (tuple(tensors[name].shape), tensors[name].dtype) if name in tensors else None
         wanted = expected.get(name)
         if not _fits(got, wanted):
             said = [part or "nothing" for part in (got, wanted)]
             raise RunError(f"{path}: foreign checkpoint, tensor {name!r}: got {said[0]}, this recipe has {said[1]}")
-        if wrong := _find_impossible(name, found[name]):
+        if wrong := _find_impossible(name, tensors[name]):
             raise RunError(f"{path}: tensor {name!r} {wrong}; {advise(folder)}")
-    found = {name: t.to(like.rows.device, expected[name][1]) for name, t in found.items()}
-    rows = flatten([found.pop(_ROWS + slot.name) for slot in layout.slots])
-    server = {name: found.pop(_SERVER + name) for name in like.server}
-    best = {name: found.pop(_BEST + name) for name in like.best}
-    return replace(like, rows=rows, server=server, best=best, **found)
+    tensors = {name: t.to(like.rows.device, expected[name][1]) for name, t in tensors.items()}
+    rows = flatten([tensors.pop(_ROWS + slot.name) for slot in layout.slots])
+    server = {name: tensors.pop(_SERVER + name) for name in kept}
+    best = {name: tensors.pop(_BEST + name) for name in like.best}
+    return like.filled({"rows": rows, **tensors}, best), server
 
 
 def _fits(got: tuple[Any, torch.dtype] | None, wanted: tuple[Any, torch.dtype] | None) -> bool:
@@ -163,18 +166,18 @@ def _fits(got: tuple[Any, torch.dtype] | None, wanted: tuple[Any, torch.dtype] |
 
 
 def _find_impossible(name: str, tensor: Tensor) -> str:
-    """Why no run can have had such a tensor; empty if one can. The best loss is infinite until there is one."""
+    """Why no run can have had such a tensor; empty if one can. The lowest loss is infinite until there is one."""
     if tensor.is_floating_point():
-        broken = tensor.isnan() if name == _BEST + "loss" else ~tensor.isfinite()
+        broken = tensor.isnan() if name == _SERVER + LOWEST else ~tensor.isfinite()
         return "is not finite" if bool(broken.any()) else ""
     return "has a negative count" if bool((tensor < 0).any()) else ""
 
 
-def _named(layout: Layout, state: State) -> dict[str, Tensor]:
+def _named(layout: Layout, state: State, server: Tree) -> dict[str, Tensor]:
     """All tensors of a state by the names that they have in a file."""
     tensors = state.tensors()
     rows = {_ROWS + name: t for name, t in layout.views(tensors.pop("rows")).items()}
-    kept = {_SERVER + name: t for name, t in state.server.items()}
+    kept = {_SERVER + name: t for name, t in server.items()}
     return rows | tensors | kept | {_BEST + name: t for name, t in state.best.items()}
 
 

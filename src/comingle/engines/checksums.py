@@ -37,14 +37,14 @@ def verify(folder: Path, name: str | None = None) -> None:
 
 def advise(folder: Path) -> str:
     """What to do about a checkpoint that cannot be used: which older one is whole, and how to go on from it."""
-    found = list_checkpoints(folder.parent.parent)
-    spoilt = found[found.index(folder) :] if folder in found else [folder]
-    while len(spoilt) < len(found) and _find_damage(older := found[-len(spoilt) - 1]):
+    checkpoints = list_checkpoints(folder.parent.parent)
+    spoilt = checkpoints[checkpoints.index(folder) :] if folder in checkpoints else [folder]
+    while len(spoilt) < len(checkpoints) and _find_damage(older := checkpoints[-len(spoilt) - 1]):
         spoilt.insert(0, older)
     remove = f"`rm -r {' '.join(shlex.quote(str(each)) for each in spoilt)}`, then {resume_command(folder)}"
-    if len(spoilt) == len(found):
+    if len(spoilt) == len(checkpoints):
         return f"no older one is whole: {remove} begins anew"
-    return f"{found[-len(spoilt) - 1].name} is whole: {remove} goes on from there"
+    return f"{checkpoints[-len(spoilt) - 1].name} is whole: {remove} goes on from there"
 
 
 def resume_command(checkpoint: Path) -> str:

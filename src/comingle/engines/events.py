@@ -64,8 +64,8 @@ def _whole(path: Path, kept: bytes, expected: int) -> int:
     """How many bytes of a log are whole lines, of as many as a checkpoint expects; told if it is fewer."""
     size = kept.rfind(b"\n") + 1
     if size < expected:
-        found = f"cut after {size} bytes, its last whole line" if size else "missing or empty, so begun anew"
-        logger.warning("%s: %s; %d bytes were written, and reports lack what is lost", path, found, expected)
+        state = f"cut after {size} bytes, its last whole line" if size else "missing or empty, so begun anew"
+        logger.warning("%s: %s; %d bytes were written, and reports lack what is lost", path, state, expected)
     return size
 
 

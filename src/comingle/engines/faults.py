@@ -31,8 +31,12 @@ def broke_first(
     What breaks a loss is larger than the rest by orders of magnitude. Where two are within one, or neither is a number
     any more, that cannot be told, and both are named.
     """
-    found = {name: row[layout.mask(roles).to(row.device)].abs() for name, roles in trained.items()}
-    sizes = {name: own.nan_to_num(nan=torch.inf).max().item() for name, own in found.items() if len(own)}
+    magnitudes = {name: row[layout.mask(roles).to(row.device)].abs() for name, roles in trained.items()}
+    sizes = {
+        name: magnitude.nan_to_num(nan=torch.inf).max().item()
+        for name, magnitude in magnitudes.items()
+        if len(magnitude)
+    }
     return tuple(name for name, size in sizes.items() if size >= max(sizes.values()) / 10)
 
 

@@ -19,13 +19,13 @@ from comingle.data.pack import UserData
 from comingle.data.seeds import generator
 from comingle.engines.training import Portions, Training, portions
 from comingle.evaluation.perplexity import Gates, Score, score_streams
-from comingle.methods.base import Phase, Stream
+from comingle.methods.client import Phase, Stream
 from comingle.models.hardware import require_bytes
 
 Predict = Callable[[Sequence[int], Any], Tensor]
 """What the models of the given rows make of a batch, one row's after the other: losses of text, outputs for samples."""
 
-Speak = Callable[[Sequence[int], Tensor, int], Tensor]
+Generate = Callable[[Sequence[int], Tensor, int], Tensor]
 """The tokens with which the models of the given rows go on after prompts, at most so many: see ``models.greedy``."""
 
 SCORED_PER_SLOT = 16
@@ -76,13 +76,13 @@ class Feed(ABC):
     def examine(
         self,
         predict: Predict,
-        speak: Speak,
+        generate: Generate,
         sets: Sequence[Any],
         rows: Sequence[int],
         portions: Portions,
         gates: Gates | None,
     ) -> Sequence[Any]:
-        """The final score of test sets, for which a model may be asked to speak; else the same as any score."""
+        """The final score of test sets, for which a model may be asked to generate; else the same as any score."""
         return self.score(predict, sets, rows, portions, gates)
 
 

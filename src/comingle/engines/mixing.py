@@ -8,53 +8,52 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.engines.exchange import averaging_weights
-from comingle.engines.simulation import Simulation
-from comingle.methods.servers import aggregation_weights
+from comingle.engines.client import Clients
+from comingle.engines.server import ServerHalf, averaging_weights
+from comingle.methods.server import aggregation_weights
 from comingle.trees import CLIENT_ROUTER
 
 PRECISION = 6
 
 
-def mixtures(sim: Simulation) -> dict[str, Any]:
-    """For methods with a client-level mixture of several components: what an evaluation's event says of it."""
-    found = mixture_of(sim)
-    if found is None or found.shape[1] < 2:
+def mixtures(clients: Clients, server: ServerHalf) -> dict[str, Any]:
+    """For methods whose users mix several components, or have one of them: what an evaluation's event says of it."""
+    shares = mixture_of(clients, server)
+    if shares is None or shares.shape[1] < 2:
         return {}
-    names = [user.name for user in sim.users]
-    rows = [[round(p, PRECISION) for p in row] for row in found.tolist()]
-    event: dict[str, Any] = {"mixtures": dict(zip(names, rows, strict=True)), "component": component_of(sim)}
-    of_shares = bool((found >= 0).all())  # merging weights without a softmax may be anything
+    names = [user.name for user in clients.users]
+    rows = [[round(p, PRECISION) for p in row] for row in shares.tolist()]
+    event: dict[str, Any] = {"mixtures": dict(zip(names, rows, strict=True))}
+    event["component"] = clients.method.components
+    of_shares = bool((shares >= 0).all())  # merging weights without a softmax may be anything
     if of_shares:
-        event["router_entropy_nats"] = round(float(entropy(found).mean()), PRECISION)
-    truth = [getattr(user, "cluster", None) for user in sim.users]
+        event["router_entropy_nats"] = round(float(entropy(shares).mean()), PRECISION)
+    truth = [getattr(user, "cluster", None) for user in clients.users]
     if None not in truth:
         event["clusters"] = dict(zip(names, truth, strict=True))
     if None not in truth and of_shares:
-        event["aggregation_mismatch"] = round(float(mismatch(found, torch.tensor(truth), sizes(sim)).mean()), PRECISION)
+        distance = mismatch(shares, torch.tensor(truth), sizes(clients)).mean()
+        event["aggregation_mismatch"] = round(float(distance), PRECISION)
     return event
 
 
-def component_of(sim: Simulation) -> str:
-    """What is mixed, in words for reports: some methods have whole models."""
-    whole = sim.mixture is None or sim.mixture.of == "models"
-    return "model" if whole else "adaptor set"
+def mixture_of(clients: Clients, server: ServerHalf) -> Float[Tensor, "users clusters"] | None:
+    """Each user's mixture, without noise, or its choice, or the weights by which the server merges models for it."""
+    merging = server.method.server.merging_weights(server.kept)
+    if merging is not None:
+        return merging.double().cpu()
+    mixture = clients.method.placement.mixture
+    if mixture is not None:
+        theta = clients.model.layout.views(clients.state.rows)[CLIENT_ROUTER][clients.row_of]
+        return mixture.shares(theta.double()).cpu()
+    chosen = [part.shares(clients.cohort(clients.row_of, 0)) for part in clients.method.client.parts]
+    return next((shares.double().cpu() for shares in chosen if shares is not None), None)
 
 
-def mixture_of(sim: Simulation) -> Float[Tensor, "users clusters"] | None:
-    """Each user's mixture, without noise, or the weights by which the server merges models for it."""
-    if sim.method.merging is not None:
-        return sim.method.merging(sim.state.server).double().cpu()
-    if sim.mixture is None:
-        return None
-    theta = sim.model.layout.views(sim.state.rows)[CLIENT_ROUTER][sim.row_of]
-    return sim.mixture.shares(theta.double()).cpu()
-
-
-def sizes(sim: Simulation) -> Float[Tensor, " users"]:
+def sizes(clients: Clients) -> Float[Tensor, " users"]:
     """Each user's share of the training data, p(k), or equal shares where means are uniform."""
-    counts = [len(user.train) for user in sim.users]
-    return averaging_weights(range(len(counts)), counts, weighted=sim.training.weighting != "uniform")
+    counts = torch.tensor([len(user.train) for user in clients.users])
+    return averaging_weights(counts if clients.training.weighting != "uniform" else torch.ones(len(counts)))
 
 
 def entropy(mixture: Float[Tensor, "users clusters"]) -> Float[Tensor, " users"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -13,23 +12,20 @@ from comingle.errors import RunError
 from comingle.trees import Tree
 
 
-def reorder(state: State, was: Sequence[str], now: Sequence[str], kept_by_user: Collection[str]) -> State:
-    """A state whose users stand in the order ``was``, in the order ``now``; the names are the same.
-
-    ``kept_by_user`` names what of the server's memory has the users on its leading dimension.
-    """
+def reorder(state: State, was: Sequence[str], now: Sequence[str]) -> State:
+    """A state whose users stand in the order ``was``, in the order ``now``; the names are the same."""
     if list(was) == list(now):
         return state
     at = [was.index(name) for name in now]
     copies = len(state.rows) // len(was)
     rows = [copy * len(was) + i for copy in range(copies) for i in at]
     by_user = state.tensors()
-    return replace(
-        state,
-        **{name: t[rows] for name, t in by_user.items()},
-        server=_taken(state.server, kept_by_user, at),
-        best=_taken(state.best, by_user, rows),
-    )
+    return state.filled(_taken(by_user, by_user, rows), _taken(state.best, by_user, rows))
+
+
+def reorder_kept(kept: Tree, was: Sequence[str], now: Sequence[str], by_user: Collection[str]) -> Tree:
+    """What a server keeps, in another order of users; ``by_user`` names what has them on its leading dimension."""
+    return _taken(kept, by_user, [was.index(name) for name in now])
 
 
 def _taken(tensors: Tree, names: Collection[str], at: Sequence[int]) -> dict[str, Tensor]:

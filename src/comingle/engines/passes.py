@@ -15,7 +15,7 @@ from comingle.data.samples import epoch
 from comingle.data.seeds import generator
 from comingle.engines.feeds import Feed
 from comingle.engines.training import Training
-from comingle.methods.base import Phase, Stream
+from comingle.methods.client import Phase, Stream
 
 
 class PassFeed(Feed):

@@ -1,48 +1,32 @@
-"""The round loop: local work, evaluation, exchange, checkpoint."""
+"""The round loop: who takes part, what is sent, what is evaluated and kept.
+
+One round, as messages:
+
+1. The server names the participants and sends each a download, unless it has what the server has.
+2. They receive it: assign, or make one model of several with data of their own.
+3. They train, and upload copies of what is shared.
+4. The server aggregates what arrived.
+5. Who was absent downloads when it next takes part, or when it is evaluated.
+"""
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Literal
 
-from comingle.adapters import watching
+from comingle.engines.client import Clients
+from comingle.engines.clock import Clock, Federation
+from comingle.engines.evaluations import evaluate
 from comingle.engines.events import Observer
 from comingle.engines.faults import diverged
-from comingle.engines.federation import AnyScore
-from comingle.engines.mixing import mixtures
-from comingle.engines.runtime import peak_memory_bytes
-from comingle.engines.simulation import Simulation
+from comingle.engines.local import LocalRound, finetuned, finish, train
+from comingle.engines.scoring import AnyScore
 from comingle.engines.training import participants
-from comingle.records import Metrics, geometric
 
 logger = logging.getLogger("comingle")
-
-
-@dataclass(kw_only=True)
-class Clock:
-    """Time, tokens and bytes of a run, over all its processes: a resumed run starts from what the checkpoint says.
-
-    ``user_rounds`` counts each round once for each user who took part.
-    """
-
-    train_seconds: float = 0.0
-    tokens: int = 0
-    upload_bytes: int = 0
-    download_bytes: int = 0
-    user_rounds: int = 0
-    earlier_seconds: float = 0.0
-    started: float = 0.0
-
-    COUNTS: ClassVar = ("train_seconds", "tokens", "upload_bytes", "download_bytes", "user_rounds")
-
-    @property
-    def wall_seconds(self) -> float:
-        """Seconds since the run began, without the time in which no process worked on it."""
-        return self.earlier_seconds + time.perf_counter() - self.started
 
 
 Checkpoint = Callable[[int, Clock], None]
@@ -50,7 +34,7 @@ Checkpoint = Callable[[int, Clock], None]
 
 
 def run_rounds(
-    sim: Simulation,
+    federation: Federation,
     *,
     observe: Observer,
     checkpoint: Checkpoint = lambda done, clock: None,
@@ -59,181 +43,117 @@ def run_rounds(
 ) -> Sequence[AnyScore]:
     """Train from ``first_round`` (from 0) to the end and return the last evaluation.
 
-    One round: every participant's local steps; then the exchange. Where the model that counts is the local one
-    (``training.evaluate``), the last exchange is left out, so a run ends with the models that were evaluated. Whatever
-    the setting, a method that tunes starts from the exchanged model, and one that makes final models makes them after
-    the last exchange. With ``training.select`` "best" the run ends with the models of the evaluated round whose
-    validation loss was lowest, and the last evaluation is theirs.
+    Where the model that counts is the local one (``training.evaluate``), the last exchange is left out, so a run ends
+    with the models that were evaluated. Whatever the setting, a method that finetunes starts from the exchanged model,
+    and one that makes final models makes them after the last exchange. With ``training.select`` "best" the run ends
+    with the models of the evaluated round whose validation loss was lowest, and the last evaluation is theirs.
 
     Raises:
         DivergenceError: a user's loss or tensors are not finite.
     """
     clock = clock or Clock()
     clock.started = time.perf_counter()
-    training, method = sim.training, sim.method
-    rounds = training.rounds if method.phases else 0
+    federation.upload_bytes, federation.download_bytes = clock.upload_bytes, clock.download_bytes
+    clients = federation.clients
     scores: Sequence[AnyScore] = ()
+    training, names = clients.training, [trainer.name for trainer in clients.trainers]
+    everyone, rounds = range(len(names)), training.rounds if clients.method.trains else 0
     if rounds and first_round == 0 and training.evaluate_first:
-        _evaluate(sim, 0, observe)  # where every curve starts: the pretrained model
+        federation.download(everyone)
+        scores = evaluate(federation, 0, observe)  # where every curve starts: the pretrained model
     for number in range(first_round, rounds):
-        members = participants(training, number, [trainer.name for trainer in sim.trainers])
-        members = _local(sim, members, number, observe, clock)
-        last = number + 1 == rounds
-        due = last or (number + 1) % training.evaluate_every == 0
-        before = training.evaluate == "local" and not (method.tunes or method.finish)
-        if due and before:
-            scores = _evaluate(sim, number + 1, observe)
-        if method.exchanges(number + 1) and not (last and before):
-            sim.exchange(members)
-        if last:
-            sim.finish()
-        if due and not before:
-            scores = _evaluate(sim, number + 1, observe)
-        if last or (number + 1) % training.checkpoint_every == 0:
+        due = _due(clients, number)
+        members = participants(training, number, names)
+        federation.download(members)  # 1 and 2
+        work = _train(clients, members, number, observe)  # 3
+        if due.exchanges:
+            federation.upload(list(work.losses), number + 1, work.losses)
+        _tell(federation, work, number + 1, observe, clock)
+        if due.evaluates == "local":
+            federation.download([user for user in everyone if user not in work.losses])
+            scores = evaluate(federation, number + 1, observe)
+        if due.exchanges:
+            federation.aggregate()  # 4
+        if due.evaluates == "exchanged":
+            federation.download(everyone)  # 5
+            if due.ends:
+                finish(clients)
+            scores = evaluate(federation, number + 1, observe)
+        if due.saves:
+            clock.count(federation)
             checkpoint(number + 1, clock)
-    sim.choose()
-    if sim.chosen_round != rounds:
-        scores = sim.evaluate()  # an event tells of them already
+    clock.count(federation)
+    clients.choose()
+    if clients.chosen_round != rounds:
+        with finetuned(clients):
+            scores = clients.evaluate()  # an event tells of them already
     # Without rounds there is nothing but this; a run resumed after its last round has these events already.
-    return scores or _evaluate(sim, rounds, observe if first_round == 0 else lambda event: None)
+    return scores or evaluate(federation, rounds, observe if first_round == 0 else lambda event: None)
 
 
-def _local(sim: Simulation, members: list[int], number: int, observe: Observer, clock: Clock) -> list[int]:
-    """Local work and its event. Returns whose work counts."""
+@dataclass(frozen=True, kw_only=True)
+class _Due:
+    """What there is to do in a round besides local steps."""
+
+    ends: bool
+    exchanges: bool
+    evaluates: Literal["local", "exchanged"] | None
+    saves: bool
+
+
+def _due(clients: Clients, number: int) -> _Due:
+    """What is due in round ``number`` (from 0)."""
+    training, done = clients.training, number + 1
+    ends, counts = done == training.rounds, "exchanged" if counts_exchanged(clients) else "local"
+    return _Due(
+        ends=ends,
+        exchanges=exchanged_after(clients, done),
+        evaluates=counts if ends or done % training.evaluate_every == 0 else None,
+        saves=ends or done % training.checkpoint_every == 0,
+    )
+
+
+def counts_exchanged(clients: Clients) -> bool:
+    """Whether the models that count are those behind the exchange that ends a round, not the local ones before it."""
+    return clients.training.evaluate == "exchanged" or clients.method.client.ends_exchanged
+
+
+def exchanged_after(clients: Clients, done: int) -> bool:
+    """Whether there is an exchange after round ``done`` of a run: none after the last where local models count."""
+    wanted = done < clients.training.rounds or counts_exchanged(clients)
+    return wanted and clients.shares and clients.method.server.exchanges(done)
+
+
+def _train(clients: Clients, members: list[int], number: int, observe: Observer) -> LocalRound:
+    """Local work of a round."""
     observe({"event": "step", "advance": 0, "round": number + 1})
-    found = sim.local_round(members, number, lambda: observe({"event": "step", "advance": 1, "round": number + 1}))
-    for member, what in found.rejected.items():
-        name = sim.trainers[member].name
+    work = train(clients, members, number, lambda: observe({"event": "step", "advance": 1, "round": number + 1}))
+    for member, what in work.rejected.items():
+        name = clients.trainers[member].name
         logger.warning("user %r is left out of round %d: %s", name, number + 1, what)
         observe({"event": "rejected", "round": number + 1, "user": name, "reason": what})
-    members = [member for member in members if member not in found.rejected]
-    if not members:
-        member, what = next(iter(found.rejected.items()))
-        raise diverged(sim.trainers[member].name, what, sim.suspects(member, sim.state.rows[member]))
-    clock.train_seconds += found.seconds
-    clock.tokens += found.tokens
-    sent, received = sim.exchanged_bytes(members) if sim.method.exchanges(number + 1) else (0, 0)
-    clock.upload_bytes += sent
-    clock.download_bytes += received
-    clock.user_rounds += len(members)
+    if not work.losses:
+        member, what = next(iter(work.rejected.items()))
+        raise diverged(clients.trainers[member].name, what, clients.steps.suspects(member, clients.state.rows[member]))
+    return work
+
+
+def _tell(federation: Federation, work: LocalRound, done: int, observe: Observer, clock: Clock) -> None:
+    """Count the round, and its event."""
+    clock.count(federation)
+    sent, received = clock.upload_bytes - clock.told_upload_bytes, clock.download_bytes - clock.told_download_bytes
+    clock.told_upload_bytes, clock.told_download_bytes = clock.upload_bytes, clock.download_bytes
+    clock.train_seconds += work.seconds
+    clock.tokens += work.tokens
+    clock.user_rounds += len(work.losses)
     observe(
         {
             "event": "round",
-            "round": number + 1,
-            "train_loss_nats": {sim.trainers[m].name: loss for m, loss in found.losses.items()},
+            "round": done,
+            "train_loss_nats": {federation.clients.trainers[m].name: loss for m, loss in work.losses.items()},
             "upload_bytes": sent,
             "download_bytes": received,
-            "tokens": found.tokens,
-            "seconds": found.seconds,
+            "tokens": work.tokens,
+            "seconds": work.seconds,
         }
-    )
-    return members
-
-
-def _evaluate(sim: Simulation, done: int, observe: Observer) -> Sequence[AnyScore]:
-    observe({"event": "step", "advance": 0, "round": done, "evaluating": True})
-    with sim.tuned(done):  # once for both
-        scores, loss = sim.evaluate(), sim.validate() if sim.state.best else None
-    for user, row, score in zip(sim.users, sim.row_of, scores, strict=True):
-        if not math.isfinite(score.mean_loss):
-            suspects = sim.suspects(row, sim.state.rows[row]) if done else ()
-            raise diverged(user.name, f"test loss is {score.mean_loss} after round {done}", suspects)
-    users = {user.name: _measured(score) for user, score in zip(sim.users, scores, strict=True)}
-    event = {
-        "event": "evaluation",
-        "round": done,
-        "iterations": done * sim.local_steps,
-        "users": users,
-        f"mean_test_{measure_of(scores)}": mean_measure(scores),
-        **geometric(users, measure_of(scores)),
-    }
-    observe(event | _validated(sim, done, loss) | _experts(sim, scores) | mixtures(sim))
-    return scores
-
-
-def _validated(sim: Simulation, done: int, loss: float | None) -> dict[str, Any]:
-    """Where the best round is selected: the validation loss, and everything remembered if it is the lowest so far."""
-    if loss is None:
-        return {}
-    if loss < sim.state.best["loss"]:
-        sim.state.remember(done, loss)
-    return {"mean_valid_loss": loss}
-
-
-def _experts(sim: Simulation, scores: Sequence[AnyScore]) -> dict[str, Any]:
-    """For methods with routers: each user's experts, and for each layer their mean gates over the test text."""
-    if not sim.routed:
-        return {}
-    adapters = sim.adapted.adapters
-    rows = zip(sim.users, sim.row_of, strict=True)
-    names = {user.name: watching.expert_names(adapters, row) for user, row in rows}
-    found = {
-        name: [[round(gate, 4) for gate in layer[: len(experts)]] for layer in score.expert_scores]
-        for (name, experts), score in zip(names.items(), scores, strict=True)
-    }
-    return {"experts": names, "expert_scores": found}
-
-
-def _measured(score: AnyScore) -> dict[str, float]:
-    return {f"test_{name}": value for name, value in score.measures.items()}
-
-
-def start_event(sim: Simulation) -> dict[str, Any]:
-    """What a run says first: what it is, and how much everybody has."""
-    unit = sim.feed.unit
-    return {
-        "event": "start",
-        "method": sim.method.name,
-        "seed": sim.training.seed,
-        "base": sim.model.name,
-        "rounds": sim.training.rounds if sim.method.phases else 0,
-        "users": {u.name: {f"train_{unit}": len(u.train), f"test_{unit}": len(u.test)} for u in sim.users},
-        **sim.left_out(),
-    }
-
-
-def measure_of(scores: Sequence[AnyScore]) -> str:
-    """What models are compared by."""
-    return next(iter(scores[0].measures))
-
-
-def mean_measure(scores: Sequence[AnyScore]) -> float:
-    """Mean over users of what they are compared by, as in the papers' tables."""
-    measure = measure_of(scores)
-    return sum(s.measures[measure] for s in scores) / len(scores)
-
-
-def summarise(sim: Simulation, scores: Sequence[AnyScore], clock: Clock, *, base: str) -> Metrics:
-    """The metrics of a finished run."""
-    parameters, sent = sim.trainable_parameters(), sim.upload_bytes()
-    unit = sim.feed.unit
-    users: dict[str, Any] = {
-        user.name: {
-            **_measured(score),
-            f"test_{unit}": getattr(score, unit),
-            f"train_{unit}": len(user.train),
-            f"valid_{unit}": len(user.valid),
-            "trainable_parameters": parameters[i],
-            "upload_bytes_per_round": sent[i],
-        }
-        for i, (user, score) in enumerate(zip(sim.users, scores, strict=True))
-    }
-    return Metrics(
-        method=sim.method.name,
-        seed=sim.training.seed,
-        base=base,
-        rounds=sim.training.rounds if sim.method.phases else 0,
-        selected_round=sim.chosen_round,
-        measure=measure_of(scores),
-        unit=unit,
-        users=users,
-        mean=mean_measure(scores),
-        upload_bytes_per_user_round=clock.upload_bytes / max(1, clock.user_rounds),
-        download_bytes_per_user_round=clock.download_bytes / max(1, clock.user_rounds),
-        trainable_parameters=max(parameters),
-        per_second=clock.tokens / clock.train_seconds if clock.train_seconds else 0.0,
-        wall_seconds=clock.wall_seconds,
-        peak_memory_bytes=peak_memory_bytes(),
-        dtype=str(sim.model.dtype).removeprefix("torch."),
-        device=str(sim.model.device),
     )

@@ -18,7 +18,7 @@ from comingle.engines.training import Portions, Training
 from comingle.errors import DataError
 from comingle.evaluation.perplexity import Gates
 from comingle.evaluation.samples import SampleScore, score_samples
-from comingle.methods.base import Phase, Stream
+from comingle.methods.client import Phase, Stream
 
 COLUMNS_PER_PASS = 2**26
 """How many parameters, over all users, are stepped at once by default: their gradients and copies need memory."""
@@ -87,7 +87,9 @@ class SampleFeed(PassFeed):
         """Inputs, targets and presence; train inputs are augmented, at random but the same for the same draw."""
         inputs, targets, present = self.banks[stream].take(trainers, drawn)
         if self.augment is not None and stream == "train":
-            inputs = torch.stack([self._augmented(*own) for own in zip(trainers, inputs, drawn, strict=True)])
+            inputs = torch.stack(
+                [self._augmented(*of_trainer) for of_trainer in zip(trainers, inputs, drawn, strict=True)]
+            )
         return inputs, targets, present
 
     def _augmented(self, trainer: int, inputs: Tensor, drawn: Int[Tensor, " batch"]) -> Float[Tensor, "batch ..."]:

@@ -21,9 +21,10 @@ class State:
     """Row i belongs to user i; with several copies of everybody's tensors the copies' users follow one another.
 
     ``iterations`` counts a user's local iterations, ``router_steps`` its router steps; ``ranks`` are the LoRA ranks
-    that it has now. ``server`` is what the server keeps. Where a run selects its best round, ``best`` is what everybody
-    had after it, with the number of the round and its loss. Updates happen in place on what :meth:`take` yields;
-    :meth:`put` ends them.
+    that it has now, ``versions`` the rounds after which the server had what it last downloaded, ``kept`` what parts of
+    the method keep of each user. Where a run selects its best round, ``best`` is what everybody had after it,
+    with the number of the round. Updates happen in place on what :meth:`take` yields; :meth:`put` ends
+    them.
     """
 
     rows: Float[Tensor, "users columns"]
@@ -32,29 +33,42 @@ class State:
     iterations: Int[Tensor, " users"]
     router_steps: Int[Tensor, " users"]
     ranks: Int[Tensor, " users"]
-    server: Tree = field(default_factory=dict)
+    versions: Int[Tensor, " users"]
+    kept: Tree = field(default_factory=dict)
     best: Tree = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that has the users on its leading dimension, by name."""
-        return {name: getattr(self, name) for name in _USERS}
+        """Everything that has the rows on its leading dimension, by name."""
+        return {name: getattr(self, name) for name in _USERS} | {_KEPT + name: t for name, t in self.kept.items()}
+
+    def filled(self, tensors: dict[str, Tensor], best: Tree) -> State:
+        """A state with other tensors, by the names of :meth:`tensors`."""
+        return replace(self._with(tensors), best=best)
+
+    def _with(self, tensors: dict[str, Tensor]) -> State:
+        by_part = {name.removeprefix(_KEPT): t for name, t in tensors.items() if name.startswith(_KEPT)}
+        return replace(self, **{name: tensors[name] for name in _USERS}, kept=by_part)
 
     def copy(self) -> State:
-        """The same, to be changed without changing this; what the server keeps is not copied."""
-        return replace(self, **{name: t.clone() for name, t in self.tensors().items()})
+        """The same, to be changed without changing this."""
+        return self._with({name: t.clone() for name, t in self.tensors().items()})
 
-    def remember(self, done: int, loss: float) -> None:
+    def without_moments(self) -> State:
+        """The same tensors, to be changed in place, but for what optimisers remember: for all that takes no steps."""
+        return replace(self, first=self.first[:, :0], second=self.second[:, :0])
+
+    def remember(self, done: int) -> None:
         """Keep a copy of everybody's tensors as the best of all rounds, after ``done`` rounds."""
         copies = {name: t.clone() for name, t in self.tensors().items()}
-        self.best = {**copies, "round": torch.tensor(done), "loss": torch.tensor(loss, dtype=torch.float64)}
+        self.best = {**copies, "round": torch.tensor(done)}
 
     def recalled(self) -> State:
         """As it was in the best round."""
-        return replace(self, **{name: self.best[name].clone() for name in _USERS})
+        return self._with({name: self.best[name].clone() for name in self.tensors()})
 
     def take(self, users: Sequence[int]) -> State:
         """These users' rows: a view where they are consecutive, a copy otherwise."""
-        return replace(self, **{name: t[_index(users)] for name, t in self.tensors().items()})
+        return self._with({name: t[_index(users)] for name, t in self.tensors().items()})
 
     def put(self, users: Sequence[int], part: State) -> None:
         """Write back what :meth:`take` took; nothing is left to do where that was a view."""
@@ -65,7 +79,8 @@ class State:
             t[index] = part.tensors()[name]
 
 
-_USERS = ("rows", "first", "second", "iterations", "router_steps", "ranks")
+_USERS = ("rows", "first", "second", "iterations", "router_steps", "ranks", "versions")
+_KEPT = "kept/"
 
 
 def _index(users: Sequence[int]) -> slice | list[int]:
@@ -101,6 +116,7 @@ def initial_state(
         iterations=zeros,
         router_steps=zeros.clone(),
         ranks=ranks.to(mask.device),
+        versions=zeros.clone(),
     )
 
 

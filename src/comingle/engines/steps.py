@@ -5,7 +5,9 @@ The objective is the sum over users of each user's mean loss, so a user's gradie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,71 +16,93 @@ from torch import Tensor
 
 from comingle.data.seeds import generator
 from comingle.engines.faults import broke_first
-from comingle.engines.federation import Federation
+from comingle.engines.feeds import Feed
+from comingle.engines.members import Members
 from comingle.engines.optimizers import descend, learning_rate, update
-from comingle.engines.state import State
-from comingle.methods.base import Phase
+from comingle.engines.training import Portions, Training
+from comingle.methods.base import Method
+from comingle.methods.client import Phase
+from comingle.models.adapted import AdaptedModel
+from comingle.models.stacked import StackedModel
 from comingle.trees import CLIENT_ROUTER, STATISTICS, Tree, flatten
 
 
-class Steps(Federation):
-    """Local iterations, in place on what a cohort has taken from the state."""
+@dataclass(kw_only=True)
+class Steps:
+    """How users take local steps: the model, the method's phases, where batches come from, and how many go at once."""
 
-    began: Float[Tensor, "rows columns"] | None = None
-    """Everybody's tensors at the start of the round, where they are asked for later in it."""
+    model: AdaptedModel | StackedModel
+    method: Method
+    training: Training
+    trainers: int
+    source: Feed | Callable[[], Feed]
+    """The trainers' data, or what makes it a feed when something needs it."""
+    blamed: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Optimisers that made a row leave the real numbers, in this round."""
 
-    def __init__(self, *args: Any, **options: Any):
-        self.responsibilities: dict[int, Float[Tensor, "clusters samples"]] = {}
-        """How much each training sample of a trainer belongs to each component, in this round."""
-        self.blamed: dict[int, tuple[str, ...]] = {}
-        """Optimisers that made a row leave the real numbers, in this round."""
-        super().__init__(*args, **options)
+    @cached_property
+    def feed(self) -> Feed:
+        """The trainers' data."""
+        return self.source if isinstance(self.source, Feed) else self.source()
 
-    def _pull_back(self, gradients: Tree, part: State, users: Sequence[int]) -> None:
-        """Adds the gradient of ``proximal |theta - theta_0|^2``, theta_0 what a user began the round with."""
-        assert self.began is not None
-        now, before = (self.model.layout.views(rows) for rows in (part.rows, self.began[list(users)]))
-        for name, gradient in gradients.items():
-            gradients[name] = gradient + 2 * self.method.proximal * (now[name] - before[name])
+    @cached_property
+    def portions(self) -> Portions:
+        """What goes through the model at once."""
+        return self.feed.portions(self.model.device, self.model.layout.columns)
 
-    def _iteration(
-        self, part: State, cohort: Sequence[int], round_number: int, step: int, active: Bool[Tensor, " users"]
+    @cached_property
+    def local_steps(self) -> int:
+        """Local iterations of a round, of the trainer who has most."""
+        return max(self.feed.steps(i) for i in range(self.trainers))
+
+    @property
+    def iterations(self) -> int:
+        """Local iterations of a whole run, by which learning rates decay."""
+        return self.training.rounds * self.local_steps
+
+    def tensors(self, rows: Float[Tensor, "users columns"]) -> Tree:
+        """Named tensors in the model's dtype, contiguous where adapters' products would copy them again and again."""
+        tensors = {name: t.to(self.model.dtype) for name, t in self.model.layout.views(rows).items()}
+        if isinstance(self.model, StackedModel):  # nets are large, and used once a step
+            return tensors
+        return {name: t.contiguous() for name, t in tensors.items()}
+
+    # ---------------------------------------------------------------- iterations
+
+    def iteration(
+        self, cohort: Members, phases: Sequence[Phase], step: int, active: Bool[Tensor, " users"]
     ) -> Float[Tensor, " users"]:
         """One local iteration of a cohort: each phase for the active users for whom it is due.
 
         Returns the training losses, 0 for whoever has no iteration left in this round.
         """
-        losses = torch.zeros(len(cohort))
-        numbered = list(enumerate(zip(part.iterations.tolist(), active.tolist(), strict=True)))
-        for phase in self.phases:
+        losses = torch.zeros(len(cohort.rows))
+        numbered = list(enumerate(zip(cohort.part.iterations.tolist(), active.tolist(), strict=True)))
+        for phase in phases:
             due = [i for i, (n, works) in numbered if works and (n + 1) % phase.every == 0]
             if not due:
                 continue
-            some = len(due) < len(cohort)
-            sub = part.take(due) if some else part
-            found = self._phase(phase, sub, [cohort[i] for i in due], round_number, step)
-            if some:
-                part.put(due, sub)
+            step_losses = torch.zeros(len(due))
+            with cohort.some(due) as sub:
+                step_losses = self.take(sub, phase, step)
             if phase.optimizer != "router":
-                losses[due] = found
-        part.iterations += active.to(part.iterations)
+                losses[due] = step_losses
+        cohort.part.iterations += active.to(cohort.part.iterations)
         return losses
 
-    def _phase(
-        self, phase: Phase, part: State, users: Sequence[int], round_number: int, step: int
-    ) -> Float[Tensor, " users"]:
-        """The optimiser steps of one phase, in place on ``part``. Returns the mean loss of each user."""
-        total = torch.zeros(len(users))
+    def take(self, cohort: Members, phase: Phase, step: int) -> Float[Tensor, " users"]:
+        """The optimiser steps of one phase, in place on the cohort. Returns the mean loss of each user."""
+        total, number = torch.zeros(len(cohort.rows)), cohort.round_number
         for i in range(phase.steps):
-            drawn = self.feed.draw(self.owners(users), phase, round_number, step, i)
-            noise = self._noise(users, round_number, phase.purpose, step, i)
-            with self.model.randomness(self.training.seed, self.name(users[0]), round_number, step, i):
-                losses, gradients = self.gradient(part.rows, users, drawn, phase, noise)
+            drawn = self.feed.draw(cohort.owners, phase, number, step, i)
+            noise = self._noise(cohort.names, number, phase.purpose, step, i)
+            with self.model.randomness(self.training.seed, cohort.names[0], number, step, i):
+                losses, gradients = self.gradient(cohort, drawn, phase, noise)
             for place in (~losses.isfinite()).nonzero().flatten().tolist():  # before the step spoils all that it trains
-                self.suspects(users[place], part.rows[place])
-            if self.method.proximal:
-                self._pull_back(gradients, part, users)
-            self._step(phase, part, users, gradients, round_number * self.local_steps + max(step, 0))
+                self.suspects(cohort.rows[place], cohort.part.rows[place])
+            for part in self.method.client.parts:
+                part.correct(cohort, gradients)
+            self.descend(phase, cohort, gradients, number * self.local_steps + max(step, 0))
             total += losses
         return total / phase.steps
 
@@ -86,46 +110,46 @@ class Steps(Federation):
         """Which optimisers may have made a row leave the real numbers: as its tensors were when that first showed."""
         if row not in self.blamed:
             trained: dict[str, frozenset[str]] = {}
-            for phase in (*self.method.before, *self.phases):
-                for name, roles in phase.optimizers:
-                    trained[name] = trained.get(name, frozenset()) | roles
+            for name, roles in self.method.client.optimizers:
+                trained[name] = trained.get(name, frozenset()) | roles
             self.blamed[row] = broke_first(self.model.layout, values, trained)
         return self.blamed[row]
 
-    def _noise(self, users: Sequence[int], *place: str | int) -> Float[Tensor, "users clusters"] | None:
+    def _noise(self, names: Sequence[str], *place: str | int) -> Float[Tensor, "users clusters"] | None:
         """Noise on the users' router logits, each user's from a stream of its own; None where there is none."""
-        mixture = self.mixture
+        mixture = self.method.placement.mixture
         if mixture is None or not mixture.noise:
             return None
-        streams = (generator(self.training.seed, self.name(user), "router noise", *place) for user in users)
+        streams = (generator(self.training.seed, name, "router noise", *place) for name in names)
         drawn = torch.stack([torch.randn(mixture.clusters, generator=stream) for stream in streams])
         return mixture.noise * drawn.to(self.model.device, self.model.dtype)
 
-    def _step(self, phase: Phase, part: State, users: Sequence[int], gradients: Tree, iteration: int) -> None:
+    def descend(self, phase: Phase, cohort: Members, gradients: Tree, iteration: int) -> None:
         """One optimiser step on the columns that ``phase`` trains, in place; ``gradients`` is used up."""
-        layout = self.model.layout
+        layout, part = self.model.layout, cohort.part
         for name, roles in phase.optimizers:
             if name == "router":
                 part.router_steps += 1
             settings = self.training.router if name == "router" else self.training.experts
             count = part.router_steps if name == "router" else part.iterations + 1
-            own, rate = layout.only(roles), learning_rate(settings, iteration, self.iterations)
-            if settings.memoryless and not self.padded:  # a gradient as large as everybody's nets is not copied
+            slots_layout, rate = layout.only(roles), learning_rate(settings, iteration, self.iterations)
+            if settings.memoryless and cohort.mask is None:  # a gradient as large as everybody's nets is not copied
                 views = layout.views(part.rows)
-                for slot in own.slots:
+                for slot in slots_layout.slots:
                     descend(settings, rate, views[slot.name], gradients.pop(slot.name))
                 continue
-            span = layout.span(own)
-            gradient = flatten([gradients.pop(slot.name) for slot in own.slots])
-            if self.padded:
-                gradient *= self.mask[list(users)][:, span]
+            span = layout.span(slots_layout)
+            gradient = flatten([gradients.pop(slot.name) for slot in slots_layout.slots])
+            if cohort.mask is not None:
+                gradient *= cohort.mask[:, span]
             moments = part.first[:, span], part.second[:, span]
             update(settings, rate, part.rows[:, span], gradient, *moments, count)
 
+    # ---------------------------------------------------------------- gradients
+
     def gradient(
         self,
-        rows: Float[Tensor, "users columns"],
-        users: Sequence[int],
+        cohort: Members,
         drawn: Int[Tensor, "users batch ..."],
         phase: Phase,
         noise: Float[Tensor, "users clusters"] | None = None,
@@ -134,10 +158,11 @@ class Steps(Federation):
 
         Only these tensors require a gradient, so nothing is computed or kept for the others.
         """
+        rows, owners = cohort.part.rows, cohort.owners
         whole, statistics = self.feed.counted(drawn), self.model.layout.only({STATISTICS}).slots
         if statistics and len(whole.unique()) > 1:
-            return self._gradient_by_size(rows, users, drawn, phase, noise)
-        tensors, owners = self.tensors(rows), self.owners(users)
+            return self._gradient_by_size(cohort, drawn, phase, noise)
+        tensors = self.tensors(rows)
         if noise is not None:  # the gradient at the logits with noise is that of the logits
             tensors[CLIENT_ROUTER] = tensors[CLIENT_ROUTER] + noise
         for slot in statistics:  # changed in place, and views of what must not change
@@ -145,22 +170,20 @@ class Steps(Federation):
         trained = [slot.name for slot in self.model.layout.only(phase.roles).slots]
         for name in trained:
             tensors[name] = tensors[name].detach().requires_grad_()
-        total, gradients = torch.zeros(len(users)), Tree()
+        total, gradients = torch.zeros(len(owners)), Tree()
         for part in drawn.to(rows.device).split(self.portions.sequences, dim=1):
             counted = self.feed.counted(part)
             share = counted.to(rows.dtype) / whole.to(rows)
             batch: Any = self.feed.read(phase.stream, owners, part)
-            own = {"shares": self._own_shares(owners, part)} if self.responsibilities else {}
-            losses, penalty = self.model.losses(tensors, owners, batch, train=True, **own)
+            sample_shares = {} if cohort.sample_shares is None else {"shares": cohort.shares_of(part)}
+            losses, penalty = self.model.losses(tensors, owners, batch, train=True, **sample_shares)
             means = losses.flatten(1).sum(1) / counted.clamp(min=1)
             objective = means + self.training.balance_weight * penalty
-            if self.method.regulariser is not None:
-                objective = objective + self.method.regulariser(tensors, self.state.ranks[list(users)])
+            for extra in self.method.client.parts:
+                objective = objective + extra.penalty(tensors, cohort.ranks)
             leaves = [tensors[name] for name in trained]
-            found = torch.autograd.grad((objective * share).sum(), leaves, materialize_grads=True)
-            grads = dict(zip(trained, found, strict=True))
-            if self.mixture is not None and self.mixture.precondition:
-                grads = self.stacked.precondition(tensors, grads)
+            gradients_found = torch.autograd.grad((objective * share).sum(), leaves, materialize_grads=True)
+            grads = self._preconditioned(tensors, dict(zip(trained, gradients_found, strict=True)))
             for name, gradient in grads.items():
                 earlier = gradients.get(name)
                 gradients[name] = gradient.to(rows.dtype) if earlier is None else earlier + gradient
@@ -168,32 +191,31 @@ class Steps(Federation):
         self._keep_statistics(rows, tensors)
         return total, gradients
 
-    def _own_shares(
-        self, owners: Sequence[int], drawn: Int[Tensor, "users batch"]
-    ) -> Float[Tensor, "users clusters batch"]:
-        """What of :attr:`responsibilities` belongs to these samples; anything where there is none."""
-        numbers = drawn.to(self.state.rows.device).clamp(min=0)
-        return torch.stack([self.responsibilities[o][:, own] for o, own in zip(owners, numbers, strict=True)])
+    def _preconditioned(self, tensors: Tree, gradients: Tree) -> Tree:
+        mixture = self.method.placement.mixture
+        if mixture is None or not mixture.precondition:
+            return gradients
+        assert isinstance(self.model, StackedModel)
+        return self.model.precondition(tensors, gradients)
 
     def _gradient_by_size(
         self,
-        rows: Float[Tensor, "users columns"],
-        users: Sequence[int],
+        cohort: Members,
         drawn: Int[Tensor, "users batch"],
         phase: Phase,
         noise: Float[Tensor, "users clusters"] | None = None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """:meth:`gradient` of users with equal batches at a time: batch norm would see what fills the others."""
-        sizes = self.feed.counted(drawn)
-        total, trained = torch.zeros(len(users)), self.model.layout.only(phase.roles).slots
-        gradients = {slot.name: rows.new_empty(len(users), *slot.shape) for slot in trained}
+        sizes, rows = self.feed.counted(drawn), cohort.part.rows
+        total, trained = torch.zeros(len(rows)), self.model.layout.only(phase.roles).slots
+        gradients = {slot.name: rows.new_empty(len(rows), *slot.shape) for slot in trained}
         for size in sizes.unique().tolist():
             at = (sizes == size).nonzero().flatten()
-            some = rows[at]
-            own = None if noise is None else noise[at]
-            total[at], found = self.gradient(some, [users[i] for i in at.tolist()], drawn[at, :size], phase, own)
-            rows[at] = some  # with the running statistics that this pass has changed
-            for name, gradient in found.items():
+            noise_of_some = None if noise is None else noise[at]
+            some = cohort.only(at.tolist())
+            total[at], gradients_found = self.gradient(some, drawn[at, :size], phase, noise_of_some)
+            rows[at] = some.part.rows  # with the running statistics that this pass has changed
+            for name, gradient in gradients_found.items():
                 gradients[name][at] = gradient
         return total, gradients
 

@@ -28,14 +28,14 @@ class AnswerScore:
 
     @property
     def mean_loss(self) -> float:
-        """Mean loss of a token of the answers; NaN without questions."""
+        """Mean loss of a token of the answers, in nats; NaN without questions."""
         return self.loss_nats / self.tokens if self.tokens else math.nan
 
     @property
     def measures(self) -> dict[str, float]:
         """What is reported; the first is what models are compared by."""
-        found = {"accuracy": self.accuracy, "rouge1": self.rouge1, "loss": self.mean_loss}
-        return {name: value for name, value in found.items() if value is not None}
+        by_name = {"accuracy": self.accuracy, "rouge1": self.rouge1, "loss": self.mean_loss}
+        return {name: value for name, value in by_name.items() if value is not None}
 
 
 def score_answers(score: Score, samples: int) -> AnswerScore:

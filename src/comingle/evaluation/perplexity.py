@@ -32,24 +32,19 @@ class Score:
     expert_scores: tuple[tuple[float, ...], ...] = ()
 
     @property
-    def mean_nats(self) -> float:
-        """Mean loss per token."""
-        return self.loss_nats / self.tokens
-
-    @property
     def mean_loss(self) -> float:
-        """The same, by the name that scores of samples have too."""
-        return self.mean_nats
+        """Mean loss per token, in nats."""
+        return self.loss_nats / self.tokens
 
     @property
     def measures(self) -> dict[str, float]:
         """What is reported; the first is what models are compared by."""
-        return {"perplexity": self.perplexity, "loss_nats": self.mean_nats}
+        return {"perplexity": self.perplexity, "loss_nats": self.mean_loss}
 
     @property
     def perplexity(self) -> float:
         """``exp`` of the mean loss; infinite where that overflows."""
-        return math.exp(self.mean_nats) if self.mean_nats < 700 else math.inf
+        return math.exp(self.mean_loss) if self.mean_loss < 700 else math.inf
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,7 @@ def score_windows(
     sums = [0.0] * len(parts)
     counts = [0] * len(parts)
     said: list[Tensor | float] = [0.0] * len(parts)
-    jobs = [_Job(i, windows) for i, own in enumerate(parts) for windows in own if len(windows)]
+    jobs = [_Job(i, windows) for i, parts_of_one in enumerate(parts) for windows in parts_of_one if len(windows)]
     jobs.sort(key=lambda job: (-job.windows.shape[1], -len(job.windows)))  # equal sizes together, always in one order
     for start in range(0, len(jobs), slots):
         group = jobs[start : start + slots]
@@ -103,8 +98,8 @@ def score_windows(
             sums[job.owner] += float(lost[slot])
             counts[job.owner] += int((job.windows[:, 1:] >= 0).sum())
             said[job.owner] = said[job.owner] + pieces[slot]
-    found = zip(sums, counts, said, strict=True)
-    return [Score(loss_nats=s, tokens=c, expert_scores=_mean_gates(g, c)) for s, c, g in found]
+    scored = zip(sums, counts, said, strict=True)
+    return [Score(loss_nats=s, tokens=c, expert_scores=_mean_gates(g, c)) for s, c, g in scored]
 
 
 def _together(parts: Sequence[Int[Tensor, "_ _"]]) -> Int[Tensor, "slots batch window"]:

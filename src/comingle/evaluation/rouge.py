@@ -48,9 +48,9 @@ def rouge1(answer: str, reference: str) -> float:
     P and R are the shares of the words of the answer and of the reference that the other has too, each word as often
     as it occurs in both.
     """
-    found, wanted = Counter(split_words(answer)), Counter(split_words(reference))
-    shared = (found & wanted).total()
-    return 2 * shared / (found.total() + wanted.total()) if shared else 0.0
+    answered, wanted = Counter(split_words(answer)), Counter(split_words(reference))
+    shared = (answered & wanted).total()
+    return 2 * shared / (answered.total() + wanted.total()) if shared else 0.0
 
 
 def same_words(answer: str, reference: str) -> bool:

@@ -44,11 +44,11 @@ def pieces(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[st
         part = list(tokens[start:end])
         return str(tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    found, before, read = [], 0, 0  # tokens[before:read] are decoded already, and give the next one its place
+    decoded, before, read = [], 0, 0  # tokens[before:read] are decoded already, and give the next one its place
     for end in range(1, len(tokens) + 1):
         old, new = decode(before, read), decode(before, end)
         whole = not new.endswith("\N{REPLACEMENT CHARACTER}") or end == len(tokens) or end - read >= 4
-        found.append(new[len(old) :] if whole else "")
+        decoded.append(new[len(old) :] if whole else "")
         if whole:
             before, read = read, end
-    return found
+    return decoded

@@ -20,12 +20,12 @@ Forward = Callable[[Sequence[int], Float[Tensor, "slots batch *shape"]], Float[T
 
 @dataclass(frozen=True, kw_only=True)
 class SampleScore:
-    """A user's mean loss over ``samples`` samples; accuracy is in [0, 1], None for a regression.
+    """A user's mean loss over ``samples`` samples, in nats for classes; accuracy is in [0, 1], None for a regression.
 
     Both are NaN without samples.
     """
 
-    loss: float
+    mean_loss: float
     accuracy: float | None
     samples: int
 
@@ -33,14 +33,11 @@ class SampleScore:
     """There are no experts."""
 
     @property
-    def mean_loss(self) -> float:
-        """The loss, by the name that scores of text have too."""
-        return self.loss
-
-    @property
     def measures(self) -> dict[str, float]:
         """What is reported; the first is what models are compared by."""
-        return {"loss": self.loss} if self.accuracy is None else {"accuracy": self.accuracy, "loss": self.loss}
+        return (
+            {"loss": self.mean_loss} if self.accuracy is None else {"accuracy": self.accuracy, "loss": self.mean_loss}
+        )
 
 
 def sample_losses(outputs: Float[Tensor, "*batch outputs"], targets: Tensor) -> Float[Tensor, "*batch"]:
@@ -83,8 +80,8 @@ def score_samples(
         losses.index_add_(0, places, lost)
         hits.index_add_(0, places, hit)
     regression = bank.targets.is_floating_point()
-    found = zip(losses.tolist(), hits.tolist(), bank.counts[list(rows)].tolist(), strict=True)
-    return [_mean(loss, None if regression else hit, count) for loss, hit, count in found]
+    scored = zip(losses.tolist(), hits.tolist(), bank.counts[list(rows)].tolist(), strict=True)
+    return [_mean(loss, None if regression else hit, count) for loss, hit, count in scored]
 
 
 @dataclass(frozen=True)
@@ -130,5 +127,5 @@ def _indices(group: Sequence[_Job]) -> Int64[Tensor, "slots batch"]:
 
 def _mean(loss: float, hits: float | None, count: int) -> SampleScore:
     if not count:
-        return SampleScore(loss=math.nan, accuracy=None if hits is None else math.nan, samples=0)
-    return SampleScore(loss=loss / count, accuracy=None if hits is None else hits / count, samples=count)
+        return SampleScore(mean_loss=math.nan, accuracy=None if hits is None else math.nan, samples=0)
+    return SampleScore(mean_loss=loss / count, accuracy=None if hits is None else hits / count, samples=count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from comingle.errors import RecipeError, did_you_mean, is_number
@@ -79,6 +79,16 @@ def settings_of(name: str) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.name != "name"}
 
 
+def settings_beside(name: str, own: str, settings: Mapping[str, Any], for_all: Mapping[str, Any]) -> dict[str, Any]:
+    """What a method gets of a recipe whose ``own`` method has ``settings``: these for itself, defaults for any other.
+
+    What is ``for_all`` goes to every method that has such a setting.
+    """
+    known = settings_of(name)
+    common = {key: value for key, value in for_all.items() if key in known}
+    return {**{key: value for key, value in settings.items() if name == own and key not in for_all}, **common}
+
+
 def make(name: str, **settings: Any) -> Method:
     """The method called ``name`` with the given settings.
 
@@ -88,12 +98,12 @@ def make(name: str, **settings: Any) -> Method:
     known = settings_of(name)
     for key, value in settings.items():
         if key not in known:
-            allowed = sorted(known) or "no settings"
+            allowed = ", ".join(sorted(known)) or "no settings"
             raise RecipeError(f"method {name}: no setting {key!r}.{did_you_mean(key, known)} Allowed: {allowed}")
         _check(name, key, value)
     method = _constructor(name)(**settings)
-    counts = (method.specialists,) if isinstance(method.specialists, int) else method.specialists
-    if method.generalists + min(counts) < 1:
+    specialists = method.placement.specialists
+    if method.placement.generalists + min((specialists,) if isinstance(specialists, int) else specialists) < 1:
         raise RecipeError(f"method {name}: generalists + specialists is 0 for some user; at least 1 expert is needed")
     return method
 
@@ -126,4 +136,10 @@ def _allowed(key: str, default: Any) -> tuple[str, Callable[[Any], bool]]:
         words = "numbers from 0" + (", below 1" if top == 1.0 else "")
         return words, lambda v: is_number(v) and 0 <= v < top
     least = 0 if key in ("generalists", "specialists", "warmup_steps") else 1
-    return f"whole numbers from {least}", lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= least
+    most = next((most for keys, most in _MOST.items() if key in keys), 10_000_000)
+    words = f"whole numbers from {least} to {most:,}"
+    return words, lambda v: isinstance(v, int) and not isinstance(v, bool) and least <= v <= most
+
+
+_MOST = {("generalists", "specialists"): 1_000, ("clusters", "models", "chosen"): 10_000}
+"""How many experts each block may have, and how many components or models a federation."""

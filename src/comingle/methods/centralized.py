@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from comingle.methods.base import Method
-from comingle.methods.clients import joint
-from comingle.methods.servers import keep
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import Client, joint
+from comingle.methods.server import Server
 
 
 def centralized() -> Method:
@@ -17,5 +17,8 @@ def centralized() -> Method:
     Differs from the paper: none known.
     """
     return Method(
-        name="centralized", specialists=2, generalists=0, phases=joint(routed=False), server=keep, pooled=True
+        name="centralized",
+        placement=Placement(generalists=0, specialists=2, pooled=True),
+        client=Client(phases=joint(routed=False)),
+        server=Server(),
     )

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from comingle.adapters.inject import ATTENTION, GENERALIST
-from comingle.methods.base import Method, Stream
-from comingle.methods.clients import alternating
-from comingle.methods.servers import keep, mean
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import Client, Stream, alternating
+from comingle.methods.server import Mean, Server
 
 
 def comigs(
@@ -37,12 +37,14 @@ def comigs(
     phases = alternating(router_stream=router_stream, router_every=router_every, router_steps=router_steps)
     return Method(
         name=name,
-        generalists=generalists,
-        specialists=per_user,
-        routed=True,
-        shared=frozenset({ATTENTION, GENERALIST}) if generalists else frozenset(),
-        phases=phases,
-        server=mean if generalists else keep,
+        placement=Placement(
+            generalists=generalists,
+            specialists=per_user,
+            routed=True,
+            shared=frozenset({ATTENTION, GENERALIST}) if generalists else frozenset(),
+        ),
+        client=Client(phases=phases),
+        server=Mean() if generalists else Server(),
     )
 
 

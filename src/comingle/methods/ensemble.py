@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from comingle.methods.base import ROUTERS, Method, Phase
+from comingle.methods.base import Method
+from comingle.methods.client import ROUTERS, Phase
 from comingle.methods.mfl import MODELS, SHARED_MODELS
 from comingle.methods.mixtures import TRAINED, client_mixture
-from comingle.methods.servers import mean
+from comingle.methods.server import Mean
 from comingle.routers.mixtures import ClientMixture
 from comingle.trees import BASE, BASE_STATISTICS
 
@@ -21,7 +22,11 @@ def local_adaptor(*, precondition: bool = True) -> Method:
     """
     mixture = ClientMixture(clusters=1, precondition=precondition)
     return client_mixture(
-        "local-adaptor", mixture, phases=(Phase(roles=TRAINED),), shared=frozenset({BASE, BASE_STATISTICS}), server=mean
+        "local-adaptor",
+        mixture,
+        phases=(Phase(roles=TRAINED),),
+        shared=frozenset({BASE, BASE_STATISTICS}),
+        server=Mean(),
     )
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from comingle.adapters.inject import ATTENTION, GENERALIST
-from comingle.methods.base import Method, Phase
-from comingle.methods.clients import joint
-from comingle.methods.servers import mean
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import Client, Phase, joint
+from comingle.methods.server import Mean
 
 A = frozenset({f"{ATTENTION}.a", f"{GENERALIST}.a"})
 B = frozenset({f"{ATTENTION}.b", f"{GENERALIST}.b"})
@@ -20,7 +20,12 @@ def ffa_lora() -> Method:
     Client: joint steps on B on training text.  Server: mean over users, which is exact: mean(B) A = mean(B A).
     Differs from the paper: none known.  It trains and sends fewer parameters than the other methods with 2 sets.
     """
-    return Method(name="ffa-lora", generalists=2, shared=B, phases=(Phase(roles=B),), server=mean)
+    return Method(
+        name="ffa-lora",
+        placement=Placement(generalists=2, shared=B),
+        client=Client(phases=(Phase(roles=B),)),
+        server=Mean(),
+    )
 
 
 def fedsa_lora() -> Method:
@@ -32,4 +37,9 @@ def fedsa_lora() -> Method:
     Client: joint steps on training text.  Server: mean over users.
     Differs from the paper: none known.
     """
-    return Method(name="fedsa-lora", generalists=2, shared=A, phases=joint(routed=False), server=mean)
+    return Method(
+        name="fedsa-lora",
+        placement=Placement(generalists=2, shared=A),
+        client=Client(phases=joint(routed=False)),
+        server=Mean(),
+    )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from comingle.adapters.inject import ATTENTION, GENERALIST
-from comingle.methods.base import Beginning, Context, Finish, Method, Server, Validate
-from comingle.methods.clients import joint
-from comingle.methods.servers import mean
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import Client, Cohort, Part, joint
+from comingle.methods.server import MODEL, Mean, Received, ServerSetup
 from comingle.trees import Tree
 
 
@@ -32,52 +33,57 @@ def fdlora(*, outer_rate: float = 0.7, outer_momentum: float = 0.9, fusion_steps
     """
     return Method(
         name="fdlora",
-        generalists=1,
-        shared=frozenset({ATTENTION, GENERALIST}),
-        phases=joint(routed=False),
-        copies=2,
-        server=outer_steps(outer_rate, outer_momentum),
-        memory=_outer_memory,
-        finish=fuse(fusion_steps),
-        validates=True,
+        placement=Placement(shared=frozenset({ATTENTION, GENERALIST}), copies=2),
+        client=Client(phases=joint(routed=False), parts=(Fuse(fusion_steps),)),
+        server=OuterSteps(rate=outer_rate, momentum=outer_momentum),
     )
 
 
-def outer_steps(rate: float, momentum: float) -> Server:
+@dataclass(frozen=True, kw_only=True)
+class OuterSteps(Mean):
     """``v = m v + g;  theta = theta - rate (g + m v)``, g = theta minus the mean upload (Nesterov's form)."""
 
-    def step(uploads: Tree, context: Context) -> Tree:
-        downloads = {}
-        for name, average in mean(uploads, context).items():
-            theta, velocity = context.memory[name], context.memory[f"{name}.velocity"]
-            change = theta - average[:1]
-            velocity.mul_(momentum).add_(change)
-            theta.sub_(change + momentum * velocity, alpha=rate)
-            downloads[name] = theta.expand_as(average)
-        return downloads
+    rate: float
+    momentum: float
 
-    return step
+    def start(self, setup: ServerSetup) -> Tree:
+        """The global model, and its velocity."""
+        model = super().start(setup)
+        return model | {f"{name}.velocity": torch.zeros_like(t) for name, t in model.items()}
+
+    def step(self, kept: Tree, sums: Tree, received: Received) -> None:
+        """One outer step."""
+        for name, average in sums.items():
+            theta, velocity = kept[MODEL + name], kept[f"{MODEL}{name}.velocity"]
+            change = theta - average
+            velocity.mul_(self.momentum).add_(change)
+            theta.sub_(change + self.momentum * velocity, alpha=self.rate)
+
+    def download(self, kept: Tree, users: Sequence[int]) -> Tree:
+        """The global model."""
+        return super().download({name: t for name, t in kept.items() if not name.endswith(".velocity")}, users)
 
 
-def _outer_memory(beginning: Beginning) -> Tree:
-    """The global model, and its velocity."""
-    start = {name: t[:1].clone() for name, t in beginning.starts.items()}
-    return start | {f"{name}.velocity": torch.zeros_like(t) for name, t in start.items()}
-
-
-def fuse(steps: int) -> Finish:
+@dataclass(frozen=True)
+class Fuse(Part):
     """For each user the weights of (global, personal) with the lowest validation loss that ``steps`` tries find."""
 
-    def finish(copies: Float[Tensor, "copies users columns"], validate: Validate) -> Float[Tensor, "users columns"]:
+    steps: int
+    language_only = True
+    validates = True
+    finishes = True
+
+    def finish(self, cohort: Cohort) -> Float[Tensor, "users columns"]:
+        """The fused models."""
+        copies = cohort.copies()
+
         def best(user: int) -> Float[Tensor, " columns"]:
             def fused(weights: Float[Tensor, " copies"]) -> Float[Tensor, " columns"]:
                 return torch.tensordot(weights.to(copies), copies[:, user], dims=1)
 
-            return fused(lowest(lambda weights: validate(fused(weights), user), steps))
+            return fused(lowest(lambda weights: cohort.validate(fused(weights), user), self.steps))
 
         return torch.stack([best(user) for user in range(copies.shape[1])])
-
-    return finish
 
 
 def lowest(loss: Callable[[Float[Tensor, " copies"]], float], steps: int) -> Float[Tensor, " copies"]:
@@ -86,5 +92,5 @@ def lowest(loss: Callable[[Float[Tensor, " copies"]], float], steps: int) -> Flo
 
     corners = [(1.0, 0.0), (0.0, 1.0), (0.7, 0.7)]
     options = {"initial_simplex": corners, "maxfev": max(steps, len(corners))}
-    found = minimize(lambda w: loss(torch.tensor(w)), corners[0], method="Nelder-Mead", options=options)
-    return torch.tensor(found.x)
+    minimum = minimize(lambda w: loss(torch.tensor(w)), corners[0], method="Nelder-Mead", options=options)
+    return torch.tensor(minimum.x)

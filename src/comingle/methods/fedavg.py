@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from comingle.methods.base import Method
-from comingle.methods.clients import MODEL, joint
-from comingle.methods.servers import mean
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import MODEL, Client, joint
+from comingle.methods.server import Mean
 
 
 def fedavg() -> Method:
@@ -19,10 +19,9 @@ def fedavg() -> Method:
     """
     return Method(
         name="fedavg",
-        generalists=2,
-        shared=MODEL,
-        phases=joint(routed=False),
-        server=mean,
+        placement=Placement(generalists=2, shared=MODEL),
+        client=Client(phases=joint(routed=False)),
+        server=Mean(),
     )
 
 
@@ -36,4 +35,4 @@ def fedavg_plus() -> Method:
     batches of its own.  Server: mean over users.
     Differs from the paper: none known.  It evaluates behind the exchange whatever ``evaluation.model`` says.
     """
-    return replace(fedavg(), name="fedavg+", tunes=True)
+    return replace(fedavg(), name="fedavg+", client=Client(phases=joint(routed=False), finetunes=True))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from comingle.methods.base import Method, Phase
-from comingle.methods.servers import mean
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import Client, Cohort, Part, Phase
+from comingle.methods.server import Mean
 from comingle.routers.mixtures import ClientMixture
 from comingle.trees import ADAPTOR, STATISTICS
 
@@ -21,8 +22,19 @@ def fedem(*, models: int = 3) -> Method:
     roles = frozenset({ADAPTOR})
     return Method(
         name="fedem",
-        mixture=ClientMixture(clusters=models, of="models", at="samples"),
-        phases=(Phase(roles=roles),),
-        shared=roles | {STATISTICS},
-        server=mean,
+        placement=Placement(
+            shared=roles | {STATISTICS}, mixture=ClientMixture(clusters=models, of="models", at="samples")
+        ),
+        client=Client(phases=(Phase(roles=roles),), parts=(DivideSamples(),)),
+        server=Mean(),
     )
+
+
+class DivideSamples(Part):
+    """Says at the start of a round how much each sample belongs to each model."""
+
+    sweeps = True
+
+    def begin(self, cohort: Cohort) -> None:
+        """With the models as received."""
+        cohort.divide_samples()

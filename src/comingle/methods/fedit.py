@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from comingle.adapters.inject import ATTENTION, GENERALIST
-from comingle.methods.base import Method, Phase
-from comingle.methods.clients import joint
-from comingle.methods.servers import mean
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import Client, Phase, joint
+from comingle.methods.server import Mean
 
 SHARED = frozenset({ATTENTION, GENERALIST})
 
@@ -19,7 +19,12 @@ def fedit() -> Method:
     Client: joint steps on training text.  Server: mean of A and of B over users.
     Differs from the paper: LoRA is where ``adapters`` says, on attention and MLP; the paper adapts attention alone.
     """
-    return Method(name="fedit", shared=SHARED, phases=(Phase(roles=SHARED),), server=mean)
+    return Method(
+        name="fedit",
+        placement=Placement(shared=SHARED),
+        client=Client(phases=(Phase(roles=SHARED),)),
+        server=Mean(),
+    )
 
 
 def fedlora() -> Method:
@@ -33,4 +38,9 @@ def fedlora() -> Method:
     are trained in turns.  Over one frozen language model, where FedMerge compares it without saying how, what is a
     user's own is an expert, and both are trained together.
     """
-    return Method(name="fedlora", specialists=1, shared=SHARED, phases=joint(routed=False), server=mean)
+    return Method(
+        name="fedlora",
+        placement=Placement(specialists=1, shared=SHARED),
+        client=Client(phases=joint(routed=False)),
+        server=Mean(),
+    )

@@ -4,26 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
-from comingle.data.seeds import generator
 from comingle.errors import RecipeError
-from comingle.methods.base import Beginning, Context, Method
-from comingle.methods.clients import MODEL, joint
-from comingle.methods.merging import (
-    column_shares,
-    fixed_step,
-    inner_products,
-    logit_gradient,
-    soup_gradient,
-    weight_gradient,
-)
-from comingle.methods.servers import mix
-from comingle.methods.soups import MERGING, soup_of, start_soup, start_weights
-from comingle.routers.mixtures import NEVER, softmax_mixture
-from comingle.trees import Tree, head
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import MODEL, Client, Proximal, joint
+from comingle.methods.soup_server import Merge
 
 
 def fedmerge(
@@ -55,45 +39,22 @@ def fedmerge(
     by default, the paper's n_i / n with ``samples`` (or ``tokens``), as the published recipes say.
     """
 
-    def move_models(soup: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
-        shares = _shares(logits, softmax)
-        shares = column_shares(shares, weights) if column_normalize else weights.to(shares).unsqueeze(1) * shares
-        for name, gradient in soup_gradient(shares, updates).items():
-            soup[name].sub_(gradient, alpha=global_rate)
-
-    def move_weights(soup: Tree, logits: Tensor, updates: Tree, weights: Tensor) -> None:
-        names = head(soup) if inner_product_keys == "head" else list(soup)
-        inner = inner_products(soup, updates, names).to(logits)
-        found = logit_gradient(logits.softmax(1), inner, weights) if softmax else weight_gradient(inner, weights)
-        logits.sub_(fixed_step(found, weights, weight_step))
-
-    moves = (move_models, move_weights) if models_first else (move_weights, move_models)
-
-    def server(uploads: Tree, context: Context) -> Tree:
-        soup, logits = soup_of(context.memory), context.memory[MERGING]
-        sent = mix(soup, _shares(logits, softmax))  # as large as everybody's models, so it becomes the updates in place
-        updates = {name: t.sub_(uploads[name]) for name, t in sent.items()}
-        for _ in range(global_iterations):
-            for move in moves if weight_step else (move_models,):
-                move(soup, logits, updates, context.weights)
-        return mix(soup, _shares(logits, softmax))
-
-    def memory(beginning: Beginning) -> Tree:
-        logits = start_weights(beginning, models, 0.0 if softmax else 1 / models)
-        return start_soup(beginning.starts) | {MERGING: logits}
-
     return Method(
         name="fedmerge",
-        shared=MODEL,
-        phases=joint(routed=False),
-        server=server,
-        starts=models,
-        memory=memory,
-        kept_by_user=frozenset({MERGING}),
-        welcome=lambda kept, _: mix(soup_of(kept), _shares(kept[MERGING], softmax)),
-        merging=lambda kept: _shares(kept[MERGING], softmax),
-        proximal=proximal,
-        forgiving=True,
+        placement=Placement(shared=MODEL),
+        client=Client(
+            phases=joint(routed=False), parts=(Proximal(proximal),) if proximal else (), drops_nonfinite=True
+        ),
+        server=Merge(
+            models=models,
+            softmax=softmax,
+            column_normalize=column_normalize,
+            models_first=models_first,
+            only_head=inner_product_keys == "head",
+            weight_step=weight_step,
+            global_rate=global_rate,
+            global_iterations=global_iterations,
+        ),
     )
 
 
@@ -108,16 +69,5 @@ def fedmerge_fixed(*, models: int = 15, chosen: int = 5, global_rate: float = 1.
     if chosen > models:
         raise RecipeError(f"method fedmerge-fixed: chosen is {chosen} of {models} models; allowed: 1 to {models}")
 
-    def memory(beginning: Beginning) -> Tree:
-        logits = start_weights(beginning, models, NEVER)
-        for user, row in zip(beginning.users, logits, strict=True):
-            order = torch.randperm(models, generator=generator(beginning.seed, user, "fedmerge-fixed"))
-            row[order[:chosen]] = 0.0
-        return start_soup(beginning.starts) | {MERGING: logits}
-
-    method = fedmerge(models=models, weight_step=0.0, global_rate=global_rate)
-    return replace(method, name="fedmerge-fixed", memory=memory)
-
-
-def _shares(logits: Float[Tensor, "users models"], softmax: bool) -> Float[Tensor, "users models"]:
-    return softmax_mixture(logits, 1.0) if softmax else logits
+    server = Merge(models=models, weight_step=0.0, global_rate=global_rate, chosen=chosen)
+    return replace(fedmerge(), name="fedmerge-fixed", server=server)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from comingle.adapters.inject import ATTENTION, GENERALIST
-from comingle.methods.base import Context, Method
-from comingle.methods.clients import joint
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import Client, joint
+from comingle.methods.server import Received, Server, ServerSetup
 from comingle.trees import Tree, lora_pairs
 
 
@@ -25,19 +29,41 @@ def flexlora() -> Method:
     """
     return Method(
         name="flexlora",
-        generalists=1,
-        shared=frozenset({ATTENTION, GENERALIST}),
-        phases=joint(routed=False),
-        server=redistribute,
+        placement=Placement(shared=frozenset({ATTENTION, GENERALIST})),
+        client=Client(phases=joint(routed=False)),
+        server=Redistribute(),
     )
 
 
-def redistribute(uploads: Tree, context: Context) -> Tree:
-    """One linear after the other; padding beyond a user's rank is left for the engine to cut off."""
-    downloads = {}
-    for name, a, b in lora_pairs(uploads):
-        downloads[f"{name}.a"], downloads[f"{name}.b"] = mean_factors(a, b, context.weights, context.scales)
-    return downloads
+@dataclass(frozen=True, kw_only=True)
+class Redistribute(Server):
+    """Keeps factors of the mean change in the largest rank; what is beyond a user's rank is cut off on its way."""
+
+    kind = "stack"
+    by_user = frozenset({"scales"})
+
+    def start(self, setup: ServerSetup) -> Tree:
+        """What users start from, as it would be with scale 1, and everybody's scale."""
+        return {name: t[0].clone() for name, t in setup.models.items()} | {SCALES: setup.scales.clone()}
+
+    def aggregate(self, kept: Tree, received: Received) -> None:
+        """One linear after the other."""
+        for name, a, b in lora_pairs(received.tensors):
+            factors = mean_factors(a, b, received.weights, received.scales)
+            for factor, t in zip("ab", factors, strict=True):
+                kept[f"{name}.{factor}"].copy_(t)
+
+    def download(self, kept: Tree, users: Sequence[int]) -> Tree:
+        """``B / s_u`` for user u, and A as it is."""
+        models = {name: t.expand(len(users), 1, *t.shape) for name, t in kept.items() if name != SCALES}
+        return {name: t / self._shares(kept, users, t) if name.endswith(".b") else t for name, t in models.items()}
+
+    def _shares(self, kept: Tree, users: Sequence[int], like: Tensor) -> Tensor:
+        return kept[SCALES][list(users)].to(like).view(-1, *[1] * (like.dim() - 1))
+
+
+SCALES = "scales"
+"""What the server keeps of each user's scale."""
 
 
 def mean_factors(
@@ -45,13 +71,13 @@ def mean_factors(
     b: Float[Tensor, "users *experts rank d_out"],
     weights: Float[Tensor, " users"],
     scales: Float[Tensor, " users"],
-) -> tuple[Float[Tensor, "users *experts rank d_in"], Float[Tensor, "users *experts rank d_out"]]:
-    """Each user's factors of the mean ``sum_u weights_u scales_u A_u^T B_u``, largest singular values first.
+) -> tuple[Float[Tensor, "*experts rank d_in"], Float[Tensor, "*experts rank d_out"]]:
+    """Factors of the mean ``sum_u weights_u scales_u A_u^T B_u``, largest singular values first.
 
     With ``A^T = Q R`` and ``B^T = P T`` of all users side by side, the mean is ``Q (R D T^T) P^T``: only the core, as
     wide as the users' ranks together, is decomposed.
     """
-    users, rank = a.shape[0], a.shape[-2]
+    rank = a.shape[-2]
     each = (weights * scales).to(a).view(-1, *[1] * (a.dim() - 1))
     q, r = torch.linalg.qr(_side_by_side(a).mT)
     p, t = torch.linalg.qr(_side_by_side(b * each).mT)
@@ -59,9 +85,7 @@ def mean_factors(
     new_a = _first((q @ left).mT, rank)
     new_b = _first(singular.unsqueeze(-1) * (right @ p.mT), rank)
     signs = _signs(new_a)
-    new_a, new_b = new_a * signs, new_b * signs
-    shares = scales.to(b).view(-1, *[1] * (b.dim() - 1))
-    return new_a.expand(users, *new_a.shape), new_b / shares
+    return new_a * signs, new_b * signs
 
 
 def _side_by_side(factors: Float[Tensor, "users *experts rank width"]) -> Float[Tensor, "*experts ranks width"]:

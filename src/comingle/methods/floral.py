@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from comingle.errors import RecipeError
-from comingle.methods.base import ROUTERS, Method, Phase
-from comingle.methods.mixtures import TRAINED, at_rates, client_mixture, entropic, first_upload
+from comingle.methods.base import Method
+from comingle.methods.client import ROUTERS, Phase
+from comingle.methods.mixtures import TRAINED, ClusterSteps, Entropic, WarmUp, client_mixture
 from comingle.routers.mixtures import ClientMixture
 
 
@@ -41,17 +42,14 @@ def floral(
     rates = (base_server_rate, adaptor_server_rate)
     if centre and rates != (1.0, 1.0):
         raise RecipeError(f"method floral: centre with server rates {rates}; centring needs both to be 1")
-    warmup = Phase(roles=ROUTERS, steps=warmup_steps, optimizer="router")
     return client_mixture(
         "floral",
         ClientMixture(
             clusters=clusters, temperature=temperature, noise=noise, precondition=precondition, centre=centre
         ),
         phases=(Phase(roles=TRAINED | ROUTERS, optimizer="both"),),
-        server=at_rates(*rates),
-        memory=None if rates == (1.0, 1.0) else first_upload,
-        resets=ROUTERS if stateless else frozenset(),
-        before=(warmup,) if warmup_steps else (),
+        parts=(WarmUp(warmup_steps, forget=stateless),) if stateless or warmup_steps else (),
+        server=ClusterSteps(base_rate=base_server_rate, component_rate=adaptor_server_rate, centre=centre),
     )
 
 
@@ -81,4 +79,4 @@ def floral_mfl(*, clusters: int = 4, precondition: bool = True, centre: bool = F
     adaptors' start as by ``floral``.  Eq. 5 has f_c, the mean over a cluster; each user takes its own loss, as in C.1.
     """
     mixture = ClientMixture(clusters=clusters, at="losses", precondition=precondition, centre=centre)
-    return client_mixture("floral-mfl", mixture, phases=(Phase(roles=TRAINED),), reroute=entropic)
+    return client_mixture("floral-mfl", mixture, phases=(Phase(roles=TRAINED),), parts=(Entropic(),))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.adapters.inject import ATTENTION, GENERALIST
-from comingle.methods.base import Context, Method, Regulariser, Resize
-from comingle.methods.clients import joint
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import Client, Cohort, Part, joint
+from comingle.methods.server import MODEL, Mean, Received
 from comingle.trees import Tree, lora_pairs
 
 
@@ -28,25 +30,29 @@ def hetlora(*, regularisation: float = 5e-3, gamma: float = 0.99, prune: bool = 
     """
     return Method(
         name="hetlora",
-        generalists=1,
-        shared=frozenset({ATTENTION, GENERALIST}),
-        phases=joint(routed=False),
-        server=norm_weighted_mean,
-        regulariser=tail_penalty(regularisation, gamma),
-        resize=shrink(gamma) if prune else None,
+        placement=Placement(shared=frozenset({ATTENTION, GENERALIST})),
+        client=Client(
+            phases=joint(routed=False),
+            parts=(TailPenalty(regularisation, gamma), *([Prune(gamma)] if prune else [])),
+        ),
+        server=NormWeightedMean(),
     )
 
 
-def norm_weighted_mean(uploads: Tree, context: Context) -> Tree:
+@dataclass(frozen=True, kw_only=True)
+class NormWeightedMean(Mean):
     """Mean over users with weights ``p_u |B_u A_u|`` for each linear; with ``p_u`` alone where nothing has changed."""
-    downloads = {}
-    for name, a, b in lora_pairs(uploads):
-        weights = context.weights.to(a) * change_norm(a, b)
-        weights = weights if weights.any() else context.weights.to(a)
-        for factor, t in (("a", a), ("b", b)):
-            mean = torch.tensordot(weights / weights.sum(), t, dims=1)
-            downloads[f"{name}.{factor}"] = mean.expand_as(t)
-    return downloads
+
+    kind = "stack"
+    clipped_mean = False
+
+    def aggregate(self, kept: Tree, received: Received) -> None:
+        """One linear after the other."""
+        for name, a, b in lora_pairs(received.tensors):
+            weights = received.weights.to(a) * change_norm(a, b)
+            weights = weights if weights.any() else received.weights.to(a)
+            for factor, t in (("a", a), ("b", b)):
+                kept[f"{MODEL}{name}.{factor}"].copy_(torch.tensordot(weights / weights.sum(), t, dims=1))
 
 
 def change_norm(
@@ -60,11 +66,11 @@ def change_norm(
 def tail(ranks: Int[Tensor, " users"], gamma: float, rank: int) -> Float[Tensor, "users rank"]:
     """1 on each user's last ranks, from ``floor(gamma * rank)`` on; the first rank is never among them."""
     at = torch.arange(rank, device=ranks.device)
-    start = kept(ranks, gamma).unsqueeze(1)
+    start = smaller_ranks(ranks, gamma).unsqueeze(1)
     return ((at >= start) & (at < ranks.unsqueeze(1))).double()
 
 
-def kept(ranks: Int[Tensor, " users"], gamma: float) -> Int[Tensor, " users"]:
+def smaller_ranks(ranks: Int[Tensor, " users"], gamma: float) -> Int[Tensor, " users"]:
     """The rank that is left of each user's without its tail."""
     return (ranks * gamma).floor().long().clamp(min=1)
 
@@ -79,20 +85,29 @@ def tail_norms(tensors: Tree, ranks: Int[Tensor, " users"], gamma: float) -> Flo
     return total
 
 
-def tail_penalty(weight: float, gamma: float) -> Regulariser:
-    """``weight`` times :func:`tail_norms`."""
+@dataclass(frozen=True)
+class TailPenalty(Part):
+    """``weight`` times :func:`tail_norms` in the objective."""
 
-    def penalty(tensors: Tree, ranks: Int[Tensor, " users"]) -> Float[Tensor, " users"]:
-        return weight * tail_norms(tensors, ranks, gamma)
+    weight: float
+    gamma: float
 
-    return penalty
+    def penalty(self, tensors: Tree, ranks: Int[Tensor, " users"]) -> Float[Tensor, " users"]:
+        """Of each user."""
+        return self.weight * tail_norms(tensors, ranks, self.gamma)
 
 
-def shrink(gamma: float) -> Resize:
+@dataclass(frozen=True)
+class Prune(Part):
     """Give up the tail where its norms have become smaller over the local steps."""
 
-    def resize(before: Tree, after: Tree, ranks: Int[Tensor, " users"]) -> Int[Tensor, " users"]:
-        smaller = tail_norms(after, ranks, gamma) < tail_norms(before, ranks, gamma)
-        return torch.where(smaller, kept(ranks, gamma), ranks)
+    gamma: float
+    language_only = True
+    resizes = True
+    looks_back = True
 
-    return resize
+    def end(self, cohort: Cohort) -> None:
+        """The users' new, smaller ranks."""
+        ranks = cohort.ranks
+        smaller = tail_norms(cohort.tensors, ranks, self.gamma) < tail_norms(cohort.began, ranks, self.gamma)
+        ranks.copy_(torch.where(smaller, smaller_ranks(ranks, self.gamma), ranks))

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.data.seeds import generator
-from comingle.methods.base import Assess, Beginning, Context, Method
-from comingle.methods.clients import MODEL, joint
-from comingle.methods.servers import mix
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import MODEL, Client, Cohort, Part, joint
+from comingle.methods.server import Mean, Received, ServerSetup, mix
 from comingle.methods.soups import soup_of, start_soup
 from comingle.trees import Tree
-
-PICKED = "picked"
-"""Which model each user has, one-hot: ``(users, models)``."""
 
 
 def ifca(*, models: int = 5) -> Method:
@@ -30,48 +30,78 @@ def ifca(*, models: int = 5) -> Method:
     good models a user keeps the one it has, which is at first a random one: LoRA's differ in nothing before training.
     """
 
-    def server(uploads: Tree, context: Context) -> Tree:
-        soup, picked = soup_of(context.memory), context.memory[PICKED]
-        taken = picked * context.weights.to(picked).unsqueeze(1)
-        total = taken.sum(0)
-        alive = total > 0
-        shares = (taken[:, alive] / total[alive]).T
-        for name, mean in mix(uploads, shares).items():
-            soup[name][alive] = mean
-        return _pick(context.memory, context.assess)
-
-    def memory(beginning: Beginning) -> Tree:
-        draws = [generator(beginning.seed, user, "ifca") for user in beginning.users]
-        first = torch.cat([torch.randint(models, (1,), generator=draw) for draw in draws])
-        return start_soup(beginning.starts) | {PICKED: torch.nn.functional.one_hot(first, models).double()}
-
     return Method(
         name="ifca",
-        shared=MODEL,
-        phases=joint(routed=False),
-        server=server,
-        starts=models,
-        memory=memory,
-        kept_by_user=frozenset({PICKED}),
-        welcome=_pick,
-        merging=lambda kept: kept[PICKED],
-        picks=models,
+        placement=Placement(shared=MODEL),
+        client=Client(phases=joint(routed=False), parts=(Choose(models),)),
+        server=Candidates(models=models),
     )
 
 
-def _pick(memory: Tree, assess: Assess) -> Tree:
-    """Everybody's new choice, noted in ``memory``, and the models that go with it."""
-    soup, picked = soup_of(memory), memory[PICKED]
-    best = best_model(assess(soup).to(picked), picked)
-    picked.copy_(best)
-    chosen = best.argmax(1)
-    return {name: t[chosen] for name, t in soup.items()}
+@dataclass(frozen=True)
+class Choose(Part):
+    """A user takes the model with the lowest loss on its training data, and says which with its upload."""
+
+    models: int
+    sweeps = True
+
+    def start(self, names: Sequence[str], seed: int) -> Tree:
+        """A random choice of each user."""
+        draws = [generator(seed, name, "ifca") for name in names]
+        return {CHOICE: torch.cat([torch.randint(self.models, (1,), generator=draw) for draw in draws])}
+
+    def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree:
+        """The model that each user chooses."""
+        choice, losses = cohort.kept[CHOICE], cohort.training_losses(models)
+        choice.copy_(best_model(losses, choice.to(losses.device)))
+        return {name: t[torch.arange(len(choice)), choice] for name, t in models.items()}
+
+    def report(self, cohort: Cohort) -> Tree:
+        """The number of the model."""
+        return {CHOICE: cohort.kept[CHOICE]}
+
+    def shares(self, cohort: Cohort) -> Float[Tensor, "users models"]:
+        """All of the one that it has."""
+        return torch.nn.functional.one_hot(cohort.kept[CHOICE], self.models).double()
 
 
-def best_model(
-    losses: Float[Tensor, "users models"], before: Float[Tensor, "users models"]
-) -> Float[Tensor, "users models"]:
-    """One-hot at each user's lowest loss; of several at the one it had, if that is among them."""
+@dataclass(frozen=True, kw_only=True)
+class Candidates(Mean):
+    """Each model becomes the weighted mean of those who took it; a model that nobody took stays as it is."""
+
+    models: int
+    clipped_mean = False
+    first_download = True
+
+    @property
+    def server_models(self) -> int:
+        """All that users choose from."""
+        return self.models
+
+    def start(self, setup: ServerSetup) -> Tree:
+        """The models."""
+        return start_soup(setup.models)
+
+    def aggregate(self, kept: Tree, received: Received) -> None:
+        """A mean for each model that somebody took."""
+        soup, choice = soup_of(kept), received.reports[CHOICE]
+        taken = torch.nn.functional.one_hot(choice, self.models).double() * received.weights.unsqueeze(1)
+        total = taken.sum(0)
+        alive = total > 0
+        for name, mean in mix(received.tensors, (taken[:, alive] / total[alive]).T).items():
+            soup[name][alive] = mean
+
+    def download(self, kept: Tree, users: Sequence[int]) -> Tree:
+        """All models, not copied."""
+        return {name: t.unsqueeze(0).expand(len(users), *t.shape) for name, t in soup_of(kept).items()}
+
+
+CHOICE = "choice"
+"""Which model a user has, by its number."""
+
+
+def best_model(losses: Float[Tensor, "users models"], before: Int[Tensor, " users"]) -> Int[Tensor, " users"]:
+    """The number of each user's lowest loss; of several the one that it had, if that is among them."""
     least = losses == losses.min(1, keepdim=True).values
-    preferred = least * (1 + before)
-    return torch.nn.functional.one_hot(preferred.argmax(1), losses.shape[1]).to(losses)
+    had = torch.nn.functional.one_hot(before, losses.shape[1])
+    return (least * (1 + had)).argmax(1)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from comingle.methods.base import Method
-from comingle.methods.clients import joint
-from comingle.methods.servers import keep
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import Client, joint
+from comingle.methods.server import Server
 
 
 def local() -> Method:
@@ -15,4 +15,9 @@ def local() -> Method:
     Client: joint steps on training text.  Server: none.
     Differs from the paper: none known.
     """
-    return Method(name="local", generalists=0, specialists=2, phases=joint(routed=False), server=keep)
+    return Method(
+        name="local",
+        placement=Placement(generalists=0, specialists=2),
+        client=Client(phases=joint(routed=False)),
+        server=Server(),
+    )

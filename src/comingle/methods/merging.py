@@ -1,6 +1,6 @@
 """What moves a soup of models and its merging weights, out of the users' updates of their merged models.
 
-m users, d models Theta_j, weights w (m x d), theta_i = sum_j w_ij Theta_j (:func:`comingle.methods.servers.mix`).
+m users, d models Theta_j, weights w (m x d), theta_i = sum_j w_ij Theta_j (:func:`comingle.methods.server.mix`).
 Updates g_i are of the sign of gradients: theta_i as it was sent minus as it came back. p_i = n_i / n.
 Source: FedMerge (Chen et al. 2025, arXiv:2504.06768), equations 5 and 6, appendices C and D.
 """
@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.methods.servers import mix
+from comingle.methods.server import mix
 from comingle.trees import Tree
 
 MOST_STEPS = 10_000

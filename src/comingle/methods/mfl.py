@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from comingle.methods.base import ROUTERS, Method, Phase
-from comingle.methods.mixtures import client_mixture, entropic
+from comingle.methods.base import Method
+from comingle.methods.client import ROUTERS, Phase
+from comingle.methods.mixtures import Entropic, client_mixture
 from comingle.routers.mixtures import ClientMixture
 from comingle.trees import ADAPTOR, STATISTICS
 
@@ -26,7 +27,8 @@ def mfl(*, clusters: int = 4) -> Method:
     different values, or all would stay one; p(k) and the user's own loss for f_c as by ``floral-mfl``.
     """
     mixture = ClientMixture(clusters=clusters, of="models", at="losses")
-    return client_mixture("mfl", mixture, phases=(Phase(roles=MODELS),), shared=SHARED_MODELS, reroute=entropic)
+    phases, parts = (Phase(roles=MODELS),), (Entropic(),)
+    return client_mixture("mfl", mixture, phases=phases, parts=parts, shared=SHARED_MODELS)
 
 
 def fml(*, clusters: int = 4, temperature: float = 1.0) -> Method:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.methods.base import Beginning, Context, Method, Phase, Server
-from comingle.methods.servers import centred, mean_by_cluster
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import ROUTERS, Client, Cohort, Part, Phase
+from comingle.methods.server import MODEL, MeanByCluster, Received, Server, model_of
 from comingle.routers.mixtures import ClientMixture
 from comingle.trees import ADAPTOR, BASE, BASE_STATISTICS, CLIENT_ROUTER, Tree
 
@@ -24,18 +25,67 @@ def client_mixture(
     mixture: ClientMixture,
     *,
     phases: tuple[Phase, ...],
+    parts: Sequence[Part] = (),
     shared: frozenset[str] = SHARED,
-    server: Server = mean_by_cluster,
-    **options: Any,
+    server: Server | None = None,
 ) -> Method:
     """A method whose users mix components; where they share them, they report the mixture."""
+    reports = (ReportMixture(mixture),) if ADAPTOR in shared else ()
+    return Method(
+        name=name,
+        placement=Placement(shared=shared, mixture=mixture),
+        client=Client(phases=phases, parts=(*parts, *reports)),
+        server=server or ClusterSteps(centre=mixture.centre),
+        components="adaptor set" if mixture.of == "adaptors" else "model",
+    )
 
-    def report(tensors: Tree) -> Tree:
-        return {"mixture": mixture.shares(tensors[CLIENT_ROUTER])}
 
-    reports = report if ADAPTOR in shared else None
-    server = centred(server) if mixture.centre else server
-    return Method(name=name, mixture=mixture, phases=phases, shared=shared, server=server, report=reports, **options)
+@dataclass(frozen=True)
+class ReportMixture(Part):
+    """Users say how they mix components."""
+
+    mixture: ClientMixture
+
+    def report(self, cohort: Cohort) -> Tree:
+        """Their vector pi."""
+        return {"mixture": self.mixture.shares(cohort.tensors[CLIENT_ROUTER])}
+
+
+@dataclass(frozen=True)
+class WarmUp(Part):
+    """The router takes some steps before the others, at the start of each round; maybe from what it was at first."""
+
+    steps: int
+    forget: bool
+    roles = ROUTERS
+
+    @property
+    def resets(self) -> bool:
+        """Whether it asks for the router of before any training."""
+        return self.forget
+
+    def begin(self, cohort: Cohort) -> None:
+        """Forget, then warm up."""
+        if self.forget:
+            cohort.reset(ROUTERS)
+        for phase in self.before:
+            cohort.take_steps(phase)
+
+    @property
+    def before(self) -> tuple[Phase, ...]:
+        """The router's steps."""
+        return (Phase(roles=ROUTERS, steps=self.steps, optimizer="router"),) if self.steps else ()
+
+
+class Entropic(Part):
+    """Users set their router, as soon as they have received the components, out of what these lose on their data."""
+
+    sweeps = True
+
+    def received(self, cohort: Cohort) -> None:
+        """By :func:`entropic`."""
+        theta = cohort.tensors[CLIENT_ROUTER]
+        theta.copy_(entropic(cohort.component_losses(), cohort.router_rate))
 
 
 def entropic(losses: Float[Tensor, "users clusters"], rate: float) -> Float[Tensor, "users clusters"]:
@@ -43,22 +93,32 @@ def entropic(losses: Float[Tensor, "users clusters"], rate: float) -> Float[Tens
     return -rate * losses
 
 
-def first_upload(beginning: Beginning) -> Tree:
-    """What everybody starts from, which a server that takes steps of its own keeps."""
-    return {name: t[0].clone() for name, t in beginning.starts.items()}
+@dataclass(frozen=True, kw_only=True)
+class ClusterSteps(MeanByCluster):
+    """The mean by cluster, or a step towards it: ``old + rate (mean - old)``, with a rate for each group.
+
+    With ``centre`` the components' mean under p(c) then moves into the base (FLoRAL App. E, eq. 30 and 37).
+    """
+
+    base_rate: float = 1.0
+    component_rate: float = 1.0
+    centre: bool = False
+
+    def step(self, kept: Tree, sums: Tree, received: Received) -> None:
+        """One step, then centring."""
+        if (self.base_rate, self.component_rate) == (1.0, 1.0):
+            super().step(kept, sums, received)
+        else:
+            for name, mean in sums.items():
+                rate = self.component_rate if name in received.clustered else self.base_rate
+                kept[MODEL + name].lerp_(mean, rate)
+        if self.centre:
+            shares = cluster_weights(received.reports["mixture"], received.weights)
+            super().step(kept, received.centred(model_of(kept), shares), received)
 
 
-def at_rates(base_rate: float, component_rate: float) -> Server:
-    """The mean by cluster, or a step towards it: ``old + rate (mean - old)``, with a rate for each group."""
-    if base_rate == component_rate == 1.0:
-        return mean_by_cluster
-
-    def server(uploads: Tree, context: Context) -> Tree:
-        found = {}
-        for name, mean in mean_by_cluster(uploads, context).items():
-            rate = component_rate if name in context.clustered else base_rate
-            found[name] = torch.lerp(context.memory[name], mean[0], rate)
-            context.memory[name].copy_(found[name])
-        return {name: t.expand(uploads[name].shape) for name, t in found.items()}
-
-    return server
+def cluster_weights(
+    mixtures: Float[Tensor, "users clusters"], weights: Float[Tensor, " users"]
+) -> Float[Tensor, " clusters"]:
+    """``p(c) = sum_k p(k) pi_c^k`` (FLoRAL eq. 2)."""
+    return weights @ mixtures.to(weights)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from comingle.adapters.inject import ATTENTION, GENERALIST
-from comingle.methods.base import Method
-from comingle.methods.clients import alternating, joint
-from comingle.methods.servers import keep, mean
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import Client, alternating, joint
+from comingle.methods.server import Mean, Server
 
-_SHARED = frozenset({ATTENTION, GENERALIST})
+_LOCAL = Placement(generalists=0, specialists=2, routed=True)
+_SHARED = Placement(generalists=2, routed=True, shared=frozenset({ATTENTION, GENERALIST}))
 
 
 def local_moe() -> Method:
@@ -19,7 +20,7 @@ def local_moe() -> Method:
     Differs from the paper: none known.  Routers have the constant rate of App. B.1; in the public code they follow the
     experts' cosine where both are trained together.
     """
-    return Method(name="local-moe", generalists=0, specialists=2, routed=True, phases=joint(routed=True), server=keep)
+    return Method(name="local-moe", placement=_LOCAL, client=Client(phases=joint(routed=True)), server=Server())
 
 
 def fedavg_moe() -> Method:
@@ -32,7 +33,7 @@ def fedavg_moe() -> Method:
     Differs from the paper: routers stay local, as in the public code; the paper does not say.  Their rate: as
     ``local-moe``.
     """
-    return Method(name="fedavg-moe", generalists=2, routed=True, shared=_SHARED, phases=joint(routed=True), server=mean)
+    return Method(name="fedavg-moe", placement=_SHARED, client=Client(phases=joint(routed=True)), server=Mean())
 
 
 def local_moe_tr(*, router_every: int = 30, router_steps: int = 10) -> Method:
@@ -44,7 +45,7 @@ def local_moe_tr(*, router_every: int = 30, router_steps: int = 10) -> Method:
     Differs from the paper: none known.
     """
     phases = alternating(router_stream="train", router_every=router_every, router_steps=router_steps)
-    return Method(name="local-moe-tr", generalists=0, specialists=2, routed=True, phases=phases, server=keep)
+    return Method(name="local-moe-tr", placement=_LOCAL, client=Client(phases=phases), server=Server())
 
 
 def fedavg_moe_tr(*, router_every: int = 30, router_steps: int = 10) -> Method:
@@ -56,4 +57,4 @@ def fedavg_moe_tr(*, router_every: int = 30, router_steps: int = 10) -> Method:
     Differs from the paper: routers stay local, as in the public code; the paper does not say.
     """
     phases = alternating(router_stream="train", router_every=router_every, router_steps=router_steps)
-    return Method(name="fedavg-moe-tr", generalists=2, routed=True, shared=_SHARED, phases=phases, server=mean)
+    return Method(name="fedavg-moe-tr", placement=_SHARED, client=Client(phases=phases), server=Mean())

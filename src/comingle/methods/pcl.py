@@ -2,31 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from comingle.adapters.inject import ATTENTION, GENERALIST
-from comingle.methods.base import Context, Method
-from comingle.methods.clients import joint
-from comingle.methods.servers import mix
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import Client, Cohort, Part, joint
+from comingle.methods.server import Received, Server
 from comingle.trees import Tree
 
 
-def collaboration(losses_nats: Float[Tensor, "users users"]) -> Float[Tensor, "users users"]:
-    """Row i: ``softmax_j(-perplexity of user j's model on user i's validation text)`` (Wagner et al. 2024, strategy 2).
+def collaboration(
+    losses_nats: Float[Tensor, "users senders"], is_own: Float[Tensor, "users senders"]
+) -> Float[Tensor, "users senders"]:
+    """Row i: ``softmax_j(-perplexity of sender j's model on user i's text)`` (Wagner et al. 2024, strategy 2).
 
-    An absent user (NaN) is listened to by nobody and listens to itself.
+    A perplexity that overflows is infinitely bad; where all are, row i is that of ``is_own``: 1 at user i's own model.
     """
-    # A perplexity that overflows is infinitely bad, as is that of somebody absent; a finite one stays next to it.
-    scores = -torch.nan_to_num(losses_nats, nan=torch.inf).exp()
-    alone = torch.eye(len(scores), dtype=torch.bool, device=scores.device) & scores.isinf()
-    return scores.masked_fill(alone, torch.finfo(scores.dtype).min).softmax(1)
+    scores = -losses_nats.exp()
+    return torch.where(scores.isinf().all(1, keepdim=True), is_own.to(scores), scores.softmax(1))
 
 
-def listen(uploads: Tree, context: Context) -> Tree:
-    """Everybody averages the others' models with weights of their own."""
-    return mix(uploads, collaboration(context.validate()))
+class Listen(Part):
+    """Everybody averages the uploads of all with weights of its own, found on its own validation text."""
+
+    language_only = True
+    validates = True
+
+    def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree:
+        """Row i of the weights belongs to user i of the cohort."""
+        losses = cohort.validation_losses(models)
+        is_own = torch.tensor([[sender == name for sender in senders] for name in cohort.names]).to(losses)
+        weights = collaboration(losses, is_own)
+        return {name: torch.einsum("us,us...->u...", weights.to(t), t) for name, t in models.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relay(Server):
+    """Hands everybody who took part the uploads of all who did."""
+
+    kind = "stack"
+    peer_to_peer = True
+
+    def aggregate(self, kept: Tree, received: Received) -> None:
+        """Nothing but to keep them until they are fetched, which is at once."""
+        kept.update(received.tensors | {SENDERS: torch.tensor(received.users)})
+
+    def senders(self, kept: Tree) -> Sequence[int]:
+        """Those who took part."""
+        return kept[SENDERS].tolist() if SENDERS in kept else []
+
+    def download(self, kept: Tree, users: Sequence[int]) -> Tree:
+        """All uploads, not copied."""
+        uploads = {name: t for name, t in kept.items() if name != SENDERS}
+        return {name: t.unsqueeze(0).expand(len(users), *t.shape) for name, t in uploads.items()}
+
+
+SENDERS = "senders"
+"""Whose uploads these are."""
 
 
 def pcl(*, exchange_from: int = 5, exchange_every: int = 2) -> Method:
@@ -44,12 +81,7 @@ def pcl(*, exchange_from: int = 5, exchange_every: int = 2) -> Method:
     """
     return Method(
         name="pcl",
-        generalists=2,
-        shared=frozenset({ATTENTION, GENERALIST}),
-        phases=joint(routed=False),
-        server=listen,
-        exchange_from=exchange_from,
-        exchange_every=exchange_every,
-        peers=True,
-        validates=True,
+        placement=Placement(generalists=2, shared=frozenset({ATTENTION, GENERALIST})),
+        client=Client(phases=joint(routed=False), parts=(Listen(),)),
+        server=Relay(exchange_from=exchange_from, exchange_every=exchange_every),
     )

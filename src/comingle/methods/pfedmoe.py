@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from comingle.adapters.inject import ATTENTION, GENERALIST
-from comingle.methods.base import Method
-from comingle.methods.clients import joint
-from comingle.methods.servers import mean
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import Client, joint
+from comingle.methods.server import Mean
 from comingle.trees import STATISTICS
 
 SHARED_STATISTICS = f"{STATISTICS}.shared"
@@ -26,11 +26,12 @@ def pfedmoe() -> Method:
     """
     return Method(
         name="pfedmoe",
-        generalists=1,
-        specialists=1,
-        routed=True,
-        gated=True,
-        shared=frozenset({ATTENTION, GENERALIST, SHARED_STATISTICS}),
-        phases=joint(routed=True),
-        server=mean,
+        placement=Placement(
+            specialists=1,
+            routed=True,
+            gated=True,
+            shared=frozenset({ATTENTION, GENERALIST, SHARED_STATISTICS}),
+        ),
+        client=Client(phases=joint(routed=True)),
+        server=Mean(),
     )

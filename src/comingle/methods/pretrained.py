@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from comingle.methods.base import Method
-from comingle.methods.servers import keep
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import Client
+from comingle.methods.server import Server
 
 
 def pretrained() -> Method:
@@ -14,4 +15,4 @@ def pretrained() -> Method:
     Client: none.  Server: none.
     Differs from the paper: none known.
     """
-    return Method(name="pretrained", generalists=1, server=keep)
+    return Method(name="pretrained", placement=Placement(), client=Client(), server=Server())

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtyping import Float
-from torch import Tensor
-
 from comingle.errors import RecipeError
-from comingle.methods.base import Beginning
 from comingle.trees import Tree
 
 MERGING = "merging"
@@ -28,11 +24,6 @@ def start_soup(starts: Tree) -> Tree:
             " are drawn at random, or models: 1"
         )
     return {_SOUP + name: t.clone() for name, t in starts.items()}
-
-
-def start_weights(beginning: Beginning, models: int, value: float) -> Float[Tensor, "users models"]:
-    """Everybody's merging weights, all alike, as precise as the models are."""
-    return next(iter(beginning.starts.values())).new_full((len(beginning.users), models), value)
 
 
 def soup_of(memory: Tree) -> Tree:

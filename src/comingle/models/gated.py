@@ -33,17 +33,17 @@ class GatedPair(nn.Module):
         return self.head(gates[:, :1] * self.shared(inputs) + gates[:, 1:] * self.own(inputs))
 
 
-def gated_pair(shared: nn.Module, own: nn.Module, *, inputs: int, seed: int) -> GatedPair:
+def gated_pair(shared: nn.Module, local: nn.Module, *, inputs: int, seed: int) -> GatedPair:
     """Two nets of one architecture, the first without its head, with a linear gate on the flattened sample.
 
     Raises:
         RecipeError: nets that are a single layer: there are no features to share.
     """
-    (shared, _), (own, head) = split(shared), split(own)
+    (shared, _), (local, head) = split(shared), split(local)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(derive("gate", seed))
         gate = nn.Sequential(nn.Flatten(), nn.Linear(inputs, 2))
-    return GatedPair(shared, own, head, gate)
+    return GatedPair(shared, local, head, gate)
 
 
 def split(net: nn.Module) -> tuple[nn.Sequential, nn.Module]:

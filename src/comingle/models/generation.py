@@ -32,21 +32,21 @@ def continue_texts(
     """
     if not prompts:
         return []
-    own = [_encode(tokenizer, prompt) for prompt in prompts]
-    if len({len(ids) for ids in own}) > 1 and not can_pad(network):
+    encoded = [_encode(tokenizer, prompt) for prompt in prompts]
+    if len({len(ids) for ids in encoded}) > 1 and not can_pad(network):
         return [text for prompt in prompts for text in continue_texts(network, tokenizer, [prompt], sampling)]
-    _require_places(network, own, sampling)
-    width, device = max(map(len, own)), next(network.parameters()).device
-    starts = [width - len(ids) for ids in own]
+    _require_places(network, encoded, sampling)
+    width, device = max(map(len, encoded)), next(network.parameters()).device
+    starts = [width - len(ids) for ids in encoded]
     ends = _stop_ids(network, tokenizer, sampling)
     pad = cast(int, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0))
-    ids = torch.tensor([[pad] * start + ids for start, ids in zip(starts, own, strict=True)], device=device)
+    ids = torch.tensor([[pad] * start + ids for start, ids in zip(starts, encoded, strict=True)], device=device)
     mask = (torch.arange(width, device=device) >= torch.tensor(starts, device=device).unsqueeze(1)).long()
     watch = _Watch(tokenizer, width, ends, sampling.stop + sampling.stop_strings)
     # Lengths change with every token: compiling for each of them would not pay.
     with torch.compiler.set_stance("force_eager"), padded_attention(network, padded=any(starts)):
         out = _speak(network, ids, mask, starts, ends, pad, sampling, watch)
-    said = [str(tokenizer.decode(out[i, width : watch.ends[i]], skip_special_tokens=True)) for i in range(len(own))]
+    said = [str(tokenizer.decode(out[i, width : watch.ends[i]], skip_special_tokens=True)) for i in range(len(encoded))]
     return [_cut(text, sampling.stop) for text in said]
 
 
@@ -56,10 +56,14 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     return ids or [cast(int, start)]
 
 
-def _require_places(network: PreTrainedModel, own: Sequence[Sequence[int]], sampling: Sampling) -> None:
-    most, longest = max_places(network), max(map(len, own))
+def _require_places(network: PreTrainedModel, encoded: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    most, longest = max_places(network), max(map(len, encoded))
     if most is not None and longest + sampling.max_new_tokens > most:
-        where = f"prompt {next(i for i, ids in enumerate(own) if len(ids) == longest) + 1}" if own[1:] else "the prompt"
+        where = (
+            f"prompt {next(i for i, ids in enumerate(encoded) if len(ids) == longest) + 1}"
+            if encoded[1:]
+            else "the prompt"
+        )
         raise DataError(
             f"{where} has {longest:,} tokens, with max_new_tokens={sampling.max_new_tokens:,} more than the {most:,} "
             "that the base reads at once; shorten one of them"
@@ -68,15 +72,15 @@ def _require_places(network: PreTrainedModel, own: Sequence[Sequence[int]], samp
 
 def max_places(network: PreTrainedModel) -> int | None:
     """How many tokens the base reads at once; None where its configuration does not say."""
-    found = getattr(network.config, "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
+    places = getattr(network.config, "max_position_embeddings", None)
+    return places if isinstance(places, int) and places > 0 else None
 
 
 def _stop_ids(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> tuple[int, ...]:
     if sampling.eos_token_id is None:
-        own = network.generation_config
-        found = tokenizer.eos_token_id if own is None else own.eos_token_id
-        return () if found is None else as_tuple(found)
+        config = network.generation_config
+        stops = tokenizer.eos_token_id if config is None else config.eos_token_id
+        return () if stops is None else as_tuple(stops)
     size = cast(Tensor, network.get_input_embeddings().weight).shape[0]
     if wrong := [i for i in sampling.eos_token_id if i >= size]:
         raise RecipeError(f"eos_token_id: got {wrong[0]}, allowed are tokens below {size:,}")
@@ -96,14 +100,16 @@ def _speak(
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
     device = ids.device
-    rows = [_chooser(sampling, len(own) - start, ends, device) for own, start in zip(ids, starts, strict=True)]
+    rows = [
+        _chooser(sampling, len(prompt_ids) - start, ends, device) for prompt_ids, start in zip(ids, starts, strict=True)
+    ]
 
     def choose(tokens: Tensor, scores: Tensor) -> Tensor:
         parts = [pick(tokens[i : i + 1, starts[i] :], scores[i : i + 1]) for i, pick in enumerate(rows)]
         return torch.cat(parts)
 
-    speak = cast(Callable[..., Tensor], network.generate)  # torch types every attribute as a Tensor
-    return speak(
+    generate = cast(Callable[..., Tensor], network.generate)  # torch types every attribute as a Tensor
+    return generate(
         ids,
         attention_mask=mask,
         generation_config=GenerationConfig(
@@ -122,33 +128,33 @@ def _chooser(sampling: Sampling, prompt: int, ends: Sequence[int], device: torch
     """One row's processors, in transformers' own order; the last one draws and leaves a single token possible."""
     import transformers as library
 
-    found: list[Any] = []
+    choosers: list[Any] = []
     if sampling.repetition_penalty != 1:
-        found.append(library.RepetitionPenaltyLogitsProcessor(penalty=float(sampling.repetition_penalty)))
+        choosers.append(library.RepetitionPenaltyLogitsProcessor(penalty=float(sampling.repetition_penalty)))
     if sampling.no_repeat_ngram_size:
-        found.append(library.NoRepeatNGramLogitsProcessor(sampling.no_repeat_ngram_size))
+        choosers.append(library.NoRepeatNGramLogitsProcessor(sampling.no_repeat_ngram_size))
     if sampling.min_new_tokens and ends:
         least = sampling.min_new_tokens
-        found.append(library.MinNewTokensLengthLogitsProcessor(prompt, least, list(ends), device=str(device)))
+        choosers.append(library.MinNewTokensLengthLogitsProcessor(prompt, least, list(ends), device=str(device)))
     if sampling.temperature:
-        found += _warpers(sampling)
-        found.append(_Draw(torch.Generator(device).manual_seed(sampling.seed)))
-    return library.LogitsProcessorList(found)
+        choosers += _warpers(sampling)
+        choosers.append(_Draw(torch.Generator(device).manual_seed(sampling.seed)))
+    return library.LogitsProcessorList(choosers)
 
 
 def _warpers(sampling: Sampling) -> list[Any]:
     import transformers as library
 
-    found: list[Any] = []
+    warpers: list[Any] = []
     if sampling.temperature != 1:
-        found.append(library.TemperatureLogitsWarper(float(sampling.temperature)))
+        warpers.append(library.TemperatureLogitsWarper(float(sampling.temperature)))
     if sampling.top_k:
-        found.append(library.TopKLogitsWarper(top_k=sampling.top_k))
+        warpers.append(library.TopKLogitsWarper(top_k=sampling.top_k))
     if sampling.top_p < 1:
-        found.append(library.TopPLogitsWarper(top_p=float(sampling.top_p)))
+        warpers.append(library.TopPLogitsWarper(top_p=float(sampling.top_p)))
     if sampling.min_p:
-        found.append(library.MinPLogitsWarper(min_p=float(sampling.min_p)))
-    return found
+        warpers.append(library.MinPLogitsWarper(min_p=float(sampling.min_p)))
+    return warpers
 
 
 class _Draw:

@@ -40,27 +40,27 @@ def continue_prompts(
             model.adapters.bind(tensors, users)
             return _greedy(model.network, prompts.flatten(0, 1), limit).view(*prompts.shape[:2], -1)
         parts = []
-        for row, own in enumerate(prompts):
+        for row, of_user in enumerate(prompts):
             mine = {name: t[row : row + 1] for name, t in tensors.items()}
-            speaker = own_language_model(model, mine)
-            with speaker.mixing(model.shares(mine)[0]):
-                parts.append(_greedy(cast(PreTrainedModel, speaker.model), own, limit))
+            personal = own_language_model(model, mine)
+            with personal.mixing(model.shares(mine)[0]):
+                parts.append(_greedy(cast(PreTrainedModel, personal.model), of_user, limit))
     width = max(part.shape[1] for part in parts)
     return torch.stack([F.pad(part, (0, width - part.shape[1])) for part in parts])
 
 
 def _greedy(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"], limit: int) -> Int64[Tensor, "n new"]:
-    width, own = prompts.shape[1], network.generation_config
+    width, config = prompts.shape[1], network.generation_config
     most = getattr(network.config, "max_position_embeddings", None)
-    speak = cast(Callable[..., Tensor], network.generate)  # torch types every attribute as a Tensor
+    generate = cast(Callable[..., Tensor], network.generate)  # torch types every attribute as a Tensor
     with padded_attention(network):
-        said = speak(
+        said = generate(
             prompts.clamp(min=0),
             attention_mask=(prompts != PAD).long(),
             max_new_tokens=max(1, min(limit, most - width)) if most else limit,  # no base knows places beyond its last
             use_cache=True,
             do_sample=False,
-            pad_token_id=own.pad_token_id if own is not None else None,
+            pad_token_id=config.pad_token_id if config is not None else None,
         )
     return said[:, width:].cpu()
 

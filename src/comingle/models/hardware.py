@@ -22,16 +22,16 @@ def resolve_device(device: str = "auto") -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device(device)
+        resolved = torch.device(device)
     except RuntimeError:
-        found = torch.device("meta")
-    if found.type not in ("cpu", "cuda", "mps"):
+        resolved = torch.device("meta")
+    if resolved.type not in ("cpu", "cuda", "mps"):
         raise BaseModelError(f"device: got {device!r}, allowed are auto, cpu, cuda, cuda:N and mps.")
-    if found.type == "cuda":
-        _require_cuda(found)
-    if found.type == "mps" and not torch.backends.mps.is_available():
+    if resolved.type == "cuda":
+        _require_cuda(resolved)
+    if resolved.type == "mps" and not torch.backends.mps.is_available():
         raise BaseModelError("device: got 'mps', but this machine has no Apple GPU; use auto or cpu.")
-    return found
+    return resolved
 
 
 def _require_cuda(device: torch.device) -> None:
@@ -73,8 +73,9 @@ def resolve_attention(attention: str, device: torch.device) -> str | None:
     return attention
 
 
-def require_room(what: str, count: int, parameters: int) -> None:
-    """See that so many models fit into this machine's memory, in float32 and with nothing else in it.
+def require_room(what: str, count: int, parameters: int, kind: str = "models") -> None:
+    """See that so many models fit into this machine's memory, in float32 and with nothing else in it; ``kind`` is what
+    messages call them.
 
     Raises:
         RecipeError: they do not, so that drawing them would end with the process killed.
@@ -82,7 +83,7 @@ def require_room(what: str, count: int, parameters: int) -> None:
     needed, there = 4 * count * parameters, psutil.virtual_memory().total
     if needed > there:
         raise RecipeError(
-            f"{what}: {count:,} models of {parameters:,} parameters are {needed / 2**30:,.0f} GiB; this machine has "
+            f"{what}: {count:,} {kind} of {parameters:,} parameters are {needed / 2**30:,.0f} GiB; this machine has "
             f"{there / 2**30:,.0f}, so at most {there // (4 * parameters):,} fit"
         )
 

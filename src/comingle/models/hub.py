@@ -44,8 +44,8 @@ def hub_folder(repository: str) -> Path:
 def _cached_folder(repository: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repository, "config.json")
-    folder = Path(found).parent if isinstance(found, str) else None
+    cached = try_to_load_from_cache(repository, "config.json")
+    folder = Path(cached).parent if isinstance(cached, str) else None
     return folder if folder is not None and is_complete(folder) else None
 
 

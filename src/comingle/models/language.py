@@ -53,9 +53,9 @@ def load_base(name: str, *, dtype: str = "auto", device: str = "auto", attention
             model = random_base(name, dtype=number, attention=style, seed=seed)
             tokenizer, source, origin = byte_tokenizer(), name, f"{name} seed {seed}"
         else:
-            found = locate(name)
-            model, tokenizer = read_folder(found.folder, dtype=number, device=place, attention=style)
-            source, origin = found.name, found.folder
+            location = locate(name)
+            model, tokenizer = read_folder(location.folder, dtype=number, device=place, attention=style)
+            source, origin = location.name, location.folder
         freeze(model, tokenizer)
     torch.nn.Module.to(model, place)
     return Base(model=model, tokenizer=tokenizer, name=source, dtype=number, device=place, origin=origin)

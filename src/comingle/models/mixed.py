@@ -61,9 +61,9 @@ class MixedLanguageModel(StackedModel):
         tensors, inputs, *rest = stacked
         return super()._run(False, call, tensors, self.embedding(inputs), *rest)
 
-    def _call(self, own: Tree, inputs: Tensor, **options: Any) -> Tensor:
+    def _call(self, user_tensors: Tree, inputs: Tensor, **options: Any) -> Tensor:
         options |= {"inputs_embeds": inputs, "use_cache": False}
-        return functional_call(self.net, own, (), options).last_hidden_state
+        return functional_call(self.net, user_tensors, (), options).last_hidden_state
 
 
 def mix_language_model(

@@ -23,11 +23,11 @@ Module = TypeVar("Module", bound=nn.Module)
 @torch.no_grad()
 def own_copy(net: Module, tensors: Tree, *, shared: Iterable[Tensor] = ()) -> Module:
     """A copy of ``net`` that holds one user's tensors ``(1, ...)``; those in ``shared`` are not copied but the same."""
-    own = copy.deepcopy(net, {id(t): t for t in shared})
-    values = dict(own.named_parameters()) | dict(own.named_buffers())
+    copied = copy.deepcopy(net, {id(t): t for t in shared})
+    values = dict(copied.named_parameters()) | dict(copied.named_buffers())
     for name, tensor in tensors.items():
         values[name].copy_(tensor[0])
-    return own
+    return copied
 
 
 def own_language_model(model: MixedLanguageModel, tensors: Tree) -> FloralModel:
@@ -35,11 +35,11 @@ def own_language_model(model: MixedLanguageModel, tensors: Tree) -> FloralModel:
     base = model.base.model
     net = model.net
     assert isinstance(net, FloralModel)
-    own = own_copy(net, tensors, shared=(*base.parameters(), *base.buffers()))
+    copied = own_copy(net, tensors, shared=(*base.parameters(), *base.buffers()))
     network = share_weights(base)
-    setattr(network, network.base_model_prefix, own.model)
-    own.model = network
-    return own
+    setattr(network, network.base_model_prefix, copied.model)
+    copied.model = network
+    return copied
 
 
 def why_not_merged(model: AdaptedModel, row: int) -> str:

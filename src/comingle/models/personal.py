@@ -41,7 +41,7 @@ class PersonalModel:
     row: int
 
     @contextmanager
-    def speaking(self) -> Iterator[PreTrainedModel]:
+    def generating(self) -> Iterator[PreTrainedModel]:
         """The causal language model; within, and only there, it computes what this user's model does."""
         if isinstance(self.model, AdaptedModel):
             self.model.adapters.bind(self.tensors, [self.row])
@@ -119,7 +119,7 @@ class PersonalModel:
         sampling = read_sampling(generation_config, **named, top_k=top_k, stop=stop, seed=seed, **options)
         tokenizer = self.model.base.tokenizer
         assert tokenizer is not None
-        with self.speaking() as network:
+        with self.generating() as network:
             said = continue_texts(network, tokenizer, cast(list[str], prompts), sampling)
         return said[0] if isinstance(prompt, str) else said
 

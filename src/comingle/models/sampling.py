@@ -92,10 +92,12 @@ def read_sampling(config: object | None = None, **given: Any) -> Sampling:
     elif do_sample:
         values.setdefault("temperature", 1.0)
     values = {"top_p": 0.95, **values} if config is None else values
-    found = Sampling(**values)
-    if found.min_new_tokens > found.max_new_tokens:
-        raise RecipeError(f"min_new_tokens: got {found.min_new_tokens}, above max_new_tokens ({found.max_new_tokens})")
-    return found
+    sampling = Sampling(**values)
+    if sampling.min_new_tokens > sampling.max_new_tokens:
+        raise RecipeError(
+            f"min_new_tokens: got {sampling.min_new_tokens}, above max_new_tokens ({sampling.max_new_tokens})"
+        )
+    return sampling
 
 
 def _of_config(config: object | None) -> dict[str, Any]:
@@ -105,10 +107,10 @@ def _of_config(config: object | None) -> dict[str, Any]:
     tell = getattr(config, "to_diff_dict", None)
     if tell is None:
         raise RecipeError(f"generation_config: got {config!r:.60}, expected transformers.GenerationConfig(...)")
-    found = {key: value for key, value in tell().items() if value is not None and key not in _BOOKKEEPING}
-    if not found.setdefault("do_sample", False):  # transformers ignores these, too
-        found = {key: value for key, value in found.items() if key not in (*_SAMPLING_ONLY, "temperature")}
-    return found
+    values_told = {key: value for key, value in tell().items() if value is not None and key not in _BOOKKEEPING}
+    if not values_told.setdefault("do_sample", False):  # transformers ignores these, too
+        values_told = {key: value for key, value in values_told.items() if key not in (*_SAMPLING_ONLY, "temperature")}
+    return values_told
 
 
 def _refuse_unsupported(key: str, value: Any) -> None:

@@ -54,12 +54,12 @@ class _SideBySide(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
         """One norm of all users' channels, by way of the next ``vmap`` where there is one; settings are one user's."""
-        (norm, x, *own), users = args, info.batch_size
+        (norm, x, *rest), users = args, info.batch_size
         x = x.movedim(in_dims[1], 1) if in_dims[1] is not None else x.unsqueeze(1).expand(-1, users, *x.shape[1:])
-        own = [_join(v, at, users) if isinstance(v, Tensor) else v for v, at in zip(own, in_dims[2:], strict=True)]
+        rest = [_join(v, at, users) if isinstance(v, Tensor) else v for v, at in zip(rest, in_dims[2:], strict=True)]
         if norm is F.group_norm:
-            own[0] *= users
-        side_by_side = [x.flatten(1, 2), *own]
+            rest[0] *= users
+        side_by_side = [x.flatten(1, 2), *rest]
         deeper = any(isinstance(value, Tensor) and is_batchedtensor(value) for value in side_by_side)
         run = partial(_SideBySide.apply, norm) if deeper else norm
         return run(*side_by_side).unflatten(1, (users, -1)), 1

@@ -64,9 +64,9 @@ def _hub_config(repository: str) -> Path | None:
     """The folder that holds config.json of a repository; None where it cannot be had, for whatever reason."""
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 
-    found = try_to_load_from_cache(repository, "config.json")
-    if isinstance(found, str):
-        return Path(found).parent
+    cached = try_to_load_from_cache(repository, "config.json")
+    if isinstance(cached, str):
+        return Path(cached).parent
     if constants.HF_HUB_OFFLINE or not hub_answers(constants.ENDPOINT):
         return None
     try:

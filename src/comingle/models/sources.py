@@ -87,8 +87,8 @@ def _packaged_file(alias: Alias) -> Path | None:
     # Found without importing: the package loads an inference engine of its own on import.
     spec = importlib.util.find_spec(alias.package)
     folders = (spec.submodule_search_locations if spec is not None else None) or []
-    found = [Path(folder) / alias.file for folder in folders if (Path(folder) / alias.file).is_file()]
-    return found[0] if found else None
+    files = [Path(folder) / alias.file for folder in folders if (Path(folder) / alias.file).is_file()]
+    return files[0] if files else None
 
 
 def _not_found(name: str, reason: str) -> str:

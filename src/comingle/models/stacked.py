@@ -110,8 +110,8 @@ class StackedModel:
             return self._own_losses(tensors, batch, train), 0.0
         losses = self.component_losses(tensors, users, batch, train=train)
         if self.mixture.at == "samples":
-            own = self.shares(tensors).unsqueeze(2) if shares is None else shares
-            return (own * losses).sum(1), 0.0
+            mixture_shares = self.shares(tensors).unsqueeze(2) if shares is None else shares
+            return (mixture_shares * losses).sum(1), 0.0
         mixed, alone = torch.einsum("uc,uc...->u...", self.shares(tensors), losses), losses.sum(1)
         return mixed.detach() + (alone - alone.detach()), 0.0
 
@@ -152,7 +152,9 @@ class StackedModel:
         if mixture is None:
             return self._run(train, self._call, tensors, inputs)
         shares = self.shares(tensors)
-        return self._run(train, lambda own, x, pi: self._call(own, x, mixture=pi), tensors, inputs, shares)
+        return self._run(
+            train, lambda user_tensors, x, pi: self._call(user_tensors, x, mixture=pi), tensors, inputs, shares
+        )
 
     def _merged_outputs(self, tensors: Tree, inputs: Tensor, train: bool) -> Float[Tensor, "users batch ..."]:
         """Outputs of the one model ``sum_c pi_c w_c``, whose running statistics then are all components'."""
@@ -179,8 +181,10 @@ class StackedModel:
         base = {s.name for s in self.layout.only({BASE}).slots if tensors[s.name].requires_grad}
         wide |= {n: weigh_gradient(tensors[n], self.shares(tensors).detach()) for n in base}
         along = ({name: 0 if name in statistics | base else None for name in tensors}, None, 0)
-        alone = vmap(lambda own, x, pi: self._call(own, x, mixture=pi), in_dims=along, randomness="different")
-        outputs = self._run(train, lambda own, x: alone(own, x, one_hot), wide, inputs)
+        alone = vmap(
+            lambda user_tensors, x, pi: self._call(user_tensors, x, mixture=pi), in_dims=along, randomness="different"
+        )
+        outputs = self._run(train, lambda user_tensors, x: alone(user_tensors, x, one_hot), wide, inputs)
         for name in statistics:
             tensors[name].copy_(torch.einsum("uc,uc...->u...", self.shares(tensors).detach(), wide[name]))
         return outputs
@@ -191,8 +195,8 @@ class StackedModel:
         with FusedNorms():
             return vmap(call, randomness="different")(channels_last(tensors), *others)
 
-    def _call(self, own: Tree, inputs: Tensor, **options: Any) -> Tensor:
-        return functional_call(self.net, own, (inputs,), options)
+    def _call(self, user_tensors: Tree, inputs: Tensor, **options: Any) -> Tensor:
+        return functional_call(self.net, user_tensors, (inputs,), options)
 
     # ---------------------------------------------------------------- adaptors
 
@@ -260,13 +264,13 @@ def _router(clusters: int) -> Slot:
 
 def _tensors(net: nn.Module) -> dict[str, tuple[Tensor, str]]:
     """Parameters and running statistics with their roles; other buffers stay the net's own."""
-    found = {name: (p.detach(), BASE) for name, p in net.named_parameters()}
-    return found | {name: (b, STATISTICS) for name, b in net.named_buffers() if b.is_floating_point()}
+    by_name = {name: (p.detach(), BASE) for name, p in net.named_parameters()}
+    return by_name | {name: (b, STATISTICS) for name, b in net.named_buffers() if b.is_floating_point()}
 
 
 def _plain(net: nn.Module) -> list[Slot]:
-    own = _tensors(net).items()
-    slots = [Slot(name=name, shape=tuple(t.shape), roles=(role,), init=_given(t)) for name, (t, role) in own]
+    by_name = _tensors(net).items()
+    slots = [Slot(name=name, shape=tuple(t.shape), roles=(role,), init=_given(t)) for name, (t, role) in by_name]
     return [place(slot) for slot in slots] if isinstance(net, GatedPair) else slots
 
 

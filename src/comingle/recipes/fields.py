@@ -7,7 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Count = Annotated[int, Field(ge=1, strict=True)]
+Count = Annotated[int, Field(ge=1, le=10**15, strict=True)]
+"""Above it are only slips of the hand, and numbers that no tensor can count."""
+Steps = Annotated[int, Field(ge=1, le=10_000_000, strict=True)]
+"""What is done one after the other."""
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Source = Annotated[str, Field(min_length=1)]

@@ -72,9 +72,9 @@ class _Loader(yaml.SafeLoader):
         return {key.value: self.construct_object(value, deep=deep) for key, value in node.value}
 
     def construct_yaml_map(self, node: Any) -> Any:
-        found: dict[str, Any] = {}
-        yield found
-        found.update(self.construct_mapping(node))
+        mapping: dict[str, Any] = {}
+        yield mapping
+        mapping.update(self.construct_mapping(node))
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_yaml_map)
@@ -82,13 +82,21 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_yaml_map)
 
 def _check_keys(node: Any) -> None:
     lines: dict[str, int] = {}
-    for key, _ in node.value:
+    for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
             raise _problem(key, f"a key must be text; got {_KINDS[type(key)]}")
         if key.value in lines and key.tag != _MERGE:
             raise _problem(key, f"key {key.value!r} a second time; it is in line {lines[key.value]} already")
         if key.tag != _MERGE:
             lines[key.value] = key.start_mark.line + 1
+        if key.value == "users" and isinstance(value, yaml.MappingNode):
+            _check_users(value)
+
+
+def _check_users(node: Any) -> None:
+    """A name that is merged in and stands there too would be two people, one of them dropped."""
+    if merged := next((key for key, _ in node.value if key.tag == _MERGE), None):
+        raise _problem(merged, "'<<' among users hides who is named twice; write all out (in quotes it is a name)")
 
 
 def _problem(place: Any, what: str) -> RecipeError:

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from comingle.errors import RecipeError
 from comingle.recipes.data import DataSection
-from comingle.recipes.fields import Count, Fraction, Positive, Section, number_in
+from comingle.recipes.fields import Count, Fraction, Positive, Section, Steps, number_in
 from comingle.recipes.problems import first_problem
 
 
@@ -86,11 +86,11 @@ class OptimizerSection(Section):
 class TrainingSection(Section):
     """How long, on how much, with which optimisers."""
 
-    rounds: Annotated[int, Field(ge=1, le=10_000_000, strict=True)] = 20
-    local_steps: Count = 10
-    local_epochs: Count = 1
+    rounds: Steps = 20
+    local_steps: Steps = 10
+    local_epochs: Steps = 1
     batch_size: Count = 64
-    context: Annotated[int, Field(ge=2, strict=True)] = 128
+    context: Annotated[int, Field(ge=2, le=10**15, strict=True)] = 128
     experts: OptimizerSection = OptimizerSection()
     router: OptimizerSection = OptimizerSection(schedule="constant")
     balance_weight: Annotated[float, Field(ge=0)] = 0.01
@@ -178,10 +178,10 @@ class Recipe(Section):
         if not isinstance(method, Mapping):
             return method
         # Both spellings at once: ``--set method.router_every=5`` on a recipe that was read before.
-        own = {key: value for key, value in method.items() if key in ("name", "settings")}
-        beside = {key: value for key, value in method.items() if key not in own}
-        settings = own.get("settings", {})
-        return {**own, "settings": {**settings, **beside} if isinstance(settings, Mapping) else settings}
+        named = {key: value for key, value in method.items() if key in ("name", "settings")}
+        beside = {key: value for key, value in method.items() if key not in named}
+        settings = named.get("settings", {})
+        return {**named, "settings": {**settings, **beside} if isinstance(settings, Mapping) else settings}
 
     @property
     def computed(self) -> dict[str, Any]:
@@ -228,6 +228,6 @@ class Recipe(Section):
 
     def as_yaml(self) -> str:
         """The whole recipe, defaults included; a base that was not named stays so where a task has a net of its own."""
-        own = self.data.task is not None and "base" not in self.model_fields_set
-        content = self.model_dump(mode="json", exclude={"base"} if own else None)
+        net_of_task = self.data.task is not None and "base" not in self.model_fields_set
+        content = self.model_dump(mode="json", exclude={"base"} if net_of_task else None)
         return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)

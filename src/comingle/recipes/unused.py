@@ -74,4 +74,4 @@ def changed(recipe: Recipe, place: str) -> list[tuple[str, Any]]:
     value, default = getattr(section, last), type(section).model_fields[last].default
     if not hasattr(value, "model_fields_set"):
         return [(place, value)] if value != default else []
-    return [found for name in type(value).model_fields for found in changed(recipe, f"{place}.{name}")]
+    return [place_changed for name in type(value).model_fields for place_changed in changed(recipe, f"{place}.{name}")]

@@ -66,18 +66,18 @@ class Style:
 def styles(methods: Sequence[str]) -> list[Style]:
     """A style for each method; pretrained, local and fedavg look the same in every report."""
     free = [number for number in range(len(_METHODS)) if number not in _FIXED.values()]
-    found: list[Style] = []
+    chosen: list[Style] = []
     others = 0
     for method in methods:
         number, line = _FIXED.get(method), "-"
-        if number is None or method in methods[: len(found)]:
+        if number is None or method in methods[: len(chosen)]:
             number, line = free[others % len(free)], _LINES[others // len(free) % len(_LINES)]
             others += 1
         marker = _MARKERS[number % len(_MARKERS)]
         if method == "pretrained":  # a level, not a curve
             line, marker = ":", ""
-        found.append(Style(colour=_METHODS[number], line=line, marker=marker))
-    return found
+        chosen.append(Style(colour=_METHODS[number], line=line, marker=marker))
+    return chosen
 
 
 def expert_kind(name: str) -> tuple[str, int]:

@@ -136,11 +136,11 @@ def _memory(plan: dict[str, Any]) -> Table:
     for method in plan["methods"]:
         here = f"{method['users_per_step']} x {method['micro_batch']}"
         alone = f"1 x {method['micro_batch']}"
-        for name, where, size, found in (
+        for name, where, size, part_bytes in (
             (method["method"], f"here, {len(plan['users'])} users", here, method["machine"]),
             ("", "a device of one user", alone, method["own_device"]),
         ):
-            table.add_row(name, where, size, *(_millions(found[f"{key}_bytes"]) for key in (*keys, "total")))
+            table.add_row(name, where, size, *(_millions(part_bytes[f"{key}_bytes"]) for key in (*keys, "total")))
     return table
 
 

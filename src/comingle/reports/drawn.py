@@ -25,18 +25,18 @@ class Drawn:
         frame = Markup('<div class="frame" tabindex="0" role="region" aria-label="{}">{}</div>')
         return _plot([frame.format(label, self._svg(figure, label))], name, sheet)
 
-    def panels(self, found: Panels, label: str, name: str, *, phone: Panels | None = None) -> Markup:
+    def panels(self, panels: Panels, label: str, name: str, *, phone: Panels | None = None) -> Markup:
         """Panels side by side as far as there is room; ``phone`` takes their place on a narrow screen."""
-        inner = [self._keys(found.keys), self._grid(found, label, "" if phone is None else "desk")]
+        inner = [self._keys(panels.keys), self._grid(panels, label, "" if phone is None else "desk")]
         if phone is not None:
             inner.append(self._grid(phone, label, "phone"))
-        return _plot(inner, name, found.sheet)
+        return _plot(inner, name, panels.sheet)
 
-    def _grid(self, found: Panels, label: str, screen: str) -> Markup:
-        drawn = [(figure, figure.axes[0].get_title("left")) for figure in found.parts()]
+    def _grid(self, panels: Panels, label: str, screen: str) -> Markup:
+        drawn = [(figure, figure.axes[0].get_title("left")) for figure in panels.parts()]
         pictures = [self._svg(figure, f"{label}: {title}" if title else label) for figure, title in drawn]
         frames = Markup("\n").join(Markup('<div class="frame">{}</div>').format(picture) for picture in pictures)
-        room = round(72 * found.size[0] * _ROOM)
+        room = round(72 * panels.size[0] * _ROOM)
         return Markup('<div class="panels {}" style="--room:{}px">{}</div>').format(screen, room, frames)
 
     def _keys(self, keys: Sequence[Key]) -> Markup:

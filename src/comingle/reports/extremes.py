@@ -28,9 +28,9 @@ def extremes(entries: Sequence[Entry], most: int, baseline: Entry | None = None)
     users = list(entries[0].first.users)
     if len(users) <= most:
         return {user: user for user in users}
-    found = _by_change(entries, baseline) or _by_result(entries)
+    lists = _by_change(entries, baseline) or _by_result(entries)
     sign = -1 if MEASURES[entries[0].first.measure] == "higher" else 1
-    order = sorted(users, key=lambda user: (user not in found, sign * found.get(user, 0.0)))
+    order = sorted(users, key=lambda user: (user not in lists, sign * lists.get(user, 0.0)))
     best, worst = order[: -(-most // 2)], order[len(order) - most // 2 :]
     named = {user: f"best {number}: {user}" for number, user in enumerate(best, 1)}
     return named | {user: f"worst {len(worst) - number}: {user}" for number, user in enumerate(worst)}
@@ -39,7 +39,7 @@ def extremes(entries: Sequence[Entry], most: int, baseline: Entry | None = None)
 def _by_change(entries: Sequence[Entry], baseline: Entry | None) -> dict[str, float]:
     baseline = baseline or next(iter(baselines(entries)), None)
     rows = [] if baseline is None else compared(entries, baseline)
-    by_entry = [{gain.user: gain.change.mean for gain in found} for _, found in rows]
+    by_entry = [{gain.user: gain.change.mean for gain in gains_of_entry} for _, gains_of_entry in rows]
     known = [user for user in entries[0].first.users if by_entry and all(user in one for one in by_entry)]
     return {user: statistics.fmean(one[user] for one in by_entry) for user in known}
 

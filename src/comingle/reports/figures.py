@@ -47,8 +47,8 @@ def curves_panels(entries: Sequence[Entry], *, start: bool = True, measure: str 
     curves = [[_shown(entry, user, measure, geometric, start) for entry in entries] for user, geometric, _ in which]
     return Panels(
         paint=[
-            partial(_curves_panel, entries=entries, curves=found, title=title, start=start, measure=measure)
-            for (_, _, title), found in zip(which, curves, strict=True)
+            partial(_curves_panel, entries=entries, curves=curve, title=title, start=start, measure=measure)
+            for (_, _, title), curve in zip(which, curves, strict=True)
         ],
         columns=min(4, len(which)),
         size=(2.9, 2.45),
@@ -167,12 +167,12 @@ def _bytes_panel(axis: Axes, *, entries: Sequence[Entry], mean: str) -> None:
     unit, _ = byte_unit(most)
     points = []
     for entry, style in zip(entries, styles([entry.method for entry in entries]), strict=True):
-        found = final(entry, geometric=mean != "mean")
-        if found is None or not entry.trained:
+        spread = final(entry, geometric=mean != "mean")
+        if spread is None or not entry.trained:
             continue
         sent = cost(entry).upload_bytes / unit
-        axis.errorbar(sent, found.mean, yerr=found.std, fmt=style.marker, color=style.colour.light, markersize=7)
-        points.append((sent, found.mean, entry.label))
+        axis.errorbar(sent, spread.mean, yerr=spread.std, fmt=style.marker, color=style.colour.light, markersize=7)
+        points.append((sent, spread.mean, entry.label))
     axis.set_title(f"{mean} over users")
     axis.margins(y=0.2)
     axis.set_xlim(-0.04 * (most / unit or 1.0), 1.4 * (most / unit or 1.0))  # room for labels on the right

@@ -31,8 +31,8 @@ Rows = Sequence[tuple[Entry, Sequence[Gain]]]
 
 def users_figure(entries: Sequence[Entry], baseline: Entry) -> Figure | None:
     """Per user and entry a bar: the change of the test result against ``baseline``; None where nothing compares."""
-    found = users_panels(entries, baseline)
-    return None if found is None else found.figure()
+    panels = users_panels(entries, baseline)
+    return None if panels is None else panels.figure()
 
 
 def users_panels(entries: Sequence[Entry], baseline: Entry, width: float = 8.2) -> Panels | None:
@@ -71,8 +71,8 @@ def _sheet(rows: Rows, baseline: Entry) -> list[list[object]]:
     unit = baseline.first.unit
     head = ["method", "against", "user", f"train_{unit}", "change", "std_over_seeds", "low_95", "high_95", "verdict"]
     sheet: list[list[object]] = [[*head]]
-    for entry, found in rows:
-        for gain in found:
+    for entry, gains_of_entry in rows:
+        for gain in gains_of_entry:
             low, high = gain.interval or (None, None)
             amount, change = baseline.first.amounts.get(gain.user), gain.change
             names = [entry.label, baseline.label, gain.user, amount]
@@ -82,8 +82,8 @@ def _sheet(rows: Rows, baseline: Entry) -> list[list[object]]:
 
 def _users(axis: Axes, *, rows: Rows, shown: dict[str, str], looks: dict[str, Style], measure: str) -> None:
     height = 0.8 / len(rows)
-    for number, (entry, found) in enumerate(rows):
-        by_user = {gain.user: gain for gain in found}
+    for number, (entry, gains_of_entry) in enumerate(rows):
+        by_user = {gain.user: gain for gain in gains_of_entry}
         _bars(axis, list(shown), by_user, looks[entry.label], (number + 0.5) * height - 0.4, height)
     axis.axvline(_from(measure), color=INK.light, linewidth=1)
     if measure == "loss":
@@ -94,8 +94,10 @@ def _users(axis: Axes, *, rows: Rows, shown: dict[str, str], looks: dict[str, St
     axis.grid(visible=False, axis="y")
 
 
-def _bars(axis: Axes, users: Sequence[str], found: dict[str, Gain], style: Style, offset: float, height: float) -> None:
-    have = [(i, found[user]) for i, user in enumerate(users) if user in found]
+def _bars(
+    axis: Axes, users: Sequence[str], by_user: dict[str, Gain], style: Style, offset: float, height: float
+) -> None:
+    have = [(i, by_user[user]) for i, user in enumerate(users) if user in by_user]
     places = [i + offset for i, _ in have]
     ends = [_end(g, g.change.mean) for _, g in have]
     # Hatched where it is worse, which is seen without colour and without looking for the zero; pale where it is level.
@@ -129,8 +131,8 @@ def _multiples(axis: Axis, low: float, high: float) -> None:
 
 
 def _multiple(value: float, _: Any) -> str:
-    found = sparse(value, "loss")
-    return f"×{found}" if found else ""
+    ticks = sparse(value, "loss")
+    return f"×{ticks}" if ticks else ""
 
 
 # -------------------------------------------------------------------- populations
@@ -148,8 +150,8 @@ def population_panels(entries: Sequence[Entry], baseline: Entry) -> Panels | Non
         paint=[
             partial(_distribution, rows=rows, looks=looks, measure=measure, baseline=baseline.label),
             *(
-                partial(_against_data, entry=entry, found=found, style=looks[entry.label], baseline=baseline)
-                for entry, found in told
+                partial(_against_data, entry=entry, gains=gains_of_entry, style=looks[entry.label], baseline=baseline)
+                for entry, gains_of_entry in told
             ),
         ],
         columns=min(3, 1 + len(told)),
@@ -165,8 +167,8 @@ def _line(style: Style) -> Line2D:
 
 def _distribution(axis: Axes, *, rows: Rows, looks: dict[str, Style], measure: str, baseline: str) -> None:
     """The share of users (up) whose change is at most so much (across)."""
-    for entry, found in rows:
-        ends = np.sort([_end(gain, gain.change.mean) for gain in found])
+    for entry, gains_of_entry in rows:
+        ends = np.sort([_end(gain, gain.change.mean) for gain in gains_of_entry])
         style = looks[entry.label]
         axis.ecdf(ends, color=style.colour.light, linestyle=style.line)
     axis.axvline(_from(measure), color=INK.light, linewidth=1)
@@ -179,10 +181,10 @@ def _distribution(axis: Axes, *, rows: Rows, looks: dict[str, Style], measure: s
         _multiples(axis.xaxis, *axis.get_xlim())
 
 
-def _against_data(axis: Axes, *, entry: Entry, found: Sequence[Gain], style: Style, baseline: Entry) -> None:
+def _against_data(axis: Axes, *, entry: Entry, gains: Sequence[Gain], style: Style, baseline: Entry) -> None:
     """A point for each user."""
     first = baseline.first
-    have = [gain for gain in found if first.amounts.get(gain.user, 0) > 0]
+    have = [gain for gain in gains if first.amounts.get(gain.user, 0) > 0]
     across, up = [first.amounts[gain.user] for gain in have], [_end(gain, gain.change.mean) for gain in have]
     axis.plot(across, up, linestyle="", marker=style.marker or "o", markersize=3.5, alpha=0.6, color=style.colour.light)
     axis.axhline(_from(first.measure), color=INK.light, linewidth=1)

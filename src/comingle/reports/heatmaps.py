@@ -34,15 +34,17 @@ def scores_panels(entry: Entry, entries: Sequence[Entry] = ()) -> Panels:
     """
     width = max(len(expert_curves(entry, user)) for user in entry.first.users)
     shown = extremes(entries or [entry], max(2, MAX_PANELS // width))
-    users = {user: found for user in shown if (found := expert_curves(entry, user))}
+    users = {user: by_layer for user in shown if (by_layer := expert_curves(entry, user))}
     rounds = {evaluation.iterations: evaluation.round for run in entry.runs for evaluation in run.evaluations}
     paint: list[Callable[[Axes], None] | None] = []
-    for user, found in users.items():
-        titles = [f"{short(shown[user], 27 - len(one.name))}: {one.name}" for one in found]
-        paint += [partial(_heat, expert=e, title=title, rounds=rounds) for e, title in zip(found, titles, strict=True)]
-        paint += [None] * (width - len(found))
+    for user, by_layer in users.items():
+        titles = [f"{short(shown[user], 27 - len(one.name))}: {one.name}" for one in by_layer]
+        paint += [
+            partial(_heat, expert=e, title=title, rounds=rounds) for e, title in zip(by_layer, titles, strict=True)
+        ]
+        paint += [None] * (width - len(by_layer))
     names = [expert.name for expert in max(users.values(), key=len)]
-    layers = max(len(expert.layers) for found in users.values() for expert in found)
+    layers = max(len(expert.layers) for by_layer in users.values() for expert in by_layer)
     return Panels(
         paint=paint,
         columns=width * max(1, min(4, len(paint)) // width),
@@ -69,8 +71,8 @@ def _heat(axis: Axes, *, expert: ExpertCurves, title: str, rounds: dict[int, int
 
 def _sheet(users: dict[str, list[ExpertCurves]], rounds: dict[int, int]) -> list[list[object]]:
     rows: list[list[object]] = [["user", "expert", "layer", "round", "mean_score", "std_over_seeds"]]
-    for user, found in users.items():
-        for expert in found:
+    for user, by_layer in users.items():
+        for expert in by_layer:
             for layer, curve in enumerate(expert.layers):
                 for iterations, value in zip(curve.iterations, curve.values, strict=True):
                     rows.append([user, expert.name, layer, rounds[iterations], value.mean, value.std])

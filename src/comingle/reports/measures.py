@@ -65,9 +65,9 @@ def change(value: float, baseline: float, measure: str) -> float | None:
     return 100 * (value / baseline - 1) if baseline else None
 
 
-def is_worse(found: float, measure: str) -> bool:
+def is_worse(difference: float, measure: str) -> bool:
     """Whether such a change is harm."""
-    return found < 0 if MEASURES[measure] == "higher" else found > 0
+    return difference < 0 if MEASURES[measure] == "higher" else difference > 0
 
 
 def level(measure: str) -> float:
@@ -80,11 +80,11 @@ def level_text(measure: str) -> str:
     return "a factor of 1.01" if measure == "loss" else "1 point" if measure in _POINTS else "1%"
 
 
-def change_text(found: float, measure: str) -> str:
+def change_text(difference: float, measure: str) -> str:
     """A change as people read it."""
     if measure == "loss":
-        return f"×{10**found:.3g}"
-    return f"{found:+.1f}\u00a0points" if measure in _POINTS else f"{found:+.1f}%"
+        return f"×{10**difference:.3g}"
+    return f"{difference:+.1f}\u00a0points" if measure in _POINTS else f"{difference:+.1f}%"
 
 
 def change_label(measure: str, baseline: str, *, short: bool = False) -> str:

@@ -26,8 +26,6 @@ from comingle.reports.colours import INK
 
 MAX_PANELS = 6
 _MOST_NAMES = 40
-_OF_MODELS = ("ensemble", "fedmerge", "ifca", "fedem", "mfl", "fml")
-"""Methods that mix whole models, for runs whose events do not say what is mixed."""
 _SOLID = "#2b7bc4"  # about equally far from white paper and from dark
 _SHADES = LinearSegmentedColormap.from_list("weights", [f"{_SOLID}00", f"{_SOLID}ff"])
 
@@ -39,8 +37,8 @@ class Mixtures:
     ``values`` is (evaluation, user, adaptor set), each row a point of the simplex. Users are sorted by their true
     cluster, where that is known, and adaptor sets so that set c is the one that cluster c uses, after the last round;
     ``order`` says which of the run's sets each of them is. ``entropy`` of the routers, mean over users, is in nats;
-    ``component`` says what is mixed; ``mismatch`` is the mean distance of the learned aggregation weights from the true
-    ones (FLoRAL, section 4).
+    ``component`` says what is mixed, as far as events do; ``mismatch`` is the mean distance of the learned aggregation
+    weights from the true ones (FLoRAL, section 4).
     """
 
     method: str
@@ -50,7 +48,7 @@ class Mixtures:
     clusters: tuple[int, ...] | None
     order: tuple[int, ...]
     values: np.ndarray
-    component: str = "adaptor set"
+    component: str = "component"
     entropy: tuple[float, ...] | None = None
     mismatch: tuple[float, ...] | None = None
 
@@ -74,10 +72,10 @@ class Mixtures:
         """
         if self.clusters is None:
             return None
-        last, own = self.values[-1], np.array(self.clusters)
+        last, true_clusters = self.values[-1], np.array(self.clusters)
         distances = np.linalg.norm(last[:, None] - last[None], axis=-1)
-        same = own[:, None] == own[None]
-        within, between = distances[same & ~np.eye(len(own), dtype=bool)], distances[~same]
+        same = true_clusters[:, None] == true_clusters[None]
+        within, between = distances[same & ~np.eye(len(true_clusters), dtype=bool)], distances[~same]
         return float(within.mean() / between.mean()) if within.size and between.size and between.mean() else None
 
 
@@ -85,31 +83,27 @@ def read_mixtures(folder: Path) -> Mixtures | None:
     """The mixtures in a run's events; None where its users mix nothing at the level of the client."""
     events = list(read_events(folder))
     start = next((event for event in events if event["event"] == "start"), None)
-    found = [event for event in events if event["event"] == "evaluation" and "mixtures" in event]
-    if start is None or not found:
+    evaluations = [event for event in events if event["event"] == "evaluation" and "mixtures" in event]
+    if start is None or not evaluations:
         return None
-    truth: dict[str, int] | None = found[-1].get("clusters")
-    names = list(found[-1]["mixtures"])
+    truth: dict[str, int] | None = evaluations[-1].get("clusters")
+    names = list(evaluations[-1]["mixtures"])
     users = names if truth is None else sorted(names, key=lambda name: (truth[name], names.index(name)))
-    values = np.array([[event["mixtures"][user] for user in users] for event in found])
+    values = np.array([[event["mixtures"][user] for user in users] for event in evaluations])
     clusters = None if truth is None else tuple(truth[user] for user in users)
     order = match_clusters(values[-1], clusters)
     return Mixtures(
         method=start["method"],
         seed=start["seed"],
-        rounds=tuple(event["round"] for event in found),
+        rounds=tuple(event["round"] for event in evaluations),
         users=tuple(users),
         clusters=clusters,
         order=order,
         values=values[:, :, list(order)],
-        component=found[-1].get("component") or _component(start["method"]),
-        entropy=_told(found, "router_entropy_nats"),
-        mismatch=_told(found, "aggregation_mismatch"),
+        component=evaluations[-1].get("component", "component"),
+        entropy=_told(evaluations, "router_entropy_nats"),
+        mismatch=_told(evaluations, "aggregation_mismatch"),
     )
-
-
-def _component(method: str) -> str:
-    return "model" if method.startswith(_OF_MODELS) else "adaptor set"
 
 
 def _told(events: Sequence[dict[str, Any]], key: str) -> tuple[float, ...] | None:
@@ -126,8 +120,8 @@ def match_clusters(mixture: np.ndarray, clusters: Sequence[int] | None) -> tuple
     sets = range(mixture.shape[1])
     taken: list[int] = []
     if clusters is not None:
-        own = np.array(clusters)
-        used = np.stack([mixture[own == cluster].sum(0) for cluster in sorted(set(clusters))])
+        true_clusters = np.array(clusters)
+        used = np.stack([mixture[true_clusters == cluster].sum(0) for cluster in sorted(set(clusters))])
         rows, columns = linear_sum_assignment(used, maximize=True)
         taken = [int(columns[place]) for place in np.argsort(rows)]
     total = mixture.sum(0)
@@ -158,30 +152,30 @@ def _heaviest(mixture: np.ndarray) -> list[int]:
 # -------------------------------------------------------------------- the picture
 
 
-def mixtures_figure(found: Mixtures) -> Figure:
+def mixtures_figure(mixtures: Mixtures) -> Figure:
     """Users (down) x adaptor sets (across) at up to ``MAX_PANELS`` evaluations.
 
     A weight of 1 is solid and one of 0 lets the background through, so that the picture suits light and dark pages.
     """
-    panels = _spread_out(len(found.rounds))
+    panels = _spread_out(len(mixtures.rounds))
 
     def paint(figure: Figure, axes: list[Axes]) -> None:
         for axis, at in zip(axes, panels, strict=True):
-            axis.imshow(found.values[at], vmin=0, vmax=1, cmap=_SHADES, aspect="auto", interpolation="none")
-            axis.set_title(_title(found, at))
-            axis.set_xticks(range(len(found.order)), [str(name) for name in found.order])
-            if len(found.order) > 10:  # numbers of two digits run into each other unless they stand upright
-                axis.tick_params(axis="x", labelrotation=90, labelsize=min(8.0, 110 / len(found.order)))
-            axis.set_xlabel(found.component)
+            axis.imshow(mixtures.values[at], vmin=0, vmax=1, cmap=_SHADES, aspect="auto", interpolation="none")
+            axis.set_title(_title(mixtures, at))
+            axis.set_xticks(range(len(mixtures.order)), [str(name) for name in mixtures.order])
+            if len(mixtures.order) > 10:  # numbers of two digits run into each other unless they stand upright
+                axis.tick_params(axis="x", labelrotation=90, labelsize=min(8.0, 110 / len(mixtures.order)))
+            axis.set_xlabel(mixtures.component)
             axis.grid(visible=False)
-            _mark_clusters(axis, found, labels=at == panels[0])
-        figure.suptitle(f"{found.method}, seed {found.seed}: each user's mixture", x=0.01, ha="left")
+            _mark_clusters(axis, mixtures, labels=at == panels[0])
+        figure.suptitle(f"{mixtures.method}, seed {mixtures.seed}: each user's mixture", x=0.01, ha="left")
         bar = figure.colorbar(axes[-1].images[0], ax=axes, label="weight", shrink=0.8)
         assert bar.solids is not None
         bar.solids.set_rasterized(True)  # as hundreds of translucent strips it would show their seams
 
     # Room for names, for the colours beside the panels, and for the title above a single one.
-    width = min(14.0, max(4.4, 1.7 + len(panels) * (0.6 + 0.22 * len(found.order))))
+    width = min(14.0, max(4.4, 1.7 + len(panels) * (0.6 + 0.22 * len(mixtures.order))))
     return draw(1, len(panels), (width / len(panels), 3.4), paint)
 
 
@@ -191,16 +185,16 @@ def _spread_out(count: int) -> list[int]:
     return [round(number * (count - 1) / max(1, wanted - 1)) for number in range(wanted)]
 
 
-def _title(found: Mixtures, at: int) -> str:
-    told = f"round {found.rounds[at]}"
-    return told if found.recovery is None else f"{told}\nARI {found.recovery[at]:.2f}"
+def _title(mixtures: Mixtures, at: int) -> str:
+    told = f"round {mixtures.rounds[at]}"
+    return told if mixtures.recovery is None else f"{told}\nARI {mixtures.recovery[at]:.2f}"
 
 
-def _mark_clusters(axis: Axes, found: Mixtures, *, labels: bool) -> None:
+def _mark_clusters(axis: Axes, mixtures: Mixtures, *, labels: bool) -> None:
     """Lines between the true clusters, and their names in the middle of their users."""
-    names = found.users if found.clusters is None else [f"cluster {cluster}" for cluster in found.clusters]
+    names = mixtures.users if mixtures.clusters is None else [f"cluster {cluster}" for cluster in mixtures.clusters]
     starts = [i for i, name in enumerate(names) if i == 0 or names[i - 1] != name]
-    if found.clusters is not None:
+    if mixtures.clusters is not None:
         for start in starts[1:]:
             axis.axhline(start - 0.5, color=INK.light, linewidth=0.8)
     if not labels or len(starts) > _MOST_NAMES:

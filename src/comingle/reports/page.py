@@ -53,7 +53,7 @@ def render_page(entries: Sequence[Entry], views: Sequence[TokenView] = (), *, ti
     )
     first = entries[0].first
     users = list(first.users)
-    mixtures = [_mixtures(entry.label, found, drawn) for entry in entries if (found := _learned(entry))]
+    mixtures = [_mixtures(entry.label, learned, drawn) for entry in entries if (learned := _learned(entry))]
     components = {one["component"] for one in mixtures}
     return environment.get_template("report.html").render(
         title=title,
@@ -74,7 +74,7 @@ def render_page(entries: Sequence[Entry], views: Sequence[TokenView] = (), *, ti
         population=is_population(users),
         level=level_text(first.measure),
         curves=list(_curves(entries, drawn)),
-        gains=[found for baseline in baselines(entries) if (found := _gains(entries, baseline, drawn))],
+        gains=[learned for baseline in baselines(entries) if (learned := _gains(entries, baseline, drawn))],
         costs=_costs([cost(entry) for entry in entries]),
         bytes_figure=drawn.panels(bytes_panels(entries), f"test {first.measure} against uploaded bytes", "bytes"),
         mixtures=mixtures,
@@ -108,7 +108,9 @@ def _results(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, Any]:
     """Entries x users and their mean; of many users the worst and the best, and all of them in a table beside it."""
     measure = entries[0].first.measure
     by_user = {user: [final(entry, user) for entry in entries] for user in users}
-    whole = [(user, _marked([_told(v, measure) for v in found], found, measure)) for user, found in by_user.items()]
+    whole = [
+        (user, _marked([_told(v, measure) for v in spreads], spreads, measure)) for user, spreads in by_user.items()
+    ]
     means = {"mean": [final(entry) for entry in entries]}
     if measure == "perplexity":
         means["geometric mean"] = [final(entry, geometric=True) for entry in entries]
@@ -126,22 +128,22 @@ def _results(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, Any]:
 def _extreme(by_user: dict[str, list[Spread | None]], measure: str, *, worst: bool) -> tuple[str, list[Any]]:
     """Each entry's user with the worst or the best mean over seeds."""
     pick = max if (MEASURES[measure] == "higher") != worst else min
-    cells, found = [], []
+    cells, spreads = [], []
     for values in zip(*by_user.values(), strict=True):
         known = {user: value for user, value in zip(by_user, values, strict=True) if value is not None}
         name = pick(known, key=lambda user: known[user].mean) if len(known) == len(values) else ""
-        found.append(known.get(name))
-        cells.append(f"{_told(found[-1], measure)}{' · ' if name else ''}{name}")
-    return ("worst user" if worst else "best user"), _marked(cells, found, measure)
+        spreads.append(known.get(name))
+        cells.append(f"{_told(spreads[-1], measure)}{' · ' if name else ''}{name}")
+    return ("worst user" if worst else "best user"), _marked(cells, spreads, measure)
 
 
-def _marked(cells: Sequence[str], found: Sequence[Spread | None], measure: str) -> list[tuple[str, bool]]:
+def _marked(cells: Sequence[str], spreads: Sequence[Spread | None], measure: str) -> list[tuple[str, bool]]:
     """Cells, and whether each is the best of them; one alone is not."""
-    means = [value.mean for value in found if value is not None]
+    means = [value.mean for value in spreads if value is not None]
     best = (max if MEASURES[measure] == "higher" else min)(means, default=None)
     return [
         (text, len(cells) > 1 and value is not None and value.mean == best)
-        for text, value in zip(cells, found, strict=True)
+        for text, value in zip(cells, spreads, strict=True)
     ]
 
 
@@ -163,8 +165,10 @@ def _gains(entries: Sequence[Entry], baseline: Entry, drawn: Drawn) -> dict[str,
         return None
     kinds = [kind for kind in verdicts(measure) if _told_of(kind, pairs)]
     rows = []
-    for entry, found in pairs:
-        by_kind = {kind: [f"{gain.user} ({gain.text})" for gain in found if gain.verdict == kind] for kind in kinds}
+    for entry, gains_of_entry in pairs:
+        by_kind = {
+            kind: [f"{gain.user} ({gain.text})" for gain in gains_of_entry if gain.verdict == kind] for kind in kinds
+        }
         bad = verdicts(measure)[3:]
         cells = [(_CLASSES.get(kind, ""), _names(names, last=kind in bad)) for kind, names in by_kind.items()]
         rows.append({"label": entry.label, "cells": cells})
@@ -183,7 +187,7 @@ def _gains(entries: Sequence[Entry], baseline: Entry, drawn: Drawn) -> dict[str,
 
 def _told_of(kind: str, pairs: Sequence[tuple[Entry, Sequence[Gain]]]) -> bool:
     """Whether a verdict has a column: "level" always, others where there are several seeds, or a single one."""
-    single = {gain.interval is None for _, found in pairs for gain in found}
+    single = {gain.interval is None for _, gains_of_entry in pairs for gain in gains_of_entry}
     return kind == "level" or ("one seed" in kind) in single
 
 
@@ -202,24 +206,24 @@ def _names(told: list[str], *, last: bool) -> Markup:
 # -------------------------------------------------------------------- costs
 
 
-def _costs(found: Sequence[Cost]) -> list[list[str]]:
+def _costs(costs: Sequence[Cost]) -> list[list[str]]:
     """The ledger, a row for each entry; a column of bytes has one unit."""
 
     def bytes_of(key: str) -> list[str]:
-        return sizes([getattr(one, key) for one in found])
+        return sizes([getattr(one, key) for one in costs])
 
     columns = [
-        [one.label for one in found],
-        [str(one.rounds) for one in found],
-        ["–" if one.trainable_parameters is None else f"{one.trainable_parameters:,}" for one in found],
+        [one.label for one in costs],
+        [str(one.rounds) for one in costs],
+        ["–" if one.trainable_parameters is None else f"{one.trainable_parameters:,}" for one in costs],
         bytes_of("upload_bytes_per_user_round"),
         bytes_of("download_bytes_per_user_round"),
         bytes_of("upload_bytes"),
         bytes_of("download_bytes"),
-        ["–" if one.peak_memory_bytes is None else f"{one.peak_memory_bytes / 1e9:,.2f} GB" for one in found],
-        [_measured(one.per_second) for one in found],
-        [_measured(one.wall_seconds) for one in found],
-        [one.place for one in found],
+        ["–" if one.peak_memory_bytes is None else f"{one.peak_memory_bytes / 1e9:,.2f} GB" for one in costs],
+        [_measured(one.per_second) for one in costs],
+        [_measured(one.wall_seconds) for one in costs],
+        [one.place for one in costs],
     ]
     return [list(row) for row in zip(*columns, strict=True)]
 
@@ -236,12 +240,12 @@ def _measured(value: Spread | None) -> str:
 
 def _learned(entry: Entry) -> list[Mixtures]:
     """The mixtures of an entry's runs, where its users have learnt any."""
-    found = [read_mixtures(run.folder) for run in entry.runs]
-    return [one for one in found if one is not None and one.learned]
+    by_run = [read_mixtures(run.folder) for run in entry.runs]
+    return [one for one in by_run if one is not None and one.learned]
 
 
-def _mixtures(label: str, found: Sequence[Mixtures], drawn: Drawn) -> dict[str, Any]:
-    first = found[0]
+def _mixtures(label: str, by_run: Sequence[Mixtures], drawn: Drawn) -> dict[str, Any]:
+    first = by_run[0]
     users = first.clusters or [None] * len(first.users)
     return {
         "label": label,
@@ -261,7 +265,7 @@ def _mixtures(label: str, found: Sequence[Mixtures], drawn: Drawn) -> dict[str, 
                 "–" if one.entropy is None else f"{one.entropy[0]:.2f} to {one.entropy[-1]:.2f}",
                 "–" if one.mismatch is None else f"{one.mismatch[0]:.2f} to {one.mismatch[-1]:.2f}",
             ]
-            for one in found
+            for one in by_run
         ],
         "true": first.clusters is not None,
         "users": [

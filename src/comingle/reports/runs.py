@@ -67,11 +67,13 @@ class RunRecord:
     @property
     def task(self) -> str:
         """What the users do, in words, where that is not language."""
-        found: dict[str, Any] | None = (self.recipe.get("data") or {}).get("task")
-        if not found:
+        task_setting: dict[str, Any] | None = (self.recipe.get("data") or {}).get("task")
+        if not task_setting:
             return ""
-        told = [f"{key} {found[key]}" for key in ("shift", "fraction") if found.get(key) not in (None, 1.0)]
-        return f"{found['name']} ({', '.join(told)})" if told else found["name"]
+        told = [
+            f"{key} {task_setting[key]}" for key in ("shift", "fraction") if task_setting.get(key) not in (None, 1.0)
+        ]
+        return f"{task_setting['name']} ({', '.join(told)})" if told else task_setting["name"]
 
     @property
     def chosen(self) -> Evaluation:
@@ -130,7 +132,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     Raises:
         RunError: a path is neither.
     """
-    found: dict[Path, Path] = {}
+    by_path: dict[Path, Path] = {}
     for path in paths:
         if not path.is_dir():
             raise RunError(f"{path}: no such run folder")
@@ -138,8 +140,8 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
         if not inside:
             raise RunError(f"{path}: neither a run folder (no events.jsonl in it) nor a folder of run folders")
         for folder in inside:
-            found.setdefault(folder.resolve(), folder)
-    return list(found.values())
+            by_path.setdefault(folder.resolve(), folder)
+    return list(by_path.values())
 
 
 def _inside(path: Path) -> list[Path]:
@@ -252,9 +254,11 @@ def _labels(runs: Sequence[RunRecord]) -> list[str]:
     labels = []
     for run in runs:
         alike = [dict(other.key) for other in runs if other.method == run.method]
-        own = dict(run.key)
-        keys = sorted({key for other in alike for key in own.keys() | other.keys() if own.get(key) != other.get(key)})
-        told = [f"{key.rpartition('.')[2]} {_short(own.get(key))}" for key in keys]
+        of_run = dict(run.key)
+        keys = sorted(
+            {key for other in alike for key in of_run.keys() | other.keys() if of_run.get(key) != other.get(key)}
+        )
+        told = [f"{key.rpartition('.')[2]} {_short(of_run.get(key))}" for key in keys]
         labels.append(f"{run.method} ({', '.join(told)})" if told else run.method)
     return labels
 
@@ -280,10 +284,10 @@ def _tested(key: str) -> bool:
 def notices(entries: Sequence[Entry]) -> list[str]:
     """What a reader must know before comparing these entries: other bases, other test text, unfinished runs."""
     runs = [run for entry in entries for run in entry.runs]
-    found = []
+    lines = []
     bases = sorted({run.base for run in runs})
     if len(bases) > 1:
-        found.append(f"These runs have different bases ({', '.join(bases)}): do not compare their numbers.")
+        lines.append(f"These runs have different bases ({', '.join(bases)}): do not compare their numbers.")
     sources = {repr([pair for pair in run.key if _tested(pair[0])]) for run in runs}
     if len(sources) > 1:
         what = (
@@ -291,9 +295,9 @@ def notices(entries: Sequence[Entry]) -> list[str]:
             if runs[0].unit == "tokens"
             else ("have different tasks: their numbers")
         )
-        found.append(f"These runs {what} may not be comparable.")
+        lines.append(f"These runs {what} may not be comparable.")
     for run in runs:
         if run.metrics is None:
             last = run.evaluations[-1].round
-            found.append(f"{run.folder.name} has not finished: evaluated after round {last} of {run.planned_rounds}.")
-    return found
+            lines.append(f"{run.folder.name} has not finished: evaluated after round {last} of {run.planned_rounds}.")
+    return lines

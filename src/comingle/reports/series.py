@@ -127,12 +127,12 @@ def _score(evaluation: Evaluation, user: str, layer: int, expert: int) -> float 
 
 
 def _curve(entry: Entry, value: Any) -> Curve:
-    found: dict[int, list[float]] = {}
+    by_round: dict[int, list[float]] = {}
     for run in entry.runs:
         for evaluation in run.evaluations:
             if (got := value(evaluation)) is not None:
-                found.setdefault(evaluation.iterations, []).append(got)
-    return Curve(iterations=tuple(sorted(found)), values=tuple(spread(found[x]) for x in sorted(found)))
+                by_round.setdefault(evaluation.iterations, []).append(got)
+    return Curve(iterations=tuple(sorted(by_round)), values=tuple(spread(by_round[x]) for x in sorted(by_round)))
 
 
 def measured(entries: Sequence[Entry]) -> list[str]:
@@ -156,26 +156,26 @@ def gains(entry: Entry, baseline: Entry) -> list[Gain]:
     """Each user's difference from a baseline, paired by seed, best first; users without finite numbers are left out."""
     pairs = [(run, other) for run in entry.runs for other in baseline.runs if run.seed == other.seed]
     measure = entry.first.measure
-    found = []
+    by_user = []
     for user in entry.first.users:
         both = [(run.chosen.value(user), other.chosen.value(user)) for run, other in pairs]
         changes = [change(one, other, measure) for one, other in both if one is not None and other is not None]
         known = [value for value in changes if value is not None]
         if known and len(known) == len(pairs):
-            found.append(Gain(user=user, measure=measure, change=spread(known), interval=interval(known)))
-    return sorted(found, key=lambda gain: gain.change.mean, reverse=MEASURES[measure] == "higher")
+            by_user.append(Gain(user=user, measure=measure, change=spread(known), interval=interval(known)))
+    return sorted(by_user, key=lambda gain: gain.change.mean, reverse=MEASURES[measure] == "higher")
 
 
 def baselines(entries: Iterable[Entry]) -> list[Entry]:
     """The entries of ``local`` and ``fedavg``, as far as there are any."""
     by_method = [[entry for entry in entries if entry.method == name] for name in BASELINES]
-    return [entry for found in by_method for entry in found]
+    return [entry for of_method in by_method for entry in of_method]
 
 
 def compared(entries: Sequence[Entry], baseline: Entry) -> list[tuple[Entry, list[Gain]]]:
     """What each other trained entry does to each user, against ``baseline``."""
     others = [entry for entry in entries if entry is not baseline and entry.trained]
-    return [(entry, found) for entry in others if (found := gains(entry, baseline))]
+    return [(entry, gains_of_entry) for entry in others if (gains_of_entry := gains(entry, baseline))]
 
 
 # -------------------------------------------------------------------- what it cost

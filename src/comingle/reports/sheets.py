@@ -26,14 +26,14 @@ def data_uri(sheet: Sheet) -> str:
     return "data:text/csv;charset=utf-8;base64," + base64.b64encode(csv_text(sheet).encode()).decode("ascii")
 
 
-def mixtures_sheet(found: Mixtures) -> list[list[object]]:
+def mixtures_sheet(mixtures: Mixtures) -> list[list[object]]:
     """Each user's weight of each component at each evaluation."""
     rows: list[list[object]] = [["seed", "round", "user", "true_cluster", "component", "weight"]]
-    clusters = found.clusters or (None,) * len(found.users)
-    for number, values in zip(found.rounds, found.values, strict=True):
-        for user, cluster, weights in zip(found.users, clusters, values, strict=True):
-            pairs = zip(found.order, weights, strict=True)
-            rows += [[found.seed, number, user, cluster, name, float(weight)] for name, weight in pairs]
+    clusters = mixtures.clusters or (None,) * len(mixtures.users)
+    for number, values in zip(mixtures.rounds, mixtures.values, strict=True):
+        for user, cluster, weights in zip(mixtures.users, clusters, values, strict=True):
+            pairs = zip(mixtures.order, weights, strict=True)
+            rows += [[mixtures.seed, number, user, cluster, name, float(weight)] for name, weight in pairs]
     return rows
 
 

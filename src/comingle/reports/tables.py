@@ -183,8 +183,8 @@ def _row(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _geometric_row(runs: list[dict[str, Any]], measure: str) -> dict[str, Any]:
     """Each seed's geometric mean over users, for perplexities: mean and deviation over seeds."""
-    found = [mean for run in runs for mean in geometric(run["users"], measure).values()]
-    return {GEOMETRIC: dict(zip(("mean", "std"), _spread(found), strict=True))} if found else {}
+    means = [mean for run in runs for mean in geometric(run["users"], measure).values()]
+    return {GEOMETRIC: dict(zip(("mean", "std"), _spread(means), strict=True))} if means else {}
 
 
 def write_comparison(folder: Path, runs: Sequence[Path]) -> dict[str, Any]:

@@ -85,8 +85,8 @@ def tokens_figure(view: TokenView, layer: int) -> Figure:
             row, column = divmod(number, len(view.users))
             text, user = view.texts[row], view.users[column]
             _cell(axis, text, view.experts[column], view.gates[row][column][layer], lines)
-            own = " (in distribution)" if text.owner == user and view.in_distribution else ""
-            axis.set_title(f"text: {text.name}, model: {user}{own}", fontsize=7)
+            remark = " (in distribution)" if text.owner == user and view.in_distribution else ""
+            axis.set_title(f"text: {text.name}, model: {user}{remark}", fontsize=7)
         names = max(view.experts, key=len)
         patches = [_patch(name) for name in names]
         legend_above(figure, patches, names, title=f"{view.label}, layer {layer}")

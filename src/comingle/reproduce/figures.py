@@ -40,10 +40,10 @@ def draw(plan: Plan, outcomes: Mapping[str, Outcome], folder: Path) -> list[Path
         "usage": lambda plan, entries: draw_usage(plan, entries, folder),
     }
     stem = plan.name.partition("/")[2]
-    found = list(kinds[plan.experiment.plot.kind](plan, read_entries(plan, outcomes)))
-    if not found:
+    figures = list(kinds[plan.experiment.plot.kind](plan, read_entries(plan, outcomes)))
+    if not figures:
         raise RunError(f"{plan.name}: no finished run has what this figure shows")
-    return [path for end, figure in found for path in save(figure, folder, f"{stem}-{end}")]
+    return [path for end, figure in figures for path in save(figure, folder, f"{stem}-{end}")]
 
 
 def read_entries(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[tuple[str, str], Entry]:
@@ -56,7 +56,9 @@ def read_entries(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[tuple[str,
         if outcome is not None and not outcome.diverged:
             runs.setdefault((cell.row, cell.column), []).append(read_run(outcome.folder))
     rows = plan.experiment.rows
-    return {key: Entry(label=rows[key[0]].label or key[0], runs=tuple(found)) for key, found in runs.items()}
+    return {
+        key: Entry(label=rows[key[0]].label or key[0], runs=tuple(runs_of_key)) for key, runs_of_key in runs.items()
+    }
 
 
 def _curves(plan: Plan, entries: Entries) -> Figures:
@@ -79,9 +81,9 @@ def _mixtures(entries: Sequence[tuple[str, Entry]], column: str) -> Figures:
     from comingle.reports.mixtures import mixtures_figure, read_mixtures
 
     for row, entry in entries:
-        found = read_mixtures(entry.first.folder)
-        if found is not None and found.learned:
-            yield f"{column}-{row}-mixtures", mixtures_figure(found)
+        mixtures = read_mixtures(entry.first.folder)
+        if mixtures is not None and mixtures.learned:
+            yield f"{column}-{row}-mixtures", mixtures_figure(mixtures)
 
 
 def _scores(plan: Plan, entries: Entries) -> Figures:
@@ -120,8 +122,8 @@ def _sweep_figure(lines: Mapping[Any, Mapping[Any, Any]], *, x: str, series: str
             points = sorted(lines[value].items())
             axes[0].errorbar(
                 [at for at, _ in points],
-                [found.mean for _, found in points],
-                yerr=[found.std or 0.0 for _, found in points],
+                [point.mean for _, point in points],
+                yerr=[point.std or 0.0 for _, point in points],
                 color=style.colour.light,
                 linestyle=style.line,
                 marker=style.marker,

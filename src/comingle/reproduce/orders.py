@@ -49,12 +49,12 @@ def compare_orders(paper: Mapping[str, Entry], ours: Mapping[str, Entry], *, low
     swapped: list[tuple[str, str]] = []
     unclear: list[tuple[str, str]] = []
     for one, two in pairs:
-        said, found = paper[two][0] - paper[one][0], ours[two][0] - ours[one][0]
-        if said * found > 0 or said == found == 0:
+        said, our_difference = paper[two][0] - paper[one][0], ours[two][0] - ours[one][0]
+        if said * our_difference > 0 or said == our_difference == 0:
             agreeing += 1
             continue
         better, worse = (one, two) if sign * said >= 0 else (two, one)
-        clear = abs(said) > _noise(paper, one, two) and abs(found) > _noise(ours, one, two)
+        clear = abs(said) > _noise(paper, one, two) and abs(our_difference) > _noise(ours, one, two)
         (swapped if clear else unclear).append((better, worse))
     tau, p_value = _kendall([paper[n][0] for n in names], [ours[n][0] for n in names])
     return Order(
@@ -78,8 +78,8 @@ def _kendall(paper: list[float], ours: list[float]) -> tuple[float | None, float
         return None, None
     from scipy.stats import kendalltau  # takes half a second to import
 
-    found: Any = kendalltau(paper, ours)
-    tau, p_value = float(found.statistic), float(found.pvalue)
+    result: Any = kendalltau(paper, ours)
+    tau, p_value = float(result.statistic), float(result.pvalue)
     return (None, None) if math.isnan(tau) else (tau, p_value)
 
 

@@ -10,8 +10,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from comingle.engines.client import Clients
 from comingle.engines.events import Observer
-from comingle.engines.simulation import Simulation
 from comingle.progress import reporting
 from comingle.reproduce.plan import Cell
 from comingle.reproduce.runner import Outcome, run_cells, title_of, unique
@@ -71,8 +71,8 @@ def _work(cells: Sequence[Cell], out: Path, force: bool, quiet: bool) -> None:
     try:
         with reporting(quiet=quiet or errors.is_terminal) as reporter:  # several bars would write over each other
 
-            def observers(cell: Cell, sim: Simulation) -> list[Observer]:
-                return [reporter.watch(sim, title_of(cell))]
+            def observers(cell: Cell, clients: Clients) -> list[Observer]:
+                return [reporter.watch(clients, title_of(cell))]
 
             for outcome in run_cells(cells, out, force=force, observers=observers, waiting=reporter.waiting):
                 _outcomes.put(outcome)

@@ -72,8 +72,8 @@ class Plan:
 
     def label(self, column: str) -> str:
         """A column's heading."""
-        own, of = _columns_of(self.study, self.experiment, column)
-        return own.label or of.label
+        column_setting, of = _columns_of(self.study, self.experiment, column)
+        return column_setting.label or of.label
 
     def column_of(self, column: str) -> Column:
         """The study's column that a column is of."""
@@ -98,7 +98,7 @@ def plan(name: str, wanted: Wanted) -> Plan:
     seeds = {column: _seeds(study, experiment, scale, column, wanted) for column in columns}
     cells = tuple(
         Cell(row=row, column=column, seed=seed, recipe=recipe)
-        for seed in dict.fromkeys(seed for own in seeds.values() for seed in own)
+        for seed in dict.fromkeys(seed for of_row in seeds.values() for seed in of_row)
         for column in columns
         if seed in seeds[column]
         for row in rows
@@ -130,15 +130,15 @@ def _scale(study: Study, experiment: Experiment, name: str) -> Scale:
     if name not in study.scales:
         known = list(study.scales)
         raise RecipeError(f"--scale {name!r}: unknown.{did_you_mean(name, known)} Allowed: {', '.join(known)}")
-    own = experiment.scales.get(name, Scale())
-    parts = [scale.model_dump(exclude_unset=True) for scale in (study.scales[name], own)]
+    of_experiment = experiment.scales.get(name, Scale())
+    parts = [scale.model_dump(exclude_unset=True) for scale in (study.scales[name], of_experiment)]
     return Scale.model_validate(merge(*parts))
 
 
 def _scaled(study: Study, experiment: Experiment, scale: Scale, column: str) -> ScaledColumn:
     """What the scale changes of a column."""
-    own, _ = _columns_of(study, experiment, column)
-    return scale.columns.get(own.of or column, ScaledColumn())
+    column_setting, _ = _columns_of(study, experiment, column)
+    return scale.columns.get(column_setting.of or column, ScaledColumn())
 
 
 def _is_run(study: Study, experiment: Experiment, scale: Scale, column: str, row: str) -> bool:
@@ -164,16 +164,16 @@ def _choose(
 
 def _columns_of(study: Study, experiment: Experiment, name: str) -> tuple[Column, Column]:
     """A column as the experiment has it, and the study's column that it is of."""
-    own = experiment.columns[name] if isinstance(experiment.columns, dict) else Column()
-    return own, study.columns[own.of or name]
+    column_setting = experiment.columns[name] if isinstance(experiment.columns, dict) else Column()
+    return column_setting, study.columns[column_setting.of or name]
 
 
 def _obstacle(
     study: Study, experiment: Experiment, scale: Scale, column: str, folder: Path | None, wanted: Wanted
 ) -> str:
     """Why a column cannot be run; empty where it can."""
-    own, of = _columns_of(study, experiment, column)
-    name = own.of or column
+    column_setting, of = _columns_of(study, experiment, column)
+    name = column_setting.of or column
     if scale.only is not None and name not in scale.only:
         return f"not at scale {wanted.scale}, which has {', '.join(scale.only)}"
     if folder is None and "{data}" in (scale.base or "") and wanted.base is None:
@@ -195,9 +195,9 @@ def _recipe(
     wanted: Wanted,
 ) -> Recipe:
     """All overlays in their order, as a checked recipe."""
-    own, of = _columns_of(study, experiment, column)
+    column_setting, of = _columns_of(study, experiment, column)
     shrunk = _scaled(study, experiment, scale, column)
-    overlays = [study, of, own, scale, shrunk, row]
+    overlays = [study, of, column_setting, scale, shrunk, row]
     data, names = data_section(study, study.data[of.data], folder, demo=scale.text == "demo")
     known = settings_of(row.method)
     settings = {k: v for part in overlays for k, v in part.settings.items() if k in known}
@@ -213,7 +213,7 @@ def _recipe(
         "data": limits_by_name(content["data"], names),
     }
     where = f"{experiment.source}, column {column}, row {row.label or row.method}"
-    recipe = parse_recipe(_filled(content, own.values), where=where)
+    recipe = parse_recipe(_filled(content, column_setting.values), where=where)
     recipe = recipe.with_changes(wanted.changes, where="--set") if wanted.changes else recipe
     make(recipe.method.name, **recipe.method.settings)  # every mistake is found before the first run
     return recipe

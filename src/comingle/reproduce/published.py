@@ -211,12 +211,12 @@ class Study(Overlay):
 
 def printed(cell: str) -> tuple[float, float | None]:
     """Mean and deviation of a printed number, or of several with strokes between them."""
-    found = _PRINTED.fullmatch(cell)
-    assert found, cell
-    if found[1] is None:
+    match = _PRINTED.fullmatch(cell)
+    assert match, cell
+    if match[1] is None:
         seeds = [float(one) for one in cell.split(" / ")]
         return statistics.fmean(seeds), statistics.stdev(seeds)
-    return float(found[1]), None if found[2] is None else float(found[2])
+    return float(match[1]), None if match[2] is None else float(match[2])
 
 
 def list_experiments() -> dict[str, Experiment]:

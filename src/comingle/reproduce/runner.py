@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from comingle import experiment
+from comingle.engines.client import Clients
 from comingle.engines.events import Observer
-from comingle.engines.simulation import Simulation
 from comingle.errors import DivergenceError, RunError
 from comingle.folders import check_recipe, open_folder
 from comingle.materials import Materials, describe, prepare
@@ -91,7 +91,7 @@ def run_cells(
     out: Path,
     *,
     force: bool = False,
-    observers: Callable[[Cell, Simulation], Sequence[Observer]] = lambda cell, sim: (),
+    observers: Callable[[Cell, Clients], Sequence[Observer]] = lambda cell, clients: (),
     waiting: Waiting = nullcontext,
 ) -> Iterator[Outcome]:
     """Run every cell below ``out/runs``, in order; text and base are loaded once for neighbours that share them.
@@ -112,10 +112,11 @@ def run_cells(
         materials = shelf.materials(cell)
         started = time.perf_counter()
         (folder / DIVERGED).unlink(missing_ok=True)
-        sim = experiment.build(cell.recipe, materials)
+        federation = experiment.build(cell.recipe, materials)
         with open_folder(folder, cell.recipe, describe(materials, cell.recipe), resume=resume, force=force):
             try:
-                experiment.execute(sim, cell.recipe, folder, resume=resume, observers=observers(cell, sim))
+                watching = observers(cell, federation.clients)
+                experiment.execute(federation, cell.recipe, folder, resume=resume, observers=watching)
             except DivergenceError as error:
                 write_text(folder / DIVERGED, f"{error.__cause__ or error}\n")  # the cause names no checkpoint
             if cell.recipe.data.task is not None:
@@ -143,20 +144,20 @@ def scores(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) 
     Accuracies are in per cent, as papers print them. A metric that models are not compared by is the mean over users.
     """
     factor = 100 if metric.endswith("_accuracy") else 1
-    found: dict[tuple[str, str], list[float]] = {}
+    by_cell: dict[tuple[str, str], list[float]] = {}
     for cell in cells:
         outcome = outcomes.get(cell.folder)
         if outcome is None or outcome.diverged:
             continue
         metrics = json.loads((outcome.folder / "metrics.json").read_text(encoding="utf-8"))
-        found.setdefault((cell.row, cell.column), []).append(factor * _read(metrics, metric))
-    return found
+        by_cell.setdefault((cell.row, cell.column), []).append(factor * _read(metrics, metric))
+    return by_cell
 
 
 def _read(metrics: Mapping[str, Any], metric: str) -> float:
     """A metric of a run, or the mean of what it has of every user: ROUGE-1 where models are compared by accuracy."""
-    own = metric.removeprefix("mean_")
-    return metrics[metric] if metric in metrics else statistics.fmean(user[own] for user in metrics["users"].values())
+    key = metric.removeprefix("mean_")
+    return metrics[metric] if metric in metrics else statistics.fmean(user[key] for user in metrics["users"].values())
 
 
 def _diverged(folder: Path) -> str:

@@ -76,8 +76,8 @@ def _local_paths(data: DataSet) -> list[str]:
 def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool) -> tuple[dict[str, Any], list[str]]:
     """The section ``data`` and the users' names in the paper's order."""
     if data.task is not None or data.questions is not None:
-        found = _found_below(data, folder) if data.images or data.questions else None
-        own = {**(data.task or data.questions or {}), **({} if found is None else {"path": str(found)})}
+        place = _found_below(data, folder) if data.images or data.questions else None
+        own = {**(data.task or data.questions or {}), **({} if place is None else {"path": str(place)})}
         return {"questions" if data.task is None else "task": own}, []
     if demo:
         texts = dict(zip(data.users, study.demo, strict=True))

@@ -53,7 +53,7 @@ def _column(plan: Plan, name: str, scores: Scores) -> dict[str, Any]:
     ours: dict[str, Entry] = {row: _spread(scores[row, name]) for row in plan.rows if (row, name) in scores}
     both = [row for row in plan.rows if row in paper and row in ours]
     said = ranks({row: paper[row][0] for row in both}, lower_is_better=lower)
-    found = ranks({row: ours[row][0] for row in both}, lower_is_better=lower)
+    our_ranks = ranks({row: ours[row][0] for row in both}, lower_is_better=lower)
     order = compare_orders({r: paper[r] for r in both}, {r: ours[r] for r in both}, lower_is_better=lower)
     label = plan.label(name)
     return {
@@ -63,7 +63,7 @@ def _column(plan: Plan, name: str, scores: Scores) -> dict[str, Any]:
         "base": sorted({cell.recipe.base for cell in plan.cells if cell.column == name}),
         "cells": {
             row: {
-                "ours": _entry(ours.get(row), found.get(row)),
+                "ours": _entry(ours.get(row), our_ranks.get(row)),
                 "scores": list(scores.get((row, name), [])),
                 "paper": _entry(paper.get(row), said.get(row)),
                 "notes": _notes(plan, row, name),

@@ -11,15 +11,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from comingle.costing.messages import download_of, upload_of
 from comingle.costing.summaries import with_method
 from comingle.data.samples import UserSamples
 from comingle.data.tasks import Task
-from comingle.engines.exchange import WIRE_DTYPE
-from comingle.engines.simulation import Simulation
+from comingle.engines.server import ServerHalf
 from comingle.experiment import training_settings
 from comingle.methods import make
-from comingle.methods.soups import soup_of
 from comingle.nets import PREFIX, build_nets, prepare_task
+from comingle.protocol.messages import LOSS
 from comingle.recipes import Recipe
 from comingle.records import write_json, write_text
 from comingle.reproduce.plan import Cell, Plan
@@ -68,23 +68,25 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
     method = make(recipe.method.name, **recipe.method.settings)
     # Weighted means need a count of samples, which is no parameter.
     settings = replace(training_settings(recipe, [user.name]), weighting="uniform")
-    sim = build_nets(recipe, replace(task, users=(user,)), method, settings)
-    sent, size = sim.upload_bytes()[0], WIRE_DTYPE.itemsize
+    federation = build_nets(recipe, replace(task, users=(user,)), method, settings)
+    clients = federation.clients
+    sent, received = (), ()
+    if clients.shares:
+        upload = upload_of(federation, 0)
+        said = [t for name, t in upload.reports.items() if name != LOSS]
+        sent, received = (*upload.tensors.values(), *said), download_of(federation, 0, [user.name]).tensors.values()
     return Usage(
-        server=_server(sim, len(task.users)),
-        communicate=sent / size,
-        received=sim.download_bytes(sent, sent) / size,
-        client=int(sim.mask[0].sum()),
+        server=_server(federation.server, len(task.users)),
+        communicate=sum(t.numel() for t in sent),
+        received=sum(t.numel() for t in received),
+        client=int(clients.mask[0].sum()) + sum(t.numel() for t in clients.state.kept.values()),
     )
 
 
-def _server(sim: Simulation, users: int) -> int:
-    """Its models with a row for each of so many users beside them, or the one model that it averages."""
-    kept = sim.state.server
-    models = sum(t.numel() for t in soup_of(kept).values())
-    row = sum(t.numel() for t in kept.values()) - models
-    averaged = int((sim.mask[0] & sim.model.layout.mask(sim.method.shared)).sum())
-    return max(averaged, models + users * row)
+def _server(server: ServerHalf, users: int) -> int:
+    """What it keeps between rounds, with a row for each of so many users where it was built for one."""
+    rows = server.method.server.by_user
+    return sum(t.numel() * (users if name in rows else 1) for name, t in server.kept.items())
 
 
 def _with_few(user: UserSamples) -> UserSamples:
@@ -97,7 +99,7 @@ def plan_usage(plan: Plan) -> dict[tuple[str, str], Usage]:
     Raises:
         DataError: a task's images cannot be read.
     """
-    found: dict[tuple[str, str], Usage] = {}
+    usage: dict[tuple[str, str], Usage] = {}
     for column in plan.columns:
         cells = _cells(plan, column)
         if not cells:
@@ -107,8 +109,8 @@ def plan_usage(plan: Plan) -> dict[tuple[str, str], Usage]:
         task = prepare_task(first.data.task, first.seed)
         plain = with_method(first, "fedavg").with_changes({"base": PREFIX + column_net(plan, column)})
         unit = count_usage(plain, task).client
-        found |= {(row, column): count_usage(cell.recipe, task).over(unit) for row, cell in cells.items()}
-    return found
+        usage |= {(row, column): count_usage(cell.recipe, task).over(unit) for row, cell in cells.items()}
+    return usage
 
 
 def column_net(plan: Plan, column: str) -> str:
@@ -120,11 +122,11 @@ def column_net(plan: Plan, column: str) -> str:
 
 def _cells(plan: Plan, column: str) -> dict[str, Cell]:
     """A column's runs with the first seed, by row."""
-    found: dict[str, Cell] = {}
+    cells: dict[str, Cell] = {}
     for cell in plan.cells:
         if cell.column == column:
-            found.setdefault(cell.row, cell)
-    return found
+            cells.setdefault(cell.row, cell)
+    return cells
 
 
 # -------------------------------------------------------------------- files and figures
@@ -182,11 +184,11 @@ def usage_figure(plan: Plan, entries: Mapping[tuple[str, str], Any], used: Mappi
 
 def _lines(plan: Plan) -> dict[str, list[str]]:
     """Rows by the part of their label before a comma."""
-    found: dict[str, list[str]] = {}
+    lines: dict[str, list[str]] = {}
     for row in plan.rows:
         label = plan.experiment.rows[row].label or row
-        found.setdefault(label.partition(",")[0], []).append(row)
-    return found
+        lines.setdefault(label.partition(",")[0], []).append(row)
+    return lines
 
 
 Point = tuple[float, "Spread", float]
@@ -202,12 +204,12 @@ def _points(
 ) -> list[Point]:
     from comingle.reports.series import final
 
-    found: list[Point] = []
+    points: list[Point] = []
     for place, row in enumerate(rows):
         entry = entries.get((row, column))
         if entry is not None and (last := final(entry)) is not None:
-            found.append((getattr(used[row, column], kind), last, 26.0 + 9.0 * place))
-    return found
+            points.append((getattr(used[row, column], kind), last, 26.0 + 9.0 * place))
+    return points
 
 
 def _line(axis: Axes, points: list[Point], style: Style) -> None:

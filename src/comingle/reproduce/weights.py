@@ -38,8 +38,8 @@ def _weigh_text(recipe: Recipe, method: Method) -> float:
     users, limit = 4, recipe.data.max_test_tokens
     scored = (sum(limit.values()) if isinstance(limit, dict) else (limit or 50_000) * users) / 3
     batch = training.batch_size * training.context * users
-    steps = training.rounds * training.local_steps * sum(phase.steps / phase.every for phase in method.phases)
-    return steps * batch + scored * (1 + training.rounds // recipe.evaluation.every * bool(method.phases))
+    steps = training.rounds * training.local_steps * sum(phase.steps / phase.every for phase in method.client.phases)
+    return steps * batch + scored * (1 + training.rounds // recipe.evaluation.every * method.trains)
 
 
 def _weigh_questions(recipe: Recipe, method: Method, asked: QuestionsSection) -> float:
@@ -49,7 +49,7 @@ def _weigh_questions(recipe: Recipe, method: Method, asked: QuestionsSection) ->
     """
     setting, training = QUESTIONS[asked.name], recipe.training
     users, train = len(asked.languages or setting.languages), asked.train or setting.train
-    rounds = training.rounds if method.phases else 0
+    rounds = training.rounds if method.trains else 0
     evaluations = max(1, ceil(rounds / recipe.evaluation.every) + (rounds > 0 and recipe.evaluation.first))
     passed = rounds * training.local_epochs * train + evaluations * (asked.test or setting.test or train)
     return users * training.context * passed
@@ -61,17 +61,17 @@ def _weigh_task(recipe: Recipe, method: Method, task: TaskSection) -> float:
     members = sum(map(len, part)) / len(part) if isinstance(part, list) else users * part
     net = recipe.base.removeprefix(PREFIX) if recipe.base.startswith(PREFIX) else ""
     per_sample, parameters = net_size(task.name, net)
-    mixture = method.mixture
+    mixture = method.placement.mixture
     passes = (
         mixture.clusters
         if mixture is not None and (mixture.of == "models" or mixture.at in ("losses", "samples"))
         else 1
     )
     steps = training.local_epochs * ceil(train / training.batch_size)
-    own = 3 * training.local_epochs * train * per_sample + steps * _PARAMETER * parameters
+    operations = 3 * training.local_epochs * train * per_sample + steps * _PARAMETER * parameters
     scored = users * test * per_sample
-    rounds = training.rounds if method.phases else 0
-    return passes * (rounds * (steps * _STEP + members * own) + scored * (1 + rounds // recipe.evaluation.every))
+    rounds = training.rounds if method.trains else 0
+    return passes * (rounds * (steps * _STEP + members * operations) + scored * (1 + rounds // recipe.evaluation.every))
 
 
 def count_samples(task: TaskSection) -> tuple[int, int, int]:
@@ -90,14 +90,14 @@ def net_size(task: str, net: str = "") -> tuple[int, int]:
     setting = TASKS[task]
     shape = (DIMENSION,) if not setting.hub else (3, 32, 32) if setting.coloured else (1, 28, 28)
     outputs = setting.classes if setting.hub else {str(kind): size for kind, size in OUTPUTS.items()}[task]
-    found: list[int] = []
+    sizes: list[int] = []
 
     def count(module: nn.Module, _: object, output: Tensor) -> None:
         if isinstance(module, nn.Linear | nn.Conv2d):  # every output channel is used once at each place
-            found.append(module.weight.numel() * output.numel() // len(module.weight))
+            sizes.append(module.weight.numel() * output.numel() // len(module.weight))
 
     built = make_net(net or setting.net, shape, outputs, seed=0).eval()
     for module in built.modules():
         module.register_forward_hook(count)
     built(torch.zeros(1, *shape))
-    return sum(found), sum(parameter.numel() for parameter in built.parameters())
+    return sum(sizes), sum(parameter.numel() for parameter in built.parameters())

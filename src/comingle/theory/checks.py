@@ -156,32 +156,32 @@ def quadratic_curve(
     steps: int,
 ) -> Curve:
     """Eq. 12 on one pair of quadratics, in the norms of Theorem F.1's constants."""
-    found = quadratics.constants(valid, train)
+    bounds = quadratics.constants(valid, train)
     thetas, phis = quadratics.alternate(valid, train, start, steps)
     experts, router = quadratics.fixed_point(valid, train)
     of_experts = quadratics.energy_norms(thetas - experts, train.experts_block)
     of_router = quadratics.energy_norms(phis - router, valid.router_block)
-    rate = found.rate if found.rate < 1 else None
+    rate = bounds.rate if bounds.rate < 1 else None
     measured = worst_step(of_experts)
     claims = [
         Claim(statement=f"{F1}, experts", measured=measured, bound=rate),
         Claim(statement=f"{F1}, router", measured=worst_step(of_router), bound=rate),
     ]
-    if found.same_function:
+    if bounds.same_function:
         printed = float(linalg.norm(quadratics.composition(valid, train), 2))
         claims += [
-            Claim(statement=WIELANDT, measured=measured, bound=found.wielandt_rate),
-            Claim(statement=EXAMPLE, measured=measured, bound=found.example_rate),
-            Claim(statement=EUCLIDEAN, measured=printed, bound=found.example_rate),
+            Claim(statement=WIELANDT, measured=measured, bound=bounds.wielandt_rate),
+            Claim(statement=EXAMPLE, measured=measured, bound=bounds.example_rate),
+            Claim(statement=EUCLIDEAN, measured=printed, bound=bounds.example_rate),
         ]
-    rates = {F1: rate, EXAMPLE: found.example_rate}
+    rates = {F1: rate, EXAMPLE: bounds.example_rate}
     return Curve(
         scheme=scheme,
         instance=instance,
         residuals=tuple(map(float, of_experts)),
         claims=tuple(claims),
         rates={name: value for name, value in rates.items() if value is not None},
-        notes={"lambda_1": found.router_lipschitz, "lambda_2": found.experts_lipschitz},
+        notes={"lambda_1": bounds.router_lipschitz, "lambda_2": bounds.experts_lipschitz},
     )
 
 
@@ -222,29 +222,29 @@ def linear_curve(
     Raises:
         DivergenceError: scipy failed on a convex step, or found no minimum.
     """
-    found = constants.constants(problem, experts, router)
+    bounds = constants.constants(problem, experts, router)
     descent = linear.alternate(problem, experts, router, steps)
     solution = linear.minimum(problem, descent.points[-1])
     lowest = linear.decoupled_objective(problem, solution)
     residuals = np.array(descent.values) - lowest
     measured = worst_step(residuals, floor=VALUE_FLOOR * max(1.0, abs(lowest)))
-    modulus = found.modulus if found.modulus > 0 else None
-    uniform = 1 / problem.num_experts if found.modulus_weights > 0 else None
-    rates = {BLOCKS: found.block_rate, F2: found.theorem_rate, LOCAL: curvature.local_rate(problem, solution)}
+    modulus = bounds.modulus if bounds.modulus > 0 else None
+    uniform = 1 / problem.num_experts if bounds.modulus_weights > 0 else None
+    rates = {BLOCKS: bounds.block_rate, F2: bounds.theorem_rate, LOCAL: curvature.local_rate(problem, solution)}
     return Curve(
         scheme=scheme,
         instance=instance,
         residuals=tuple(map(float, residuals)),
         claims=(
-            Claim(statement=BLOCKS, measured=measured, bound=found.block_rate),
-            Claim(statement=F2, measured=measured, bound=found.theorem_rate),
+            Claim(statement=BLOCKS, measured=measured, bound=bounds.block_rate),
+            Claim(statement=F2, measured=measured, bound=bounds.theorem_rate),
             Claim(statement=EIGENVALUE, measured=_least(problem, descent.points), bound=modulus, at_least=True),
             Claim(statement=UNIFORM, measured=float(solution.shares.max()), bound=uniform),
         ),
         rates={name: value for name, value in rates.items() if value is not None},
         notes={
             "alpha": problem.decay,
-            "rho": found.slope,
+            "rho": bounds.slope,
             "experts_apart": float(np.ptp(solution.experts, axis=1).max()),
         },
     )

@@ -160,7 +160,7 @@ def threshold_decay(problem: LinearProblem, experts: Weights, router: Weights) -
 
     def lacking(logarithm: float) -> float:
         decay = float(np.exp(logarithm))
-        found = constants(dataclasses.replace(problem, decay=decay), experts, router)
-        return logarithm - float(np.log(found.printed_decay))
+        constants_there = constants(dataclasses.replace(problem, decay=decay), experts, router)
+        return logarithm - float(np.log(constants_there.printed_decay))
 
     return float(np.exp(optimize.root_scalar(lacking, bracket=(-20.0, 20.0), method="brentq", xtol=1e-12).root))

@@ -141,11 +141,11 @@ def _router_gradient(problem: LinearProblem, shares: Shares, router: Weights) ->
 
 def router_curvature(problem: LinearProblem, router: Weights) -> Float[np.ndarray, "size size"]:
     """Hessian of eq. 25 in Phi: ``mu/n sum_i x_i x_i^T (x) (diag(pi_i) - pi_i pi_i^T) + alpha I``."""
-    found = gates(problem, router)
-    spread = found[:, :, None] * (np.eye(router.shape[1]) - found[:, None, :])
+    shares_there = gates(problem, router)
+    spread = shares_there[:, :, None] * (np.eye(router.shape[1]) - shares_there[:, None, :])
     blocks = np.einsum("na,nb,nef->aebf", problem.inputs, problem.inputs, spread, optimize=True)
     size = router.size
-    return problem.coupling / len(found) * blocks.reshape(size, size) + problem.decay * np.eye(size)
+    return problem.coupling / len(shares_there) * blocks.reshape(size, size) + problem.decay * np.eye(size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,11 +199,11 @@ def minimum(problem: LinearProblem, near: Point) -> Point:
         start,
         "the minimum",
     )
-    found = _at_best_shares(problem, *flat)
-    above = decoupled_objective(problem, found) - decoupled_objective(problem, near)
+    point = _at_best_shares(problem, *flat)
+    above = decoupled_objective(problem, point) - decoupled_objective(problem, near)
     if above > _STILL**2:
         raise DivergenceError(f"the minimum: the point found is {above:.1e} above a point of the descent; 0 is allowed")
-    return found
+    return point
 
 
 def _at_best_shares(problem: LinearProblem, experts: Weights, router: Weights) -> Point:
@@ -230,11 +230,11 @@ def _stationary(
     what: str,
 ) -> np.ndarray:
     """Where a gradient is zero. Roots rather than values: a minimum is flat, so values lose half of the digits."""
-    found = optimize.root(gradient, start.ravel(), jac=hessian, method="hybr", options={"xtol": 1e-14})
-    left = float(np.abs(gradient(found.x)).max())
+    solution = optimize.root(gradient, start.ravel(), jac=hessian, method="hybr", options={"xtol": 1e-14})
+    left = float(np.abs(gradient(solution.x)).max())
     if not left < _GRADIENT_TOLERANCE:
         raise DivergenceError(f"{what}: the gradient stays at {left:.1e}; below {_GRADIENT_TOLERANCE:.0e} is allowed")
-    return found.x.reshape(start.shape)
+    return solution.x.reshape(start.shape)
 
 
 def _softmax(scores: Shares) -> Shares:

@@ -46,9 +46,9 @@ def draw_residuals(curves: list[Curve], folder: Path) -> list[Path]:
             _panel(place, [curve for curve in curves if curve.scheme == scheme])
         for place in list(grid.flat)[len(schemes) :]:
             place.set_axis_off()
-        found = {label: line for place in grid.flat for line, label in zip(*_labelled(place), strict=True)}
+        lines = {label: line for place in grid.flat for line, label in zip(*_labelled(place), strict=True)}
         figure.legend(
-            found.values(), found.keys(), loc="outside lower center", ncols=min(4, 2 * columns), frameon=False
+            lines.values(), lines.keys(), loc="outside lower center", ncols=min(4, 2 * columns), frameon=False
         )
         paths = [folder / f"residuals.{kind}" for kind in ("png", "svg")]
         for path in paths:

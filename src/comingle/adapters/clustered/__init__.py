@@ -7,7 +7,7 @@ from comingle.adapters.clustered.centre import centre
 from comingle.adapters.clustered.layer import AdaptedLayer, Offset, Pair, Pairs
 from comingle.adapters.clustered.model import FloralModel, Role, initialisers, roles, sizes
 from comingle.adapters.clustered.precondition import precondition
-from comingle.adapters.clustered.wrap import floral
+from comingle.adapters.clustered.wrap import adaptor_size, floral
 
 __all__ = [
     "AdaptedLayer",
@@ -16,6 +16,7 @@ __all__ = [
     "Pair",
     "Pairs",
     "Role",
+    "adaptor_size",
     "centre",
     "floral",
     "initialisers",

@@ -57,8 +57,8 @@ def _centre(
     columns = geometry.outer_matrix(outer.to(dtype))  # (..., clusters, groups, rows, width)
     wide_rows = rows.movedim(-4, -3).flatten(-3, -2)  # (..., groups, clusters * width, columns)
     wide_columns = columns.movedim(-4, -2).flatten(-2)  # (..., groups, rows, clusters * width)
-    own = shares.to(rows).repeat_interleave(geometry.width)
-    mean = geometry.weight((wide_columns * own) @ wide_rows).to(inner.dtype)
+    shares_by_column = shares.to(rows).repeat_interleave(geometry.width)
+    mean = geometry.weight((wide_columns * shares_by_column) @ wide_rows).to(inner.dtype)
 
     left, left_core = torch.linalg.qr(wide_columns)
     right, right_core = torch.linalg.qr(wide_rows.mT)
@@ -76,8 +76,8 @@ def _centre(
 
 def _deviations(shares: Float[Tensor, " clusters"], width: int) -> Float[Tensor, "clusters 1 1 columns"]:
     """For each cluster what its difference from the mean takes of each cluster's columns: 1 - p(c) or -p(c)."""
-    own = torch.eye(len(shares)).to(shares) - shares
-    return own.repeat_interleave(width, dim=-1)[:, None, None]
+    deviations = torch.eye(len(shares)).to(shares) - shares
+    return deviations.repeat_interleave(width, dim=-1)[:, None, None]
 
 
 def _truncated_svd(

@@ -30,7 +30,7 @@ class AdaptedConv(LowRankLayer):
         geometry = self.geometry
         assert geometry is not None
         z = convolve(cast(Conv, self.base), x, inner, geometry.inside)
-        return convolve(cast(Conv, self.base), z, outer, tuple(not own for own in geometry.inside))
+        return convolve(cast(Conv, self.base), z, outer, tuple(not inside for inside in geometry.inside))
 
     def _kernels(self, shares: Tensor) -> tuple[Tensor, Tensor]:
         """Both factors as convolution kernels of all clusters; the channels in between are (group, cluster, width)."""
@@ -50,23 +50,23 @@ class AdaptedConv(LowRankLayer):
         return bias.view(-1, *(1 for _ in cast(Conv, self.base).kernel_size))
 
 
-def convolve(base: Conv, x: Tensor, weight: Tensor, own: tuple[bool, ...]) -> Tensor:
-    """Convolve with the base's stride, padding and dilation in the dimensions marked ``own``, plainly in the rest."""
+def convolve(base: Conv, x: Tensor, weight: Tensor, inside: tuple[bool, ...]) -> Tensor:
+    """Convolve with the base's stride, padding and dilation in the dimensions marked ``inside``, plain in the rest."""
     padding: Any = base.padding
     if base.padding_mode != "zeros":
-        x, padding = F.pad(x, _amounts(base, own), mode=base.padding_mode), 0
+        x, padding = F.pad(x, _amounts(base, inside), mode=base.padding_mode), 0
     elif not isinstance(padding, str):  # "same" and "valid" already mean nothing where the kernel is 1
-        padding = _only(padding, own, 0)
+        padding = _only(padding, inside, 0)
     function = F.conv1d if isinstance(base, nn.Conv1d) else F.conv2d
-    stride, dilation = _only(base.stride, own, 1), _only(base.dilation, own, 1)
+    stride, dilation = _only(base.stride, inside, 1), _only(base.dilation, inside, 1)
     return function(x, weight, None, stride, padding, dilation, base.groups)
 
 
-def _only(values: Any, own: tuple[bool, ...], other: int) -> tuple[int, ...]:
-    return tuple(value if mine else other for value, mine in zip(values, own, strict=True))
+def _only(values: Any, inside: tuple[bool, ...], other: int) -> tuple[int, ...]:
+    return tuple(value if mine else other for value, mine in zip(values, inside, strict=True))
 
 
-def _amounts(base: Conv, own: tuple[bool, ...]) -> list[int]:
+def _amounts(base: Conv, inside: tuple[bool, ...]) -> list[int]:
     """What ``F.pad`` adds before and after each dimension, last dimension first."""
     both = base._reversed_padding_repeated_twice
-    return [amount if own[-1 - i // 2] else 0 for i, amount in enumerate(both)]
+    return [amount if inside[-1 - i // 2] else 0 for i, amount in enumerate(both)]

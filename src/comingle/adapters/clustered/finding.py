@@ -43,16 +43,16 @@ def find_layers(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[s
         if isinstance(module, AdaptedLayer):
             raise RecipeError(f"floral: layer {name!r} has adaptors already; wrap the plain model")
     heads = _output_heads(model)
-    found = {
+    layers = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
         if is_adaptable(module) and wanted(module) and id(module) not in heads
     }
-    _check_names(found)
+    _check_names(layers)
     owners = _owners(model)
-    chosen = {id(module) for module in found.values()}
-    partners = {name: _partners(module, owners) for name, module in found.items()}
-    free = {name: module for name, module in found.items() if set(partners[name]) <= chosen}
+    chosen = {id(module) for module in layers.values()}
+    partners = {name: _partners(module, owners) for name, module in layers.items()}
+    free = {name: module for name, module in layers.items() if set(partners[name]) <= chosen}
     for name in free:
         others = [other for key, other in partners[name].items() if other != name and key != id(free[name])]
         if others:
@@ -70,9 +70,9 @@ def unadapted_leaves(model: nn.Module, adapted: dict[str, nn.Module]) -> tuple[s
     )
 
 
-def _check_names(found: dict[str, nn.Module]) -> None:
+def _check_names(layers: dict[str, nn.Module]) -> None:
     seen: dict[int, str] = {}
-    for name, module in found.items():
+    for name, module in layers.items():
         if (first := seen.setdefault(id(module), name)) != name:
             raise RecipeError(f"floral: {first!r} and {name!r} are one layer; register it once (it may run many times)")
 

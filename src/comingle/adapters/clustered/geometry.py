@@ -49,12 +49,12 @@ class Geometry:
     @property
     def inner_kernel(self) -> tuple[int, ...]:
         """Kernel of the inner factor: 1 where the dimension belongs to the outer one."""
-        return tuple(size if own else 1 for size, own in zip(self.kernel, self.inside, strict=True))
+        return tuple(size if inside else 1 for size, inside in zip(self.kernel, self.inside, strict=True))
 
     @property
     def outer_kernel(self) -> tuple[int, ...]:
         """Kernel of the outer factor."""
-        return tuple(1 if own else size for size, own in zip(self.kernel, self.inside, strict=True))
+        return tuple(1 if inside else size for size, inside in zip(self.kernel, self.inside, strict=True))
 
     @property
     def rows(self) -> int:

@@ -100,8 +100,8 @@ class AdaptedLayer(nn.Module, ABC):
         """Draw the layer's own parameters anew (None: from torch's global stream)."""
         with torch.no_grad():
             for name, draw in self.initialisers().items():
-                own = self.get_parameter(name)
-                own.copy_(draw(tuple(own.shape), generator or torch.default_generator))
+                parameter = self.get_parameter(name)
+                parameter.copy_(draw(tuple(parameter.shape), generator or torch.default_generator))
 
     def clustered(self, shape: tuple[int, ...], like: Tensor) -> nn.Parameter:
         """A parameter of zeros ``(clusters, *shape)``, in the dtype and on the device of ``like``."""
@@ -109,8 +109,8 @@ class AdaptedLayer(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         """What ``print(model)`` shows."""
-        own = {name: tuple(p.shape) for name, p in self.named_parameters(recurse=False)}
-        return ", ".join(f"{name}={shape}" for name, shape in own.items())
+        shapes = {name: tuple(p.shape) for name, p in self.named_parameters(recurse=False)}
+        return ", ".join(f"{name}={shape}" for name, shape in shapes.items())
 
 
 def tensor(module: nn.Module, name: str) -> Tensor:

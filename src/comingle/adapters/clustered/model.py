@@ -83,10 +83,10 @@ class FloralModel(nn.Module):
 
     def pairs(self) -> Pairs:
         """The names of all adaptors' tensors and of what they change, for preconditioning and centering."""
-        found = [layer.pairs(f"{name}.") for name, layer in self.layers().items()]
+        by_layer = [layer.pairs(f"{name}.") for name, layer in self.layers().items()]
         return Pairs(
-            factors=tuple(pair for pairs in found for pair in pairs.factors),
-            offsets=tuple(offset for pairs in found for offset in pairs.offsets),
+            factors=tuple(pair for pairs in by_layer for pair in pairs.factors),
+            offsets=tuple(offset for pairs in by_layer for offset in pairs.offsets),
         )
 
     @torch.no_grad()
@@ -103,8 +103,8 @@ class FloralModel(nn.Module):
         elif tuple(mixture.shape) != (self.num_clusters,):
             raise RecipeError(f"mixture: got shape {tuple(mixture.shape)}, needs ({self.num_clusters},)")
         model = copy.deepcopy(self.model)
-        found = [(name, module) for name, module in model.named_modules() if isinstance(module, AdaptedLayer)]
-        for name, layer in found:
+        adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, AdaptedLayer)]
+        for name, layer in adapted:
             model = replace_module(model, name, layer.fold(layer.alpha * mixture))
         return model
 
@@ -124,18 +124,18 @@ def roles(model: FloralModel) -> dict[str, Role]:
     "statistics" are running means and variances: the base's have ".base." in their name or belong to a norm without
     adaptors; a batch norm's adaptors have ``running_mean`` and ``running_var`` of their own.
     """
-    own = {
+    adaptor_names = {
         f"{prefix}.{name}"
         for prefix, layer in model.layers().items()
         for name, _ in layer.named_parameters(recurse=False)
     }
-    found: dict[str, Role] = {}
+    by_name: dict[str, Role] = {}
     for name, _ in model.named_parameters():
-        found[name] = "router" if name.startswith("router.") else "adaptor" if name in own else "base"
+        by_name[name] = "router" if name.startswith("router.") else "adaptor" if name in adaptor_names else "base"
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point():
-            found[name] = "statistics" if name.endswith(("running_mean", "running_var")) else "base"
-    return found
+            by_name[name] = "statistics" if name.endswith(("running_mean", "running_var")) else "base"
+    return by_name
 
 
 def initialisers(model: FloralModel) -> dict[str, Init]:
@@ -143,12 +143,12 @@ def initialisers(model: FloralModel) -> dict[str, Init]:
 
     Base parameters are not in it: they keep the values that the module has.
     """
-    found = {
+    by_name = {
         f"{prefix}.{name}": draw
         for prefix, layer in model.layers().items()
         for name, draw in layer.initialisers().items()
     }
-    return {**found, CLIENT_ROUTER: init_zero}
+    return {**by_name, CLIENT_ROUTER: init_zero}
 
 
 @dataclass(frozen=True, kw_only=True)

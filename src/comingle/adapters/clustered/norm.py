@@ -81,10 +81,10 @@ def _instance_norm(base: _InstanceNorm, x: Tensor, weight: Tensor, bias: Tensor 
     """``nn.InstanceNorm``'s forward with another gamma and beta; like it, takes an input without a batch."""
     base._check_input_dim(x)
     batched = x if x.dim() != base._get_no_batch_dim() else x.unsqueeze(0)
-    own = base.training or not base.track_running_stats
+    of_batch = base.training or not base.track_running_stats
     mean, var = base.running_mean, base.running_var
     momentum = base.momentum if base.momentum is not None else 0.0
-    y = F.instance_norm(batched, mean, var, weight, bias, own, momentum, base.eps)
+    y = F.instance_norm(batched, mean, var, weight, bias, of_batch, momentum, base.eps)
     return y if batched is x else y.squeeze(0)
 
 
@@ -158,8 +158,8 @@ class AdaptedBatchNorm(AdaptedNorm):
     def _statistics(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The base's running mean and variance, then the local ones."""
         names = ("running_mean", "running_var")
-        main, own = ([tensor(module, name) for name in names] for module in (self.base, self))
-        return main[0], main[1], own[0], own[1]
+        main, adapted = ([tensor(module, name) for name in names] for module in (self.base, self))
+        return main[0], main[1], adapted[0], adapted[1]
 
     def _follow(self, ahead: list[Tensor], keep: float) -> None:
         """Move the local statistics as the base's moved.

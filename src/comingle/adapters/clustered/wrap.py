@@ -78,7 +78,11 @@ class _Plan:
     def cut(self, layers: dict[str, nn.Module]) -> list[str]:
         """The layers whose weight cannot have the rank that was asked for."""
         forms = {name: (self.form(module), self.sized(module)) for name, module in layers.items()}
-        return [name for name, (one, own) in forms.items() if one and own and own.width < (self.rank or 0) * one.width]
+        return [
+            name
+            for name, (one, adapted) in forms.items()
+            if one and adapted and adapted.width < (self.rank or 0) * one.width
+        ]
 
     def adapt(self, base: nn.Module) -> AdaptedLayer:
         """The layer with its adaptors."""
@@ -145,18 +149,41 @@ def floral(
     return _wrap(model, plan, router, copy=copy, generator=generator)
 
 
+def adaptor_size(
+    model: nn.Module,
+    *,
+    rank: int | None = None,
+    budget: float | None = None,
+    conv: ConvForm = "balanced-2d",
+    lora: bool = True,
+    bias: bool = True,
+    norm: bool = True,
+) -> int:
+    """Parameters of the low-rank factors of one adaptor set that :func:`floral` would put into ``model``.
+
+    Raises:
+        RecipeError: as :func:`floral`.
+    """
+    check_size(rank, budget)
+    plan = _Plan(
+        num_clusters=1, rank=rank, budget=budget, alpha=1.0, conv=conv, lora=lora, bias=bias, norm=norm,
+        batch_nora=False, mixture=Mixture(),
+    )  # fmt: skip
+    return sum(form.size for module in find_layers(model, plan.wants).values() if (form := plan.sized(module)))
+
+
 def _wrap(
     model: nn.Module, plan: _Plan, router: ClientRouter, *, copy: bool, generator: torch.Generator | None
 ) -> FloralModel:
-    found = find_layers(model, plan.wants)
-    left = unadapted_leaves(model, found)
-    if not found:
+    layers = find_layers(model, plan.wants)
+    left = unadapted_leaves(model, layers)
+    if not layers:
         raise RecipeError(
             f"floral: nothing to adapt in {type(model).__name__} under these settings; it has "
             f"{shorten(left) or 'no parameters'}; adapted are {ADAPTABLE}"
         )
     model = _copied(model) if copy else model
-    wrapped = FloralModel(_replace(model, found, plan), router=router, mixture=plan.mixture, unadapted=left)
+    wrapped = FloralModel(_replace(model, layers, plan), router=router, mixture=plan.mixture, unadapted=left)
     _start(wrapped, generator)
     _report(wrapped, plan)
     return wrapped
@@ -195,8 +222,8 @@ def check_flags(**flags: bool) -> None:
             raise RecipeError(f"floral {name}: got {value!r}, needs True or False")
 
 
-def _replace(model: nn.Module, found: dict[str, nn.Module], plan: _Plan) -> nn.Module:
-    for name in found:
+def _replace(model: nn.Module, layers: dict[str, nn.Module], plan: _Plan) -> nn.Module:
+    for name in layers:
         model = replace_module(model, name, plan.adapt(model.get_submodule(name)))
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):

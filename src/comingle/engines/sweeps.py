@@ -20,7 +20,7 @@ Losses = Callable[[Any], Float[Tensor, "users models batch ..."]]
 
 
 @dataclass(frozen=True)
-class Survey:
+class TrainSweep:
     """Batches that stand for the training data of a cohort, to be asked about again and again."""
 
     feed: Feed
@@ -44,10 +44,10 @@ class Survey:
         """``q_m(s) ~ prior_m exp(-loss_m(s))`` of every training sample of each user, in their order."""
         shares = (prior.log().unsqueeze(2) - torch.cat(self.answers(losses), 2)).softmax(1)
         counts = torch.cat([drawn != PAD for drawn in self._batches], 1).sum(1).tolist()
-        return [own[:, :count] for own, count in zip(shares, counts, strict=True)]
+        return [of_user[:, :count] for of_user, count in zip(shares, counts, strict=True)]
 
     def means(self, losses: Losses) -> Float[Tensor, "users models"]:
         """Mean losses."""
-        total = torch.stack([found.flatten(2).sum(2) for found in self.answers(losses)]).sum(0)
+        total = torch.stack([batch_losses.flatten(2).sum(2) for batch_losses in self.answers(losses)]).sum(0)
         counts = torch.stack([self.feed.counted(drawn).cpu() for drawn in self._batches]).sum(0)
         return total / counts.to(total).unsqueeze(1)

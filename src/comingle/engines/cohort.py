@@ -1,0 +1,141 @@
+"""What a part of a method may ask of some users who are worked on together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from comingle.engines.members import Members
+from comingle.engines.optimizers import learning_rate
+from comingle.engines.scoring import Models, Scorer
+from comingle.engines.steps import Steps
+from comingle.engines.sweeps import Losses, TrainSweep
+from comingle.engines.training import cohorts
+from comingle.methods.client import Phase
+from comingle.models.stacked import StackedModel
+from comingle.trees import CLIENT_ROUTER, Tree, assign
+
+
+@dataclass(kw_only=True)
+class Cohort(Members):
+    """Users, with what they take steps and are scored with.
+
+    ``trainers`` are all users, of whom these are some; ``initial`` is what all of them had before any training, for
+    methods that ask for it.
+    """
+
+    steps: Steps
+    scorer: Scorer
+    trainers: Sequence[Any]
+    initial: Float[Tensor, "rows columns"]
+
+    @property
+    def router_rate(self) -> float:
+        """The router's learning rate in this round."""
+        training = self.steps.training
+        return learning_rate(training.router, self.round_number, training.rounds)
+
+    @property
+    def stacked(self) -> StackedModel:
+        """The model of users with a client-level mixture."""
+        assert isinstance(self.steps.model, StackedModel)
+        return self.steps.model
+
+    def reset(self, roles: frozenset[str]) -> None:
+        """Make the tensors of some roles what they were before any training."""
+        columns = self.layout.mask(roles).to(self.part.rows.device)
+        self.part.rows[:, columns] = self.initial[self.rows][:, columns]
+
+    def take_steps(self, phase: Phase) -> None:
+        """The optimiser steps of a phase, before the others."""
+        self.steps.take(self, phase, -1)
+
+    @torch.no_grad()
+    def component_losses(self) -> Float[Tensor, "users clusters"]:
+        """Mean training loss in nats under each component; 0 for users without data."""
+        model, mixture = self.stacked, self.steps.method.placement.mixture
+        assert mixture is not None
+        losses = self.part.rows.new_zeros(len(self.rows), mixture.clusters)
+        for some, owners in self._with_data():
+            tensors = self.steps.tensors(self.part.rows[some])
+            lost = self._sweep(owners).means(lambda batch, o=owners, t=tensors: model.component_losses(t, o, batch))
+            losses[some] = lost.to(losses)
+        return losses
+
+    @torch.no_grad()
+    def divide_samples(self) -> None:
+        """Every training sample's own mixture, for this round, and each user's as their mean (FedEM, eq. 7 and 8)."""
+        tensors, owners, model = self.steps.tensors(self.part.rows), self.owners, self.stacked
+        sweep = self._sweep(owners)
+        prior = model.shares(tensors)
+        shares = sweep.responsibilities(prior, lambda batch: model.component_losses(tensors, owners, batch))
+        self.sample_shares = shares
+        means = torch.stack([of_user.mean(1) for of_user in shares])
+        smallest = torch.finfo(means.dtype).tiny  # or a component would be lost for good
+        self.tensors[CLIENT_ROUTER].copy_(means.clamp(min=smallest).log())
+
+    @torch.no_grad()
+    def training_losses(self, models: Tree) -> Float[Tensor, "users models"]:
+        """Mean loss in nats of each model on each user's training data, as it is drawn for the round.
+
+        What a user does not share is as in its row. Users without data have zeros.
+        """
+        layout, shared = self.layout, self.steps.method.shared
+        count = next(iter(models.values())).shape[1]
+        losses = torch.zeros(len(self.rows), count, dtype=self.part.rows.dtype)
+        for some, owners in self._with_data():
+            sweep = self._sweep(owners)
+            for number in range(count):
+                with_model = self.part.rows[some]
+                assign(layout.views(with_model), layout, shared, {n: t[some, number] for n, t in models.items()})
+                losses[some, number] = sweep.means(self._losses(with_model, owners))[:, 0].to(losses)
+        return losses
+
+    def validation_losses(self, models: Tree) -> Float[Tensor, "users models"]:
+        """Mean validation loss in nats of each model on each user's text; what is not shared is as in its row."""
+        layout, shared = self.layout, self.steps.method.shared
+        count = next(iter(models.values())).shape[1]
+        pairs = [(user, model) for user in range(len(self.rows)) for model in range(count)]
+
+        def rows(numbers: Sequence[int]) -> Float[Tensor, "slots columns"]:
+            users, chosen = ([pairs[n][k] for n in numbers] for k in (0, 1))
+            with_model = self.part.rows[users]
+            assign(layout.views(with_model), layout, shared, {n: t[users, chosen] for n, t in models.items()})
+            return with_model if self.mask is None else with_model.mul_(self.mask[users])
+
+        owners = [self.owners[user] for user, _ in pairs]
+        sets = [self.trainers[owner].valid for owner in owners]
+        scores = self.scorer.score(Models(rows=rows, owners=owners), sets, range(len(pairs)))
+        return torch.tensor([score.mean_loss for score in scores], dtype=torch.float64).view(-1, count)
+
+    def copies(self) -> Float[Tensor, "copies users columns"]:
+        """Every set of tensors that the users train: the cohort holds all copies of each, one after the other."""
+        return self.part.rows.clone().view(self.steps.method.placement.copies, -1, self.part.rows.shape[1])
+
+    def validate(self, candidate: Float[Tensor, " columns"], user: int) -> float:
+        """Mean validation loss in nats of one user (by place) with these tensors as its model."""
+        owner = self.owners[user]
+        models = Models(rows=lambda numbers: candidate.expand(len(numbers), -1), owners=[owner])
+        return self.scorer.mean_loss(models, [self.trainers[owner].valid], [0])
+
+    # ---------------------------------------------------------------- helpers
+
+    def _with_data(self) -> Iterator[tuple[list[int], list[int]]]:
+        """Those who have training data, as many as go through the model at once: their places, and who they are."""
+        trainers, owners = self.trainers, self.owners
+        some = [i for i, owner in enumerate(owners) if len(trainers[owner].train)]
+        for group in cohorts(some, self.steps.portions.users):
+            yield group, [owners[i] for i in group]
+
+    def _sweep(self, owners: Sequence[int]) -> TrainSweep:
+        return TrainSweep(self.steps.feed, owners, self.round_number, self.steps.portions, self.part.rows.device)
+
+    def _losses(self, rows: Float[Tensor, "users columns"], owners: Sequence[int]) -> Losses:
+        """What the models of these rows lose on their users' batches."""
+        tensors, model = self.steps.tensors(rows), self.steps.model
+        return lambda batch: model.losses(tensors, owners, batch)[0].unsqueeze(1)

@@ -1,0 +1,83 @@
+"""How users' models are scored: losses, perplexities, what they answer, and how much each of their experts said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from comingle.adapters import watching
+from comingle.engines.steps import Steps
+from comingle.evaluation.answers import AnswerScore
+from comingle.evaluation.perplexity import Gates, Score
+from comingle.evaluation.samples import SampleScore
+from comingle.models.adapted import AdaptedModel
+from comingle.models.greedy import continue_prompts
+from comingle.models.mixed import MixedLanguageModel
+
+AnyScore = Score | SampleScore | AnswerScore
+"""Text, samples and answers are scored alike: ``mean_loss`` and ``measures``."""
+
+Rows = Callable[[Sequence[int]], Float[Tensor, "slots columns"]]
+"""The tensors of some models, by number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """Models to be scored: the tensors of each, by number, and the trainer whose experts and rank it has."""
+
+    rows: Rows
+    owners: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer:
+    """Scores models with what trains them."""
+
+    steps: Steps
+
+    @property
+    def routed(self) -> bool:
+        """Whether tokens are routed to experts."""
+        model = self.steps.model
+        return isinstance(model, AdaptedModel) and watching.routed(model.adapters)
+
+    def examine(self, models: Models, sets: Sequence[Any], numbers: Sequence[int]) -> Sequence[AnyScore]:
+        """The final score of test set i with model ``numbers[i]``, and how much each of its experts said."""
+        model, feed = self.steps.model, self.steps.feed
+        score = partial(feed.examine, partial(self.predict, models), partial(self.generate, models), sets, numbers)
+        if not self.routed:
+            return score(self.steps.portions, None)
+        assert isinstance(model, AdaptedModel)
+        with watching.watched(model.adapters):
+            return score(self.steps.portions, lambda: watching.gates(model.adapters))
+
+    def score(
+        self, models: Models, sets: Sequence[Any], numbers: Sequence[int], gates: Gates | None = None
+    ) -> Sequence[AnyScore]:
+        """Score set i, a token stream or samples, with model ``numbers[i]``."""
+        return self.steps.feed.score(partial(self.predict, models), sets, numbers, self.steps.portions, gates)
+
+    def mean_loss(self, models: Models, sets: Sequence[Any], numbers: Sequence[int]) -> float:
+        """Mean loss in nats over sets."""
+        return fmean(score.mean_loss for score in self.score(models, sets, numbers))
+
+    def predict(self, models: Models, numbers: Sequence[int], batch: Tensor) -> Float[Tensor, "slots batch ..."]:
+        """What model ``numbers[slot]`` makes of each slot's batch."""
+        tensors = self.steps.tensors(models.rows(numbers))
+        owners = [models.owners[number] for number in numbers]
+        return self.steps.model.predict(tensors, owners, batch.to(self.steps.model.device))
+
+    def generate(
+        self, models: Models, numbers: Sequence[int], prompts: Tensor, limit: int
+    ) -> Int64[Tensor, "slots batch new"]:
+        """How model ``numbers[slot]`` goes on after each slot's prompts."""
+        model = self.steps.model
+        assert isinstance(model, (AdaptedModel, MixedLanguageModel))
+        tensors = self.steps.tensors(models.rows(numbers))
+        return continue_prompts(model, tensors, [models.owners[n] for n in numbers], prompts, limit=limit)

@@ -1,0 +1,160 @@
+"""The server half: what the server keeps, and what it makes of messages. It never holds a user's row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from comingle.engines.state import draw
+from comingle.errors import RecipeError
+from comingle.methods.base import Method
+from comingle.methods.server import Received, ServerSetup
+from comingle.models.adapted import AdaptedModel
+from comingle.models.hardware import require_room
+from comingle.models.stacked import StackedModel
+from comingle.protocol.messages import COUNT, VALIDATION, Download, Upload, fill_ranks
+from comingle.trees import ADAPTOR, STATISTICS, Layout, Tree, restrict
+
+VERSION, LOWEST = "version", "lowest_loss"
+"""By which names its state holds :attr:`ServerHalf.version` and :attr:`ServerHalf.lowest_loss`."""
+
+
+@dataclass(kw_only=True)
+class ServerHalf:
+    """A method's server at work, with what it keeps.
+
+    ``users`` are the names of all who may take part. ``scales`` are their LoRA factors, which follow from settings that
+    everybody knows. ``version`` is the number of rounds after which it last aggregated, ``lowest_loss`` the lowest
+    mean validation loss that users have reported, where the best round is selected.
+    """
+
+    method: Method
+    layout: Layout
+    users: tuple[str, ...]
+    scales: Float[Tensor, " users"]
+    weighted: bool
+    clustered: frozenset[str]
+    centred: Callable[[Tree, Float[Tensor, " clusters"]], Tree]
+    kept: Tree = field(default_factory=dict)
+    version: int = 0
+    lowest_loss: float = math.inf
+
+    @property
+    def state(self) -> Tree:
+        """Everything that it goes on from."""
+        lowest = torch.tensor(self.lowest_loss, dtype=torch.float64)
+        return {**self.kept, VERSION: torch.tensor(self.version), LOWEST: lowest}
+
+    def restore(self, state: Tree) -> None:
+        """Go on from there."""
+        self.kept = {name: t for name, t in state.items() if name not in (VERSION, LOWEST)}
+        self.version, self.lowest_loss = int(state[VERSION]), float(state[LOWEST])
+
+    def answers(self, users: Sequence[str]) -> list[str]:
+        """Those of some users for whom there is something; peers answer nobody who has sent nothing."""
+        if not self.method.server.peer_to_peer:
+            return list(users)
+        senders = {self.users[sender] for sender in self.method.server.senders(self.kept)}
+        return [user for user in users if user in senders]
+
+    def download(self, users: Sequence[str], ranks: Tensor) -> Download:
+        """What these users get now."""
+        numbers = [self.users.index(user) for user in users]
+        senders = self.method.server.senders(self.kept)
+        return Download(
+            version=self.version,
+            users=tuple(users),
+            tensors=self.method.server.download(self.kept, numbers),
+            ranks=ranks,
+            senders=tuple(self.users[sender] for sender in senders),
+        )
+
+    @torch.no_grad()
+    def aggregate(self, upload: Upload) -> None:
+        """Take in the uploads of a round."""
+        numbers = [self.users.index(user) for user in upload.users]
+        received = Received(
+            users=numbers,
+            tensors=fill_ranks(upload.tensors, self.layout),
+            weights=self._weights(upload),
+            ranks=upload.ranks,
+            scales=self.scales[numbers],
+            reports=upload.reports,
+            clustered=self.clustered,
+            centred=self.centred,
+        )
+        self.method.server.aggregate(self.kept, received)
+        self.version = upload.round
+
+    def judge(self, report: Upload) -> bool:
+        """Whether the validation losses that users report have the lowest mean so far."""
+        loss = fmean(report.reports[VALIDATION].tolist())
+        lower = loss < self.lowest_loss
+        self.lowest_loss = min(loss, self.lowest_loss)
+        return lower
+
+    def _weights(self, upload: Upload) -> Float[Tensor, " users"]:
+        """Weight of each upload in means: equal, or by the amount of training data."""
+        counts = upload.reports[COUNT] if self.weighted else torch.ones(len(upload.users))
+        return averaging_weights(counts)
+
+
+def averaging_weights(counts: Tensor) -> Float[Tensor, " users"]:
+    """Weights in proportion to counts, float64."""
+    return counts.double() / counts.double().sum()
+
+
+def clustered(model: AdaptedModel | StackedModel, method: Method) -> frozenset[str]:
+    """The tensors whose leading axis is a mixture's components; whole models have statistics of their own."""
+    mixture = method.placement.mixture
+    roles = {ADAPTOR, STATISTICS} if mixture is not None and mixture.of == "models" else {ADAPTOR}
+    return frozenset(
+        slot.name for slot in model.layout.slots if len(slot_roles := set(slot.roles)) == 1 and slot_roles <= roles
+    )
+
+
+def start_server(
+    model: AdaptedModel | StackedModel, method: Method, users: Sequence[str], *, seed: int, weighted: bool
+) -> ServerHalf:
+    """The server before the first round.
+
+    Raises:
+        RecipeError: it merges or hands out whole models, and users' ranks differ.
+    """
+    if method.server.first_download and not bool(model.mask().all()):
+        raise RecipeError(
+            f"method {method.name}: adapters.rank differs between users; the server's models have one rank"
+        )
+    half = ServerHalf(
+        method=method,
+        layout=model.layout,
+        users=tuple(users),
+        scales=model.scales.cpu() if len(model.scales) == len(users) else model.scales.cpu().expand(len(users)),
+        weighted=weighted,
+        clustered=clustered(model, method),
+        centred=model.centre if isinstance(model, StackedModel) else lambda tensors, shares: tensors,
+    )
+    if method.shared:
+        models = restrict(model.layout.views(_first_models(model, method, seed)), model.layout, method.shared)
+        kept = method.server.start(ServerSetup(models=models, users=half.users, scales=half.scales, seed=seed))
+        half.kept = {name: t.to(model.device) for name, t in kept.items()}
+    return half
+
+
+def _first_models(model: AdaptedModel | StackedModel, method: Method, seed: int) -> Float[Tensor, "models columns"]:
+    """The differently initialised models that the server begins with; the first is what users start from."""
+    count, layout = method.server.server_models, model.layout
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    first = draw(layout, seed, "server").unsqueeze(0)
+    if isinstance(model, StackedModel):
+        others = model.other_starts
+    else:
+        require_room(f"method {method.name}", count, layout.columns)
+        others = torch.stack([draw(layout, seed, f"server/{n}") for n in range(1, count)]) if count > 1 else first[:0]
+    return torch.cat([first, others]).to(model.device, dtype)

@@ -1,0 +1,287 @@
+"""Clients: what a user does between two messages. Phases say what it trains; parts are whatever it does besides.
+
+Engines hand a part the :class:`Cohort` that it is about: users worked on in one batch, none of whom knows of another.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from comingle.adapters.inject import ATTENTION, EXPERT_ROLES, GENERALIST, ROUTER
+from comingle.trees import BASE, STATISTICS, Tree
+
+Stream = Literal["train", "valid"]
+
+ROUTERS = frozenset({ROUTER})
+
+MODEL = frozenset({ATTENTION, GENERALIST, BASE, STATISTICS})
+"""All of a model that travels: LoRA beside a frozen base, or a net with its running statistics."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Which tensors a user updates on which text, how often.
+
+    After every ``every``-th of a user's own local iterations the phase takes ``steps`` optimiser steps on the roles it
+    names, each on a fresh random batch of ``stream``. ``optimizer`` names whose settings and step count it uses;
+    "both" descends on all roles together, the routers with the router's settings, everything else with the experts'.
+    ``label`` names a random stream of its own for the batches.
+    """
+
+    roles: frozenset[str]
+    stream: Stream = "train"
+    every: int = 1
+    steps: int = 1
+    optimizer: Literal["experts", "router", "both"] = "experts"
+    label: str = ""
+
+    @property
+    def purpose(self) -> str:
+        """Whose random stream draws the batches: methods that train the same at one seed see the same."""
+        if self.label:
+            return self.label
+        return "router" if self.optimizer == "router" else "experts"
+
+    @property
+    def optimizers(self) -> tuple[tuple[Literal["experts", "router"], frozenset[str]], ...]:
+        """Which optimiser updates which roles."""
+        if self.optimizer != "both":
+            return ((self.optimizer, self.roles),)
+        routers = self.roles & ROUTERS
+        return (("experts", self.roles - routers), ("router", routers))
+
+
+class Cohort(ABC):
+    """Users that are worked on together, as a part sees them. Tensors have the users on their leading dimension."""
+
+    names: list[str]
+    """The users' names."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Tree:
+        """Everything that the users train, shared and local, to be changed in place."""
+
+    @property
+    @abstractmethod
+    def began(self) -> Tree:
+        """The same as it was when the round began; only for parts that say that they look back."""
+
+    @property
+    @abstractmethod
+    def kept(self) -> Tree:
+        """What parts keep of each user between rounds, to be changed in place."""
+
+    @property
+    @abstractmethod
+    def ranks(self) -> Int[Tensor, " users"]:
+        """LoRA ranks, to be changed in place."""
+
+    @property
+    @abstractmethod
+    def router_rate(self) -> float:
+        """The router's learning rate in this round."""
+
+    @abstractmethod
+    def reset(self, roles: frozenset[str]) -> None:
+        """Make the tensors of some roles what they were before any training."""
+
+    @abstractmethod
+    def take_steps(self, phase: Phase) -> None:
+        """The optimiser steps of a phase."""
+
+    @abstractmethod
+    def component_losses(self) -> Float[Tensor, "users clusters"]:
+        """Mean training loss in nats under each component."""
+
+    @abstractmethod
+    def divide_samples(self) -> None:
+        """Have each training sample mixed by shares of its own for the rest of the round, a user's by their mean."""
+
+    @abstractmethod
+    def training_losses(self, models: Tree) -> Float[Tensor, "users models"]:
+        """Mean training loss in nats under each of its ``models (users, models, *shape)``; 0 for users without data."""
+
+    @abstractmethod
+    def validation_losses(self, models: Tree) -> Float[Tensor, "users models"]:
+        """Mean validation loss in nats under each of its ``models (users, models, *shape)``."""
+
+    @abstractmethod
+    def copies(self) -> Float[Tensor, "copies users columns"]:
+        """Every set of tensors that the users train."""
+
+    @abstractmethod
+    def validate(self, candidate: Float[Tensor, " columns"], user: int) -> float:
+        """Mean validation loss in nats of one user (by place) with these tensors as its model."""
+
+
+class Part:
+    """Something that a user does besides its phases; every hook that it leaves out does nothing."""
+
+    roles: frozenset[str] = frozenset()
+    """What it trains."""
+    validates: ClassVar[bool] = False
+    """Whether it looks at validation text."""
+    language_only: ClassVar[bool] = False
+    """Whether it makes sense for language models alone."""
+    resizes: ClassVar[bool] = False
+    """Whether it changes ranks."""
+    looks_back: ClassVar[bool] = False
+    """Whether it asks for what a user had when the round began."""
+    sweeps: ClassVar[bool] = False
+    """Whether it asks, once a round, what each of several models or components loses on all training data."""
+
+    def start(self, names: Sequence[str], seed: int) -> Tree:
+        """What each user keeps for this part between rounds ``(users, ...)``, in :attr:`Cohort.kept`; never sent."""
+        return {}
+
+    def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree | None:
+        """One model ``(users, *shape)`` out of those that were downloaded; None: nothing to say about that."""
+
+    def received(self, cohort: Cohort) -> None:
+        """As soon as users have what they downloaded."""
+
+    def begin(self, cohort: Cohort) -> None:
+        """Before the local steps of a round."""
+
+    @property
+    def before(self) -> tuple[Phase, ...]:
+        """Phases that it takes then."""
+        return ()
+
+    @property
+    def resets(self) -> bool:
+        """Whether it asks for what a user had before any training."""
+        return False
+
+    def penalty(self, tensors: Tree, ranks: Int[Tensor, " users"]) -> Float[Tensor, " users"] | float:
+        """What is added to each user's objective."""
+        return 0.0
+
+    def correct(self, cohort: Cohort, gradients: Tree) -> None:
+        """Change gradients in place, behind the passes."""
+
+    def end(self, cohort: Cohort) -> None:
+        """After the local steps of a round."""
+
+    def report(self, cohort: Cohort) -> Tree:
+        """Numbers ``(users, ...)`` that go with each upload."""
+        return {}
+
+    def shares(self, cohort: Cohort) -> Float[Tensor, "users models"] | None:
+        """How much of each of several models every user has, for people to look at."""
+        return None
+
+    finishes: ClassVar[bool] = False
+    """Whether there is something to be done once, after the last exchange."""
+
+    def finish(self, cohort: Cohort) -> Float[Tensor, "users columns"]:
+        """The users' final tensors."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    """A user's side of a method.
+
+    With ``finetunes`` the model that counts is not what a user downloads, but what a local round of its own makes of
+    it, which is then forgotten. With ``drops_nonfinite`` a user whose tensors are not finite after its local steps is
+    left out of the round instead of ending the run.
+    """
+
+    phases: tuple[Phase, ...] = ()
+    parts: tuple[Part, ...] = ()
+    finetunes: bool = False
+    drops_nonfinite: bool = False
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """Every role that something trains."""
+        return frozenset().union(*(phase.roles for phase in self.phases), *(part.roles for part in self.parts))
+
+    @property
+    def before(self) -> tuple[Phase, ...]:
+        """Phases at the start of a round, before the others."""
+        return tuple(phase for part in self.parts for phase in part.before)
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether something asks for losses on all training data, once a round."""
+        return any(part.sweeps for part in self.parts)
+
+    @property
+    def optimizers(self) -> list[tuple[str, frozenset[str]]]:
+        """Which optimiser updates which roles, phase after phase."""
+        by_parts = [("router", part.roles) for part in self.parts if part.roles]
+        return by_parts + [pair for phase in self.phases for pair in phase.optimizers]
+
+    @property
+    def needs_validation(self) -> bool:
+        """Whether validation text is used for anything."""
+        return any(phase.stream == "valid" for phase in self.phases) or any(part.validates for part in self.parts)
+
+    @property
+    def resets(self) -> bool:
+        """Whether what users had before any training is asked for later."""
+        return any(part.resets for part in self.parts)
+
+    @property
+    def ends_exchanged(self) -> bool:
+        """Whether models count as they are behind the exchange, whatever the run's setting."""
+        return self.finetunes or any(part.finishes for part in self.parts)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether what a user began a round with is asked for later in the round."""
+        return self.drops_nonfinite or any(part.looks_back for part in self.parts)
+
+
+# ---------------------------------------------------------------- phases
+
+
+def joint(*, routed: bool) -> tuple[Phase, ...]:
+    """Experts (or the base, where it is trained), and the router if there is one, together.
+
+    Routers have settings of their own, whose rate is constant where the experts' follows a cosine (CoMiGS App. B.1).
+    """
+    if routed:
+        return (Phase(roles=frozenset((*EXPERT_ROLES, ROUTER)), optimizer="both"),)
+    return (Phase(roles=frozenset((*EXPERT_ROLES, BASE))),)
+
+
+def alternating(*, router_stream: Stream, router_every: int, router_steps: int) -> tuple[Phase, ...]:
+    """Experts on training text; after every ``router_every`` iterations the routers on ``router_stream``.
+
+    The router's batches are drawn afresh also where they come from the training text (CoMiGS Table 5, part iii).
+    """
+    router = Phase(
+        roles=frozenset({ROUTER}),
+        stream=router_stream,
+        every=router_every,
+        steps=router_steps,
+        optimizer="router",
+    )
+    return (Phase(roles=frozenset(EXPERT_ROLES)), router)
+
+
+# ---------------------------------------------------------------- parts that several methods have
+
+
+@dataclass(frozen=True)
+class Proximal(Part):
+    """Adds ``weight |theta - theta_0|^2`` to the objective, theta_0 what the user began the round with."""
+
+    weight: float
+    looks_back = True
+
+    def correct(self, cohort: Cohort, gradients: Tree) -> None:
+        """Its gradient, ``2 weight (theta - theta_0)``."""
+        now, before = cohort.tensors, cohort.began
+        for name, gradient in gradients.items():
+            gradients[name] = gradient + 2 * self.weight * (now[name] - before[name])

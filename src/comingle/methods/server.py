@@ -1,0 +1,181 @@
+"""Servers: what happens to uploads between two rounds, and what is sent back. They see messages and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from comingle.trees import Tree
+
+MODEL = "model."
+"""What servers keep of the model that everybody downloads, by the names of its tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSetup:
+    """What a server knows before the first round.
+
+    ``models`` are differently initialised ``(models, *shape)``; users have names and LoRA factors.
+    """
+
+    models: Tree
+    users: Sequence[str]
+    scales: Float[Tensor, " users"]
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    """The uploads of a round: tensors ``(users, *shape)`` of those who took part.
+
+    ``users`` are their numbers among all, in the order of the tensors. ``weights`` sum to 1. ``reports`` is what users
+    said besides their tensors, ``ranks`` and ``scales`` are their LoRA ranks and factors, and ``clustered`` names the
+    tensors whose second dimension is a mixture's components; ``centred`` maps aggregated base and components, and the
+    components' p(c), to the same with the components' mean in the base.
+    """
+
+    users: Sequence[int]
+    tensors: Tree
+    weights: Float[Tensor, " users"]
+    ranks: Int[Tensor, " users"]
+    scales: Float[Tensor, " users"]
+    reports: Tree = field(default_factory=dict)
+    clustered: frozenset[str] = frozenset()
+    centred: Callable[[Tree, Float[Tensor, " clusters"]], Tree] = lambda tensors, shares: tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A server without uploads, for methods that share nothing; the others derive from it.
+
+    What it keeps between rounds is a tree of tensors, which :meth:`start` makes and :meth:`aggregate` changes in place.
+    There is an exchange after round ``exchange_from``, then after every ``exchange_every``-th.
+    """
+
+    exchange_from: int = 1
+    exchange_every: int = 1
+
+    kind: ClassVar[Literal["none", "sum", "stack"]] = "none"
+    """"sum": all that it needs of uploads are weighted sums over users; "stack": it looks at each by itself."""
+    clipped_mean: ClassVar[bool] = False
+    """Whether what it publishes is a mean of uploads with weights that no upload decides on: then clipping uploads
+    bounds what one user can change, and differential privacy can be computed."""
+    peer_to_peer: ClassVar[bool] = False
+    """Whether everybody who took part downloads the others' uploads, at once."""
+    by_user: ClassVar[frozenset[str]] = frozenset()
+    """What of it has the users on its leading dimension."""
+    first_download: ClassVar[bool] = False
+    """Whether users download something before the first round."""
+
+    @property
+    def server_models(self) -> int:
+        """How many differently initialised models the server begins with."""
+        return 1
+
+    def exchanges(self, done: int) -> bool:
+        """Whether there is an exchange after round ``done`` (from 1)."""
+        since = done - self.exchange_from
+        return since >= 0 and since % self.exchange_every == 0
+
+    def start(self, setup: ServerSetup) -> Tree:
+        """What the server keeps before the first round."""
+        return {}
+
+    def aggregate(self, kept: Tree, received: Received) -> None:
+        """What it keeps after a round."""
+
+    def download(self, kept: Tree, users: Sequence[int]) -> Tree:
+        """Models ``(users, models, *shape)`` for some users, by their number among all."""
+        return {}
+
+    def senders(self, kept: Tree) -> Sequence[int]:
+        """Of peers, whose uploads :meth:`download` gives, by their number among all users."""
+        return ()
+
+    def merging_weights(self, kept: Tree) -> Float[Tensor, "users models"] | None:
+        """How much of each of the server's models every user has, where it knows."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mean(Server):
+    """Everybody gets the weighted mean (McMahan et al. 2017); what derives from it changes weights or takes steps."""
+
+    kind = "sum"
+    clipped_mean = True
+
+    def start(self, setup: ServerSetup) -> Tree:
+        """The model that users start from."""
+        return {MODEL + name: t[0].clone() for name, t in setup.models.items()}
+
+    def coefficients(self, received: Received) -> Tree:
+        """By what each upload is multiplied in the sums: one number, or one for each component."""
+        return dict.fromkeys(received.tensors, received.weights)
+
+    def step(self, kept: Tree, sums: Tree, received: Received) -> None:
+        """The next model, of what the uploads' weighted sums are."""
+        for name, t in sums.items():
+            kept[MODEL + name].copy_(t)
+
+    def aggregate(self, kept: Tree, received: Received) -> None:
+        """Sums, then a step."""
+        self.step(kept, weighted_sums(received.tensors, self.coefficients(received)), received)
+
+    def download(self, kept: Tree, users: Sequence[int]) -> Tree:
+        """The one model, not copied."""
+        return {name: t.expand(len(users), 1, *t.shape) for name, t in model_of(kept).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanByCluster(Mean):
+    """The weighted mean, of each component by how much its users make of it (FLoRAL, Algorithm 1, lines 11 and 12)."""
+
+    clipped_mean = False
+
+    def coefficients(self, received: Received) -> Tree:
+        """``p(k)``, and of components ``p(k|c)``."""
+        shares = aggregation_weights(received.reports["mixture"], received.weights)
+        by_name = super().coefficients(received)
+        return {name: shares if name in received.clustered else weights for name, weights in by_name.items()}
+
+
+def weighted_sums(uploads: Tree, coefficients: Tree) -> Tree:
+    """``sum_u weight_u upload_u``; where weights have components, of each component by its own."""
+    return {name: _weighted_sum(t, coefficients[name].to(t)) for name, t in uploads.items()}
+
+
+def _weighted_sum(uploads: Tensor, weights: Float[Tensor, "users ..."]) -> Tensor:
+    if weights.dim() == 1:
+        return torch.tensordot(weights, uploads, dims=1)
+    return torch.einsum("uc,uc...->c...", weights, uploads)
+
+
+def model_of(kept: Tree) -> Tree:
+    """The tensors of the one model that a server keeps."""
+    return {name.removeprefix(MODEL): t for name, t in kept.items() if name.startswith(MODEL)}
+
+
+def mix(uploads: Tree, matrix: Float[Tensor, "receivers senders"]) -> Tree:
+    """Receiver i gets ``sum_j matrix_ij upload_j``: the identity is Local, a constant row is FedAvg."""
+    return {name: torch.tensordot(matrix.to(t), t, dims=1) for name, t in uploads.items()}
+
+
+def aggregation_weights(
+    mixtures: Float[Tensor, "users clusters"], weights: Float[Tensor, " users"]
+) -> Float[Tensor, "users clusters"]:
+    """``p(k|c) = pi_c^k p(k) / sum_k' pi_c^k' p(k')`` (FLoRAL eq. 2).
+
+    A component that nobody present makes anything of has been changed by nobody: its plain mean keeps it as it is.
+    """
+    joint = mixtures.to(weights) * weights.unsqueeze(1)
+    total = joint.sum(0)
+    return torch.where(total > EMPTY, joint / total.clamp(min=EMPTY), weights.unsqueeze(1))
+
+
+EMPTY = 1e-12
+"""A cluster with less weight than this has no users."""

@@ -1,0 +1,1 @@
+"""What passes between users and the server: messages, and the one door through which they go."""

@@ -1,0 +1,120 @@
+"""The messages of a federation. A cohort's are stacked; over a wire each of them is one user's.
+
+Nothing else passes between the two halves: a :class:`Download` from the server, an :class:`Upload` back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from comingle.trees import Layout, Tree
+
+LOSS, COUNT = "loss", "count"
+"""Reports of every user: its mean training loss in nats, and where means are weighted by it, its amount of data."""
+
+VALIDATION = "validation_loss"
+"""What users report, without tensors, where the run ends with the models of the round in which this was lowest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Download:
+    """What the server sends to ``users``: models, of which each user makes one.
+
+    Tensors are ``(users, models, *shape)``: one model that all have in common (a view: it is not copied), one for each
+    user, candidates to choose from, or what ``senders`` have uploaded, in their order. ``version`` is the
+    number of rounds after which the server last aggregated, 0 before the first. ``ranks`` are the users' LoRA ranks, to
+    which what travels is cut; 0 where there are none.
+    """
+
+    version: int
+    users: tuple[str, ...]
+    tensors: Tree
+    ranks: Int[Tensor, " users"]
+    senders: tuple[str, ...] = ()
+
+    def of(self, at: int) -> Download:
+        """One user's own message; its tensors are views."""
+        name = self.users[at : at + 1]
+        return replace(self, users=name, tensors=_row(self.tensors, at), ranks=self.ranks[at : at + 1])
+
+    def split(self) -> list[Download]:
+        """Each user's own."""
+        return [self.of(at) for at in range(len(self.users))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upload:
+    """What ``users`` send after their local steps of a round: shared tensors ``(users, *shape)``, and numbers.
+
+    Tensors are copies of users' rows, never views. ``reports`` are the few numbers ``(users, ...)`` that the method
+    declares, and :data:`LOSS` and :data:`COUNT`. ``ranks`` are the users' LoRA ranks, 0 where there are none: tensors
+    of a smaller rank than others are filled up with zeros.
+    """
+
+    round: int
+    users: tuple[str, ...]
+    tensors: Tree
+    ranks: Int[Tensor, " users"]
+    reports: Tree = field(default_factory=dict)
+
+    def of(self, at: int) -> Upload:
+        """One user's own message; its tensors are views."""
+        of_user = {"users": self.users[at : at + 1], "ranks": self.ranks[at : at + 1]}
+        return replace(self, **of_user, tensors=_row(self.tensors, at), reports=_row(self.reports, at))
+
+    def split(self) -> list[Upload]:
+        """Each user's own."""
+        return [self.of(at) for at in range(len(self.users))]
+
+
+def join_uploads(parts: Sequence[Upload]) -> Upload:
+    """Several users' uploads of one round as one, tensors of a smaller rank filled up with zeros."""
+    first = parts[0]
+    assert all(part.round == first.round for part in parts)
+    return replace(
+        first,
+        users=tuple(user for part in parts for user in part.users),
+        tensors={name: _together([part.tensors[name] for part in parts]) for name in first.tensors},
+        ranks=torch.cat([part.ranks for part in parts]),
+        reports={name: torch.cat([part.reports[name] for part in parts]) for name in first.reports},
+    )
+
+
+def join_downloads(parts: Sequence[Download]) -> Download:
+    """Several users' downloads of one version as one, tensors of a smaller rank filled up with zeros."""
+    first = parts[0]
+    assert all(part.version == first.version for part in parts)
+    return replace(
+        first,
+        users=tuple(user for part in parts for user in part.users),
+        tensors={name: _together([part.tensors[name] for part in parts]) for name in first.tensors},
+        ranks=torch.cat([part.ranks for part in parts]),
+    )
+
+
+def fill_ranks(tensors: Tree, layout: Layout) -> Tree:
+    """LoRA factors ``(..., rank, width)`` filled up with zeros to the largest rank that a user may have."""
+    wanted = {slot.name: slot.shape[-2] for slot in layout.slots if slot.name.endswith((".a", ".b"))}
+    return {name: _filled(t, wanted[name]) if name in wanted else t for name, t in tensors.items()}
+
+
+def _filled(factor: Tensor, rank: int) -> Tensor:
+    missing = rank - factor.shape[-2]
+    return torch.nn.functional.pad(factor, (0, 0, 0, missing)) if missing > 0 else factor
+
+
+def _row(tree: Tree, at: int) -> Tree:
+    return {name: t[at : at + 1] for name, t in tree.items()}
+
+
+def _together(parts: Sequence[Tensor]) -> Tensor:
+    """``(users, ..., rank, width)`` of different ranks, one after the other."""
+    if len({part.shape[1:] for part in parts}) == 1:
+        return torch.cat(list(parts))
+    most = max(part.shape[-2] for part in parts)
+    return torch.cat([_filled(part, most) for part in parts])

@@ -1,0 +1,165 @@
+"""Messages as bytes: the only way in which anything leaves a user.
+
+    magic "CMGL" · format version · length of the header · length of the tensors · CRC-32 of both · header · tensors
+
+The header is JSON: the kind of the message, its round or version, whose it is, and its rank. The tensors are in the
+format of safetensors. Nothing in a message is ever executed. A message whose lengths, checksum, version or tensors
+are not as they must be is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from comingle.errors import MessageError
+from comingle.protocol.messages import Download, Upload
+from comingle.trees import Tree
+
+FORMAT = 1
+"""Raised when the bytes of a message change their meaning."""
+
+_MAGIC = b"CMGL"
+_PREFIX = struct.Struct("<4sHIQI")
+_REPORT = "report/"
+_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
+_WIDTHS = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2, "I64": 8}
+_ORDER = ("I64", "F64", "F32", "BF16", "F16")
+"""Safetensors puts tensors in this order, and those of one type in that of their names."""
+_LENGTH_BYTES = 8
+"""Safetensors begins with the length of its header."""
+
+MAX_BYTES = 8 << 30
+"""Longer messages are refused before anything of them is read."""
+
+
+def pack(message: Download | Upload) -> bytes:
+    """One user's message as bytes."""
+    header = json.dumps(_header(message), separators=(",", ":")).encode()
+    tensors = save({name: t.detach().contiguous().cpu() for name, t in _tensors(message).items()})
+    check = zlib.crc32(tensors, zlib.crc32(header))
+    return _PREFIX.pack(_MAGIC, FORMAT, len(header), len(tensors), check) + header + tensors
+
+
+def unpack(data: bytes) -> Download | Upload:
+    """The message that :func:`pack` made bytes of.
+
+    Raises:
+        MessageError: not such bytes: truncated, changed on the way, or of another version.
+    """
+    header, tensors = _parts(data)
+    try:
+        return _read(json.loads(header), load(tensors))
+    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+        raise MessageError(f"message: not one of comingle's ({type(error).__name__}: {error})") from None
+
+
+def packed_bytes(message: Download | Upload) -> list[int]:
+    """The length of :func:`pack`'s bytes of each user, without packing: from names, shapes and types alone."""
+    senders = set(message.senders) if isinstance(message, Download) else set[str]()
+    known: dict[tuple[int, bool], int] = {}
+    lengths = []
+    for at, (user, rank) in enumerate(zip(message.users, message.ranks.tolist(), strict=True)):
+        key = rank, user in senders
+        name = _name_bytes(user)
+        if key not in known:
+            known[key] = _length(message.of(at)) - name
+        lengths.append(known[key] + name)
+    return lengths
+
+
+def _length(message: Download | Upload) -> int:
+    """The same of one user's."""
+    if isinstance(message, Download) and message.senders:  # so that nothing is copied
+        message = replace(message, tensors={name: t.to("meta") for name, t in message.tensors.items()})
+    header = len(json.dumps(_header(message), separators=(",", ":")).encode())
+    shapes = tuple((name, _DTYPES[t.dtype], tuple(t.shape)) for name, t in _tensors(message).items())
+    return _PREFIX.size + header + _tensors_bytes(shapes)
+
+
+@lru_cache(maxsize=1 << 16)
+def _name_bytes(user: str) -> int:
+    return len(json.dumps(user).encode())
+
+
+def _header(message: Download | Upload) -> dict[str, Any]:
+    (user,), rank = message.users, int(message.ranks[0])
+    if isinstance(message, Upload):
+        return {"kind": "upload", "round": message.round, "user": user, "rank": rank}
+    header: dict[str, Any] = {"kind": "download", "version": message.version, "user": user, "rank": rank}
+    return header | ({"senders": list(message.senders)} if message.senders else {})
+
+
+def _tensors(message: Download | Upload) -> Tree:
+    """What travels: without the dimension of users, cut to the user's rank, without what the user itself has sent."""
+    rank = int(message.ranks[0])
+    of_user = {name: _cut(name, t[0], rank) for name, t in message.tensors.items()}
+    if isinstance(message, Upload):
+        return of_user | {_REPORT + name: t[0] for name, t in message.reports.items()}
+    if message.users[0] not in message.senders:
+        return of_user
+    kept = [i for i, sender in enumerate(message.senders) if sender != message.users[0]]
+    return {name: t[kept] for name, t in of_user.items()}
+
+
+def _cut(name: str, t: Tensor, rank: int) -> Tensor:
+    """A LoRA factor without the padding beyond its user's rank."""
+    return t[..., :rank, :] if rank and name.endswith((".a", ".b")) else t
+
+
+def _parts(data: bytes) -> tuple[bytes, bytes]:
+    if len(data) < _PREFIX.size or data[: len(_MAGIC)] != _MAGIC:
+        raise MessageError(f"message: {len(data)} bytes that do not begin as a message of comingle does")
+    _, version, header, tensors, check = _PREFIX.unpack_from(data)
+    if version != FORMAT:
+        raise MessageError(f"message: of format {version}; allowed: {FORMAT}")
+    wanted = _PREFIX.size + header + tensors
+    if wanted != len(data) or wanted > MAX_BYTES:
+        raise MessageError(f"message: has {len(data)} bytes and says that it has {wanted}; at most {MAX_BYTES}")
+    middle = _PREFIX.size + header
+    if zlib.crc32(data[_PREFIX.size :]) != check:
+        raise MessageError("message: its checksum is wrong, so something has changed on the way")
+    return data[_PREFIX.size : middle], data[middle:]
+
+
+def _read(header: Mapping[str, Any], tensors: Tree) -> Download | Upload:
+    stacked = {name: t.unsqueeze(0) for name, t in tensors.items()}
+    if header["kind"] == "download":
+        return Download(
+            version=int(header["version"]),
+            users=(str(header["user"]),),
+            tensors=stacked,
+            ranks=torch.tensor([int(header["rank"])]),
+            senders=tuple(str(sender) for sender in header.get("senders", ())),
+        )
+    return Upload(
+        round=int(header["round"]),
+        users=(str(header["user"]),),
+        tensors={name: t for name, t in stacked.items() if not name.startswith(_REPORT)},
+        ranks=torch.tensor([int(header["rank"])]),
+        reports={n.removeprefix(_REPORT): t for n, t in stacked.items() if n.startswith(_REPORT)},
+    )
+
+
+@lru_cache(maxsize=256)
+def _tensors_bytes(shapes: tuple[tuple[str, str, tuple[int, ...]], ...]) -> int:
+    """The length of safetensors' bytes: 8, its header filled up to a multiple of 8, and the tensors."""
+    ordered = sorted(shapes, key=lambda shape: (_ORDER.index(shape[1]), shape[0]))
+    entries, at = {}, 0
+    for name, dtype, shape in ordered:
+        size = math.prod(shape) * _WIDTHS[dtype]
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (at, at + size)}
+        at += size
+    header = len(json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode())
+    return _LENGTH_BYTES + -(-header // 8) * 8 + at

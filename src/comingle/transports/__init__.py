@@ -1,0 +1,1 @@
+"""Transports move messages between the two halves."""

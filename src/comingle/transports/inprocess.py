@@ -1,0 +1,94 @@
+"""Both halves in one process: a cohort's messages stay stacked, and are counted as if each were sent by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from comingle.engines.client import Clients
+from comingle.engines.clock import Federation
+from comingle.engines.server import ServerHalf, start_server
+from comingle.protocol.messages import LOSS, VALIDATION, Download, Upload, join_downloads, join_uploads
+from comingle.protocol.wire import pack, packed_bytes, unpack
+
+
+@dataclass(kw_only=True)
+class InProcess(Federation):
+    """Moves messages and counts their bytes; with ``serialise`` every one of them is packed and unpacked."""
+
+    clients: Clients
+    server: ServerHalf
+    serialise: bool = False
+    upload_bytes: int = 0
+    download_bytes: int = 0
+    _sent: Upload | None = None
+
+    def download(self, members: Sequence[int]) -> None:
+        """Those of these users who are behind receive what the server has."""
+        behind = self.clients.behind(self.server.version, members) if self.clients.shares else []
+        names = self.server.answers([self.clients.trainers[member].name for member in behind])
+        if not names:
+            return
+        ranks = self.clients.state.ranks[self.clients.numbers(names)].cpu()
+        message = self.server.download(names, ranks)
+        self.download_bytes += sum(packed_bytes(message))
+        self.clients.receive(_downloaded(message.split()) if self.serialise else message)
+
+    def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
+        """These users send what they share, and how well they did, after round ``done``."""
+        said = {LOSS: torch.tensor([losses[member] for member in members])}
+        message = self.clients.upload(members, done, said)
+        self.upload_bytes += sum(packed_bytes(message))
+        self._sent = _uploaded(message.split()) if self.serialise else message
+
+    def aggregate(self) -> None:
+        """The server takes in what has been sent; between peers everybody who took part hears of it at once."""
+        assert self._sent is not None
+        users, self._sent = self._sent.users, self.server.aggregate(self._sent)
+        if self.clients.method.server.peer_to_peer:
+            self.download(self.clients.numbers(users))
+            self.server.kept.clear()
+
+    def select(self, done: int, losses: dict[str, float]) -> None:
+        """Users report validation losses after round ``done``; if their mean is the lowest, all keep what they have."""
+        message = Upload(
+            round=done,
+            users=tuple(losses),
+            tensors={},
+            ranks=torch.zeros(len(losses), dtype=torch.int64),
+            reports={VALIDATION: torch.tensor(list(losses.values()), dtype=torch.float64)},
+        )
+        self.upload_bytes += sum(packed_bytes(message))
+        if self.server.judge(_uploaded(message.split()) if self.serialise else message):
+            self.clients.state.remember(done)
+
+
+def federate(clients: Clients) -> InProcess:
+    """These users with a server of their own.
+
+    Raises:
+        RecipeError: the method's server cannot serve such users.
+    """
+    training = clients.training
+    server = start_server(
+        clients.model,
+        clients.method,
+        [trainer.name for trainer in clients.trainers],
+        seed=training.seed,
+        weighted=training.weighting != "uniform",
+    )
+    return InProcess(clients=clients, server=server)
+
+
+def _downloaded(parts: Sequence[Download]) -> Download:
+    """What arrives where each user's message goes over a wire."""
+    messages = [unpack(pack(part)) for part in parts]
+    return join_downloads([part for part in messages if isinstance(part, Download)])
+
+
+def _uploaded(parts: Sequence[Upload]) -> Upload:
+    """The same."""
+    messages = [unpack(pack(part)) for part in parts]
+    return join_uploads([part for part in messages if isinstance(part, Upload)])

@@ -1,0 +1,21 @@
+"""What a real exchange moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from comingle.transports.inprocess import InProcess
+
+
+def exchanged(federation: InProcess, members: Sequence[int] | None = None) -> tuple[int, int]:
+    """Bytes that members (everybody, or so many) send and receive in the first round's exchange."""
+    clients = federation.clients
+    if not clients.shares:
+        return 0, 0
+    members = range(len(clients.trainers)) if members is None else members
+    federation.download(members)  # what users of some methods have before the first round
+    federation.upload_bytes = federation.download_bytes = 0
+    federation.upload(members, 1, dict.fromkeys(members, 1.0))
+    federation.aggregate()
+    federation.download(members)
+    return federation.upload_bytes, federation.download_bytes

@@ -1,0 +1,50 @@
+"""The bytes of a plan are those that a run counts, for every method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from comingle.costing.messages import count_exchanges, mean_bytes, message_bytes
+from comingle.engines.clock import Clock
+from comingle.engines.rounds import run_rounds
+from comingle.methods import REGISTRY, make
+from comingle.nets import check_method
+from comingle.recipes import parse_recipe
+
+
+def runs_on_text(name: str) -> bool:
+    try:
+        check_method(parse_recipe({"method": name, "data": {"users": {"a": "b"}}}))
+    except ValueError:
+        return False
+    return True
+
+
+ON_TEXT = [name for name in REGISTRY if runs_on_text(name)]
+
+
+@pytest.mark.parametrize("evaluated", ["local", "exchanged"])
+@pytest.mark.parametrize("name", REGISTRY)
+def test_a_plan_has_the_bytes_that_a_run_counts(name: str, evaluated: str, federate: Any, federate_nets: Any) -> None:
+    """Everybody takes part; some methods begin with a download."""
+    made = federate if name in ON_TEXT else federate_nets
+    method = {"name": name, "exchange_from": 1, "exchange_every": 1} if name == "pcl" else name
+    federation = made(method, changes={"training.rounds": 3, "evaluation.model": evaluated})
+    users = [user.name for user in federation.clients.trainers]
+    planned, exchanges = message_bytes(federation, users), count_exchanges(federation)
+    clock = Clock()
+    run_rounds(federation, observe=lambda event: None, clock=clock)
+    downloads = exchanges + make(name).server.first_download
+    assert clock.upload_bytes == exchanges * sum(sent for sent, _ in planned)
+    assert clock.download_bytes == downloads * sum(received for _, received in planned)
+    assert bool(clock.upload_bytes) == bool(exchanges)
+
+
+def test_names_travel_so_users_differ_by_their_lengths(federate: Any) -> None:
+    federation = federate("fedavg", users=("a", "ab", "abc"))
+    found = message_bytes(federation, ("a", "ab", "abc"))
+    (one, _), (two, _), (three, _) = found
+    assert (two - one, three - two) == (1, 1)
+    assert mean_bytes(found) == found[1]
