@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comingle.models.adapted import share_weights
+from comingle.models.copying import share_weights
 from comingle.models.language import load_base
 
 RANK, SCALE = 8, 16 / math.sqrt(8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from comingle.adapters.inject import AdapterSettings, ExpertCounts
 from comingle.adapters.layouts import Targets
@@ -41,6 +41,7 @@ from comingle.models.language import Base
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import PersonalNet, personal_net
+from comingle.models.stacked import StackedModel
 from comingle.nets import build_nets, mix_base, warn_unread
 from comingle.opening import reopen
 from comingle.progress import LOADING, reporting
@@ -86,7 +87,7 @@ class Run:
             tensors = {k: t.to(model.dtype) for k, t in personal_tensors(model.layout, clients.state, row).items()}
         if isinstance(model, (AdaptedModel, MixedLanguageModel)):
             return PersonalModel(name=name, model=model, tensors=tensors, row=clients.owners([row])[0])
-        return personal_net(name, model, tensors)
+        return personal_net(name, cast(StackedModel, model), tensors)
 
 
 # -------------------------------------------------------------------- public verbs

@@ -111,7 +111,7 @@ def test_no_reason_for_an_empty_error(
 def test_a_rank_above_some_weights_is_warned_of(recipe_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     recipe = load_recipe(recipe_file).with_changes({"adapters.rank": [16, 1, 16]})
     materials = prepare(recipe)
-    assert build(recipe, materials).clients.adapted.adapters.ranks.tolist() == [16, 1, 16]
+    assert build(recipe, materials).clients.model.adapters.ranks.tolist() == [16, 1, 16]
     assert caplog.messages == []
     build(recipe.with_changes({"adapters.rank": [3, 32, 17]}), materials)
     assert caplog.messages == [

@@ -147,8 +147,8 @@ def naive(sim: Clients, rows: Sequence[Tensor], tensors: dict[str, Tensor], row:
         window = window[window != PAD]
         asked = int((window < 0).sum())
         ids = torch.where(window < 0, -2 - window, window)
-        sim.adapted.adapters.bind(tensors, [row])
-        logits = sim.adapted.network(input_ids=ids.unsqueeze(0)).logits[0]
+        sim.model.adapters.bind(tensors, [row])
+        logits = sim.model.network(input_ids=ids.unsqueeze(0)).logits[0]
         first = 1 if prompts else asked
         losses.append(F.cross_entropy(logits[first - 1 : -1], ids[first:], reduction="none"))
     return torch.cat(losses).mean()

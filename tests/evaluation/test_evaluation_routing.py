@@ -17,7 +17,7 @@ from comingle.models.personal import PersonalModel
 
 def person(clients: Clients, row: int) -> PersonalModel:
     tensors = {name: tensor[row : row + 1] for name, tensor in clients.model.layout.views(clients.state.rows).items()}
-    return PersonalModel(name=clients.users[row].name, model=clients.adapted, tensors=tensors, row=row)
+    return PersonalModel(name=clients.users[row].name, model=clients.model, tensors=tensors, row=row)
 
 
 @pytest.fixture(scope="module")

@@ -175,7 +175,7 @@ def test_a_run_on_images_predicts_as_it_scores(tmp_path: Path) -> None:
     )
     done = run(recipe)
     federation = done.federation
-    assert federation.clients.stacked.mixes_probabilities
+    assert federation.clients.model.mixes_probabilities
     for user, score in zip(federation.clients.users, federation.clients.evaluate(), strict=True):
         own = done.user(user.name)
         assert own.evaluate(user.test).measures == pytest.approx(score.measures, rel=1e-5)

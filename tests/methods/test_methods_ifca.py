@@ -123,7 +123,7 @@ def test_losses_are_those_of_whole_training_sets_with_batch_norm(federate_nets: 
     soup = {n.removeprefix("soup."): t for n, t in federation.server.kept.items() if n.startswith("soup.")}
     found = assessed(federation, soup, 0)
     torch.testing.assert_close(assessed(parts, soup, 0), found, rtol=1e-9, atol=1e-12)
-    net = federation.clients.stacked.net.eval()
+    net = federation.clients.model.net.eval()
     for k in EVERYONE:
         x, y = samples_of(federation, k)
         for j in range(MODELS):

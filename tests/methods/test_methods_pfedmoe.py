@@ -25,7 +25,7 @@ Parts = tuple[nn.Module, nn.Module, nn.Module, nn.Module]
 
 def pair_of(federation: InProcess, user: int) -> Parts:
     """The user's shared and own extractor, its head and its gate, as modules of their own."""
-    net = federation.clients.stacked.net
+    net = federation.clients.model.net
     assert isinstance(net, GatedPair)
     own = copy.deepcopy(net)
     own.load_state_dict(
@@ -84,7 +84,7 @@ def test_rounds_equal_torch_written_out(federate_nets: Any, members: list[int]) 
         tensors = {
             n: t[k : k + 1] for n, t in federation.clients.model.layout.views(federation.clients.state.rows).items()
         }
-        torch.testing.assert_close(personal_net("ann", federation.clients.stacked, tensors).predict(x), made)
+        torch.testing.assert_close(personal_net("ann", federation.clients.model, tensors).predict(x), made)
 
 
 def test_an_extractor_travels_and_the_gate_is_small(federate_nets: Any) -> None:

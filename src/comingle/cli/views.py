@@ -85,9 +85,10 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     from comingle.reports.tokens import Text, TokenView
 
     clients = run.federation.clients
-    tokenizer = clients.adapted.base.tokenizer
     streams: list[tuple[str, str | None, Any]]
+    people = [generating_model(run, name) for name in users]
     if texts:
+        tokenizer = people[0].model.base.tokenizer
         assert tokenizer is not None
         encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in texts]
         streams = [
@@ -97,7 +98,6 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     else:
         streams = [(u.name, u.name, test_tokens(u)[:length]) for u in clients.users if u.name in users]
         streams.sort(key=lambda stream: users.index(stream[0]))
-    people = [generating_model(run, name) for name in users]
     routes = [[one.route(ids, context=clients.training.context) for one in people] for _, _, ids in streams]
     return TokenView(
         label=label,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -16,10 +17,11 @@ from comingle.errors import RecipeError
 from comingle.experiment import training_settings
 from comingle.methods import make
 from comingle.methods.base import Method
-from comingle.models.adapted import share_weights
 from comingle.models.base import Base
+from comingle.models.copying import share_weights
 from comingle.models.language import backbone, lm_head
 from comingle.models.mixed import MixedLanguageModel
+from comingle.models.stacked import StackedModel
 from comingle.nets import build_nets
 from comingle.recipes import Recipe
 from comingle.transports.inprocess import InProcess, federate
@@ -39,14 +41,11 @@ def bare_nets(recipe: Recipe, task: Task) -> InProcess:
     clusters = max(1, len({user.cluster for user in task.users}))  # with fewer it would be another task
     federation = build_nets(recipe, replace(task, users=task.users[:clusters]), method, training)
     first = federation.clients
-    feed, users = first.feed, list(task.users[: first.portions.users])
-    assert isinstance(feed, SampleFeed)
+    feed, users = cast(SampleFeed, first.feed), list(task.users[: first.portions.users])
     if len(users) <= clusters:
         return federation
-    model = replace(first.stacked, users=len(users))
-    device, dtype = model.device, model.dtype
-    feed = SampleFeed(users, training, feed.batch_size, device=device, dtype=dtype, least=feed.least)
-    return federate(Clients(model, method, training, trainers=users, users=users, feed=feed))
+    model = cast(StackedModel, first.model).for_users(len(users))
+    return federate(Clients(model, method, training, trainers=users, users=users, feed=feed.of(users)))
 
 
 def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLanguageModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Int
@@ -40,7 +40,7 @@ def count_users(federation: InProcess, names: tuple[str, ...]) -> list[UserCost]
     for key, members in alike.items():
         row = rows[min(members[0], len(rows) - 1)]
         counts_of_row = {role: counts[row % len(clients.trainers)] for role, counts in parameters.items()}
-        shape = Shape(clients, row, dict(zip((s.name for s in clients.adapted.layout.slots), key, strict=True)))
+        shape = Shape(clients, row, dict(zip((s.name for s in clients.model.layout.slots), key, strict=True)))
         sent, received = mean_bytes([messages[i] for i in members])
         costs.append(_user(shape, tuple(names[i] for i in members), counts_of_row, sent, received))
     return costs
@@ -56,7 +56,7 @@ def _user(shape: Shape, names: tuple[str, ...], parameters: dict[str, int], sent
         passes += shape.training(phase) * (steps * method.placement.copies)
     return UserCost(
         names=names,
-        experts=int(clients.adapted.adapters.present[row % len(clients.trainers)].sum()),
+        experts=int(shape.adapted.adapters.present[row % len(clients.trainers)].sum()),
         parameters=parameters,
         upload_bytes=sent,
         download_bytes=received,
@@ -68,7 +68,7 @@ def _user(shape: Shape, names: tuple[str, ...], parameters: dict[str, int], sent
 
 def _parameters(clients: Clients) -> dict[str, list[int]]:
     """Each trainer's trained parameters by role, in all copies."""
-    layout, users = clients.adapted.layout, len(clients.trainers)
+    layout, users = clients.model.layout, len(clients.trainers)
     trained = clients.mask.cpu() & layout.mask(clients.method.client.trained)
     roles = [*ROLES, *sorted(layout.roles - set(ROLES))]
     counts = {role: (trained & layout.mask([role])).sum(1).view(-1, users).sum(0).tolist() for role in roles}
@@ -77,7 +77,7 @@ def _parameters(clients: Clients) -> dict[str, list[int]]:
 
 def own_entries(clients: Clients) -> Int[Tensor, "rows slots"]:
     """How many entries of each slot a row really has, padding left out."""
-    mask, layout = clients.mask.cpu(), clients.adapted.layout
+    mask, layout = clients.mask.cpu(), clients.model.layout
     return torch.stack([mask[:, layout.starts[s.name] :][:, : s.size].sum(1) for s in layout.slots], 1)
 
 
@@ -89,14 +89,19 @@ class Shape:
     row: int
     entries: dict[str, int]
 
+    @property
+    def adapted(self) -> AdaptedModel:
+        """Only adapters over one base are counted here."""
+        return cast(AdaptedModel, self.clients.model)
+
     def forward(self) -> Flops:
         """One token's forward pass."""
-        return forward(self._blocks(frozenset()), outside(self.clients.adapted))
+        return forward(self._blocks(frozenset()), outside(self.adapted))
 
     def training(self, phase: Phase) -> Flops:
         """One token's forward and backward pass in a phase; nothing where the row has nothing that it trains."""
-        slots = [s.name for s in self.clients.adapted.layout.only(phase.roles).slots]
-        blocks, head = self._blocks(frozenset(slots)), outside(self.clients.adapted)
+        slots = [s.name for s in self.clients.model.layout.only(phase.roles).slots]
+        blocks, head = self._blocks(frozenset(slots)), outside(self.adapted)
         spent = backward(blocks, head)
         return forward(blocks, head) + spent if spent.total else spent
 
@@ -108,7 +113,7 @@ class Shape:
             weight = base_weight(module)[0].numel()
             return Linear(weight=weight, a=entries[a], b=entries[b], trains_a=a in trained, trains_b=b in trained)
 
-        adapters, blocks = self.clients.adapted.adapters, []
+        adapters, blocks = self.adapted.adapters, []
         for name, mlp in adapters.experts.items():
             layer = name.removesuffix("mlp")
             # In every known layout the output projection is the last of the attention's linears.
@@ -131,13 +136,13 @@ class Shape:
 
     def _scores(self) -> int:
         """Multiply-adds of one token's query with the keys of a whole window (masked ones are computed too)."""
-        config = self.clients.adapted.network.config
+        config = self.adapted.network.config
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         return self.clients.training.context * heads * size
 
     def _parallel(self) -> bool:
-        config = self.clients.adapted.network.config
+        config = self.adapted.network.config
         return bool(getattr(config, "use_parallel_residual", config.model_type == "phi"))
 
 

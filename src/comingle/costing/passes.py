@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,14 +13,11 @@ from torch import Tensor
 
 from comingle.costing.records import MemoryCost
 from comingle.engines.cohort import Cohort
-from comingle.engines.samples import SCORED_PER_SLOT, SampleFeed
 from comingle.engines.scoring import Scorer
 from comingle.engines.steps import Steps
 from comingle.engines.training import Portions
-from comingle.evaluation.costs.memory import ALLOCATOR_GAPS, Fakes, LiveBytes, storage_bytes
+from comingle.evaluation.costs.memory import ALLOCATOR_GAPS, Fakes, LiveBytes
 from comingle.methods.client import Phase
-from comingle.models.adapted import AdaptedModel
-from comingle.models.mixed import MixedLanguageModel
 from comingle.transports.inprocess import InProcess
 
 TRACED_BATCHES = 2
@@ -62,21 +58,9 @@ class Rehearsal:
 def rehearse(federation: InProcess, trainers: int, *, data_bytes: int = 0, process_bytes: int = 0) -> Rehearsal:
     """Put fakes in the place of everything frozen, in place, and of samples."""
     clients = federation.clients
-    fakes, model, device, size = Fakes(), clients.model, clients.model.device, 0
-    if isinstance(model, (AdaptedModel, MixedLanguageModel)):
-        network = model.network if isinstance(model, AdaptedModel) else model.base.model
-        size, head = storage_bytes(network), model.head
-        bias = None if head.bias is None else fakes.of(head.bias, device)
-        model = replace(model, head=replace(head, weight=fakes.of(head.weight, device), bias=bias))
-        fakes.replace(network if isinstance(model, AdaptedModel) else model.net, device)
-    feed = clients.feed
-    if isinstance(feed, SampleFeed):
-        feed = copy.copy(feed)
-        feed.banks = {
-            name: replace(bank, inputs=fakes.of(bank.inputs, device), targets=fakes.of(bank.targets, device))
-            for name, bank in feed.banks.items()
-        }
-        feed.augment = None  # done before the pass, and small beside it
+    fakes, device = Fakes(), clients.model.device
+    model, size = clients.model.without_weights(fakes)
+    feed = clients.feed.without_data(lambda real: fakes.of(real, device))
     steps = replace(clients.steps, model=model, source=feed)
     return Rehearsal(
         federation=federation,
@@ -132,7 +116,7 @@ def _worst_pass(stage: Rehearsal, rows: tuple[int, ...], portions: Portions) -> 
         steps = stage.in_portions(portions)
         phases = sorted(stage.federation.clients.phases, key=lambda phase: layout.only(phase.roles).columns)
         peak = step_peak(stage, rows, phases[-1], steps) if phases else (0, 0)
-        if not phases or isinstance(steps.feed, SampleFeed):  # more samples are scored at once than trained on
+        if not phases or steps.feed.scores_more:
             peak = max(peak, (_evaluation_peak(stage, rows, steps), 0))
         stage.known[rows, portions] = peak
     return stage.known[rows, portions]
@@ -153,9 +137,8 @@ def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps 
 @torch.no_grad()
 def _evaluation_peak(stage: Rehearsal, rows: Sequence[int], steps: Steps) -> int:
     """One pass of an evaluation, which is all that a method without training does."""
-    clients, count = stage.federation.clients, steps.portions.sequences
-    if isinstance(steps.feed, SampleFeed):
-        count = min(SCORED_PER_SLOT, max(len(user.test) for user in clients.users))
+    clients = stage.federation.clients
+    count = steps.feed.scored_at_once(clients.users, steps.portions)
     inputs = empty_inputs(stage, len(rows), count)
     with quietly(), LiveBytes() as live:
         Scorer(steps=steps).predict(clients.models, rows, inputs)
@@ -164,19 +147,12 @@ def _evaluation_peak(stage: Rehearsal, rows: Sequence[int], steps: Steps) -> int
 
 def empty_batch(stage: Rehearsal, users: int, count: int) -> Int[Tensor, "users count ..."]:
     """A batch to train on, as the engine draws it: windows without data, or the first sample again and again."""
-    if isinstance(stage.steps.feed, SampleFeed):
-        return torch.zeros(users, count, dtype=torch.int64)
-    windows = torch.empty(users, count, stage.steps.training.context + 1, dtype=torch.int64, device="meta")
-    return stage.fakes.of(windows, stage.steps.model.device)
+    return stage.steps.feed.blank(users, count, lambda meta: stage.fakes.of(meta, stage.steps.model.device))
 
 
 def empty_inputs(stage: Rehearsal, users: int, count: int) -> Int[Tensor, "users count _"] | Float[Tensor, "users ..."]:
     """What :meth:`Scorer.predict` takes, without data."""
-    if not isinstance(stage.steps.feed, SampleFeed):
-        return empty_batch(stage, users, count)
-    bank = stage.steps.feed.banks["train"].inputs
-    inputs = torch.empty(users, count, *bank.shape[1:], dtype=bank.dtype, device="meta")
-    return stage.fakes.of(inputs, stage.steps.model.device)
+    return stage.steps.feed.blank_inputs(users, count, lambda meta: stage.fakes.of(meta, stage.steps.model.device))
 
 
 @contextmanager

@@ -14,11 +14,9 @@ from comingle.costing.messages import mean_bytes, message_bytes
 from comingle.costing.passes import Rehearsal, empty_batch, empty_inputs, quietly
 from comingle.costing.records import UserCost
 from comingle.engines.client import Clients
-from comingle.engines.feeds import TextFeed
 from comingle.evaluation.costs.flops import Flops
 from comingle.evaluation.costs.measured import measure
 from comingle.methods.client import Phase
-from comingle.models.stacked import StackedModel
 from comingle.trees import Tree
 
 
@@ -85,7 +83,7 @@ def count_stacked(stage: Rehearsal, loads: Mapping[str, Load], base: Base) -> li
                 forward=forward,
                 training=passes * (1 / (load.items * load.unit)),
                 round=passes,
-                unit="token" if isinstance(stage.steps.feed, TextFeed) else "sample",
+                unit=stage.steps.feed.unit.removesuffix("s"),
             )
         )
     return costs
@@ -142,7 +140,6 @@ class _Counts:
             self.stage.steps.model,
             self.stage.steps.feed.read("train", [0], empty_batch(self.stage, 1, count)),
         )
-        assert isinstance(model, StackedModel)
         model.component_losses(self._tensors(), [0], batch)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +15,6 @@ from comingle.costing.summaries import summarise, with_method
 from comingle.data.samples import SPLITS
 from comingle.data.tasks import Task
 from comingle.engines.client import Clients
-from comingle.engines.samples import SampleFeed
 from comingle.errors import RecipeError
 from comingle.evaluation.costs.memory import free_bytes
 from comingle.nets import prepare_task
@@ -45,7 +43,7 @@ def plan_task(recipes: Sequence[Recipe], users: int | None = None) -> Plan:
     costs = [task_cost(recipe, task, base, free) for recipe in recipes]
     return Plan(
         base=clients.model.name,
-        base_parameters=sum(p.numel() for p in clients.stacked.net.parameters()),
+        base_parameters=clients.model.base_parameters,
         dtype=str(clients.model.dtype).removeprefix("torch."),
         device=str(clients.model.device),
         users=tuple(user.name for user in task.users),
@@ -78,19 +76,13 @@ def rehearse_task(recipe: Recipe, task: Task) -> Rehearsal:
 
 def loads_of(clients: Clients, task: Task) -> dict[str, Load]:
     """Every user's local work by name; a pooled one has it all."""
-    feed = copy.copy(clients.feed)
-    assert isinstance(feed, SampleFeed)
+    users = {user.name: user for user in task.users}
     if clients.method.placement.pooled:
-        names = [f"all {len(task.users)} users as one"]
-    else:
-        names = [user.name for user in task.users]
-        feed.trainers = list(task.users)  # the feed itself has only those who share a pass
+        users = {f"all {len(task.users)} users as one": clients.trainers[0]}
     loads = {}
-    for i, name in enumerate(names):
-        count, size = len(feed.trainers[i].train), feed.batch_size
-        cut = tuple(min(size, count - first) for first in range(0, count, size))
-        sizes = tuple(one for one in cut if one == size or one >= feed.least)
-        loads[name] = Load(sizes=sizes, epochs=clients.training.local_epochs, sweeps=len(cut), swept=count)
+    for name, user in users.items():
+        sizes, swept = clients.feed.batch_sizes(user)
+        loads[name] = Load(sizes=sizes, epochs=clients.training.local_epochs, sweeps=len(swept), swept=sum(swept))
     return loads
 
 

@@ -26,9 +26,8 @@ from comingle.engines.steps import Steps
 from comingle.engines.training import Portions, Training
 from comingle.errors import DataError, RecipeError
 from comingle.methods.base import Method
-from comingle.models.adapted import AdaptedModel
 from comingle.models.hardware import require_bytes
-from comingle.models.stacked import StackedModel
+from comingle.models.model import Model
 from comingle.protocol.messages import COUNT, LOSS, Download, Upload, fill_ranks
 from comingle.protocol.wire import packed_bytes
 from comingle.routers.mixtures import NEVER
@@ -49,7 +48,7 @@ class Clients:
 
     def __init__(
         self,
-        model: AdaptedModel | StackedModel,
+        model: Model,
         method: Method,
         training: Training,
         *,
@@ -93,18 +92,6 @@ class Clients:
     def left_out(self) -> dict[str, dict[str, str]]:
         """Who was skipped, as the start event and the metrics have it; nothing where nobody was."""
         return {"skipped_users": self.skipped} if self.skipped else {}
-
-    @property
-    def adapted(self) -> AdaptedModel:
-        """The model of users over one frozen base."""
-        assert isinstance(self.model, AdaptedModel)
-        return self.model
-
-    @property
-    def stacked(self) -> StackedModel:
-        """The model of users with copies of a net, or with a client-level mixture."""
-        assert isinstance(self.model, StackedModel)
-        return self.model
 
     # ---------------------------------------------------------------- state
 

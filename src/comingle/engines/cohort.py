@@ -17,7 +17,6 @@ from comingle.engines.steps import Steps
 from comingle.engines.sweeps import Losses, TrainSweep
 from comingle.engines.training import cohorts
 from comingle.methods.client import Phase
-from comingle.models.stacked import StackedModel
 from comingle.trees import CLIENT_ROUTER, Tree, assign
 
 
@@ -40,12 +39,6 @@ class Cohort(Members):
         training = self.steps.training
         return learning_rate(training.router, self.round_number, training.rounds)
 
-    @property
-    def stacked(self) -> StackedModel:
-        """The model of users with a client-level mixture."""
-        assert isinstance(self.steps.model, StackedModel)
-        return self.steps.model
-
     def reset(self, roles: frozenset[str]) -> None:
         """Make the tensors of some roles what they were before any training."""
         columns = self.layout.mask(roles).to(self.part.rows.device)
@@ -58,7 +51,7 @@ class Cohort(Members):
     @torch.no_grad()
     def component_losses(self) -> Float[Tensor, "users clusters"]:
         """Mean training loss in nats under each component; 0 for users without data."""
-        model, mixture = self.stacked, self.steps.method.placement.mixture
+        model, mixture = self.steps.model, self.steps.method.placement.mixture
         assert mixture is not None
         losses = self.part.rows.new_zeros(len(self.rows), mixture.clusters)
         for some, owners in self._with_data():
@@ -70,7 +63,7 @@ class Cohort(Members):
     @torch.no_grad()
     def divide_samples(self) -> None:
         """Every training sample's own mixture, for this round, and each user's as their mean (FedEM, eq. 7 and 8)."""
-        tensors, owners, model = self.steps.tensors(self.part.rows), self.owners, self.stacked
+        tensors, owners, model = self.steps.tensors(self.part.rows), self.owners, self.steps.model
         sweep = self._sweep(owners)
         prior = model.shares(tensors)
         shares = sweep.responsibilities(prior, lambda batch: model.component_losses(tensors, owners, batch))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from comingle.adapters import watching
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock, Federation
 from comingle.engines.events import Observer
@@ -59,9 +58,8 @@ def _experts(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Any]:
     """For methods with routers: each user's experts, and for each layer their mean gates over the test text."""
     if not clients.scorer.routed:
         return {}
-    adapters = clients.adapted.adapters
     rows = zip(clients.users, clients.row_of, strict=True)
-    names = {user.name: watching.expert_names(adapters, row) for user, row in rows}
+    names = {user.name: clients.model.expert_names(row) for user, row in rows}
     by_user = {
         name: [[round(gate, 4) for gate in layer[: len(experts)]] for layer in score.expert_scores]
         for (name, experts), score in zip(names.items(), scores, strict=True)

@@ -36,6 +36,9 @@ class Feed(ABC):
 
     unit: str
     """What data is counted in."""
+    training: Training
+    trainers: list[Any]
+    batch_size: int
 
     @abstractmethod
     def portions(self, device: torch.device, columns: int) -> Portions:
@@ -84,6 +87,32 @@ class Feed(ABC):
     ) -> Sequence[Any]:
         """The final score of test sets, for which a model may be asked to generate; else the same as any score."""
         return self.score(predict, sets, rows, portions, gates)
+
+    # ---------------------------------------------------------------- counted without data
+
+    scores_more = False
+    """Whether more is scored at once than trained on, so that scoring may need most memory."""
+
+    def batch_sizes(self, user: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How many samples the batches of one pass have on which a user trains, and those over which it sweeps."""
+        one_step = (self.batch_size,)
+        return one_step, one_step
+
+    def without_data(self, fake: Callable[[Tensor], Tensor]) -> Feed:
+        """The feed with ``fake`` tensors in the place of what it holds of users' data."""
+        return self
+
+    def blank(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Int[Tensor, "users count ..."]:
+        """A batch as :meth:`draw` has it, without data: windows of ``context + 1`` tokens."""
+        return fake(torch.empty(users, count, self.training.context + 1, dtype=torch.int64, device="meta"))
+
+    def blank_inputs(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Tensor:
+        """What a model predicts from when it is scored, without data."""
+        return self.blank(users, count, fake)
+
+    def scored_at_once(self, users: Sequence[Any], portions: Portions) -> int:
+        """How many windows or samples of a user go through the model at once when it is scored."""
+        return portions.sequences
 
 
 class TextFeed(Feed):

@@ -41,6 +41,12 @@ class PassFeed(Feed):
         full, rest = divmod(count, self.batch_size)
         return full + (rest >= self.least)
 
+    def batch_sizes(self, user: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """A last batch with fewer than ``least`` is not trained on."""
+        count, size = len(user.train), self.batch_size
+        every = tuple(min(size, count - first) for first in range(0, count, size))
+        return tuple(one for one in every if one == size or one >= self.least), every
+
     def steps(self, trainer: int) -> int:
         """Batches of all local epochs."""
         return self.training.local_epochs * self._batches(self.count(trainer, "train"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -112,6 +114,41 @@ class SampleFeed(PassFeed):
             return predict([rows[owner] for owner in owners], inputs)
 
         return score_samples(forward, bank, range(len(sets)), batch=SCORED_PER_SLOT, slots=slots)
+
+    # ---------------------------------------------------------------- counted without data
+
+    scores_more = True
+
+    def of(self, trainers: Sequence[UserSamples]) -> SampleFeed:
+        """The feed of other trainers, without augmentation."""
+        like = self.banks["train"].inputs
+        size = self.batch_size
+        return SampleFeed(trainers, self.training, size, device=like.device, dtype=like.dtype, least=self.least)
+
+    def without_data(self, fake: Callable[[Tensor], Tensor]) -> SampleFeed:
+        """Augmentation is left out too: it is done before a pass, and small beside it."""
+        feed = copy.copy(self)
+        feed.banks = {
+            name: replace(bank, inputs=fake(bank.inputs), targets=fake(bank.targets))
+            for name, bank in self.banks.items()
+        }
+        feed.augment = None
+        return feed
+
+    def blank(self, users: int, count: int, fake: Callable[[Tensor], Tensor]) -> Int64[Tensor, "users count"]:
+        """The first sample again and again."""
+        return torch.zeros(users, count, dtype=torch.int64)
+
+    def blank_inputs(
+        self, users: int, count: int, fake: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "users count ..."]:
+        """Inputs of samples."""
+        inputs = self.banks["train"].inputs
+        return fake(torch.empty(users, count, *inputs.shape[1:], dtype=inputs.dtype, device="meta"))
+
+    def scored_at_once(self, users: Sequence[Any], portions: Portions) -> int:
+        """As many as the largest test set has, up to a limit."""
+        return min(SCORED_PER_SLOT, max(len(user.test) for user in users))
 
     def _bank(self, sets: Sequence[Samples]) -> SampleBank:
         """The sets in one tensor; the test and validation sets are asked for again and again, in turns."""

@@ -11,14 +11,10 @@ from typing import Any
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from comingle.adapters import watching
 from comingle.engines.steps import Steps
 from comingle.evaluation.answers import AnswerScore
 from comingle.evaluation.perplexity import Gates, Score
 from comingle.evaluation.samples import SampleScore
-from comingle.models.adapted import AdaptedModel
-from comingle.models.greedy import continue_prompts
-from comingle.models.mixed import MixedLanguageModel
 
 AnyScore = Score | SampleScore | AnswerScore
 """Text, samples and answers are scored alike: ``mean_loss`` and ``measures``."""
@@ -44,18 +40,16 @@ class Scorer:
     @property
     def routed(self) -> bool:
         """Whether tokens are routed to experts."""
-        model = self.steps.model
-        return isinstance(model, AdaptedModel) and watching.routed(model.adapters)
+        return self.steps.model.routed
 
     def examine(self, models: Models, sets: Sequence[Any], numbers: Sequence[int]) -> Sequence[AnyScore]:
         """The final score of test set i with model ``numbers[i]``, and how much each of its experts said."""
-        model, feed = self.steps.model, self.steps.feed
+        feed = self.steps.feed
         score = partial(feed.examine, partial(self.predict, models), partial(self.generate, models), sets, numbers)
         if not self.routed:
             return score(self.steps.portions, None)
-        assert isinstance(model, AdaptedModel)
-        with watching.watched(model.adapters):
-            return score(self.steps.portions, lambda: watching.gates(model.adapters))
+        with self.steps.model.watched() as gates:
+            return score(self.steps.portions, gates)
 
     def score(
         self, models: Models, sets: Sequence[Any], numbers: Sequence[int], gates: Gates | None = None
@@ -77,7 +71,5 @@ class Scorer:
         self, models: Models, numbers: Sequence[int], prompts: Tensor, limit: int
     ) -> Int64[Tensor, "slots batch new"]:
         """How model ``numbers[slot]`` goes on after each slot's prompts."""
-        model = self.steps.model
-        assert isinstance(model, (AdaptedModel, MixedLanguageModel))
         tensors = self.steps.tensors(models.rows(numbers))
-        return continue_prompts(model, tensors, [models.owners[n] for n in numbers], prompts, limit=limit)
+        return self.steps.model.generate(tensors, [models.owners[n] for n in numbers], prompts, limit)

@@ -15,9 +15,8 @@ from comingle.engines.state import draw
 from comingle.errors import RecipeError
 from comingle.methods.base import Method
 from comingle.methods.server import Received, ServerSetup
-from comingle.models.adapted import AdaptedModel
 from comingle.models.hardware import require_room
-from comingle.models.stacked import StackedModel
+from comingle.models.model import Model
 from comingle.protocol.messages import COUNT, VALIDATION, Download, Upload, fill_ranks
 from comingle.trees import ADAPTOR, STATISTICS, Layout, Tree, restrict
 
@@ -110,7 +109,7 @@ def averaging_weights(counts: Tensor) -> Float[Tensor, " users"]:
     return counts.double() / counts.double().sum()
 
 
-def clustered(model: AdaptedModel | StackedModel, method: Method) -> frozenset[str]:
+def clustered(model: Model, method: Method) -> frozenset[str]:
     """The tensors whose leading axis is a mixture's components; whole models have statistics of their own."""
     mixture = method.placement.mixture
     roles = {ADAPTOR, STATISTICS} if mixture is not None and mixture.of == "models" else {ADAPTOR}
@@ -119,9 +118,7 @@ def clustered(model: AdaptedModel | StackedModel, method: Method) -> frozenset[s
     )
 
 
-def start_server(
-    model: AdaptedModel | StackedModel, method: Method, users: Sequence[str], *, seed: int, weighted: bool
-) -> ServerHalf:
+def start_server(model: Model, method: Method, users: Sequence[str], *, seed: int, weighted: bool) -> ServerHalf:
     """The server before the first round.
 
     Raises:
@@ -138,7 +135,7 @@ def start_server(
         scales=model.scales.cpu() if len(model.scales) == len(users) else model.scales.cpu().expand(len(users)),
         weighted=weighted,
         clustered=clustered(model, method),
-        centred=model.centre if isinstance(model, StackedModel) else lambda tensors, shares: tensors,
+        centred=model.centre,
     )
     if method.shared:
         models = restrict(model.layout.views(_first_models(model, method, seed)), model.layout, method.shared)
@@ -147,14 +144,12 @@ def start_server(
     return half
 
 
-def _first_models(model: AdaptedModel | StackedModel, method: Method, seed: int) -> Float[Tensor, "models columns"]:
+def _first_models(model: Model, method: Method, seed: int) -> Float[Tensor, "models columns"]:
     """The differently initialised models that the server begins with; the first is what users start from."""
     count, layout = method.server.server_models, model.layout
     dtype = torch.promote_types(model.dtype, torch.float32)
     first = draw(layout, seed, "server").unsqueeze(0)
-    if isinstance(model, StackedModel):
-        others = model.other_starts
-    else:
+    if (others := model.other_starts) is None:
         require_room(f"method {method.name}", count, layout.columns)
         others = torch.stack([draw(layout, seed, f"server/{n}") for n in range(1, count)]) if count > 1 else first[:0]
     return torch.cat([first, others]).to(model.device, dtype)

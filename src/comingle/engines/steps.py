@@ -22,8 +22,7 @@ from comingle.engines.optimizers import descend, learning_rate, update
 from comingle.engines.training import Portions, Training
 from comingle.methods.base import Method
 from comingle.methods.client import Phase
-from comingle.models.adapted import AdaptedModel
-from comingle.models.stacked import StackedModel
+from comingle.models.model import Model
 from comingle.trees import CLIENT_ROUTER, STATISTICS, Tree, flatten
 
 
@@ -31,7 +30,7 @@ from comingle.trees import CLIENT_ROUTER, STATISTICS, Tree, flatten
 class Steps:
     """How users take local steps: the model, the method's phases, where batches come from, and how many go at once."""
 
-    model: AdaptedModel | StackedModel
+    model: Model
     method: Method
     training: Training
     trainers: int
@@ -61,11 +60,8 @@ class Steps:
         return self.training.rounds * self.local_steps
 
     def tensors(self, rows: Float[Tensor, "users columns"]) -> Tree:
-        """Named tensors in the model's dtype, contiguous where adapters' products would copy them again and again."""
-        tensors = {name: t.to(self.model.dtype) for name, t in self.model.layout.views(rows).items()}
-        if isinstance(self.model, StackedModel):  # nets are large, and used once a step
-            return tensors
-        return {name: t.contiguous() for name, t in tensors.items()}
+        """Named tensors as the model computes with them."""
+        return self.model.tensors(rows)
 
     # ---------------------------------------------------------------- iterations
 
@@ -195,7 +191,6 @@ class Steps:
         mixture = self.method.placement.mixture
         if mixture is None or not mixture.precondition:
             return gradients
-        assert isinstance(self.model, StackedModel)
         return self.model.precondition(tensors, gradients)
 
     def _gradient_by_size(

@@ -5,31 +5,38 @@ Users are a batch dimension: one forward pass serves ``(users, batch)`` sequence
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor, nn
 
-from comingle.adapters import kernels, native
+from comingle.adapters import kernels, native, watching
 from comingle.adapters.inject import ATTENTION, Adapters, AdapterSettings, ExpertCounts, inject
 from comingle.adapters.layouts import decoder_layers
 from comingle.data.batches import inputs_of
 from comingle.models.base import Base, PreTrainedModel
 from comingle.models.cache import cache_folder
+from comingle.models.copying import share_weights
+from comingle.models.greedy import continue_greedily
 from comingle.models.language import Head, backbone, lm_head
 from comingle.models.loss import cross_entropy
+from comingle.models.model import Gates, Model
 from comingle.trees import Layout, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptedModel:
+class AdaptedModel(Model):
     """A base whose linears carry the adapters of many users."""
 
+    name: str
+    layout: Layout
+    device: torch.device
+    dtype: torch.dtype
     base: Base
     network: PreTrainedModel
     backbone: nn.Module
@@ -37,24 +44,9 @@ class AdaptedModel:
     adapters: Adapters
 
     @property
-    def layout(self) -> Layout:
-        """The columns of a user's trainable state."""
-        return self.adapters.layout
-
-    @property
-    def name(self) -> str:
-        """The base's name."""
-        return self.base.name
-
-    @property
-    def device(self) -> torch.device:
-        """Where the base is."""
-        return self.base.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the base computes in."""
-        return self.base.dtype
+    def base_parameters(self) -> int:
+        """The base's parameters."""
+        return self.base.model.num_parameters()
 
     @property
     def ranks(self) -> Int[Tensor, " users"]:
@@ -71,15 +63,21 @@ class AdaptedModel:
         return self.adapters.mask(ranks).to(self.base.device)
 
     def losses(
-        self, tensors: Tree, users: Sequence[int], windows: Int[Tensor, "users batch window"], *, train: bool = False
+        self,
+        tensors: Tree,
+        users: Sequence[int],
+        batch: Int[Tensor, "users batch window"],
+        *,
+        train: bool = False,
+        shares: Any = None,
     ) -> tuple[Float[Tensor, "users batch context"], Float[Tensor, " users"] | float]:
         """Next-token loss in nats at every position, and each user's load-balancing penalty.
 
-        ``windows`` holds context + 1 tokens; a negative target carries no loss. Row i of ``tensors`` and ``windows``
-        belongs to user ``users[i]``; a user may occupy several rows. ``train`` changes nothing: there is no dropout.
+        ``batch`` holds windows of context + 1 tokens; a negative target carries no loss. Row i of ``tensors`` and of
+        ``batch`` belongs to user ``users[i]``, who may occupy several. ``train`` changes nothing: there is no dropout.
         """
         self.adapters.bind(tensors, users)
-        inputs, targets = inputs_of(windows), windows[..., 1:]
+        inputs, targets = inputs_of(batch), batch[..., 1:]
         hidden = self.backbone(input_ids=inputs.flatten(0, 1), use_cache=False).last_hidden_state
         losses = cross_entropy(hidden.view(*targets.shape, -1), self.head, targets)
         return losses, self.adapters.penalties()
@@ -89,10 +87,45 @@ class AdaptedModel:
         return nullcontext()
 
     def predict(
-        self, tensors: Tree, users: Sequence[int], windows: Int[Tensor, "users batch window"]
+        self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"]
     ) -> Float[Tensor, "users batch context"]:
         """The losses alone, which is all that perplexity is made of."""
-        return self.losses(tensors, users, windows)[0]
+        return self.losses(tensors, users, batch)[0]
+
+    def tensors(self, rows: Float[Tensor, "users columns"]) -> Tree:
+        """Contiguous, as the adapters' products would copy them again and again."""
+        return {name: t.contiguous() for name, t in super().tensors(rows).items()}
+
+    @torch.no_grad()
+    def generate(
+        self, tensors: Tree, users: Sequence[int], prompts: Int[Tensor, "users batch prompt"], limit: int
+    ) -> Int64[Tensor, "users batch new"]:
+        """All users share every pass."""
+        prompts = prompts.to(self.device)
+        with torch.compiler.set_stance("force_eager"):  # lengths change with every token: compiling would not pay
+            self.adapters.bind(tensors, users)
+            return continue_greedily(self.network, prompts.flatten(0, 1), limit).view(*prompts.shape[:2], -1)
+
+    @property
+    def routed(self) -> bool:
+        """Whether somebody has more than one expert, and the method does not average them."""
+        return watching.routed(self.adapters)
+
+    @contextmanager
+    def watched(self) -> Iterator[Gates]:
+        """Within, every pass leaves its gates behind."""
+        with watching.watched(self.adapters):
+            yield lambda: watching.gates(self.adapters)
+
+    def expert_names(self, user: int) -> list[str]:
+        """As "generalist", "specialist 1", "specialist 2", in their order."""
+        return watching.expert_names(self.adapters, user)
+
+    def without_weights(self, fakes: Any) -> tuple[Self, int]:
+        """Nobody trains the base."""
+        size, head = fakes.size_of(self.network), fakes.of_head(self.head, self.device)
+        fakes.replace(self.network, self.device)
+        return replace(self, head=head), size
 
 
 def adapt(
@@ -126,7 +159,17 @@ def adapt(
             setattr(mlp, "forward", torch.compiler.disable(mlp.forward))  # noqa: B010 (a method, not a Tensor)
         for layer in decoder_layers(network):
             layer.compile()
-    return AdaptedModel(base=base, network=network, backbone=backbone(network), head=head, adapters=adapters)
+    return AdaptedModel(
+        name=base.name,
+        layout=adapters.layout,
+        device=base.device,
+        dtype=base.dtype,
+        base=base,
+        network=network,
+        backbone=backbone(network),
+        head=head,
+        adapters=adapters,
+    )
 
 
 _compiled_for: tuple[weakref.ref[nn.Module], Layout] | None = None
@@ -142,9 +185,3 @@ def _forget_other_models(model: nn.Module, adapters: Adapters) -> None:
     if _compiled_for is None or _compiled_for[0]() is not model or _compiled_for[1] != attention:
         torch.compiler.reset()
     _compiled_for = (weakref.ref(model), attention)
-
-
-def share_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the module structure over the very same parameters and buffers."""
-    kept: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, kept)

@@ -1,55 +1,24 @@
-"""What many users' models say next, each the likeliest token after the other, all users in one batch."""
+"""What a network says next, each the likeliest token after the other, prompts of any length in one batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from jaxtyping import Int, Int64
 from torch import Tensor
-from torch.nn import functional as F
 
 from comingle.data.batches import PAD
-from comingle.models.adapted import AdaptedModel
 from comingle.models.base import PreTrainedModel
-from comingle.models.mixed import MixedLanguageModel
-from comingle.models.owning import own_language_model
-from comingle.trees import Tree
 
 
-@torch.no_grad()
-def continue_prompts(
-    model: AdaptedModel | MixedLanguageModel,
-    tensors: Tree,
-    users: Sequence[int],
-    prompts: Int[Tensor, "users batch prompt"],
-    *,
-    limit: int,
-) -> Int64[Tensor, "users batch new"]:
+def continue_greedily(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"], limit: int) -> Int64[Tensor, "n new"]:
     """Up to ``limit`` tokens after each prompt, on the CPU; what follows a prompt's end of text means nothing.
 
-    Prompts are filled with ``PAD`` on the left. Row i of ``tensors`` and ``prompts`` belongs to user ``users[i]``.
-    Users of one adapted base share every pass; with client-level mixtures each speaks by itself.
+    Prompts are filled with ``PAD`` on the left.
     """
-    prompts = prompts.to(model.device)
-    # Lengths change with every token: compiling for each of them would not pay.
-    with torch.compiler.set_stance("force_eager"):
-        if isinstance(model, AdaptedModel):
-            model.adapters.bind(tensors, users)
-            return _greedy(model.network, prompts.flatten(0, 1), limit).view(*prompts.shape[:2], -1)
-        parts = []
-        for row, of_user in enumerate(prompts):
-            mine = {name: t[row : row + 1] for name, t in tensors.items()}
-            personal = own_language_model(model, mine)
-            with personal.mixing(model.shares(mine)[0]):
-                parts.append(_greedy(cast(PreTrainedModel, personal.model), of_user, limit))
-    width = max(part.shape[1] for part in parts)
-    return torch.stack([F.pad(part, (0, width - part.shape[1])) for part in parts])
-
-
-def _greedy(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"], limit: int) -> Int64[Tensor, "n new"]:
     width, config = prompts.shape[1], network.generation_config
     most = getattr(network.config, "max_position_embeddings", None)
     generate = cast(Callable[..., Tensor], network.generate)  # torch types every attribute as a Tensor

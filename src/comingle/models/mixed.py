@@ -7,18 +7,20 @@ with a base weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 
-from comingle.adapters.clustered import floral
+from comingle.adapters.clustered import FloralModel, floral
 from comingle.data.batches import inputs_of
-from comingle.models.adapted import share_weights
-from comingle.models.base import Base
+from comingle.models.base import Base, PreTrainedModel
+from comingle.models.copying import own_copy, share_weights
+from comingle.models.greedy import continue_greedily
 from comingle.models.language import Head, backbone, lm_head
 from comingle.models.loss import cross_entropy
 from comingle.models.stacked import StackedModel, stack
@@ -55,6 +57,42 @@ class MixedLanguageModel(StackedModel):
     ) -> Float[Tensor, "users batch context"]:
         """Losses with the adaptors mixed in the weights, wherever the mixture stands in training."""
         return self._own_losses(tensors, batch, False)
+
+    @torch.no_grad()
+    def generate(
+        self, tensors: Tree, users: Sequence[int], prompts: Int[Tensor, "users batch prompt"], limit: int
+    ) -> Int64[Tensor, "users batch new"]:
+        """Each user speaks by itself."""
+        parts, prompts = [], prompts.to(self.device)
+        with torch.compiler.set_stance("force_eager"):  # lengths change with every token: compiling would not pay
+            for row, of_user in enumerate(prompts):
+                mine = {name: t[row : row + 1] for name, t in tensors.items()}
+                personal = self.of_one_user(mine)
+                with personal.mixing(self.shares(mine)[0]):
+                    parts.append(continue_greedily(cast(PreTrainedModel, personal.model), of_user, limit))
+        width = max(part.shape[1] for part in parts)
+        return torch.stack([F.pad(part, (0, width - part.shape[1])) for part in parts])
+
+    def of_one_user(self, tensors: Tree) -> FloralModel:
+        """The whole causal language model (``.model``) of one user: its own adaptors over the base's very weights."""
+        base, net = self.base.model, self.net
+        assert isinstance(net, FloralModel)
+        copied = own_copy(net, tensors, shared=(*base.parameters(), *base.buffers()))
+        network = share_weights(base)
+        setattr(network, network.base_model_prefix, copied.model)
+        copied.model = network
+        return copied
+
+    @property
+    def base_parameters(self) -> int:
+        """The base's parameters."""
+        return self.base.model.num_parameters()
+
+    def without_weights(self, fakes: Any) -> tuple[Self, int]:
+        """Nobody trains the base."""
+        size, head = fakes.size_of(self.base.model), fakes.of_head(self.head, self.device)
+        fakes.replace(self.net, self.device)
+        return replace(self, head=head), size
 
     def _run(self, train: bool, call: Callable[..., Tensor], *stacked: Any) -> Tensor:
         # Embedded first: some families look at token numbers for padding, which vmap cannot follow.

@@ -1,45 +1,18 @@
-"""A user's tensors put into modules of its own, outside of the federation."""
+"""A user's adapters put into the weights of a plain base, outside of the federation."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from comingle.adapters import watching
-from comingle.adapters.clustered import FloralModel
 from comingle.adapters.lora import base_weight
-from comingle.models.adapted import AdaptedModel, share_weights
+from comingle.models.adapted import AdaptedModel
 from comingle.models.base import PreTrainedModel
-from comingle.models.mixed import MixedLanguageModel
 from comingle.trees import Tree
-
-Module = TypeVar("Module", bound=nn.Module)
-
-
-@torch.no_grad()
-def own_copy(net: Module, tensors: Tree, *, shared: Iterable[Tensor] = ()) -> Module:
-    """A copy of ``net`` that holds one user's tensors ``(1, ...)``; those in ``shared`` are not copied but the same."""
-    copied = copy.deepcopy(net, {id(t): t for t in shared})
-    values = dict(copied.named_parameters()) | dict(copied.named_buffers())
-    for name, tensor in tensors.items():
-        values[name].copy_(tensor[0])
-    return copied
-
-
-def own_language_model(model: MixedLanguageModel, tensors: Tree) -> FloralModel:
-    """The whole causal language model (``.model``) of one user: its own adaptors over the base's very weights."""
-    base = model.base.model
-    net = model.net
-    assert isinstance(net, FloralModel)
-    copied = own_copy(net, tensors, shared=(*base.parameters(), *base.buffers()))
-    network = share_weights(base)
-    setattr(network, network.base_model_prefix, copied.model)
-    copied.model = network
-    return copied
 
 
 def why_not_merged(model: AdaptedModel, row: int) -> str:

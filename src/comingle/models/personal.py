@@ -21,7 +21,7 @@ from comingle.models.adapted import AdaptedModel
 from comingle.models.base import PreTrainedModel
 from comingle.models.generation import continue_texts, max_places
 from comingle.models.mixed import MixedLanguageModel
-from comingle.models.owning import merge_adapters, own_language_model, why_not_merged
+from comingle.models.owning import merge_adapters, why_not_merged
 from comingle.models.sampling import read_sampling
 from comingle.trees import Tree
 
@@ -53,7 +53,7 @@ class PersonalModel:
     @cached_property
     def _own(self) -> FloralModel:
         assert isinstance(self.model, MixedLanguageModel)
-        return own_language_model(self.model, self.tensors)
+        return self.model.of_one_user(self.tensors)
 
     @property
     def _shares(self) -> Tensor:

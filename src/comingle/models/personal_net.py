@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from comingle.adapters.clustered import FloralModel
 from comingle.data.samples import SampleBank, Samples
 from comingle.evaluation.samples import SampleScore, score_samples
-from comingle.models.owning import own_copy
+from comingle.models.copying import own_copy
 from comingle.models.stacked import StackedModel
 from comingle.routers.mixtures import merge_models, mix_probabilities
 from comingle.trees import CLIENT_ROUTER, Tree

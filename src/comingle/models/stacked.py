@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,6 +25,7 @@ from comingle.adapters.lora import init_zero
 from comingle.data.seeds import derive
 from comingle.evaluation.samples import sample_losses
 from comingle.models.gated import GatedPair, place
+from comingle.models.model import Model
 from comingle.models.side_by_side import FusedNorms, channels_last
 from comingle.routers.mixtures import ClientMixture, merge_models, mix_probabilities, weigh_gradient
 from comingle.trees import ADAPTOR, BASE, CLIENT_ROUTER, STATISTICS, Init, Layout, Slot, Tree
@@ -36,7 +37,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StackedModel:
+class StackedModel(Model):
     """A net, the columns of a user's copy of it, and how components are mixed."""
 
     name: str
@@ -59,6 +60,15 @@ class StackedModel:
     def other_starts(self) -> Float[Tensor, "others columns"]:
         """Further models that a server may begin with, initialised differently from what users start from."""
         return torch.zeros(0, self.layout.columns) if self.others is None else self.others
+
+    def for_users(self, users: int) -> Self:
+        """The same for another number of users."""
+        return replace(self, users=users)
+
+    @property
+    def base_parameters(self) -> int:
+        """Those of one copy of the net."""
+        return sum(p.numel() for p in self.net.parameters())
 
     @property
     def ranks(self) -> Int[Tensor, " users"]:

@@ -12,6 +12,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,15 @@ class Fakes:
             kept = nn.Parameter(fake, requires_grad=False) if isinstance(real, nn.Parameter) else fake
             self._made[id(real)] = (real, kept)  # the real one is kept, so that its id is not given away
         return self._made[id(real)][1]
+
+    def of_head(self, head: Any, device: torch.device) -> Any:
+        """A :class:`comingle.models.language.Head` of fakes."""
+        bias = None if head.bias is None else self.of(head.bias, device)
+        return replace(head, weight=self.of(head.weight, device), bias=bias)
+
+    def size_of(self, module: nn.Module) -> int:
+        """Bytes of all parameters and buffers of a module that has not been replaced, shared ones once."""
+        return storage_bytes(module)
 
     def replace(self, module: nn.Module, device: torch.device) -> None:
         """Put fakes in the place of all parameters and buffers, shared ones included."""
