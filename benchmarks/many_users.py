@@ -25,10 +25,9 @@ from comingle.data.samples import Samples, UserSamples
 from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.evaluation.samples import sample_losses
-from comingle.experiment import build
-from comingle.materials import prepare
 from comingle.models.nets import make_net
 from comingle.recipes import parse_recipe
+from comingle.runs.session import build, prepare
 from comingle.transports.inprocess import InProcess
 
 RATE = 0.05

@@ -25,11 +25,11 @@ import yaml
 
 from comingle.data.pack import UserData
 from comingle.data.seeds import generator
-from comingle.experiment import build
-from comingle.materials import Materials, prepare
+from comingle.kinds.base import Materials
 from comingle.models.base import Base
 from comingle.models.language import load_base
 from comingle.recipes import parse_recipe
+from comingle.runs.session import build, prepare
 from comingle.transports.inprocess import InProcess
 
 REPOSITORY = Path(__file__).parents[1]

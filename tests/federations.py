@@ -12,7 +12,7 @@ from torch import Tensor
 
 from comingle.engines.client import Clients
 from comingle.engines.local import LocalRound, train
-from comingle.engines.samples import SampleFeed
+from comingle.kinds.tasks.feed import SampleFeed
 from comingle.methods.client import Phase
 from comingle.transports.inprocess import InProcess
 

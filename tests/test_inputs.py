@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from comingle import experiment
 from comingle.cli.compare import compare_methods
 from comingle.errors import RunError
-from comingle.materials import prepare
 from comingle.models.language import load_base
 from comingle.recipes import Recipe, load_recipe, parse_recipe
+from comingle.runs import api
+from comingle.runs.session import prepare
 
 QUICK = {"training.rounds": 2, "training.local_steps": 1, "base": "random:llama?layers=1"}
 
@@ -26,7 +26,7 @@ def recipe(recipe_file: Path) -> Recipe:
 
 @pytest.fixture
 def stopped(recipe: Recipe, tmp_path: Path) -> Path:
-    experiment.run(recipe, out=tmp_path / "run")
+    api.run(recipe, out=tmp_path / "run")
     return stop(tmp_path / "run")
 
 
@@ -39,7 +39,7 @@ def stop(folder: Path) -> Path:
 
 def refused(recipe: Recipe, folder: Path) -> str:
     with pytest.raises(RunError) as caught:
-        experiment.run(recipe, out=folder, resume=True)
+        api.run(recipe, out=folder, resume=True)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -57,7 +57,7 @@ def test_changed_text_is_refused_with_whose_it_is(recipe: Recipe, stopped: Path)
     assert message.startswith(f"{stopped}: user 'bob': the ")
     assert "data changed since the run began; restore it, or begin anew with another --out" in message
     path.write_text(first + rest)
-    experiment.run(recipe, out=stopped, resume=True)
+    api.run(recipe, out=stopped, resume=True)
 
 
 def test_each_split_is_told_apart(recipe: Recipe, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_each_split_is_told_apart(recipe: Recipe, tmp_path: Path) -> None:
         (path / f"{split}.txt").write_text(text_of(recipe, "ann").read_text())
     sources = {split: str(path / f"{split}.txt") for split in ("train", "valid", "test")}
     recipe = recipe.with_changes({"data.users": {"ann": sources}})
-    experiment.run(recipe, out=tmp_path / "run")
+    api.run(recipe, out=tmp_path / "run")
     stop(tmp_path / "run")
     for split in sources:
         before = (path / f"{split}.txt").read_text()
@@ -79,21 +79,21 @@ def test_each_split_is_told_apart(recipe: Recipe, tmp_path: Path) -> None:
 def test_a_changed_base_is_refused(recipe: Recipe, tmp_path: Path) -> None:
     folder = saved_base(tmp_path / "base")
     recipe = recipe.with_changes({"base": str(folder)})
-    experiment.run(recipe, out=tmp_path / "run")
+    api.run(recipe, out=tmp_path / "run")
     stop(tmp_path / "run")
     saved_base(folder, seed=1)
     assert "run: the base changed since the run began" in refused(recipe, tmp_path / "run")
     saved_base(folder)
-    experiment.run(recipe, out=tmp_path / "run", resume=True)
+    api.run(recipe, out=tmp_path / "run", resume=True)
     saved_base(folder, seed=1)
     with pytest.raises(RunError, match="the base changed since the run began"):
-        experiment.load(tmp_path / "run")
+        api.load(tmp_path / "run")
 
 
 def test_a_changed_tokenizer_is_refused(recipe: Recipe, tmp_path: Path) -> None:
     folder = saved_base(tmp_path / "base")
     recipe = recipe.with_changes({"base": str(folder)})
-    experiment.run(recipe, out=tmp_path / "run")
+    api.run(recipe, out=tmp_path / "run")
     stop(tmp_path / "run")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["normalizer"] = {"type": "Lowercase"}  # the users' text has no capital letters
@@ -132,7 +132,7 @@ def test_lists_by_position_are_refused_where_rows_bring_other_users_first(recipe
     write_rows(tmp_path / "rows.jsonl", rows)
     data = {"dataset": {"path": str(tmp_path / "rows.jsonl"), "user": "who"}}
     recipe = recipe.with_changes({"data": data, "adapters.rank": [4, 2]})
-    experiment.run(recipe, out=tmp_path / "run")
+    api.run(recipe, out=tmp_path / "run")
     stop(tmp_path / "run")
     write_rows(tmp_path / "rows.jsonl", rows[::-1])
     said = "user 'bob': adapters.rank was 2 and is 4; use another --out"
@@ -145,7 +145,7 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
 
 def test_who_pools_text_does_so_in_the_order_of_the_users(recipe: Recipe, tmp_path: Path) -> None:
     recipe = recipe.with_changes({"method": "centralized"})
-    experiment.run(recipe, out=tmp_path / "run")
+    api.run(recipe, out=tmp_path / "run")
     stop(tmp_path / "run")
     users = recipe.model_dump(mode="json", exclude_unset=True)["data"]["users"]
     turned = recipe.with_changes({"data.users": dict(reversed(users.items()))})
@@ -162,7 +162,7 @@ def test_samples_of_a_task_are_part_of_it(tmp_path: Path) -> None:
         "runtime": {"device": "cpu", "dtype": "float32"},
     }
     recipe = parse_recipe(content)
-    experiment.run(recipe, out=tmp_path / "run")
+    api.run(recipe, out=tmp_path / "run")
     stop(tmp_path / "run")
     materials = prepare(recipe)
     task = materials.task
@@ -170,8 +170,8 @@ def test_samples_of_a_task_are_part_of_it(tmp_path: Path) -> None:
     spoilt = replace(task.users[1], test=task.users[0].test)
     other = replace(materials, task=replace(task, users=(task.users[0], spoilt, task.users[2])))
     with pytest.raises(RunError, match="user 'user-1': the test data changed since the run began"):
-        experiment.run(recipe, out=tmp_path / "run", resume=True, materials=other)
-    experiment.run(recipe, out=tmp_path / "run", resume=True)
+        api.run(recipe, out=tmp_path / "run", resume=True, materials=other)
+    api.run(recipe, out=tmp_path / "run", resume=True)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"users": 3}'])

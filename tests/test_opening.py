@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from comingle import experiment
 from comingle.errors import ComingleError, DataError, RunError
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import PersonalNet
 from comingle.recipes import Recipe, load_recipe, parse_recipe
+from comingle.runs import api
 
 QUICK = {"training.rounds": 2, "training.local_steps": 1, "base": "random:llama?layers=1"}
 TEXT = "ada loved the sea"
@@ -46,9 +46,9 @@ def missing(action: Any) -> str:
 def test_a_run_opens_without_its_users_text(
     recipe: Recipe, recipe_file: Path, tmp_path: Path, method: dict[str, Any]
 ) -> None:
-    done = experiment.run(recipe.with_changes({"method": method, "evaluation.select": "best"}), out=tmp_path / "run")
+    done = api.run(recipe.with_changes({"method": method, "evaluation.select": "best"}), out=tmp_path / "run")
     shutil.move(recipe_file.parent / "texts", tmp_path / "elsewhere")
-    opened = experiment.load(tmp_path / "run")
+    opened = api.load(tmp_path / "run")
     assert opened.users == ["ann", "bob", "cem"]
     assert opened.metrics == json.loads((tmp_path / "run" / "metrics.json").read_text())
     for name in opened.users:
@@ -67,19 +67,19 @@ def test_a_run_opens_without_its_users_text(
 
 
 def test_a_method_that_tunes_needs_the_text_and_says_so(recipe: Recipe, recipe_file: Path, tmp_path: Path) -> None:
-    experiment.run(recipe.with_changes({"method": "fedavg+"}), out=tmp_path / "run")
+    api.run(recipe.with_changes({"method": "fedavg+"}), out=tmp_path / "run")
     (recipe_file.parent / "texts" / "bob.txt").unlink()
-    opened = experiment.load(tmp_path / "run")
+    opened = api.load(tmp_path / "run")
     message = missing(lambda: opened.user("bob"))
     assert "this needs the users' data" in message
     assert "texts/bob.txt: no such file or folder" in message
 
 
 def test_changed_text_is_refused_where_it_is_asked_for(recipe: Recipe, recipe_file: Path, tmp_path: Path) -> None:
-    experiment.run(recipe, out=tmp_path / "run")
+    api.run(recipe, out=tmp_path / "run")
     path = recipe_file.parent / "texts" / "bob.txt"
     path.write_text(path.read_text().upper())
-    opened = experiment.load(tmp_path / "run")
+    opened = api.load(tmp_path / "run")
     opened.user("bob")
     with pytest.raises(RunError, match="user 'bob': the train data changed since the run began"):
         opened.federation.clients.evaluate()
@@ -108,9 +108,9 @@ def test_nets_predict_without_the_images(tmp_path: Path, method: dict[str, Any])
         "training": {"rounds": 1, "batch_size": 10},
         "runtime": {"device": "cpu", "dtype": "float32"},
     }
-    done = experiment.run(parse_recipe(content), out=tmp_path / "run")
+    done = api.run(parse_recipe(content), out=tmp_path / "run")
     shutil.rmtree(tmp_path / "images")
-    opened = experiment.load(tmp_path / "run")
+    opened = api.load(tmp_path / "run")
     inputs = torch.rand(3, 1, 28, 28)
     for name in opened.users:
         before, after = done.user(name), opened.user(name)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from comingle import experiment
-from comingle.materials import prepare
 from comingle.recipes import Recipe, parse_recipe
+from comingle.runs import api
+from comingle.runs.session import prepare
 
 CATEGORIES = ["World", "Sports", "Business", "Sci/Tech"]
 LANGUAGES = ["de", "fr", "it", "nl"]
@@ -49,7 +49,7 @@ def mean_perplexities(recipe: Recipe, methods: list[str]) -> dict[str, float]:
     found = {}
     for method in methods:
         one = recipe if method == recipe.method.name else recipe.with_changes({"method": method})
-        found[method] = experiment.run(one, materials=materials).metrics["mean_test_perplexity"]
+        found[method] = api.run(one, materials=materials).metrics["mean_test_perplexity"]
     return found
 
 

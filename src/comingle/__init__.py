@@ -21,16 +21,16 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from comingle.adapters.clustered import floral as floral
     from comingle.errors import ComingleError as ComingleError
-    from comingle.experiment import load as load
-    from comingle.experiment import run as run
     from comingle.recipes import Recipe as Recipe
+    from comingle.runs.api import load as load
+    from comingle.runs.api import run as run
 
 _HOMES = {
     "ComingleError": "comingle.errors",
     "Recipe": "comingle.recipes",
     "floral": "comingle.adapters.clustered",
-    "load": "comingle.experiment",
-    "run": "comingle.experiment",
+    "load": "comingle.runs.api",
+    "run": "comingle.runs.api",
 }
 
 __all__ = ["ComingleError", "Recipe", "__version__", "floral", "load", "run"]

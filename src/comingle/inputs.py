@@ -33,13 +33,13 @@ class UserInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """All that was read. ``kind`` is "text", "questions" or "task"; a task has no base and tells its own settings."""
+    """All that was read: of which kind, and what the kind keeps besides."""
 
     kind: str
     base: str
     tokenizer: str
     users: dict[str, UserInputs]
-    task: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def write_inputs(folder: Path, inputs: Inputs) -> None:

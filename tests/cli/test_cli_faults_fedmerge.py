@@ -18,10 +18,10 @@ import yaml
 from safetensors.torch import load_file, save_file
 from test_cli_mistakes import one_line
 
-from comingle import experiment
-from comingle.data.questions import LABELS
 from comingle.engines.checksums import seal
 from comingle.errors import ComingleError
+from comingle.kinds.questions.sets import LABELS
+from comingle.runs import api
 
 Refuse = Callable[..., str]
 
@@ -74,7 +74,7 @@ def refuse(comingle: Any, tmp_path: Path) -> Refuse:
         assert not (tmp_path / "run").exists()
         changes = {key: yaml.safe_load(value) for key, value in (s.split("=", 1) for s in settings)}
         with pytest.raises(ComingleError) as error:
-            experiment.run(path, **changes)
+            api.run(path, **changes)
         assert str(error.value) == line.replace("--set: ", "recipe: ")
         return line
 
@@ -255,7 +255,7 @@ FOREIGN = {
 def trained(tmp_path_factory: pytest.TempPathFactory, images: Path) -> Path:
     """A finished run."""
     folder = tmp_path_factory.mktemp("trained")
-    experiment.run(write_recipe(folder / "recipe.yaml", images), out=folder / "run")
+    api.run(write_recipe(folder / "recipe.yaml", images), out=folder / "run")
     return folder / "run"
 
 
@@ -271,7 +271,7 @@ def test_a_checkpoint_whose_models_do_not_fit(comingle: Any, trained: Path, kind
     try:
         line = one_line(comingle("run", "--resume", trained))
         with pytest.raises(ComingleError) as error:
-            experiment.load(trained)
+            api.load(trained)
     finally:
         path.write_bytes(whole)
         sums.write_bytes(summed)

@@ -11,10 +11,9 @@ import psutil
 import pytest
 
 from comingle.errors import BaseModelError, RecipeError
-from comingle.experiment import build
-from comingle.materials import prepare
 from comingle.models.language import load_base
 from comingle.recipes import load_recipe, parse_recipe
+from comingle.runs.session import build, prepare
 
 RANK = "adapters.rank: got {}; the largest weight, layers.0.mlp.gate, maps 32 to 88, so its changes have a rank of "
 SETTINGS = {
@@ -103,7 +102,7 @@ def test_no_reason_for_an_empty_error(
     def full(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("comingle.experiment.build", full)
+    monkeypatch.setattr("comingle.session.build", full)
     answer = comingle("run", recipe_file, "--out", tmp_path / "run")
     assert "out of memory (no more is said); " in answer.err
 

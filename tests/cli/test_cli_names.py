@@ -14,7 +14,7 @@ from rich.table import Table
 
 from comingle.cli.training import warn_overlaps
 from comingle.data.partition import UserText
-from comingle.materials import Materials
+from comingle.kinds.base import Materials
 from comingle.reports.tables import render_run
 from comingle.terminal import Terminal, printable, words
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 import yaml
 
-from comingle import experiment
 from comingle.cli.views import generating_model
 from comingle.errors import DataError
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import PersonalNet
+from comingle.runs import api
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def net_recipe(tmp_path: Path) -> Path:
 
 def test_a_run_of_nets_opens_with_everybodys_net(comingle: Any, net_recipe: Path, tmp_path: Path) -> None:
     assert comingle("run", net_recipe, "--out", tmp_path / "run").code == 0
-    opened = experiment.load(tmp_path / "run")
+    opened = api.load(tmp_path / "run")
     for user in opened.federation.clients.users:
         person = opened.user(user.name)
         assert isinstance(person, PersonalNet)
@@ -50,7 +50,7 @@ def test_a_run_of_nets_opens_with_everybodys_net(comingle: Any, net_recipe: Path
 def test_a_run_of_a_mixture_opens_and_speaks(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
     sets = ("--set", "method={name: floral, clusters: 2}", "--set", "training.rounds=2")
     assert comingle("run", recipe_file, *sets, "--out", tmp_path / "run").code == 0
-    opened = experiment.load(tmp_path / "run")
+    opened = api.load(tmp_path / "run")
     person = generating_model(opened, "bob")
     assert isinstance(person, PersonalModel)
     tokens = opened.federation.clients.users[1].test
@@ -70,4 +70,4 @@ def test_a_run_without_checkpoints_cannot_be_opened(comingle: Any, net_recipe: P
     for path in sorted((tmp_path / "run" / "checkpoints").rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     with pytest.raises(ValueError, match=r"run: no checkpoint in it$"):
-        experiment.load(tmp_path / "run")
+        api.load(tmp_path / "run")

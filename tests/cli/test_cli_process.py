@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from comingle import experiment
 from comingle.engines.checkpoints import list_checkpoints
 from comingle.recipes import load_recipe
 from comingle.records import read_events
+from comingle.runs import api
 
 # What a shell starts in the background ignores Ctrl-C, and so do its children: the program is told to hear it again.
 HEAR = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
@@ -74,7 +74,7 @@ def test_an_interruption_exits_130_and_leaves_a_run_that_can_be_resumed(recipe_f
     assert (resumed.returncode, resumed.stderr) == (0, "")
     done = json.loads((run / "metrics.json").read_text())
     assert [event["round"] for event in read_events(run) if event["event"] == "round"] == list(range(1, rounds + 1))
-    whole = experiment.run(load_recipe(run))
+    whole = api.run(load_recipe(run))
     assert done["users"] == whole.metrics["users"]
 
 

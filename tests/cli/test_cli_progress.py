@@ -17,10 +17,9 @@ import pytest
 
 import comingle as package
 from comingle import progress
-from comingle.experiment import build
-from comingle.materials import prepare
 from comingle.recipes import load_recipe
 from comingle.records import read_events
+from comingle.runs.session import build, prepare
 from comingle.terminal import Terminal
 
 COMINGLE = [sys.executable, "-c", "from comingle.cli import main; main()"]

@@ -10,12 +10,11 @@ import pytest
 import yaml
 
 from comingle.costing.planning import QUESTIONS_NOTE
-from comingle.data.questions import LABELS, QUESTIONS, ask
 from comingle.engines.local import train
 from comingle.evaluation.costs.measured import counted
-from comingle.experiment import build
-from comingle.materials import prepare
+from comingle.kinds.questions.sets import LABELS, QUESTIONS, ask
 from comingle.recipes import load_recipe
+from comingle.runs.session import build, prepare
 
 
 @pytest.fixture

@@ -11,13 +11,14 @@ import torch
 import yaml
 from test_cli_mistakes import one_line
 
-from comingle import experiment
 from comingle.adapters.clustered.geometry import CONV_FORMS
 from comingle.data.samples import Samples
 from comingle.errors import ComingleError
-from comingle.materials import Materials, prepare
+from comingle.kinds.base import Materials
 from comingle.recipes import Recipe, load_recipe
 from comingle.recipes.sections import FloralSection
+from comingle.runs import api
+from comingle.runs.session import prepare
 
 SGD = {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "weight_decay": 0}
 TASK = {
@@ -183,7 +184,7 @@ def test_settings_of_adaptors_that_a_run_does_not_read_are_said(
     assert caplog.messages == [said]
     caplog.clear()
     recipe = load_recipe(task_file).with_changes({"floral.rank": 1})
-    experiment.run(recipe, method="fedavg")
+    api.run(recipe, method="fedavg")
     assert caplog.messages == [said]
     caplog.clear()
     assert comingle("compare", *command, "--out", out / "both", "--methods", "fedavg,floral").code == 0
@@ -233,7 +234,7 @@ def refused(recipe: Recipe, inputs: tuple[int, ...], *, first: bool = False) -> 
         users[i] = replace(user, **parts)
     own = Materials(base=None, texts=(), users=(), task=replace(task, users=tuple(users)))
     with pytest.raises(ComingleError) as error:
-        experiment.run(recipe, materials=own)
+        api.run(recipe, materials=own)
     assert "\n" not in str(error.value)
     return str(error.value)
 

@@ -8,9 +8,9 @@ import pytest
 
 from comingle.data.partition import UserText
 from comingle.errors import RecipeError
+from comingle.kinds.text.reading import token_limits, tokenise_users
 from comingle.models.language import load_base
 from comingle.recipes import parse_recipe
-from comingle.texts import token_limits, tokenise_users
 
 NAMES = ["ada", "ben"]
 

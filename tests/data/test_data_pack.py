@@ -5,8 +5,8 @@ import torch
 
 from comingle.data.pack import UserData, check, pack, pool
 from comingle.data.partition import UserText
-from comingle.data.preview import summarise
 from comingle.errors import DataError
+from comingle.kinds.text.preview import summarise
 
 
 def make_user(name: str = "anna", *, train: int = 0, valid: int = 0, test: int = 0) -> UserData:

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from comingle.data.answers import Question, UserAnswers, as_answers, check_answers, encode, pool_answers
 from comingle.data.batches import PAD, hide, inputs_of
-from comingle.data.questions import LABELS, QUESTIONS, ask, make_questions
 from comingle.errors import DataError, RecipeError
+from comingle.kinds.questions.sets import LABELS, QUESTIONS, ask, make_questions
 from comingle.models.byte_tokenizer import EOS, byte_tokenizer
 
 TWO = [Question(prompt="a b", answer="c"), Question(prompt="d", answer="c b a")]

@@ -17,7 +17,7 @@ from comingle.data.samples import SPLITS, UserSamples
 from comingle.data.settings import TASKS
 from comingle.data.tasks import Task, make_task
 from comingle.errors import DataError, RecipeError
-from comingle.materials import Materials
+from comingle.kinds.base import Materials
 
 MakeFolder = Callable[..., Path]
 DOMAINS = ("art_painting", "cartoon", "photo", "sketch")

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from comingle import experiment
 from comingle.errors import ComingleError, DataError, RecipeError
-from comingle.materials import prepare
 from comingle.recipes import load_recipe, parse_recipe
 from comingle.records import read_events, read_metrics
+from comingle.runs import api, session
+from comingle.runs.session import prepare
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def small(recipe_file: Path) -> Path:
 
 def said(recipe: Any) -> str:
     with pytest.raises(ComingleError) as caught:
-        experiment.build(recipe, prepare(recipe))
+        session.build(recipe, prepare(recipe))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -71,7 +71,7 @@ def test_the_first_ten_are_named_and_the_others_counted(recipe_file: Path) -> No
 def test_small_users_are_left_out_counted_and_listed(small: Path, tmp_path: Path, caplog: Any) -> None:
     recipe = load_recipe(small).with_changes({"data.on_small_user": "skip", "training.rounds": 1})
     with caplog.at_level(logging.WARNING, logger="comingle"):
-        done = experiment.run(recipe, out=tmp_path / "run")
+        done = api.run(recipe, out=tmp_path / "run")
     (warning,) = [m for m in caplog.messages if "left out" in m]
     assert warning.startswith("3 of 6 users are left out, as they have too little text: 'dan' (train holds 5 tokens")
     assert done.users == ["ann", "bob", "cem"]
@@ -87,8 +87,8 @@ def test_who_is_left_out_leaves_no_trace(small: Path, held_out: str) -> None:
     """The others' results are those of a recipe that never named them."""
     recipe = load_recipe(small).with_changes({"data.held_out": held_out, "training.rounds": 1})
     alone = recipe.with_changes({"data.users": {n: recipe.data.users[n].path for n in ("ann", "bob", "cem")}})
-    with_small = experiment.run(recipe.with_changes({"data.on_small_user": "skip"}))
-    assert with_small.metrics["users"] == experiment.run(alone).metrics["users"]
+    with_small = api.run(recipe.with_changes({"data.on_small_user": "skip"}))
+    assert with_small.metrics["users"] == api.run(alone).metrics["users"]
 
 
 def test_limits_may_name_who_is_left_out_and_nobody_else(small: Path) -> None:
@@ -100,8 +100,8 @@ def test_limits_may_name_who_is_left_out_and_nobody_else(small: Path) -> None:
 
 def test_nothing_changes_where_nobody_is_small(recipe_file: Path) -> None:
     recipe = load_recipe(recipe_file).with_changes({"training.rounds": 1})
-    skipping = experiment.run(recipe.with_changes({"data.on_small_user": "skip"}))
-    assert skipping.metrics["users"] == experiment.run(recipe).metrics["users"]
+    skipping = api.run(recipe.with_changes({"data.on_small_user": "skip"}))
+    assert skipping.metrics["users"] == api.run(recipe).metrics["users"]
     assert "skipped_users" not in skipping.metrics
 
 

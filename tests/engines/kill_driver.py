@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from comingle import experiment
 from comingle.engines import checkpoints
 from comingle.engines.events import Observer
+from comingle.runs import api
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -124,7 +124,7 @@ def main(recipe: str, folder: str, *moments: str) -> None:
         child = os.fork()
         if child == 0:
             observer = arm()
-            experiment.run(recipe, out=Path(folder) / moment, observers=[observer] if observer else [])
+            api.run(recipe, out=Path(folder) / moment, observers=[observer] if observer else [])
             os._exit(1)  # it should not have come to this
         _, status = os.waitpid(child, 0)
         if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:

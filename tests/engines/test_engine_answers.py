@@ -14,19 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comingle import experiment
 from comingle.data.answers import Answers, Question, UserAnswers, as_answers, encode
 from comingle.data.batches import PAD
 from comingle.data.pack import UserData
-from comingle.data.questions import LABELS
 from comingle.data.seeds import generator
-from comingle.engines.answers import AnswerFeed
 from comingle.engines.checkpoints import list_checkpoints
 from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.engines.training import Portions, Training
 from comingle.errors import RecipeError
-from comingle.materials import Materials, prepare
+from comingle.kinds.base import Materials
+from comingle.kinds.questions.feed import AnswerFeed
+from comingle.kinds.questions.sets import LABELS
 from comingle.methods.client import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.byte_tokenizer import EOS, byte_tokenizer
@@ -34,6 +33,8 @@ from comingle.models.language import load_base
 from comingle.models.personal import PersonalModel
 from comingle.recipes import Recipe, parse_recipe
 from comingle.records import read_events
+from comingle.runs import api, session
+from comingle.runs.session import prepare
 from comingle.transports.inprocess import InProcess
 from federations import everyone, exchange, gradient_of
 
@@ -85,7 +86,7 @@ def ask() -> Ask:
             }
         ).with_changes(changes)
         people = tuple(user if isinstance(user, UserAnswers) else make_user(user) for user in users)
-        return experiment.build(recipe, Materials(base=base, texts=(), users=(), answers=people))
+        return session.build(recipe, Materials(base=base, texts=(), users=(), answers=people))
 
     return make
 
@@ -302,7 +303,7 @@ def recipe_of(folder: Path, method: Any = "fedavg", *, label: str = "", **change
 
 @pytest.mark.parametrize("method", ["centralized", {"name": "pcl", "exchange_from": 1}, FLORAL, "fedmerge"])
 def test_methods_run_on_questions(tmp_path: Path, method: Any) -> None:
-    run = experiment.run(recipe_of(tmp_path, method), out=tmp_path / "run")
+    run = api.run(recipe_of(tmp_path, method), out=tmp_path / "run")
     metrics = run.metrics
     assert (metrics["measure"], metrics["unit"]) == ("accuracy", "samples")
     assert metrics["mean_test_accuracy"] == pytest.approx(
@@ -312,7 +313,7 @@ def test_methods_run_on_questions(tmp_path: Path, method: Any) -> None:
         assert (user["train_samples"], user["valid_samples"], user["test_samples"]) == (4, 2, 3)
         assert 0 <= user["test_accuracy"] <= user["test_rouge1"] <= 1
         assert 0 < user["test_loss"] < 8
-    again = experiment.load(tmp_path / "run")
+    again = api.load(tmp_path / "run")
     assert isinstance(again.user("de"), PersonalModel)
     assert [score.measures for score in again.federation.clients.evaluate()] == [
         score.measures for score in run.federation.clients.evaluate()
@@ -323,7 +324,7 @@ def test_models_that_have_learnt_the_answer_give_it(tmp_path: Path) -> None:
     optimiser = {"learning_rate": 0.01, "schedule": "constant"}
     changes = {"training.rounds": 20, "adapters.rank": 8, "training.experts": optimiser, "evaluation.every": 20}
     found: list[dict[str, Any]] = []
-    run = experiment.run(
+    run = api.run(
         recipe_of(tmp_path, "local", label="neutral", **changes),
         observers=[lambda event: found.append(event) if event["event"] == "evaluation" else None],
     )
@@ -333,12 +334,12 @@ def test_models_that_have_learnt_the_answer_give_it(tmp_path: Path) -> None:
 
 def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, THREE, **{"training.rounds": 4, "training.participation": 0.5})
-    whole = experiment.run(recipe, out=tmp_path / "whole")
+    whole = api.run(recipe, out=tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     (tmp_path / "cut" / "metrics.json").unlink()
     for folder in list_checkpoints(tmp_path / "cut")[2:]:
         shutil.rmtree(folder)
-    rest = experiment.run(recipe, out=tmp_path / "cut", resume=True)
+    rest = api.run(recipe, out=tmp_path / "cut", resume=True)
     assert torch.equal(rest.federation.clients.state.rows, whole.federation.clients.state.rows)
     timed = {"wall_seconds", "samples_per_second", "peak_memory_bytes"}
     assert {k: v for k, v in rest.metrics.items() if k not in timed} == {

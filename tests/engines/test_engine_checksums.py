@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from comingle import experiment
 from comingle.engines.checkpoints import list_checkpoints, load_checkpoint, read_progress
 from comingle.engines.checksums import seal, verify
 from comingle.errors import RunError
 from comingle.recipes import load_recipe
 from comingle.records import read_metrics
+from comingle.runs import api
 from comingle.transports.inprocess import InProcess
 
 FLIPS = 300
@@ -30,7 +30,7 @@ def done(write_recipe: Any, tmp_path_factory: pytest.TempPathFactory) -> experim
     """A run of four rounds that keeps three checkpoints and selects its best round."""
     stage = tmp_path_factory.mktemp("checksums")
     changes = {"checkpoints.keep": 3, "evaluation.select": "best"}
-    return experiment.run(load_recipe(write_recipe(stage)).with_changes(changes), out=stage / "run")
+    return api.run(load_recipe(write_recipe(stage)).with_changes(changes), out=stage / "run")
 
 
 @pytest.fixture
@@ -106,11 +106,11 @@ def test_what_is_offered_works(done: experiment.Run, copy: Path) -> None:
     spoil(old)
     spoil(newest)
     with pytest.raises(RunError) as caught:
-        experiment.run(done.recipe, out=copy, resume=True)
+        api.run(done.recipe, out=copy, resume=True)
     said = f"{older.name} is whole: `rm -r {old} {newest}`, then `comingle run --resume {copy}` goes on from there"
     assert str(caught.value) == f"{newest}: damaged, state.safetensors and SHA256SUMS do not agree; {said}"
     subprocess.run(str(caught.value).split("`")[1], shell=True, check=True)
-    again = experiment.run(done.recipe, out=copy, resume=True)
+    again = api.run(done.recipe, out=copy, resume=True)
     assert again.metrics["users"] == done.metrics["users"]
     assert [path.name for path in list_checkpoints(copy)] == ["round-0002", "round-0003", "round-0004"]
 
@@ -126,11 +126,11 @@ def test_where_no_older_one_is_whole(done: experiment.Run, copy: Path) -> None:
 
 def test_a_finished_run_does_not_open_with_the_models_of_an_earlier_round(copy: Path) -> None:
     newest = list_checkpoints(copy)[-1]
-    assert experiment.load(copy).metrics == read_metrics(copy)
+    assert api.load(copy).metrics == read_metrics(copy)
     shutil.rmtree(newest)
     said = "round-0003: the run has 4 rounds, its last checkpoint 3; `comingle run --resume .*` goes on from there"
     with pytest.raises(RunError, match=said):
-        experiment.load(copy)
+        api.load(copy)
 
 
 # ---------------------------------------------------------------- what no run can have written

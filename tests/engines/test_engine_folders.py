@@ -16,26 +16,26 @@ from typing import Any
 
 import pytest
 
-from comingle import experiment
 from comingle.engines.checkpoints import list_checkpoints
 from comingle.errors import RunError
-from comingle.folders import open_folder
-from comingle.materials import describe, prepare
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import read_events
+from comingle.runs import api
+from comingle.runs.folders import open_folder
+from comingle.runs.session import describe, prepare
 
 COMINGLE = [sys.executable, "-c", "from comingle.cli import main; main()"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SLOW = """
 import sys, time
-from comingle import experiment
+from comingle.runs import api, session
 
 def wait(event):
     if event["event"] == "round":
         print(event["round"], flush=True)
         time.sleep(60)
 
-experiment.run(sys.argv[1], out=sys.argv[2], resume=len(sys.argv) > 3, observers=[wait])
+api.run(sys.argv[1], out=sys.argv[2], resume=len(sys.argv) > 3, observers=[wait])
 """
 
 
@@ -46,7 +46,7 @@ def recipe(recipe_file: Path) -> Recipe:
 
 def refused(recipe: Recipe, folder: Path, **options: Any) -> str:
     with pytest.raises(RunError) as caught:
-        experiment.run(recipe, out=folder, **options)
+        api.run(recipe, out=folder, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -86,9 +86,9 @@ def test_a_second_process_is_told_who_writes(
 
     writer.send_signal(signal.SIGKILL)
     writer.wait()
-    run = experiment.run(recipe, out=folder, resume=True)
+    run = api.run(recipe, out=folder, resume=True)
     assert [e["round"] for e in read_events(folder) if e["event"] == "round"] == [1, 2, 3, 4]
-    assert run.metrics["users"] == experiment.run(recipe).metrics["users"]
+    assert run.metrics["users"] == api.run(recipe).metrics["users"]
 
 
 def test_compare_and_reproduce_are_refused_too(
@@ -105,7 +105,7 @@ def test_compare_and_reproduce_are_refused_too(
 def test_two_at_once_are_one_and_a_refusal(recipe_file: Path, tmp_path: Path) -> None:
     """Both pass the first check before either writes: only the lock keeps them apart."""
     folder = tmp_path / "run"
-    experiment.run(load_recipe(recipe_file), out=folder)
+    api.run(load_recipe(recipe_file), out=folder)
     (folder / "metrics.json").unlink()
     shutil.rmtree(folder / "checkpoints")
     command = [sys.executable, "-c", SLOW, str(recipe_file), str(folder), "resume"]
@@ -118,7 +118,7 @@ def test_two_at_once_are_one_and_a_refusal(recipe_file: Path, tmp_path: Path) ->
     assert f"process {winner.pid} on" in loser.communicate()[1]
     winner.kill()
     winner.communicate()
-    experiment.run(load_recipe(recipe_file), out=folder, resume=True)
+    api.run(load_recipe(recipe_file), out=folder, resume=True)
     assert [e["round"] for e in read_events(folder) if e["event"] == "round"] == [1, 2, 3, 4]
 
 
@@ -126,7 +126,7 @@ def test_one_process_is_two_writers_too(recipe: Recipe, tmp_path: Path) -> None:
     inputs = describe(prepare(recipe), recipe)
     with open_folder(tmp_path / "run", recipe, inputs, resume=False, force=False):
         assert f"process {os.getpid()} on" in refused(recipe, tmp_path / "run", resume=True)
-    experiment.run(recipe, out=tmp_path / "run", resume=True)
+    api.run(recipe, out=tmp_path / "run", resume=True)
     assert not (tmp_path / "run" / ".holder").exists()
 
 
@@ -136,7 +136,8 @@ def test_one_process_is_two_writers_too(recipe: Recipe, tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from comingle import experiment, folders, locks
+from comingle import locks
+from comingle.runs import api, folders, session
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -151,8 +152,8 @@ for moment in sys.argv[3:]:
         elif moment == "half of the recipe":
             os.fsync = lambda handle: list((out / moment).glob(".recipe.yaml.*")) and die()
         elif moment == "recipe":
-            experiment.execute = die
-        experiment.run(recipe, out=out / moment)
+            session.execute = die
+        api.run(recipe, out=out / moment)
         os._exit(1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, moment
@@ -182,7 +183,7 @@ def test_a_folder_that_was_half_made(half_made: tuple[Recipe, Path], tmp_path: P
     elif how == "plain" and moment == "recipe":
         assert refused(recipe, folder).endswith("--resume goes on with it, --force replaces it, --out names another")
     else:
-        experiment.run(recipe, out=folder, resume=how == "resume", force=how == "force")
+        api.run(recipe, out=folder, resume=how == "resume", force=how == "force")
         assert (folder / "metrics.json").exists()
         assert not list(folder.glob(".recipe.yaml.*"))
 
@@ -214,7 +215,7 @@ def test_a_disk_that_is_full_when_the_folder_is_made(recipe: Recipe, small_disk:
     fill(small_disk, leave)
     assert refused(recipe, small_disk / "run").endswith("cannot be written to: No space left on device")
     (small_disk / "filling").unlink()
-    experiment.run(recipe, out=small_disk / "run")
+    api.run(recipe, out=small_disk / "run")
 
 
 @pytest.mark.parametrize("event", ["round", "evaluation"])
@@ -226,23 +227,23 @@ def test_a_disk_that_fills_up_during_a_run(recipe: Recipe, small_disk: Path, eve
             fill(small_disk)
 
     with pytest.raises(RunError, match="cannot be written") as caught:
-        experiment.run(recipe, out=folder, observers=[eat])
+        api.run(recipe, out=folder, observers=[eat])
     assert "\n" not in str(caught.value)
     assert "No space left on device" in str(caught.value)
     (small_disk / "filling").unlink()
     assert [path.name for path in list_checkpoints(folder)] == ["round-0001"]
-    run = experiment.run(recipe, out=folder, resume=True)
+    run = api.run(recipe, out=folder, resume=True)
     assert [e["round"] for e in read_events(folder) if e["event"] == "round"] == [1, 2, 3, 4]
-    assert run.metrics["users"] == experiment.run(recipe).metrics["users"]
+    assert run.metrics["users"] == api.run(recipe).metrics["users"]
 
 
 def test_a_read_only_folder(recipe: Recipe, small_disk: Path) -> None:
-    run = experiment.run(recipe, out=small_disk / "run")
+    run = api.run(recipe, out=small_disk / "run")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     for how in ({"resume": True}, {"force": True}):
         assert refused(recipe, small_disk / "run", **how).endswith("cannot be written to: Read-only file system")
     assert refused(recipe, small_disk / "new").endswith("cannot be written to: Read-only file system")
-    assert experiment.load(small_disk / "run").metrics["users"] == run.metrics["users"]  # reading needs no writing
+    assert api.load(small_disk / "run").metrics["users"] == run.metrics["users"]  # reading needs no writing
 
 
 # ---------------------------------------------------------------- who may read, and where it goes
@@ -260,7 +261,7 @@ def test_files_are_for_those_whom_the_umask_allows(
     recipe: Recipe, tmp_path: Path, umask: Any, mask: int, allowed: int
 ) -> None:
     umask(mask)
-    experiment.run(recipe.with_changes({"training.rounds": 1}), out=tmp_path / "run")
+    api.run(recipe.with_changes({"training.rounds": 1}), out=tmp_path / "run")
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert {path.name for path in modes} > {"recipe.yaml", "events.jsonl", "metrics.json", "checkpoint.json"}
     assert [path for path, mode in modes.items() if mode & ~allowed] == []
@@ -270,7 +271,7 @@ def test_files_are_for_those_whom_the_umask_allows(
 
 def test_a_folder_that_is_there_keeps_its_mode(recipe: Recipe, tmp_path: Path, umask: Any) -> None:
     (tmp_path / "run").mkdir(mode=0o755)
-    experiment.run(recipe.with_changes({"method": "pretrained"}), out=tmp_path / "run")
+    api.run(recipe.with_changes({"method": "pretrained"}), out=tmp_path / "run")
     assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o755
 
 
@@ -279,7 +280,7 @@ def test_a_folder_that_is_there_keeps_its_mode(recipe: Recipe, tmp_path: Path, u
 def test_nothing_is_written_through_a_link(recipe: Recipe, tmp_path: Path, name: str, how: str) -> None:
     recipe = recipe.with_changes({"training.rounds": 1})
     folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    experiment.run(recipe, out=folder)
+    api.run(recipe, out=folder)
     elsewhere.mkdir()
     target = elsewhere / name
     (folder / name).rename(target)

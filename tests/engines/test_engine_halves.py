@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from comingle import experiment
 from comingle.engines.client import Clients
 from comingle.engines.server import ServerHalf
 from comingle.engines.state import State
@@ -20,6 +19,7 @@ from comingle.protocol.messages import LOSS
 from comingle.protocol.wire import packed_bytes
 from comingle.recipes import load_recipe
 from comingle.records import read_events
+from comingle.runs import api
 from comingle.transports.inprocess import InProcess
 from federations import everyone, play_round
 
@@ -160,10 +160,10 @@ def test_a_resumed_run_has_sent_and_received_what_the_undisturbed_one_has(
         if event["event"] == "step" and event["round"] == 3 and event["advance"]:
             raise StoppedError
 
-    whole = experiment.run(recipe, out=tmp_path / "whole")
+    whole = api.run(recipe, out=tmp_path / "whole")
     with pytest.raises(StoppedError):
-        experiment.run(recipe, out=tmp_path / "cut", observers=[stop])
-    rest = experiment.run(recipe, out=tmp_path / "cut", resume=True)
+        api.run(recipe, out=tmp_path / "cut", observers=[stop])
+    rest = api.run(recipe, out=tmp_path / "cut", resume=True)
     told = [
         [(e["round"], e["upload_bytes"], e["download_bytes"]) for e in read_events(folder) if e["event"] == "round"]
         for folder in (tmp_path / "whole", tmp_path / "cut")

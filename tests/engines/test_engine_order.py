@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from comingle import experiment
 from comingle.errors import RunError
 from comingle.recipes import Recipe, load_recipe
+from comingle.runs import api
 
 ORDER = ("cem", "ann", "bob")
 METHODS = {
@@ -55,15 +55,15 @@ def test_a_run_goes_on_with_its_users_in_another_order(
     recipe_file: Path, tmp_path: Path, method: dict[str, Any], select: str
 ) -> None:
     recipe = load_recipe(recipe_file).with_changes({**CHANGES, "method": method, "evaluation.select": select})
-    experiment.run(recipe, out=tmp_path / "whole")
+    api.run(recipe, out=tmp_path / "whole")
     whole = perplexities(tmp_path / "whole")
     stopped = stopped_after(shutil.copytree(tmp_path / "whole", tmp_path / "parts"), 2)
-    experiment.run(in_order(recipe, ORDER), out=stopped, resume=True)
+    api.run(in_order(recipe, ORDER), out=stopped, resume=True)
     found = perplexities(stopped)
     assert list(found) == list(ORDER)
     assert found == pytest.approx(whole, rel=1e-9)
     # Its folder names them in the first order, its newest checkpoint in the second.
-    opened = experiment.load(stopped)
+    opened = api.load(stopped)
     scores = dict(zip(opened.users, opened.federation.clients.evaluate(), strict=True))
     assert {name: score.perplexity for name, score in scores.items()} == pytest.approx(whole, rel=1e-9)
 
@@ -77,11 +77,11 @@ UNEQUAL = {
 
 def test_lists_with_a_value_for_each_user_follow_the_user(recipe_file: Path, tmp_path: Path) -> None:
     recipe = load_recipe(recipe_file).with_changes(UNEQUAL)
-    experiment.run(recipe, out=tmp_path / "whole")
+    api.run(recipe, out=tmp_path / "whole")
     stopped = stopped_after(shutil.copytree(tmp_path / "whole", tmp_path / "parts"), 2)
     turned = in_order(recipe, ORDER, **{"method.specialists": [2, 0, 1], "adapters.rank": [3, 4, 2]})
     assert turned.fingerprint == recipe.fingerprint
-    experiment.run(turned, out=stopped, resume=True)
+    api.run(turned, out=stopped, resume=True)
     assert perplexities(stopped) == pytest.approx(perplexities(tmp_path / "whole"), rel=1e-9)
 
 
@@ -97,7 +97,7 @@ def test_a_list_that_would_be_somebody_elses_is_refused_with_who(
     recipe_file: Path, tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     recipe = load_recipe(recipe_file).with_changes({**UNEQUAL, "training.rounds": 1})
-    experiment.run(recipe, out=tmp_path / "run")
+    api.run(recipe, out=tmp_path / "run")
     with pytest.raises(RunError) as caught:
-        experiment.run(in_order(recipe, ORDER, **changes), out=tmp_path / "run", resume=True)
+        api.run(in_order(recipe, ORDER, **changes), out=tmp_path / "run", resume=True)
     assert f"belongs to another recipe, {said}; use another --out" in str(caught.value)

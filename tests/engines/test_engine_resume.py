@@ -15,12 +15,12 @@ import torch
 from kill_driver import MOMENTS
 from safetensors.torch import load_file
 
-from comingle import experiment
 from comingle.engines.checkpoints import list_checkpoints
 from comingle.engines.checksums import seal
 from comingle.errors import RunError
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import read_events
+from comingle.runs import api
 
 VOLATILE = {"wall_seconds", "tokens_per_second", "peak_memory_bytes"}
 # Two of three users take part in each round; checkpoints every round, of which two are kept.
@@ -59,7 +59,7 @@ def recipe(stage: Path, write_recipe: Any) -> Path:
 @pytest.fixture(scope="module")
 def whole(recipe: Path, stage: Path) -> Path:
     """The run that nothing interrupts."""
-    experiment.run(recipe, out=stage / "whole")
+    api.run(recipe, out=stage / "whole")
     return stage / "whole"
 
 
@@ -82,7 +82,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(recipe: Path, whole: Pa
     left = [path.name for path in (folder / "checkpoints").glob(".round-*")]
     assert bool(left) == (moment in {"half of the tensors written", "tensors written, no json", "written, not renamed"})
 
-    experiment.run(recipe, out=folder, resume=True)
+    api.run(recipe, out=folder, resume=True)
     assert final(folder) == final(whole)
     assert told(folder) == told(whole)
     assert [e["round"] for e in told(folder) if e["event"] == "round"] == [1, 2, 3, 4]
@@ -98,7 +98,7 @@ def test_a_finished_run_resumes_to_itself(recipe: Path, whole: Path, stage: Path
     folder = stage / "again"
     shutil.copytree(whole, folder)
     (folder / "metrics.json").unlink()
-    experiment.run(recipe, out=folder, resume=True)
+    api.run(recipe, out=folder, resume=True)
     assert final(folder) == final(whole)
     assert told(folder) == told(whole)
 
@@ -110,7 +110,7 @@ def test_resuming_may_use_the_machine_differently(recipe: Path, whole: Path, sta
     shutil.rmtree(folder / "checkpoints" / "round-0004")
     (folder / "metrics.json").unlink()
     changes = {"runtime.users_per_step": 1, "checkpoints.every": 4, "evaluation.every": 4}
-    done = experiment.run(load_recipe(recipe).with_changes(changes), out=folder, resume=True)
+    done = api.run(load_recipe(recipe).with_changes(changes), out=folder, resume=True)
     expected = final(whole)["mean_test_perplexity"]
     assert done.metrics["mean_test_perplexity"] == pytest.approx(expected, rel=1e-4)
 
@@ -131,7 +131,7 @@ def stopped(whole: Path, tmp_path: Path) -> Path:
 
 def refused(recipe: Path | Recipe, folder: Path | None, **options: Any) -> str:
     with pytest.raises(RunError) as caught:
-        experiment.run(recipe, out=folder, **{"resume": True, **options})
+        api.run(recipe, out=folder, **{"resume": True, **options})
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -142,7 +142,7 @@ def test_a_truncated_checkpoint_is_named_and_can_be_left_out(recipe: Path, whole
     (newest / "state.safetensors").write_bytes(content[:-1])
     assert f"round-0002 is whole: `rm -r {newest}`, then" in refused(recipe, stopped)
     shutil.rmtree(newest)
-    experiment.run(recipe, out=stopped, resume=True)  # round-0002 is a copy of round 3 here
+    api.run(recipe, out=stopped, resume=True)  # round-0002 is a copy of round 3 here
     assert final(stopped) == final(whole)
 
 
@@ -178,9 +178,9 @@ def test_there_must_be_something_to_resume(recipe: Path, tmp_path: Path) -> None
 
 def test_an_unfinished_run_cannot_be_opened(stopped: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"no metrics.json; continue it with `comingle run --resume"):
-        experiment.load(stopped)
+        api.load(stopped)
     with pytest.raises(RunError, match="no such run folder"):
-        experiment.load(tmp_path / "nowhere")
+        api.load(tmp_path / "nowhere")
     (stopped / "metrics.json").write_text('{"mean_test')
     with pytest.raises(RunError, match=r"metrics.json: not JSON .*; delete it and `comingle run --resume"):
-        experiment.load(stopped)
+        api.load(stopped)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from comingle import experiment
 from comingle.recipes import load_recipe
+from comingle.runs import api
 
 METHODS = {
     "comigs-1g1s": {"name": "comigs-1g1s", "router_every": 2, "router_steps": 1},
@@ -25,8 +25,8 @@ def test_a_run_goes_on_in_another_format(
 ) -> None:
     changes = {"method": method, "runtime.dtype": before, "evaluation.select": "best", "evaluation.every": 1}
     recipe = load_recipe(recipe_file).with_changes(changes)
-    whole = experiment.run(recipe, out=tmp_path / "run").metrics["mean_test_perplexity"]
+    whole = api.run(recipe, out=tmp_path / "run").metrics["mean_test_perplexity"]
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "round-0004")
-    done = experiment.run(recipe.with_changes({"runtime.dtype": after}), out=tmp_path / "run", resume=True)
+    done = api.run(recipe.with_changes({"runtime.dtype": after}), out=tmp_path / "run", resume=True)
     assert done.metrics["dtype"] == after
     assert done.metrics["mean_test_perplexity"] == pytest.approx(whole, rel=0.01 if after == "bfloat16" else 1e-4)

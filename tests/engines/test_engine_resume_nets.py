@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from comingle import experiment
 from comingle.engines.checkpoints import list_checkpoints
 from comingle.recipes import load_recipe, parse_recipe
 from comingle.records import read_events
+from comingle.runs import api
 
 VOLATILE = {"wall_seconds", "samples_per_second", "tokens_per_second", "peak_memory_bytes"}
 MOMENT = "in round 3"
@@ -118,13 +118,13 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_killed_run_of_nets_resumes_as_if_nothing_had_happened(
     recipes: dict[str, Path], killed: Path, tmp_path: Path, name: str
 ) -> None:
-    whole = experiment.run(recipes[name], out=tmp_path / "whole")
+    whole = api.run(recipes[name], out=tmp_path / "whole")
     expected, users = state(tmp_path / "whole"), len(whole.users)
     rounds = [event for event in told(tmp_path / "whole") if event["event"] == "round"]
     assert any(len(event["train_loss_nats"]) < users for event in rounds)
     folder = killed / name / MOMENT
     assert [path.name for path in list_checkpoints(folder)] == ["round-0001", "round-0002"]
-    experiment.run(recipes[name], out=folder, resume=True)
+    api.run(recipes[name], out=folder, resume=True)
     assert final(folder) == final(tmp_path / "whole")
     assert told(folder) == told(tmp_path / "whole")
     found = state(folder)

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from comingle import experiment
 from comingle.engines.checkpoints import list_checkpoints
 from comingle.engines.evaluations import mean_measure
 from comingle.engines.local import train
 from comingle.engines.rounds import run_rounds
 from comingle.errors import ComingleError, DivergenceError
-from comingle.folders import open_folder
-from comingle.materials import describe, prepare
 from comingle.protocol.wire import packed_bytes
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import read_events
+from comingle.runs import api, session
+from comingle.runs.folders import open_folder
+from comingle.runs.session import describe, prepare
 from comingle.transports.inprocess import InProcess
 
 Events = list[dict[str, Any]]
@@ -147,7 +147,7 @@ def test_the_pooled_model_is_evaluated_on_each_users_own_test(federate: Any) -> 
 @pytest.mark.parametrize("participation", [0.4, [["cem"], ["ann", "bob"]]], ids=["fraction", "list"])
 def test_participation_is_nothing_to_the_pooled_trainer(recipe_file: Path, participation: Any) -> None:
     changes = {"method": "centralized", "training.rounds": 2, "training.participation": participation}
-    done = experiment.run(load_recipe(recipe_file).with_changes(changes))
+    done = api.run(load_recipe(recipe_file).with_changes(changes))
     assert done.metrics["rounds"] == 2
 
 
@@ -162,11 +162,11 @@ def recipe(recipe_file: Path) -> Recipe:
 def stopped(recipe: Recipe, folder: Path, spoil: Callable[[InProcess, dict[str, Any]], None] | None = None) -> str:
     """The one line with which a run stops; ``spoil`` may touch the federation at every event."""
     materials = prepare(recipe)
-    sim = experiment.build(recipe, materials)
+    sim = session.build(recipe, materials)
     inputs = describe(materials, recipe)
     observers = [lambda event: spoil(sim, event)] if spoil else []
     with open_folder(folder, recipe, inputs, resume=False, force=False), pytest.raises(DivergenceError) as caught:
-        experiment.execute(sim, recipe, folder, observers=observers)
+        session.execute(sim, recipe, folder, observers=observers)
     assert isinstance(caught.value, ComingleError)
     assert "\n" not in str(caught.value)
     assert not (folder / "metrics.json").exists()
@@ -190,8 +190,8 @@ def test_the_last_good_checkpoint_is_kept_and_can_be_gone_on_with(recipe: Recipe
     assert message.startswith("user 'bob': training loss is nan in round 3, local step 2; ")
     assert message.endswith("; the last checkpoint is kept, round-0002")
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["round-0001", "round-0002"]
-    resumed = experiment.run(recipe, out=tmp_path / "run", resume=True)
-    whole = experiment.run(recipe)
+    resumed = api.run(recipe, out=tmp_path / "run", resume=True)
+    whole = api.run(recipe)
     assert resumed.metrics["users"] == whole.metrics["users"]
 
 
@@ -227,7 +227,7 @@ def test_a_model_that_breaks_only_in_evaluation_is_not_a_result(recipe: Recipe, 
 
 def test_metrics_add_up(recipe_file: Path, tmp_path: Path) -> None:
     recipe = load_recipe(recipe_file)
-    done = experiment.run(recipe, out=tmp_path / "run")
+    done = api.run(recipe, out=tmp_path / "run")
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics == done.metrics
     users = metrics["users"].values()
@@ -251,8 +251,8 @@ def test_metrics_add_up(recipe_file: Path, tmp_path: Path) -> None:
 
 
 def test_a_finished_run_can_be_opened_and_talked_to(recipe_file: Path, tmp_path: Path) -> None:
-    done = experiment.run(recipe_file, out=tmp_path / "run")
-    opened = experiment.load(tmp_path / "run")
+    done = api.run(recipe_file, out=tmp_path / "run")
+    opened = api.load(tmp_path / "run")
     assert opened.users == ["ann", "bob", "cem"]
     assert opened.metrics == done.metrics
     said = [run.user("bob").generate("a", max_new_tokens=8) for run in (done, opened)]
@@ -270,12 +270,12 @@ def test_without_a_folder_nothing_is_written(
 ) -> None:
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    experiment.run(recipe_file, method="local", seed=3)
+    api.run(recipe_file, method="local", seed=3)
     assert list((tmp_path / "empty").iterdir()) == []
 
 
 def test_weights_by_tokens_favour_who_has_more(recipe_file: Path) -> None:
     recipe = load_recipe(recipe_file).with_changes({"method": "fedavg", "evaluation.model": "exchanged"})
-    uniform = experiment.run(recipe).metrics["users"]
-    weighted = experiment.run(recipe.with_changes({"training.weighting": "tokens"})).metrics["users"]
+    uniform = api.run(recipe).metrics["users"]
+    weighted = api.run(recipe.with_changes({"training.weighting": "tokens"})).metrics["users"]
     assert uniform != weighted

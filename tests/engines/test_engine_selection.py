@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from comingle import experiment
 from comingle.data.samples import Split, UserSamples
 from comingle.engines.local import finetuned
 from comingle.errors import DataError
@@ -18,6 +17,7 @@ from comingle.recipes import Recipe, parse_recipe
 from comingle.records import read_events
 from comingle.reports.runs import Entry, read_run
 from comingle.reports.series import final
+from comingle.runs import api
 
 
 class StoppedError(Exception):
@@ -53,21 +53,21 @@ def loss_of(run: experiment.Run, name: str, split: Split) -> float:
 @pytest.mark.parametrize("method", ["local", "fedavg+", "ifca"])
 def test_a_run_ends_with_its_best_round(method: str, tmp_path: Path) -> None:
     """Everything that can be asked of it is of that round: a run of so many rounds that ends with its last agrees."""
-    run = experiment.run(recipe_of(method), out=tmp_path / "best")
+    run = api.run(recipe_of(method), out=tmp_path / "best")
     found = evaluations(tmp_path / "best")
     lowest = min(found, key=lambda event: event["mean_valid_loss"])
     metrics = run.metrics
     assert metrics["selected_round"] == lowest["round"]
     assert metrics["mean_test_loss"] == lowest["mean_test_loss"] != found[-1]["mean_test_loss"]
     changes = {"training.rounds": lowest["round"], "evaluation.select": "last"}
-    short = experiment.run(recipe_of(method).with_changes(changes))
+    short = api.run(recipe_of(method).with_changes(changes))
     for name in run.users:  # a tuned model's last batches are drawn for the round after
         expected = pytest.approx(metrics["users"][name]["test_loss"], rel=1e-6)
         assert short.metrics["users"][name]["test_loss"] == expected
     with finetuned(short.federation.clients):
         held_out = mean(short.federation.clients.validate().values())
     assert held_out == pytest.approx(lowest["mean_valid_loss"], rel=1e-6)
-    opened = experiment.load(tmp_path / "best")
+    opened = api.load(tmp_path / "best")
     for name in run.users:
         expected = pytest.approx(metrics["users"][name]["test_loss"], rel=1e-5)
         assert loss_of(opened, name, "test") == expected
@@ -79,7 +79,7 @@ def test_a_run_ends_with_its_best_round(method: str, tmp_path: Path) -> None:
 
 
 def test_the_validation_loss_is_the_mean_over_users() -> None:
-    run = experiment.run(recipe_of())
+    run = api.run(recipe_of())
     sim = run.federation.clients
     own = [loss_of(run, name, "valid") for name in run.users]
     assert list(sim.validate().values()) == pytest.approx(own, rel=1e-5)
@@ -93,15 +93,15 @@ def test_a_resumed_run_knows_an_earlier_best(tmp_path: Path) -> None:
         if event["event"] == "step" and event["round"] == 11 and event["advance"]:
             raise StoppedError
 
-    whole = experiment.run(recipe_of(), out=tmp_path / "whole")
+    whole = api.run(recipe_of(), out=tmp_path / "whole")
     assert 0 < whole.metrics["selected_round"] < 10
     with pytest.raises(StoppedError):
-        experiment.run(recipe_of(), out=tmp_path / "parts", observers=[stop])
-    resumed = experiment.run(recipe_of(), out=tmp_path / "parts", resume=True)
+        api.run(recipe_of(), out=tmp_path / "parts", observers=[stop])
+    resumed = api.run(recipe_of(), out=tmp_path / "parts", resume=True)
     assert resumed.metrics["users"] == whole.metrics["users"]
     assert resumed.metrics["selected_round"] == whole.metrics["selected_round"]
     assert evaluations(tmp_path / "parts") == evaluations(tmp_path / "whole")
-    again = experiment.run(recipe_of(), out=tmp_path / "whole", resume=True)
+    again = api.run(recipe_of(), out=tmp_path / "whole", resume=True)
     assert again.metrics["users"] == whole.metrics["users"]
 
 
@@ -109,7 +109,7 @@ def test_without_validation_data_there_is_nothing_to_select_by() -> None:
     with pytest.raises(
         DataError, match=r"evaluation.select: best needs validation data and no user has any; give some"
     ):
-        experiment.run(recipe_of(changes={"data.task.valid": 0}))
+        api.run(recipe_of(changes={"data.task.valid": 0}))
 
 
 def test_when_models_are_evaluated_decides_only_on_what_is_selected() -> None:

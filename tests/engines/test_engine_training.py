@@ -10,8 +10,8 @@ import torch
 from comingle.engines.server import averaging_weights
 from comingle.engines.training import TOKENS_PER_PASS, Training, cohorts, participants, portions
 from comingle.errors import RecipeError
-from comingle.experiment import training_settings
 from comingle.recipes import parse_recipe
+from comingle.runs.session import training_settings
 from federations import exchange
 
 CPU = torch.device("cpu")

@@ -19,10 +19,10 @@ import torch
 from comingle.data.pack import UserData
 from comingle.engines.local import train
 from comingle.engines.runtime import keep_buffers
-from comingle.experiment import build
-from comingle.materials import Materials
+from comingle.kinds.base import Materials
 from comingle.models.language import load_base
 from comingle.recipes import load_recipe
+from comingle.runs.session import build
 
 
 def resident(key: str) -> int:

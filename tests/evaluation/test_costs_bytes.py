@@ -10,8 +10,8 @@ from comingle.costing.messages import count_exchanges, mean_bytes, message_bytes
 from comingle.engines.clock import Clock
 from comingle.engines.rounds import run_rounds
 from comingle.methods import REGISTRY, make
-from comingle.nets import check_method
 from comingle.recipes import parse_recipe
+from comingle.runs.session import check_method
 
 
 def runs_on_text(name: str) -> bool:

@@ -24,13 +24,12 @@ from comingle.engines.local import train
 from comingle.evaluation.costs.flops import Flops
 from comingle.evaluation.costs.measured import counted, measure
 from comingle.evaluation.costs.memory import LiveBytes
-from comingle.experiment import build
-from comingle.materials import prepare
 from comingle.methods import make
 from comingle.models.base import Base
 from comingle.models.nets import make_net
 from comingle.models.skeleton import load_skeleton
 from comingle.recipes import Recipe, parse_recipe
+from comingle.runs.session import build, prepare
 from comingle.transports.inprocess import InProcess
 
 SGD = {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "weight_decay": 0}

@@ -10,9 +10,9 @@ import torch
 from comingle.engines.client import Clients
 from comingle.errors import DataError
 from comingle.evaluation.routing import pieces, route
-from comingle.experiment import Run
 from comingle.models.byte_tokenizer import byte_tokenizer
 from comingle.models.personal import PersonalModel
+from comingle.runs.session import Run
 
 
 def person(clients: Clients, row: int) -> PersonalModel:
@@ -101,8 +101,8 @@ def test_pieces_of_a_sentencepiece_vocabulary_keep_their_spaces(shared_data: Any
 
 
 def test_a_run_routes_by_name(recipe_file: Any) -> None:
-    from comingle import experiment
+    from comingle.runs import api
 
-    done: Run = experiment.run(recipe_file)
+    done: Run = api.run(recipe_file)
     gates = done.user("cem").route("some words", context=4).gates
     assert gates.sum(-1).unique().tolist() == pytest.approx([1.0], abs=2e-3)

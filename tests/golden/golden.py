@@ -26,9 +26,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from cases import RESUMED, cases
 
-from comingle import experiment
 from comingle.models.personal_net import PersonalNet
 from comingle.recipes import parse_recipe
+from comingle.runs import api, session
 
 DIGESTS = Path(__file__).with_name("digests.json")
 
@@ -81,24 +81,24 @@ def run_case(content: dict[str, Any], folder: Path, *, interrupted: bool = False
 
     if interrupted:
         try:
-            experiment.run(recipe, out=folder, observers=[stop])
+            api.run(recipe, out=folder, observers=[stop])
         except StoppedError:
             pass
         else:
             raise AssertionError("the run was not interrupted")
-    return digest_of(experiment.run(recipe, out=folder, resume=interrupted), folder)
+    return digest_of(api.run(recipe, out=folder, resume=interrupted), folder)
 
 
 def _serialise() -> None:
     """Have every message packed and unpacked."""
-    build = experiment.build
+    build = session.build
 
     def built(*given: Any) -> Any:
         federation = build(*given)
         federation.serialise = True
         return federation
 
-    experiment.build = built
+    session.build = built
 
 
 def compare(found: dict[str, Any], kept: dict[str, Any], but: str) -> list[str]:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from linear_task import EVERYONE, LINEAR, RATE
 
-from comingle import experiment
 from comingle.engines.local import finetuned
 from comingle.engines.rounds import run_rounds
 from comingle.recipes import load_recipe
+from comingle.runs import api
 from comingle.transports.inprocess import InProcess
 from federations import exchange, local_round
 
@@ -104,8 +104,8 @@ def test_it_tunes_the_exchanged_model_whatever_the_setting(federate_nets: Any) -
 
 def test_a_users_model_is_the_tuned_one(recipe_file: Path, tmp_path: Path) -> None:
     recipe = load_recipe(recipe_file).with_changes({"method": "fedavg+", "training.experts.learning_rate": 0.05})
-    run = experiment.run(recipe, out=tmp_path / "run")
-    opened = experiment.load(tmp_path / "run")
+    run = api.run(recipe, out=tmp_path / "run")
+    opened = api.load(tmp_path / "run")
     text = "ada loved the sea and the sea loved her"
     with finetuned(run.federation.clients):
         rows = run.federation.clients.state.rows.clone()

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from comingle.engines.mixing import mixture_of
 from comingle.errors import RecipeError
 from comingle.evaluation.samples import sample_losses as losses_of
-from comingle.experiment import run
 from comingle.models.personal_net import MixtureOfModels, personal_net
 from comingle.models.stacked import stack
 from comingle.recipes import parse_recipe
 from comingle.routers.mixtures import ClientMixture
+from comingle.runs.api import run
 from comingle.transports.inprocess import InProcess
 from federations import crossing, exchange, local_round, message_bytes
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from comingle import experiment
 from comingle.recipes import Recipe, load_recipe
+from comingle.runs import api
 
 METHODS = {
     "hetlora": {"name": "hetlora", "regularisation": 100.0, "gamma": 0.6},
@@ -49,10 +49,10 @@ def test_resuming_is_exact(recipe: Recipe, tmp_path: Path) -> None:
         if event["event"] == "step" and event["round"] == 3 and event["advance"]:
             raise StoppedError
 
-    experiment.run(recipe, out=tmp_path / "whole")
+    api.run(recipe, out=tmp_path / "whole")
     with pytest.raises(StoppedError):
-        experiment.run(recipe, out=tmp_path / "parts", observers=[stop])
-    experiment.run(recipe, out=tmp_path / "parts", resume=True)
+        api.run(recipe, out=tmp_path / "parts", observers=[stop])
+    api.run(recipe, out=tmp_path / "parts", resume=True)
     (expected, tensors), (found, state) = outcome(tmp_path / "whole"), outcome(tmp_path / "parts")
     assert found == expected
     assert state.keys() == tensors.keys()
@@ -64,8 +64,8 @@ def test_resuming_is_exact(recipe: Recipe, tmp_path: Path) -> None:
 
 
 def test_a_finished_run_opens_with_its_users_models(recipe: Recipe, tmp_path: Path) -> None:
-    done = experiment.run(recipe, out=tmp_path / "run")
-    opened = experiment.load(tmp_path / "run")
+    done = api.run(recipe, out=tmp_path / "run")
+    opened = api.load(tmp_path / "run")
     for before, after in zip(done.federation.clients.evaluate(), opened.federation.clients.evaluate(), strict=True):
         assert before.loss_nats == after.loss_nats
     text = "ada loved the sea and the sea loved her"

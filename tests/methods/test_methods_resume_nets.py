@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from comingle import experiment
 from comingle.recipes import parse_recipe
+from comingle.runs import api
 from federations import exchange, local_round
 
 SGD = {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "weight_decay": 0}
@@ -64,10 +64,10 @@ def test_resuming_is_exact(name: str, task: str, tmp_path: Path) -> None:
         if event["event"] == "step" and event["round"] == 3 and event["advance"]:
             raise StoppedError
 
-    whole = experiment.run(recipe, out=tmp_path / "whole")
+    whole = api.run(recipe, out=tmp_path / "whole")
     with pytest.raises(StoppedError):
-        experiment.run(recipe, out=tmp_path / "parts", observers=[stop])
-    experiment.run(recipe, out=tmp_path / "parts", resume=True)
+        api.run(recipe, out=tmp_path / "parts", observers=[stop])
+    api.run(recipe, out=tmp_path / "parts", resume=True)
     (expected, tensors), (found, state) = outcome(tmp_path / "whole"), outcome(tmp_path / "parts")
     assert found == expected
     assert state.keys() == tensors.keys()
@@ -77,7 +77,7 @@ def test_resuming_is_exact(name: str, task: str, tmp_path: Path) -> None:
         "server/lowest_loss",
     } | KEPT.get(name, set())
     assert ("kept/choice" in state) == (name == "ifca")
-    opened = experiment.load(tmp_path / "whole")
+    opened = api.load(tmp_path / "whole")
     first, second = whole.federation.clients.evaluate(), opened.federation.clients.evaluate()
     assert [score.measures for score in first] == [score.measures for score in second]
 

@@ -12,11 +12,11 @@ import torch
 from transformers import GenerationConfig
 
 from comingle.errors import DataError, RecipeError
-from comingle.experiment import Run
 from comingle.models.language import load_base
 from comingle.models.personal import PersonalModel
 from comingle.models.sampling import read_sampling
 from comingle.recipes import parse_recipe
+from comingle.runs.session import Run
 from comingle.transports.inprocess import InProcess
 
 PROMPTS = ["one two three", "a", "", "the longest of them all, by far", "a"]

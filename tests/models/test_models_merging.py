@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from comingle.errors import DataError
-from comingle.experiment import Run
 from comingle.models.personal import PersonalModel
 from comingle.recipes import parse_recipe
+from comingle.runs.session import Run
 from federations import everyone, play_round
 
 Person = Callable[..., PersonalModel]

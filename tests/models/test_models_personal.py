@@ -16,13 +16,13 @@ from comingle.adapters.clustered import floral
 from comingle.data.samples import Samples
 from comingle.engines.client import Clients
 from comingle.errors import DataError
-from comingle.experiment import Run
 from comingle.models.nets import make_net
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import MixtureOfModels, PersonalNet, personal_net
 from comingle.models.stacked import stack
 from comingle.recipes import parse_recipe
 from comingle.routers.mixtures import ClientMixture
+from comingle.runs.session import Run
 from comingle.transports.inprocess import InProcess
 from comingle.trees import CLIENT_ROUTER
 

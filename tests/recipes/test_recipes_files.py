@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from comingle import experiment
 from comingle.errors import RecipeError
 from comingle.recipes import Recipe, load_recipe, parse_recipe, shipped_recipes
+from comingle.runs import api
 
 # theory.yaml is no run; tests/theory has its tests.
 # Recipes of runs lie at the top; below are papers' tables and figures (tests/reproduce) and other kinds of recipes.
@@ -202,6 +202,6 @@ def test_every_shipped_recipe_runs_a_round_on_a_tiny_base(path: Path) -> None:
     period = {key: 1 for key in recipe.method.settings if key in ("router_every", "router_steps")}
     if period:
         recipe = recipe.with_changes({f"method.{key}": value for key, value in period.items()})
-    done = experiment.run(recipe)
+    done = api.run(recipe)
     assert done.metrics["rounds"] == 1
     assert all(user["test_tokens"] == 59 for user in done.metrics["users"].values())

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from comingle.errors import RecipeError
-from comingle.experiment import build, run
-from comingle.materials import prepare
 from comingle.recipes import Recipe, parse_recipe
+from comingle.runs.api import run
+from comingle.runs.session import build, prepare
 
 
 @pytest.fixture

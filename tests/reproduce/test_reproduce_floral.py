@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from comingle.data.tasks import make_task
+from comingle.kinds.tasks.section import TaskSection
 from comingle.models.nets import make_net
-from comingle.recipes import TaskSection
 from comingle.reproduce.figures import draw
 from comingle.reproduce.plan import Cell, Plan, Wanted, plan
 from comingle.reproduce.published import load_experiment, printed

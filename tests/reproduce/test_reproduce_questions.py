@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from comingle.adapters.lora import lora_scale
-from comingle.data.questions import LABELS
+from comingle.kinds.questions.sets import LABELS
 from comingle.recipes import Recipe
 from comingle.records import read_metrics
 from comingle.reproduce.plan import Plan, Wanted, plan

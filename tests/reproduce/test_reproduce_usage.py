@@ -14,9 +14,7 @@ from matplotlib.collections import PathCollection
 from comingle.data.samples import Samples, UserSamples
 from comingle.data.tasks import Task
 from comingle.errors import RecipeError
-from comingle.experiment import build
-from comingle.materials import prepare
-from comingle.nets import prepare_task
+from comingle.kinds.tasks.building import prepare_task
 from comingle.protocol.messages import COUNT
 from comingle.recipes import Recipe, parse_recipe
 from comingle.records import read_metrics
@@ -26,6 +24,7 @@ from comingle.reproduce.published import Experiment, Plot, load_experiment
 from comingle.reproduce.runner import run_cells
 from comingle.reproduce.tables import build_table, markdown
 from comingle.reproduce.usage import Usage, count_usage, plan_usage, usage_figure
+from comingle.runs.session import build, prepare
 
 NET = 10 * 20 + 20 + 20 + 1
 """Parameters of the task mlp's net, 10-20-1."""

@@ -23,9 +23,11 @@ from comingle.cli.options import (
 from comingle.errors import RecipeError
 
 if TYPE_CHECKING:
-    from comingle.experiment import Run
-    from comingle.materials import Materials
+    from comingle.engines.client import Clients
+    from comingle.engines.events import Observer
+    from comingle.kinds.base import Materials
     from comingle.recipes import Recipe
+    from comingle.runs.session import Run
 
 
 def compare(
@@ -66,15 +68,13 @@ def compare_methods(
 
     The recipe's own method has its settings, another its defaults; ``for_all`` goes to whichever has such a setting.
     """
-    from comingle import experiment
     from comingle.cli.progress import console
     from comingle.cli.training import warn_overlaps
-    from comingle.folders import check_folder, open_folder
-    from comingle.materials import describe, prepare
     from comingle.methods import make
-    from comingle.nets import check_method
     from comingle.progress import LOADING, reporting
     from comingle.reports.tables import tables_of, write_comparison
+    from comingle.runs.folders import check_folder
+    from comingle.runs.session import check_method, prepare, run_in
     from comingle.terminal import words
 
     recipes = {
@@ -102,11 +102,12 @@ def compare_methods(
             runs = []
             for method in methods:
                 one, place, goes_on = recipes[method, seed], folders[method, seed], again[method, seed]
-                federation = experiment.build(one, materials)
                 title = f"run {list(recipes).index((method, seed)) + 1} of {len(recipes)} · {method}, seed {seed}"
-                observers = [reporter.watch(federation.clients, title)]
-                with open_folder(place, one, describe(materials, one), resume=goes_on, force=force):
-                    runs.append(experiment.execute(federation, one, place, resume=goes_on, observers=observers))
+
+                def watch(clients: Clients, title: str = title) -> list[Observer]:
+                    return [reporter.watch(clients, title)]
+
+                runs.append(run_in(place, one, materials, resume=goes_on, force=force, observers=watch))
     for part in tables_of(write_comparison(folder, list(folders.values())), everybody=everybody):
         console.print(part)
     console.print(words(f"{folder}/  table.md · table.json · one run folder for each method and seed", "dim"))

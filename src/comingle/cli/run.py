@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from comingle.cli.options import Everybody, Force, Out, Quiet, RecipePath, Resume, Sets, default_folder, read_recipe
+
+if TYPE_CHECKING:
+    from comingle.engines.client import Clients
+    from comingle.engines.events import Observer
 
 
 def run(
@@ -21,14 +25,12 @@ def run(
 ) -> None:
     """Train the users of a recipe together and write a run folder."""
     read = read_recipe(recipe, sets, seed)
-    from comingle import experiment
     from comingle.cli.progress import console
     from comingle.cli.training import warn_overlaps
-    from comingle.folders import check_folder, open_folder
-    from comingle.materials import describe, prepare
-    from comingle.nets import warn_unread
     from comingle.progress import LOADING, reporting
     from comingle.reports.tables import render_run
+    from comingle.runs.folders import check_folder
+    from comingle.runs.session import prepare, run_in, warn_unread
     from comingle.terminal import words
 
     folder = out or default_folder(recipe, read.method.name, read.seed)
@@ -37,12 +39,11 @@ def run(
         with reporter.waiting(LOADING):
             materials = prepare(read)
             warn_overlaps(materials)
-            federation = experiment.build(read, materials)
-            inputs = describe(materials, read)
         warn_unread(read)
-        with open_folder(folder, read, inputs, resume=resume, force=force):
-            done = experiment.execute(
-                federation, read, folder, resume=resume, observers=[reporter.watch(federation.clients)]
-            )
+
+        def watch(clients: Clients) -> list[Observer]:
+            return [reporter.watch(clients)]
+
+        done = run_in(folder, read, materials, resume=resume, force=force, observers=watch)
     console.print(render_run(done.metrics, everybody=everybody))
     console.print(words(f"{folder}/  metrics.json · events.jsonl · checkpoints/ · tensorboard/", "dim"))

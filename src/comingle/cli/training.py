@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from comingle.materials import Materials
+from comingle.kinds.base import Materials
 from comingle.terminal import errors, words
 
 

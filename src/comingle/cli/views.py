@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from comingle.cli.compare import split_names
 from comingle.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
-    from comingle.experiment import Run
     from comingle.models.personal import PersonalModel
     from comingle.reports.runs import Entry
     from comingle.reports.tokens import TokenView
+    from comingle.runs.session import Run
 
 MAX_USERS = 6
 """Users in a token view where none are named: texts x users is a square."""
@@ -82,9 +82,10 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
     """Texts x users under one run; without texts, the users' own."""
     import torch
 
+    from comingle.kinds.base import kind_of
     from comingle.reports.tokens import Text, TokenView
 
-    clients = run.federation.clients
+    kind, clients = kind_of(run.recipe), run.federation.clients
     streams: list[tuple[str, str | None, Any]]
     people = [generating_model(run, name) for name in users]
     if texts:
@@ -96,7 +97,7 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
             for (name, _), ids in zip(texts, encoded, strict=True)
         ]
     else:
-        streams = [(u.name, u.name, test_tokens(u)[:length]) for u in clients.users if u.name in users]
+        streams = [(u.name, u.name, kind.sample(u)[:length]) for u in clients.users if u.name in users]
         streams.sort(key=lambda stream: users.index(stream[0]))
     routes = [[one.route(ids, context=clients.training.context) for one in people] for _, _, ids in streams]
     return TokenView(
@@ -108,15 +109,8 @@ def view_of(run: Run, label: str, texts: Sequence[tuple[str, str]], users: Seque
             for (name, owner, _), row in zip(streams, routes, strict=True)
         ),
         gates=tuple(tuple(routing.gates.numpy() for routing in row) for row in routes),
-        in_distribution=run.recipe.data.held_out == "own",
+        in_distribution=run.recipe.data.in_distribution,
     )
-
-
-def test_tokens(user: Any) -> Any:
-    """The beginning of what a user of a language model is tested on: the test text, or the first test question."""
-    from comingle.data.answers import UserAnswers
-
-    return user.test.tokens(0) if isinstance(user, UserAnswers) else user.test
 
 
 def generating_model(run: Run, name: str) -> PersonalModel:
@@ -125,11 +119,11 @@ def generating_model(run: Run, name: str) -> PersonalModel:
     Raises:
         DataError: no such user, or the users' models are nets.
     """
-    from comingle.models.personal import PersonalModel
+    from comingle.kinds.base import kind_of
 
     person = run.user(name)
-    if not isinstance(person, PersonalModel):
+    if not kind_of(run.recipe).needs_base:
         raise DataError(
             f"user {name!r}: {run.federation.clients.model.name} predicts and does not speak; give a language model"
         )
-    return person
+    return cast("PersonalModel", person)

@@ -12,9 +12,9 @@ from comingle.adapters.inject import ROUTER
 from comingle.adapters.lora import init_zero, lora_scale
 from comingle.data.tasks import Task
 from comingle.engines.client import Clients
-from comingle.engines.samples import SampleFeed
-from comingle.errors import RecipeError
-from comingle.experiment import training_settings
+from comingle.kinds.language import check_on_language
+from comingle.kinds.tasks.building import build_nets
+from comingle.kinds.tasks.feed import SampleFeed
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import Base
@@ -22,8 +22,8 @@ from comingle.models.copying import share_weights
 from comingle.models.language import backbone, lm_head
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.stacked import StackedModel
-from comingle.nets import build_nets
 from comingle.recipes import Recipe
+from comingle.runs.session import training_settings
 from comingle.transports.inprocess import InProcess, federate
 from comingle.trees import ADAPTOR, Layout, Slot
 
@@ -32,18 +32,17 @@ def bare_nets(recipe: Recipe, task: Task) -> InProcess:
     """The federation of a task with its first users only, but for a pooled one: they are alike but for their samples.
 
     Raises:
-        RecipeError: as :func:`comingle.nets.build_nets`.
+        RecipeError: as :func:`comingle.kinds.tasks.building.build_nets`.
     """
     method = make(recipe.method.name, **recipe.method.settings)
     training = training_settings(recipe, [user.name for user in task.users])
     if method.placement.pooled:
-        return build_nets(recipe, task, method, training)
+        return federate(build_nets(recipe, task, method, training))
     clusters = max(1, len({user.cluster for user in task.users}))  # with fewer it would be another task
-    federation = build_nets(recipe, replace(task, users=task.users[:clusters]), method, training)
-    first = federation.clients
+    first = build_nets(recipe, replace(task, users=task.users[:clusters]), method, training)
     feed, users = cast(SampleFeed, first.feed), list(task.users[: first.portions.users])
     if len(users) <= clusters:
-        return federation
+        return federate(first)
     model = cast(StackedModel, first.model).for_users(len(users))
     return federate(Clients(model, method, training, trainers=users, users=users, feed=feed.of(users)))
 
@@ -54,12 +53,10 @@ def bare_mixture(recipe: Recipe, base: Base, method: Method, users: int) -> Mixe
     Raises:
         RecipeError: a mixture of whole models, or ranks of each user's own.
     """
+    check_on_language(recipe, method)
     mixture, rank = method.placement.mixture, recipe.adapters.rank
     assert mixture is not None
-    if mixture.of != "adaptors":
-        raise RecipeError(f"method {method.name}: mixes whole models, which are small nets; give data.task")
-    if not isinstance(rank, int):
-        raise RecipeError(f"method {method.name}: adapters.rank is {rank}; components have one rank for all users")
+    assert isinstance(rank, int)
     network = share_weights(base.model)
     net = floral(
         backbone(network),

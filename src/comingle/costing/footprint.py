@@ -58,8 +58,8 @@ def _smallest(kind: Kind, folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Run the smallest recipe of a kind and print the process's peak."""
     from comingle.engines.runtime import peak_memory_bytes
-    from comingle.experiment import run
     from comingle.recipes import parse_recipe
+    from comingle.runs.api import run
 
     kind: Any = sys.argv[1]
     with tempfile.TemporaryDirectory() as folder:

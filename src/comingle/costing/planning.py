@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import ceil
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from comingle.costing.bare import bare_mixture
-from comingle.costing.checking import check_settings, check_texts
 from comingle.costing.counts import count_users
 from comingle.costing.footprint import process_bytes
 from comingle.costing.passes import rehearse
@@ -21,22 +19,21 @@ from comingle.costing.stacked import count_stacked, text_load
 from comingle.costing.summaries import summarise, with_method
 from comingle.costing.tasks import plan_task
 from comingle.data.pack import UserData
-from comingle.data.questions import QUESTIONS, choose_languages
-from comingle.data.sources import read_dataset
-from comingle.engines.client import Clients
+from comingle.engines.client import Clients, batch_size
 from comingle.engines.training import portions
-from comingle.errors import DataError, RecipeError
+from comingle.errors import RecipeError
 from comingle.evaluation.costs.memory import free_bytes
 from comingle.evaluation.costs.paper import Account, Difference, Sizes, table3
-from comingle.experiment import adapt_base, training_settings, training_tokens
+from comingle.kinds.base import kind_of
+from comingle.kinds.language import adapt_base
+from comingle.kinds.text.feed import TextFeed
 from comingle.methods import make
 from comingle.models.base import Base
 from comingle.models.skeleton import load_skeleton
 from comingle.recipes import Recipe
-from comingle.recipes.data import QuestionsSection
+from comingle.recipes.unused import check_used
+from comingle.runs.session import check_method, training_settings
 from comingle.transports.inprocess import InProcess, federate
-
-QUESTIONS_NOTE = "Questions are not read: they count as long as the context, the most that training on them can cost."
 
 
 def plan(
@@ -57,13 +54,14 @@ def plan(
         DataError: who the users are cannot be found out, or text that is here is too little for a run.
     """
     recipes = [with_method(recipe, name, for_all) for name in methods or [recipe.method.name]]
-    check_settings(recipes)
-    if recipe.data.task is not None:
+    for one in recipes:
+        check_method(one)
+        check_used(one)
+    if (kind := kind_of(recipe)).read_for_costs:
         return plan_task(recipes, users)
-    small, note = check_texts(recipes) if users is None else (set[str](), "")
-    if (asked := recipe.data.questions) is not None:
-        recipes = [text_in_place_of_questions(one, asked) for one in recipes]
-        recipe, note = recipes[0], QUESTIONS_NOTE
+    small, note = kind.check_here(recipes) if users is None else (set[str](), "")
+    recipes, notes = zip(*(kind.as_text(one) for one in recipes), strict=True)
+    recipe, note = recipes[0], notes[0] or note
     names = tuple(name for name in user_names(recipe, users) if name not in small)
     runtime = recipe.runtime
     base = load_skeleton(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
@@ -87,20 +85,6 @@ def plan(
     )
 
 
-def text_in_place_of_questions(recipe: Recipe, asked: QuestionsSection) -> Recipe:
-    """Users with text as long as the context, and as many steps of it as they have batches of questions.
-
-    That is the most that questions can cost: a batch is as wide as its longest question, which only the questions'
-    tokens say, and none is wider than the context.
-    """
-    names = choose_languages(asked.name, asked.languages)
-    pooled = make(recipe.method.name, **recipe.method.settings).placement.pooled
-    questions = (asked.train or QUESTIONS[asked.name].train) * (len(names) if pooled else 1)
-    steps = ceil(questions / recipe.training.batch_size) * recipe.training.local_epochs
-    text = {"users": dict.fromkeys(names, "not read")}
-    return recipe.with_changes({"data": text, "training.local_steps": steps})
-
-
 def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:
     """Who the users are, without reading text where that can be helped.
 
@@ -112,19 +96,7 @@ def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:
         if users < 1:
             raise RecipeError(f"--users: got {users}; allowed: whole numbers from 1")
         return tuple(f"user {i + 1}" for i in range(users))
-    data = recipe.data
-    if data.dataset is None:
-        return tuple(data.users or {})
-    source = data.dataset
-    if isinstance(source.users, list):
-        return tuple(source.users)
-    try:
-        documents = read_dataset(
-            source.path, user=source.user, text=source.text, split=source.split, name=source.config
-        )
-        return tuple(documents)[: source.users]
-    except DataError as error:
-        raise DataError(f"{error}; to count without the text, say how many users there are: --users N") from None
+    return kind_of(recipe).names_of(recipe)
 
 
 # ---------------------------------------------------------------- one method
@@ -146,8 +118,10 @@ def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...]) -> InProce
     if placement.mixture is not None:
         model = bare_mixture(recipe, base, method, len(trainers))
     else:
-        model = adapt_base(recipe, base, method, len(trainers), training_tokens(trainers, training))
-    return federate(Clients(model, method, training, trainers=trainers, users=people))
+        tokens = len(trainers) * training.iterations * training.batch_size * training.context
+        model = adapt_base(recipe, base, method, len(trainers), tokens)
+    feed = TextFeed(trainers, training, batch_size(method, training, len(people)))
+    return federate(Clients(model, method, training, trainers=trainers, users=people, feed=feed))
 
 
 def _nobody(name: str) -> UserData:

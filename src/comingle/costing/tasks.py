@@ -17,8 +17,8 @@ from comingle.data.tasks import Task
 from comingle.engines.client import Clients
 from comingle.errors import RecipeError
 from comingle.evaluation.costs.memory import free_bytes
-from comingle.nets import prepare_task
 from comingle.recipes import Recipe
+from comingle.runs.session import prepare
 
 
 def plan_task(recipes: Sequence[Recipe], users: int | None = None) -> Plan:
@@ -34,9 +34,7 @@ def plan_task(recipes: Sequence[Recipe], users: int | None = None) -> Plan:
         if users < 1:
             raise RecipeError(f"--users: got {users}; allowed: whole numbers from 1")
         recipes = [recipe.with_changes({"data.task.users": users}) for recipe in recipes]
-    section = recipes[0].data.task
-    assert section is not None
-    task = prepare_task(section, recipes[0].seed)
+    task = prepare(recipes[0]).common
     plain = rehearse_task(with_method(recipes[0], "fedavg"), task)
     clients = plain.federation.clients
     base, free = measured_base(plain), free_bytes(clients.model.device)

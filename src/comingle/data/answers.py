@@ -55,6 +55,11 @@ class Answers:
     def __len__(self) -> int:
         return len(self.windows)
 
+    @property
+    def contents(self) -> tuple[Any, ...]:
+        """What a digest is taken of."""
+        return self.windows, self.prompt_tokens, [self.references, self.limit, self.labels]
+
     def prompt(self, number: int) -> Int64[Tensor, " tokens"]:
         """The tokens that question ``number`` asks with."""
         return self.tokens(number)[: int(self.prompt_tokens[number])]

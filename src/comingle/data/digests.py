@@ -9,17 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comingle.data.answers import Answers
-from comingle.data.samples import Samples
 
-
-def digest_split(part: Tensor | Samples | Answers) -> str:
-    """The digest of a stream of tokens, of samples, or of questions."""
-    if isinstance(part, Samples):
-        return digest_all(part.inputs, part.targets)
-    if isinstance(part, Answers):
-        return digest_all(part.windows, part.prompt_tokens, [part.references, part.limit, part.labels])
-    return digest_all(part)
+def digest_split(part: Any) -> str:
+    """The digest of a stream of tokens, or of what says what its ``contents`` are."""
+    return digest_all(*getattr(part, "contents", (part,)))
 
 
 def digest_all(*parts: Tensor | Any) -> str:

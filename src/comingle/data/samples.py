@@ -39,6 +39,11 @@ class Samples:
     def __len__(self) -> int:
         return len(self.inputs)
 
+    @property
+    def contents(self) -> tuple[Tensor, Tensor]:
+        """What a digest is taken of."""
+        return self.inputs, self.targets
+
     def first(self, count: int) -> Samples:
         """The first ``count`` samples, or all where there are fewer."""
         return Samples(inputs=self.inputs[:count], targets=self.targets[:count])

@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import cast
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from comingle.data.answers import UserAnswers
-from comingle.data.pack import UserData
-from comingle.data.samples import UserSamples
 from comingle.engines.cohort import Cohort
-from comingle.engines.feeds import Feed, TextFeed
+from comingle.engines.feeds import Feed
 from comingle.engines.scoring import AnyScore, Models, Scorer
 from comingle.engines.state import State, initial_state
 from comingle.engines.steps import Steps
@@ -33,8 +30,13 @@ from comingle.protocol.wire import packed_bytes
 from comingle.routers.mixtures import NEVER
 from comingle.trees import CLIENT_ROUTER, Tree, assign, restrict
 
-Population = Sequence[UserData] | Sequence[UserSamples] | Sequence[UserAnswers]
+Population = Sequence[Any]
 """Users have a name, and what they train, validate and test on."""
+
+
+def batch_size(method: Method, training: Training, users: int) -> int:
+    """Sequences or samples in a trainer's step: a pooled one sees as many as its users would have together."""
+    return training.batch_size * (users if method.placement.pooled else 1)
 
 
 class Clients:
@@ -54,7 +56,7 @@ class Clients:
         *,
         trainers: Population,
         users: Population,
-        feed: Feed | Callable[[], Feed] | None = None,
+        feed: Feed | Callable[[], Feed],
         reads: bool = True,
         skipped: Mapping[str, str] = MappingProxyType({}),
     ):
@@ -62,10 +64,8 @@ class Clients:
         self.trainers, self.users, self.skipped = list(trainers), list(users), dict(skipped)
         last = (method.placement.copies - 1) * len(trainers)
         self.row_of = [last] * len(users) if method.placement.pooled else list(range(last, last + len(users)))
-        # A pooled trainer sees as many sequences a step as its users would have together.
-        self.batch_size = training.batch_size * (len(users) if method.placement.pooled else 1)
-        source = feed or TextFeed(cast(list[UserData], self.trainers), training, self.batch_size)
-        self.steps = Steps(model=model, method=method, training=training, trainers=len(trainers), source=source)
+        self.batch_size = batch_size(method, training, len(users))
+        self.steps = Steps(model=model, method=method, training=training, trainers=len(trainers), source=feed)
         # Where nobody has more than one expert there is no router, and nothing to do in its phase.
         self.phases = [phase for phase in method.client.phases if model.layout.only(phase.roles).slots]
         self.scorer = Scorer(steps=self.steps)

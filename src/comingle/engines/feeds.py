@@ -1,4 +1,4 @@
-"""Where batches come from and how held-out data is scored: token streams here, samples with targets beside it.
+"""Where batches come from and how held-out data is scored; each kind of data has a feed of its own.
 
 A batch is drawn as integers ``(users, batch, ...)`` before anything is read: windows of tokens, or numbers of samples.
 ``PAD`` marks what carries no loss.
@@ -14,13 +14,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from comingle.data.batches import PAD, random_windows
-from comingle.data.pack import UserData
-from comingle.data.seeds import generator
-from comingle.engines.training import Portions, Training, portions
-from comingle.evaluation.perplexity import Gates, Score, score_streams
+from comingle.engines.training import Portions, Training
+from comingle.evaluation.perplexity import Gates
 from comingle.methods.client import Phase, Stream
-from comingle.models.hardware import require_bytes
 
 Predict = Callable[[Sequence[int], Any], Tensor]
 """What the models of the given rows make of a batch, one row's after the other: losses of text, outputs for samples."""
@@ -113,65 +109,3 @@ class Feed(ABC):
     def scored_at_once(self, users: Sequence[Any], portions: Portions) -> int:
         """How many windows or samples of a user go through the model at once when it is scored."""
         return portions.sequences
-
-
-class TextFeed(Feed):
-    """Random windows of each trainer's token streams."""
-
-    unit = "tokens"
-
-    def __init__(self, trainers: Sequence[UserData], training: Training, batch_size: int):
-        self.trainers, self.training, self.batch_size = list(trainers), training, batch_size
-        window = training.context + 1
-        require_bytes(f"training.batch_size: {batch_size:,} windows of {window:,} tokens", 8 * batch_size * window)
-
-    def portions(self, device: torch.device, columns: int) -> Portions:
-        """By tokens alone: adapters are small beside activations."""
-        return portions(self.training, device, self.batch_size)
-
-    def steps(self, trainer: int) -> int:
-        """The same for all."""
-        return self.training.local_steps
-
-    def seen(self, trainer: int) -> int:
-        """Training tokens of a round."""
-        return self.training.local_steps * self.batch_size * self.training.context
-
-    def draw(
-        self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
-    ) -> Int[Tensor, "users batch window"]:
-        """Fresh random windows ``context + 1`` tokens wide."""
-        drawn = [
-            random_windows(
-                trainer.valid if phase.stream == "valid" else trainer.train,
-                count=self.batch_size,
-                context=self.training.context,
-                generator=generator(self.training.seed, trainer.name, round_number, phase.purpose, step, repeat),
-            )
-            for trainer in (self.trainers[i] for i in trainers)
-        ]
-        return torch.stack(drawn)
-
-    def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch window"]]:
-        """As many fresh windows as the trainers train on in a round: a stream is too long to be read whole."""
-        for step in range(self.training.local_steps):
-            yield self.draw(trainers, Phase(roles=frozenset()), round_number, step, -1)
-
-    def counted(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
-        """Targets that are not padding."""
-        return (drawn[..., 1:] != PAD).flatten(1).sum(1)
-
-    def score(
-        self, predict: Predict, sets: Sequence[Any], rows: Sequence[int], portions: Portions, gates: Gates | None
-    ) -> list[Score]:
-        """Losses of whole streams, in one exact pass over each."""
-        batch, slots = portions.slots(SCORED_PER_SLOT)
-        return score_streams(
-            predict,
-            sets,
-            rows,
-            context=self.training.context,
-            batch=batch,
-            slots=slots,
-            gates=gates,
-        )

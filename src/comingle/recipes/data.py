@@ -1,59 +1,66 @@
-"""The section ``data`` of a recipe: who the users are and what they have."""
+"""The section ``data`` of a recipe: who the users are and what they have; each kind has one of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import model_validator
 
-from comingle.data.names import name_problem
-from comingle.recipes.fields import Count, Fraction, Positive, Section, Source, TokenLimit
+from comingle.errors import did_you_mean
+from comingle.recipes.fields import Fraction, Section
 
-
-class UserSource(Section):
-    """One user's text: one source to be split, or the splits one by one. ``column`` is for files with rows.
-
-    ``max_train_tokens`` is this user's own and comes before ``data.max_train_tokens``.
-    """
-
-    path: Source | None = None
-    train: Source | None = None
-    valid: Source | None = None
-    test: Source | None = None
-    column: str = "text"
-    max_train_tokens: Count | None = None
-
-    @model_validator(mode="after")
-    def _one_or_splits(self) -> UserSource:
-        if (self.path is None) == (self.train is None) or (self.path and (self.valid or self.test)):
-            raise ValueError("give either path alone, or train and test (and valid)")
-        if self.train is not None and self.test is None:
-            raise ValueError("train without test; give test too")
-        return self
+Anchor = Callable[[Any], Any]
+"""Makes a relative path, or every one of a list, absolute where it exists beside the recipe."""
 
 
-class DatasetSource(Section):
-    """Rows of a data set (files, a folder, or a hub name), grouped into users by a column."""
+class DataSection(Section):
+    """What all kinds' sections have, besides their keys."""
 
-    path: str | list[str]
-    user: str
-    text: str = "text"
-    split: str | None = None
-    users: list[str] | Count | None = None
-    config: str | None = None
-    max_documents: Count | None = None
+    kind: Any  # a word in each
 
-    @field_validator("users")
+    label: ClassVar[str]
+    """How messages call such data."""
+    marks: ClassVar[tuple[str, ...]] = ()
+    """Keys by which a recipe that does not name its kind is known to be of this one."""
+    implementation: ClassVar[str]
+    """Where the kind itself is, as ``package.module:NAME``: what reads, trains on and scores such data."""
+    unread: ClassVar[Mapping[str, str]] = {}
+    """Settings of a recipe that such data leaves unread, and what is there instead."""
+    weightings: ClassVar[tuple[str, ...]] = ("uniform", "samples")
+    """What users' weights may be."""
+    accepted: ClassVar[Mapping[str, str]] = {}
+    """What a key of the section accepts where pydantic would name one of several types."""
+    has_base: ClassVar[bool] = False
+    """Whether such data brings a model of its own where a recipe names no base."""
+
+    @model_validator(mode="before")
     @classmethod
-    def _names(cls, users: Any) -> Any:
-        if isinstance(users, list) and (problem := name_problem(users) or ("" if users else "zero users; name one")):
-            raise ValueError(problem)
-        return users
+    def _of_other_kinds(cls, content: Any) -> Any:
+        """Keys that other kinds have, each with what is there instead."""
+        for key in content if isinstance(content, Mapping) else ():
+            if key not in cls.model_fields and (instead := cls.unread.get(f"data.{key}")):
+                raise ValueError(f"{key} is not read for {cls.label}; {instead}")
+        return content
+
+    @property
+    def names(self) -> list[str]:
+        """The users, as far as the recipe itself names them."""
+        return []
+
+    @property
+    def in_distribution(self) -> bool:
+        """Whether what users are tested on is of the kind that they train on."""
+        return True
+
+    def anchored(self, anchor: Anchor) -> dict[str, Any]:
+        """Keys whose paths are relative to the recipe's file, with what ``anchor`` makes of them."""
+        return {}
 
 
 class SplitSection(Section):
-    """How a user's text is parted: by fractions, or as given by the source's own splits."""
+    """How a user's data is parted: by fractions, or as given by the source's own splits."""
 
     valid: Fraction = 0.1
     test: Fraction = 0.1
@@ -63,67 +70,38 @@ class SplitSection(Section):
     test_name: str = "test"
 
 
-class TaskSection(Section):
-    """Users made for a task that is not language: see ``comingle.data.tasks``."""
-
-    name: str
-    users: Count | None = None
-    clusters: Count | None = None
-    fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    shift: str | None = None
-    path: str | None = None
-    test_samples: Count | None = None
-    valid: Fraction | None = None
-    alpha: Positive | None = None
-    labels_per_cluster: Count | None = None
+SECTIONS = {
+    "text": "comingle.kinds.text.section:TextSection",
+    "task": "comingle.kinds.tasks.section:TaskDataSection",
+    "questions": "comingle.kinds.questions.section:QuestionsDataSection",
+}
+"""The sections of the kinds that are here; named, not imported, as kinds stand on recipes."""
 
 
-class QuestionsSection(Section):
-    """Users who are asked the same questions, each in a language of its own: see ``comingle.data.questions``."""
+def section_of(content: Mapping[str, Any]) -> type[DataSection]:
+    """The section that checks such data: of the kind that it names, or else of the one whose keys it has.
 
-    name: str
-    path: Source | None = None
-    languages: Annotated[list[str], Field(min_length=1)] | None = None
-    train: Count | None = None
-    valid: Annotated[int, Field(ge=0, strict=True)] = 0
-    test: Count | None = None
-    train_on_prompts: bool = False
+    Raises:
+        ValueError: no such kind, or none of their keys, or several.
+    """
+    if (kind := content.get("kind")) is not None:
+        if kind not in SECTIONS:
+            raise ValueError(f"no kind {kind!r}.{did_you_mean(str(kind), SECTIONS)} Allowed: {', '.join(SECTIONS)}")
+        return load_section(kind)
+    marks = {mark: section for section in map(load_section, SECTIONS) for mark in section.marks}
+    given = [mark for mark in marks if content.get(mark) is not None]
+    if len(given) != 1:
+        *others, last = marks
+        raise ValueError(f"give one of {', '.join(others)} and {last}")
+    return marks[given[0]]
 
 
-class DataSection(Section):
-    """Who the users are and what they read."""
+def load_section(kind: str) -> type[DataSection]:
+    """The section of a kind."""
+    return load_object(SECTIONS[kind])
 
-    users: dict[str, UserSource] | None = None
-    dataset: DatasetSource | None = None
-    task: TaskSection | None = None
-    questions: QuestionsSection | None = None
-    split: SplitSection = SplitSection()
-    held_out: Literal["own", "mixture"] = "own"
-    on_small_user: Literal["refuse", "skip"] = "refuse"
-    max_train_tokens: TokenLimit = None
-    max_valid_tokens: TokenLimit = None
-    max_test_tokens: TokenLimit = None
 
-    @field_validator("users", mode="before")
-    @classmethod
-    def _plain_paths(cls, users: Any) -> Any:
-        if not isinstance(users, Mapping):
-            return users
-        if problem := name_problem(str(name) for name in users):
-            raise ValueError(problem)
-        return {str(name): {"path": s} if isinstance(s, str) else s for name, s in users.items()}
-
-    @field_validator("task", "questions", mode="before")
-    @classmethod
-    def _plain_name(cls, section: Any) -> Any:
-        return {"name": section} if isinstance(section, str) else section
-
-    @model_validator(mode="after")
-    def _somebody(self) -> DataSection:
-        if [self.users, self.dataset, self.task, self.questions].count(None) != 3:
-            raise ValueError("give one of users, dataset, task and questions")
-        if self.users is not None and self.split.given:
-            raise ValueError("split.given is for dataset; for users give train, valid and test of each user instead")
-        if self.users is not None and not self.users:
-            raise ValueError("zero users; name at least one, as `users: {alice: path/to/text}`")
-        return self
+def load_object(place: str) -> Any:
+    """What stands at ``package.module:NAME``."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -76,12 +76,7 @@ def _anchor(recipe: Recipe, folder: Path) -> Recipe:
         source = os.path.expandvars(os.path.expanduser(source))
         return str((folder / source).resolve()) if os.path.exists(folder / source) else source
 
-    data = content["data"]
-    others = [data[key] for key in ("dataset", "questions") if data.get(key)]
-    for entry in [*(data.get("users") or {}).values(), *others]:
-        for key in ("path", "train", "valid", "test"):
-            if entry.get(key) is not None:
-                entry[key] = anchored(entry[key])
+    content["data"] |= recipe.data.anchored(anchored)
     if os.path.exists(folder / recipe.base):
         content["base"] = anchored(recipe.base)
     return Recipe.model_validate(content)

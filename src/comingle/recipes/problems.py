@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from comingle.errors import did_you_mean
+from comingle.recipes.data import DataSection
 
 _BRANCHES = ("function-", "constrained-", "list[", "dict[", "literal[")
 """How pydantic calls the branches of a union within a place."""
@@ -17,18 +18,8 @@ _PLAIN = ("str", "int", "float", "bool")
 """Likewise, where a branch is a plain type."""
 
 _NAMED = "a name, or a mapping with name"
-_LIMIT = "a whole number from 1, or a mapping of names to such numbers"
 _ACCEPTED = {
     "method": _NAMED,
-    "data.users": "a mapping of names to texts, as {alice: path/to/text}",
-    "data.users.*": "a path, or a mapping with path, or with train and test (and valid)",
-    "data.task": _NAMED,
-    "data.questions": _NAMED,
-    "data.dataset.path": "a path or a hub name, or a list of them",
-    "data.dataset.users": "a list of names, or how many to take",
-    "data.max_train_tokens": _LIMIT,
-    "data.max_valid_tokens": _LIMIT,
-    "data.max_test_tokens": _LIMIT,
     "adapters.rank": "a whole number from 1, or a list with one for each user",
     "training.participation": "a number above 0 and up to 1, or a list with the names of each round",
     "runtime.compile": "auto, true or false",
@@ -40,30 +31,34 @@ _KINDS: Mapping[type, str] = {list: "a list", dict: "a mapping"}
 _WRONG_KINDS = ("_type", "_parsing", "literal_error", "int_from_float")
 
 
-def first_problem(error: ValidationError, model: type[BaseModel]) -> str:
-    """The mistake that explains the others, in one line: its place, what was got, what is allowed."""
+def first_problem(error: ValidationError, model: type[BaseModel], data: type[DataSection] | None = None) -> str:
+    """The mistake that explains the others, in one line: its place, what was got, what is allowed.
+
+    ``data`` is the section that was chosen for the key of that name.
+    """
+    accepted = _ACCEPTED | {f"data.{key}": words for key, words in (data.accepted if data else {}).items()}
     # A misspelt key explains the missing one; of the branches of a union, the one that got furthest was meant.
     problem = max(error.errors(), key=lambda p: (p["type"] == "extra_forbidden", len(p["loc"])))
-    parts = _parts(problem["loc"])
+    parts = _parts(problem["loc"], accepted)
     place = ".".join(parts)
     if problem["type"] == "extra_forbidden":
-        known = _known_keys(problem["loc"], model)
+        known = _known_keys(problem["loc"], model, data)
         return f"unknown key {place!r}.{did_you_mean(str(problem['loc'][-1]), known)} Allowed: {', '.join(known)}"
     if problem["type"] == "missing":
         return f"key {place!r} is missing"
     shown = _shown(problem)
-    accepted = _ACCEPTED.get("data.users.*" if parts[:2] == _USERS and len(parts) == 3 else place)
-    if accepted and problem["type"].endswith(_WRONG_KINDS):
-        return f"{place}: give {accepted}{shown or '; got ' + _KINDS.get(type(problem['input']), 'a section')}"
+    wanted = accepted.get("data.users.*" if parts[:2] == _USERS and len(parts) == 3 else place)
+    if wanted and problem["type"].endswith(_WRONG_KINDS):
+        return f"{place}: give {wanted}{shown or '; got ' + _KINDS.get(type(problem['input']), 'a section')}"
     reason = re.sub("a valid dictionary( or instance of .*)?", "a mapping", problem["msg"])
     return f"{place or 'recipe'}: {reason.removeprefix('Value error, ')}{shown}"
 
 
-def _parts(loc: Sequence[str | int]) -> list[str]:
+def _parts(loc: Sequence[str | int], accepted: Mapping[str, str]) -> list[str]:
     """A place without pydantic's names of branches."""
     parts = [str(part) for part in loc if not str(part).startswith(_BRANCHES)]
     above = ".".join(parts[:-1])
-    return parts[:-1] if parts[-1:] and parts[-1] in _PLAIN and above in _ACCEPTED and above != "data.users" else parts
+    return parts[:-1] if parts[-1:] and parts[-1] in _PLAIN and above in accepted and above != "data.users" else parts
 
 
 def _shown(problem: Mapping[str, Any]) -> str:
@@ -76,9 +71,12 @@ def _shown(problem: Mapping[str, Any]) -> str:
     return f"; got {got!r}{quoted}"
 
 
-def _known_keys(place: Iterable[str | int], model: Any) -> list[str]:
+def _known_keys(place: Iterable[str | int], model: Any, data: type[DataSection] | None) -> list[str]:
     """Keys of the section in which ``place`` lies."""
     for part in list(place)[:-1]:
+        if part == "data" and data is not None:
+            model = data
+            continue
         field = model.model_fields.get(str(part)) if hasattr(model, "model_fields") else None
         annotation = field.annotation if field else model
         model = _section(annotation) or model

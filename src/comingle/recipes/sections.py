@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, SerializeAsAny, ValidationError, field_validator
 
 from comingle.errors import RecipeError
-from comingle.recipes.data import DataSection
+from comingle.recipes.data import DataSection, section_of
 from comingle.recipes.fields import Count, Fraction, Positive, Section, Steps, number_in
 from comingle.recipes.problems import first_problem
 
@@ -156,7 +156,7 @@ class Recipe(Section):
     base: str = "smollm2-135m"
     method: MethodSection = MethodSection()
     seed: Annotated[int, Field(ge=0, strict=True)] = 0
-    data: DataSection
+    data: SerializeAsAny[DataSection]
     adapters: AdaptersSection = AdaptersSection()
     floral: FloralSection = FloralSection()
     training: TrainingSection = TrainingSection()
@@ -168,7 +168,12 @@ class Recipe(Section):
         try:
             super().__init__(**content)
         except ValidationError as error:
-            raise RecipeError(f"recipe: {first_problem(error, Recipe)}") from None
+            raise RecipeError(f"recipe: {first_problem(error, Recipe, _section(content.get('data')))}") from None
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _of_its_kind(cls, data: Any) -> Any:
+        return section_of(data).model_validate(data) if isinstance(data, Mapping) else data
 
     @field_validator("method", mode="before")
     @classmethod
@@ -200,7 +205,7 @@ class Recipe(Section):
 
     def _by_name(self, value: Any) -> Any:
         """A list with a value for each of the users named in the recipe as what each of them has."""
-        names = list(self.data.users or {})
+        names = self.data.names
         return dict(zip(names, value, strict=True)) if isinstance(value, list) and len(value) == len(names) else value
 
     @property
@@ -228,6 +233,13 @@ class Recipe(Section):
 
     def as_yaml(self) -> str:
         """The whole recipe, defaults included; a base that was not named stays so where a task has a net of its own."""
-        net_of_task = self.data.task is not None and "base" not in self.model_fields_set
+        net_of_task = self.data.has_base and "base" not in self.model_fields_set
         content = self.model_dump(mode="json", exclude={"base"} if net_of_task else None)
         return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+
+
+def _section(data: Any) -> type[DataSection] | None:
+    try:
+        return section_of(data)
+    except (ValueError, AttributeError):  # which is what is wrong with the recipe
+        return None

@@ -12,42 +12,6 @@ from typing import Any
 from comingle.errors import RecipeError
 from comingle.recipes.sections import Recipe
 
-_ON_TASKS = {
-    "training.local_steps": "passes over a user's samples are counted by training.local_epochs",
-    "training.context": "samples have no windows",
-    "training.balance_weight": "nets have no token routers",
-    "adapters": "the section floral is for adaptors in nets",
-    "data.split": "a task has its own train and test samples",
-    "data.held_out": "a task has its own test samples",
-    "data.on_small_user": "samples have no windows to be too short for",
-    "data.max_train_tokens": "data.task.fraction makes train samples fewer",
-    "data.max_valid_tokens": "a task has its own samples",
-    "data.max_test_tokens": "data.task.test_samples makes test samples fewer",
-}
-"""What a task never reads, and what is there instead."""
-
-_ON_QUESTIONS = {
-    "training.local_steps": _ON_TASKS["training.local_steps"],
-    "floral": "adaptors on a language model take adapters.rank and adapters.alpha",
-    "data.split": "data.questions.train, valid and test say how many questions there are",
-    "data.held_out": "all users have the same questions",
-    "data.on_small_user": "all users have the same questions",
-    "data.max_train_tokens": "data.questions.train says how many questions there are",
-    "data.max_valid_tokens": "data.questions.valid says how many questions there are",
-    "data.max_test_tokens": "data.questions.test says how many questions there are",
-}
-"""What questions never read, and what is there instead."""
-
-_ON_TEXT = {
-    "training.local_epochs": "local iterations on text are counted by training.local_steps",
-    "floral": "adaptors on a language model take adapters.rank and adapters.alpha",
-}
-"""What text never reads, and what is there instead."""
-
-_KINDS = {"data.task": _ON_TASKS, "data.questions": _ON_QUESTIONS, "text": _ON_TEXT}
-_WEIGHTINGS = {"text": ("uniform", "tokens")}
-"""What users' weights may be; by samples where it is not text."""
-
 
 def check_used(recipe: Recipe) -> None:
     """Whether the recipe's users have the kind of data that its settings are for.
@@ -55,14 +19,12 @@ def check_used(recipe: Recipe) -> None:
     Raises:
         RecipeError: a setting that would not be read, or a word of the other kind.
     """
-    sections = {"data.task": recipe.data.task, "data.questions": recipe.data.questions}
-    kind = next((name for name, section in sections.items() if section is not None), "text")
-    for place, instead in _KINDS[kind].items():
-        for key, value in changed(recipe, place):
-            raise RecipeError(f"{key}: got {value!r}, which is not read for {kind}; {instead}")
-    allowed = _WEIGHTINGS.get(kind, ("uniform", "samples"))
-    if (got := recipe.training.weighting) not in allowed:
-        raise RecipeError(f"training.weighting: got {got!r} for {kind}; allowed: {', '.join(allowed)}")
+    data = recipe.data
+    for place, instead in data.unread.items():
+        for key, value in changed(recipe, place) if not place.startswith("data.") else ():
+            raise RecipeError(f"{key}: got {value!r}, which is not read for {data.label}; {instead}")
+    if (got := recipe.training.weighting) not in data.weightings:
+        raise RecipeError(f"training.weighting: got {got!r} for {data.label}; allowed: {', '.join(data.weightings)}")
 
 
 def changed(recipe: Recipe, place: str) -> list[tuple[str, Any]]:

@@ -9,20 +9,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from comingle import experiment
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.errors import DivergenceError, RunError
-from comingle.folders import check_recipe, open_folder
-from comingle.materials import Materials, describe, prepare
+from comingle.kinds.base import Materials
 from comingle.models.language import Base
 from comingle.progress import LOADING
 from comingle.recipes import Recipe
 from comingle.records import write_text
 from comingle.reproduce.plan import Cell
+from comingle.runs.folders import check_recipe
+from comingle.runs.session import prepare, run_in
 
 RUNS = "runs"
 DIVERGED = "diverged.txt"
@@ -112,15 +113,13 @@ def run_cells(
         materials = shelf.materials(cell)
         started = time.perf_counter()
         (folder / DIVERGED).unlink(missing_ok=True)
-        federation = experiment.build(cell.recipe, materials)
-        with open_folder(folder, cell.recipe, describe(materials, cell.recipe), resume=resume, force=force):
-            try:
-                watching = observers(cell, federation.clients)
-                experiment.execute(federation, cell.recipe, folder, resume=resume, observers=watching)
-            except DivergenceError as error:
-                write_text(folder / DIVERGED, f"{error.__cause__ or error}\n")  # the cause names no checkpoint
-            if cell.recipe.data.task is not None:
-                shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        watch = partial(observers, cell)
+        try:
+            run_in(folder, cell.recipe, materials, resume=resume, force=force, observers=watch)
+        except DivergenceError as error:
+            write_text(folder / DIVERGED, f"{error.__cause__ or error}\n")  # the cause names no checkpoint
+        if not materials.kind.needs_base:
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         yield Outcome(
             cell=cell, folder=folder, seconds=time.perf_counter() - started, ran=True, diverged=_diverged(folder)
         )

@@ -16,14 +16,16 @@ from comingle.costing.summaries import with_method
 from comingle.data.samples import UserSamples
 from comingle.data.tasks import Task
 from comingle.engines.server import ServerHalf
-from comingle.experiment import training_settings
+from comingle.kinds.language import NETS
+from comingle.kinds.tasks.building import build_nets
 from comingle.methods import make
-from comingle.nets import PREFIX, build_nets, prepare_task
 from comingle.protocol.messages import LOSS
 from comingle.recipes import Recipe
 from comingle.records import write_json, write_text
 from comingle.reproduce.plan import Cell, Plan
 from comingle.reproduce.tables import table_line
+from comingle.runs.session import prepare, training_settings
+from comingle.transports.inprocess import federate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,7 +70,7 @@ def count_usage(recipe: Recipe, task: Task) -> Usage:
     method = make(recipe.method.name, **recipe.method.settings)
     # Weighted means need a count of samples, which is no parameter.
     settings = replace(training_settings(recipe, [user.name]), weighting="uniform")
-    federation = build_nets(recipe, replace(task, users=(user,)), method, settings)
+    federation = federate(build_nets(recipe, replace(task, users=(user,)), method, settings))
     clients = federation.clients
     sent, received = (), ()
     if clients.shares:
@@ -105,9 +107,9 @@ def plan_usage(plan: Plan) -> dict[tuple[str, str], Usage]:
         if not cells:
             continue
         first = next(iter(cells.values())).recipe
-        assert first.data.task is not None, f"{plan.name}: usage is counted on nets"
-        task = prepare_task(first.data.task, first.seed)
-        plain = with_method(first, "fedavg").with_changes({"base": PREFIX + column_net(plan, column)})
+        assert first.data.kind == "task", f"{plan.name}: usage is counted on nets"
+        task = prepare(first).common
+        plain = with_method(first, "fedavg").with_changes({"base": NETS + column_net(plan, column)})
         unit = count_usage(plain, task).client
         usage |= {(row, column): count_usage(cell.recipe, task).over(unit) for row, cell in cells.items()}
     return usage
@@ -117,7 +119,7 @@ def column_net(plan: Plan, column: str) -> str:
     """The net that a column's rows train unless they name their own."""
     cells = _cells(plan, column)
     named = [cell.recipe.base for row, cell in cells.items() if not plan.experiment.rows[row].base]
-    return (named[0] if named else plan.scaled.stand_in(plan.column_of(column).base)).removeprefix(PREFIX)
+    return (named[0] if named else plan.scaled.stand_in(plan.column_of(column).base)).removeprefix(NETS)
 
 
 def _cells(plan: Plan, column: str) -> dict[str, Cell]:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from functools import cache
 from math import ceil
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from comingle.data.questions import QUESTIONS
 from comingle.data.synthetic import DIMENSION, OUTPUTS
 from comingle.data.tasks import REDUCED_MINIMUM, TASKS
+from comingle.kinds.language import NETS
+from comingle.kinds.questions.section import QuestionsDataSection
+from comingle.kinds.questions.sets import QUESTIONS
+from comingle.kinds.tasks.section import TaskDataSection, TaskSection
+from comingle.kinds.text.section import TextSection
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.nets import make_net
-from comingle.nets import PREFIX
-from comingle.recipes import QuestionsSection, Recipe, TaskSection
+from comingle.recipes import Recipe
 
 _IMAGES = {"mnist": (60_000, 10_000), "cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000)}
 """Train and test images of the data sets, as on the hub."""
@@ -27,26 +31,25 @@ _STEP, _PARAMETER = 2e7, 20
 def weigh(recipe: Recipe) -> float:
     """Tokens through a language model, or multiply-adds of a net; a trained one counts three times."""
     method = make(recipe.method.name, **recipe.method.settings)
-    task, questions = recipe.data.task, recipe.data.questions
-    if questions is not None:
-        return _weigh_questions(recipe, method, questions)
-    return _weigh_text(recipe, method) if task is None else _weigh_task(recipe, method, task)
+    weighed = {"task": _weigh_task, "questions": _weigh_questions, "text": _weigh_text}
+    return weighed[recipe.data.kind](recipe, method)
 
 
 def _weigh_text(recipe: Recipe, method: Method) -> float:
     training = recipe.training
-    users, limit = 4, recipe.data.max_test_tokens
+    users, limit = 4, cast(TextSection, recipe.data).max_test_tokens
     scored = (sum(limit.values()) if isinstance(limit, dict) else (limit or 50_000) * users) / 3
     batch = training.batch_size * training.context * users
     steps = training.rounds * training.local_steps * sum(phase.steps / phase.every for phase in method.client.phases)
     return steps * batch + scored * (1 + training.rounds // recipe.evaluation.every * method.trains)
 
 
-def _weigh_questions(recipe: Recipe, method: Method, asked: QuestionsSection) -> float:
+def _weigh_questions(recipe: Recipe, method: Method) -> float:
     """As if every question filled the context.
 
     To score one takes about as long as to train on it: it is read twice and answered token by token.
     """
+    asked = cast(QuestionsDataSection, recipe.data).questions
     setting, training = QUESTIONS[asked.name], recipe.training
     users, train = len(asked.languages or setting.languages), asked.train or setting.train
     rounds = training.rounds if method.trains else 0
@@ -55,11 +58,12 @@ def _weigh_questions(recipe: Recipe, method: Method, asked: QuestionsSection) ->
     return users * training.context * passed
 
 
-def _weigh_task(recipe: Recipe, method: Method, task: TaskSection) -> float:
+def _weigh_task(recipe: Recipe, method: Method) -> float:
+    task = cast(TaskDataSection, recipe.data).task
     training, (users, train, test) = recipe.training, count_samples(task)
     part = training.participation
     members = sum(map(len, part)) / len(part) if isinstance(part, list) else users * part
-    net = recipe.base.removeprefix(PREFIX) if recipe.base.startswith(PREFIX) else ""
+    net = recipe.base.removeprefix(NETS) if recipe.base.startswith(NETS) else ""
     per_sample, parameters = net_size(task.name, net)
     mixture = method.placement.mixture
     passes = (

@@ -1,42 +1,30 @@
-"""Federations of stacked models: small nets that are trained whole, and client-level mixtures on a language model."""
+"""Users' copies of a small net that is trained whole, with adaptors where a method mixes them."""
 
 from __future__ import annotations
 
-import logging
 import math
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
 from comingle.adapters.clustered import adaptor_size, floral
-from comingle.adapters.lora import lora_scale
-from comingle.data.later import later
 from comingle.data.samples import UserSamples, check, pool_samples
 from comingle.data.tasks import Task, make_task
-from comingle.engines.client import Clients
-from comingle.engines.samples import SampleFeed
+from comingle.engines.client import Clients, batch_size
 from comingle.engines.training import Training
 from comingle.errors import DataError, RecipeError
-from comingle.methods import make
+from comingle.kinds.base import always_there, later
+from comingle.kinds.language import ADAPTOR_SETS, NETS
+from comingle.kinds.tasks.feed import SampleFeed
+from comingle.kinds.tasks.section import TaskSection
 from comingle.methods.base import Method
-from comingle.models.base import Base
 from comingle.models.gated import gated_pair
 from comingle.models.hardware import require_room, resolve_device, resolve_dtype
-from comingle.models.language import backbone
-from comingle.models.mixed import MixedLanguageModel, mix_language_model
 from comingle.models.nets import make_net
 from comingle.models.stacked import StackedModel, stack
-from comingle.recipes import Recipe, TaskSection
-from comingle.recipes.unused import changed
-from comingle.transports.inprocess import InProcess, federate
+from comingle.recipes import Recipe
 from comingle.trees import ADAPTOR, BASE, STATISTICS
-
-logger = logging.getLogger("comingle")
-
-PREFIX = "net:"
-"""How a recipe's ``base`` names a net, as "net:mlp"; without a base the task's own net is taken."""
 
 
 def prepare_task(section: TaskSection, seed: int) -> Task:
@@ -44,7 +32,7 @@ def prepare_task(section: TaskSection, seed: int) -> Task:
     return make_task(section.name, **section.model_dump(exclude={"name"}, exclude_unset=True), seed=seed)
 
 
-def build_nets(recipe: Recipe, task: Task, method: Method, training: Training, *, unread: bool = False) -> InProcess:
+def build_nets(recipe: Recipe, task: Task, method: Method, training: Training, *, unread: bool = False) -> Clients:
     """Everybody's copy of the task's net, with adaptors where the method mixes them.
 
     ``unread`` leaves the users' samples where they are until something asks for them.
@@ -57,21 +45,20 @@ def build_nets(recipe: Recipe, task: Task, method: Method, training: Training, *
     users = list(task.users)
     if not unread:
         _check_users(task)
-    _check_on_nets(method)
+    check_on_nets(method)
     _check_clusters(task, method)
-    if method.placement.pooled:  # the one trainer is always there
-        training = replace(training, participation=1.0)
+    training = always_there(method, training)
     device = resolve_device(recipe.runtime.device)
     dtype = torch.float32 if recipe.runtime.dtype == "auto" else resolve_dtype(recipe.runtime.dtype, device)
     pooled = later(UserSamples, "everyone", lambda: pool_samples(users)) if unread else None
     trainers = [pooled or pool_samples(users)] if method.placement.pooled else users
     model = _model(recipe, task, method, len(trainers), device, dtype)
-    size = training.batch_size * (len(users) if method.placement.pooled else 1)
+    size = batch_size(method, training, len(users))
     least = _least_batch(model, training, size)
     augment = task.augmented if task.augment and not method.placement.pooled else None
     feed = partial(SampleFeed, trainers, training, size, device=device, dtype=dtype, augment=augment, least=least)
     source = feed if unread else feed()
-    return federate(Clients(model, method, training, trainers=trainers, users=users, feed=source, reads=not unread))
+    return Clients(model, method, training, trainers=trainers, users=users, feed=source, reads=not unread)
 
 
 def net_name(recipe: Recipe, task: Task) -> str:
@@ -82,9 +69,9 @@ def net_name(recipe: Recipe, task: Task) -> str:
     """
     if "base" not in recipe.model_fields_set:
         return task.net
-    if not recipe.base.startswith(PREFIX):
-        raise RecipeError(f"base: got {recipe.base!r} for data.task; allowed: {PREFIX}NAME, or none for the task's own")
-    return recipe.base.removeprefix(PREFIX)
+    if not recipe.base.startswith(NETS):
+        raise RecipeError(f"base: got {recipe.base!r} for data.task; allowed: {NETS}NAME, or none for the task's own")
+    return recipe.base.removeprefix(NETS)
 
 
 def _model(
@@ -110,10 +97,8 @@ def _model(
     if method.placement.gated:
         nets = [gated_pair(*nets, inputs=math.prod(task.input_shape), seed=recipe.seed)]
     classes = task.loss == "cross_entropy"
-    return stack(nets, name=PREFIX + name, users=users, mixture=mixture, device=device, dtype=dtype, classes=classes)
+    return stack(nets, name=NETS + name, users=users, mixture=mixture, device=device, dtype=dtype, classes=classes)
 
-
-ADAPTOR_SETS = "adaptor sets"
 
 NET_ROLES = frozenset({BASE, ADAPTOR})
 """What nets have to be trained and shared, besides routers."""
@@ -122,58 +107,12 @@ SEED_STEP = 1_000_003
 """Between the seeds of an ensemble's nets, so that runs with other seeds share none."""
 
 
-def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLanguageModel:
-    """A frozen language model with the method's mixture of adaptors, of the rank and alpha that LoRA has elsewhere.
+def check_on_nets(method: Method) -> None:
+    """Whether a method is for nets.
 
     Raises:
-        RecipeError: a mixture of whole models, or ranks of each user's own.
+        RecipeError: it is for language models alone.
     """
-    _check_on_text(recipe, method)
-    mixture, section = method.placement.mixture, recipe.adapters
-    assert mixture is not None
-    assert isinstance(section.rank, int)
-    alpha = lora_scale(section.alpha, section.rank)
-    size = adaptor_size(backbone(base.model), rank=section.rank, bias=False, norm=False)
-    require_room(f"method {method.name}", mixture.clusters, size, ADAPTOR_SETS)
-    return mix_language_model(base, mixture, users=users, rank=section.rank, alpha=alpha)
-
-
-def warn_unread(recipe: Recipe) -> None:
-    """Say which settings of ``floral`` a single run's method will not read; in a comparison they are for others."""
-    mixture = make(recipe.method.name, **recipe.method.settings).placement.mixture
-    keys = [key for key, _ in changed(recipe, "floral")]
-    if keys and not (mixture is not None and mixture.of == "adaptors"):
-        name = recipe.method.name
-        logger.warning("method %s: has no adaptors in nets, so these are not read: %s", name, ", ".join(keys))
-
-
-def check_method(recipe: Recipe) -> None:
-    """Whether the recipe's method exists and is for the kind of users that the recipe has; reads no data.
-
-    Raises:
-        RecipeError: it does not, a setting is wrong, or it needs the other kind.
-    """
-    method = make(recipe.method.name, **recipe.method.settings)
-    if recipe.data.task is not None:
-        _check_on_nets(method)
-    else:
-        _check_on_text(recipe, method)
-
-
-def _check_on_text(recipe: Recipe, method: Method) -> None:
-    if method.placement.mixture is None:
-        return
-    if method.placement.mixture.of != "adaptors":
-        raise RecipeError(f"method {method.name}: mixes whole models, which are small nets; give data.task")
-    if method.placement.mixture.optimal:
-        raise RecipeError(f"method {method.name}: needs users whose true clusters are known, as in made tasks")
-    if method.placement.mixture.centre:
-        raise RecipeError(f"method {method.name}: centre moves a mean into the base, which is frozen; give data.task")
-    if not isinstance(rank := recipe.adapters.rank, int):
-        raise RecipeError(f"method {method.name}: adapters.rank is {rank}; components have one rank for all users")
-
-
-def _check_on_nets(method: Method) -> None:
     if method.placement.gated:  # its experts and its router are nets
         return
     if method.trains and not method.client.trained & NET_ROLES:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from comingle.data.answers import UserAnswers
-from comingle.data.later import later
-from comingle.data.pack import UserData
-from comingle.data.samples import UserSamples
-from comingle.data.tasks import Task
 from comingle.errors import DataError
-from comingle.inputs import Inputs, check_base, check_users, read_inputs
-from comingle.materials import Materials, describe, get_ready, load_base_of, prepare
+from comingle.inputs import check_base, check_users, read_inputs
+from comingle.kinds.base import Materials, kind_of, later
 from comingle.models.digests import digest_tokenizer
 from comingle.recipes import Recipe
+from comingle.runs.session import describe, get_ready, load_base_of, prepare
 
 
 def reopen(folder: Path, recipe: Recipe) -> Materials:
@@ -30,7 +25,8 @@ def reopen(folder: Path, recipe: Recipe) -> Materials:
     """
     inputs = read_inputs(folder)
     get_ready(recipe)
-    base = None if inputs.kind == "task" else load_base_of(recipe)
+    kind = kind_of(recipe)
+    base = load_base_of(recipe) if kind.needs_base else None
 
     @cache
     def read() -> dict[str, Any]:
@@ -39,28 +35,12 @@ def reopen(folder: Path, recipe: Recipe) -> Materials:
         except DataError as error:
             raise DataError(f"{folder}: this needs the users' data, which is not in a run folder: {error}") from None
         check_users(folder, inputs, describe(materials, recipe))
-        return {user.name: user for user in materials.people}
+        return {user.name: user for user in materials.users}
 
     if base is not None:
         check_base(folder, inputs, base.digest, digest_tokenizer(base.tokenizer))
-    return _unread(inputs, read, base)
-
-
-def _unread(inputs: Inputs, read: Callable[[], dict[str, Any]], base: Any) -> Materials:
-    kinds = {"text": UserData, "questions": UserAnswers, "task": UserSamples}
-    people: tuple[Any, ...] = tuple(
-        later(kinds[inputs.kind], name, lambda name=name: read()[name], cluster=of_user.cluster)
+    users = tuple(
+        later(kind.user, name, lambda name=name: read()[name], cluster=of_user.cluster)
         for name, of_user in inputs.users.items()
     )
-    task = None
-    if inputs.kind == "task":
-        settings = {**inputs.task, "input_shape": tuple(inputs.task["input_shape"])}
-        task = Task(users=people, **settings)
-    return Materials(
-        base=base,
-        texts=(),
-        users=people if inputs.kind == "text" else (),
-        answers=people if inputs.kind == "questions" else (),
-        task=task,
-        unread=True,
-    )
+    return kind.reopened(base, users, inputs.settings)

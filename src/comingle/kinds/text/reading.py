@@ -11,22 +11,23 @@ from comingle.data.pack import UserData, find_shortage, list_small, pack
 from comingle.data.partition import UserText, split_by_fractions, split_given
 from comingle.data.sources import read_dataset, read_documents
 from comingle.errors import DataError, NoTextError, RecipeError, did_you_mean
-from comingle.models.base import PreTrainedTokenizerBase
+from comingle.kinds.language import tokenizer_of
+from comingle.kinds.text.section import TextSection, UserSource
 from comingle.models.language import Base
-from comingle.recipes import DataSection, Recipe, SplitSection, UserSource
+from comingle.recipes import SplitSection
 
 logger = logging.getLogger("comingle")
 
 
 def leave_out(
-    recipe: Recipe, texts: Sequence[UserText], base: Base, validates: bool
+    data: TextSection, texts: Sequence[UserText], base: Base, *, context: int, validates: bool
 ) -> tuple[list[UserText], dict[str, str]]:
     """Users with enough text of their own, and what each of the others has too little of, which a warning says.
 
     Raises:
         DataError: nobody has enough.
     """
-    users, context = tokenise_users(recipe.data, texts, base), recipe.training.context
+    users = tokenise_users(data, texts, base)
     skipped = {u.name: s.what for u in users if (s := find_shortage(u, context=context, needs_validation=validates))}
     if len(skipped) == len(users):
         raise DataError(f"all {len(users)} users have too little text: {list_small(skipped)}")
@@ -36,19 +37,8 @@ def leave_out(
     return [text for text in texts if text.name not in skipped], skipped
 
 
-def tokenizer_of(base: Base) -> PreTrainedTokenizerBase:
-    """The base's tokenizer.
-
-    Raises:
-        DataError: it has none.
-    """
-    if base.tokenizer is None:
-        raise DataError(f"base {base.name}: no tokenizer in it, so text cannot become tokens")
-    return base.tokenizer
-
-
 def tokenise_users(
-    data: DataSection, texts: Sequence[UserText], base: Base, *, known: Sequence[str] | None = None
+    data: TextSection, texts: Sequence[UserText], base: Base, *, known: Sequence[str] | None = None
 ) -> list[UserData]:
     """Everybody's text as token streams, cut to the recipe's limits, which may be for all who are ``known``.
 
@@ -61,7 +51,7 @@ def tokenise_users(
     return [pack(text, tokenizer, **limits[text.name]) for text in texts]
 
 
-def token_limits(data: DataSection, names: Sequence[str]) -> dict[str, dict[str, int | None]]:
+def token_limits(data: TextSection, names: Sequence[str]) -> dict[str, dict[str, int | None]]:
     """For each user how many tokens of each split are kept, by the keys of the recipe; None keeps all.
 
     Raises:
@@ -83,7 +73,7 @@ def token_limits(data: DataSection, names: Sequence[str]) -> dict[str, dict[str,
     return limits
 
 
-def read_users(data: DataSection, seed: int) -> list[UserText]:
+def read_users(data: TextSection, seed: int) -> list[UserText]:
     """Everybody's documents, in splits of their own; who has none is refused, or has none in what is returned.
 
     Raises:
@@ -108,7 +98,7 @@ Reader = Callable[[], UserText]
 """Reads and splits the text of one user."""
 
 
-def _dataset_readers(data: DataSection, seed: int) -> dict[str, Reader]:
+def _dataset_readers(data: TextSection, seed: int) -> dict[str, Reader]:
     source = data.dataset
     assert source is not None
     groups = read_dataset(
@@ -123,7 +113,7 @@ def _dataset_readers(data: DataSection, seed: int) -> dict[str, Reader]:
     return {name: partial(_split_group, name, splits, data.split, seed) for name, splits in groups.items()}
 
 
-def _user_readers(data: DataSection, seed: int) -> dict[str, Reader]:
+def _user_readers(data: TextSection, seed: int) -> dict[str, Reader]:
     users = data.users or {}
     limits = token_limits(data, list(users))
     return {name: partial(_read_user, name, source, data.split, seed, limits[name]) for name, source in users.items()}

@@ -1,47 +1,31 @@
-"""What a run would refuse, found before its costs are counted: settings, and text where it lies on this machine."""
+"""What a run would refuse of text that lies on this machine, found before its costs are counted."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from comingle.data.pack import check, find_shortage, pack
 from comingle.data.partition import UserText, mix_held_out
-from comingle.methods import make
+from comingle.kinds.text.reading import read_users, token_limits
+from comingle.kinds.text.section import TextSection
 from comingle.models.base import PreTrainedTokenizerBase
 from comingle.models.byte_tokenizer import byte_tokenizer
 from comingle.models.families import PREFIX
 from comingle.models.folders import load_tokenizer
-from comingle.nets import check_method
-from comingle.recipes import DataSection, Recipe
-from comingle.recipes.unused import check_used
-from comingle.texts import read_users, token_limits
+from comingle.recipes import Recipe
 
 ABSENT_NOTE = "Some of the users' text is not here, so nobody's text is checked: a run may refuse it."
 
 
-def check_settings(recipes: Sequence[Recipe]) -> None:
-    """As before a run.
-
-    Raises:
-        RecipeError: a method that is none or not for such users, or a setting that would not be read.
-    """
-    for recipe in recipes:
-        check_method(recipe)
-        check_used(recipe)
-
-
-def check_texts(recipes: Sequence[Recipe]) -> tuple[set[str], str]:
-    """Whether users named in the recipes have the text that a run needs, where it is here: who would be left out, and
+def check_texts(recipe: Recipe, data: TextSection, validates: bool) -> tuple[set[str], str]:
+    """Whether users named in the recipe have the text that a run needs, where it is here: who would be left out, and
     a note where nothing could be checked. Text of demo users, of the hub and of data sets is not looked at.
 
     Raises:
         DataError: text that a run would refuse.
         RecipeError: a limit for somebody who is no user.
     """
-    recipe = recipes[0]
-    data = recipe.data
     sources = _sources(data)
     if not sources or any(source.startswith(("demo:", "hub:")) for source in sources):
         return set(), ""
@@ -51,15 +35,14 @@ def check_texts(recipes: Sequence[Recipe]) -> tuple[set[str], str]:
     tokenizer = _tokenizer(recipe.base)
     if tokenizer is None:
         return set(), ""
-    validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in recipes)
-    return _check_lengths(recipe, texts, tokenizer, validates), ""
+    return _check_lengths(recipe, data, texts, tokenizer, validates), ""
 
 
 def _check_lengths(
-    recipe: Recipe, texts: list[UserText], tokenizer: PreTrainedTokenizerBase, validates: bool
+    recipe: Recipe, data: TextSection, texts: list[UserText], tokenizer: PreTrainedTokenizerBase, validates: bool
 ) -> set[str]:
     """A window's length of every stream is enough to know whether it is too short."""
-    data, context = recipe.data, recipe.training.context
+    context = recipe.training.context
     skip = data.on_small_user == "skip"
     if data.held_out == "mixture" and not skip:
         texts = mix_held_out(texts, seed=recipe.seed)
@@ -75,7 +58,7 @@ def _check_lengths(
     return small
 
 
-def _sources(data: DataSection) -> list[str]:
+def _sources(data: TextSection) -> list[str]:
     users = (data.users or {}).values()
     return [source for user in users for source in (user.path, user.train, user.valid, user.test) if source]
 

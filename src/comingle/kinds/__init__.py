@@ -1,0 +1,1 @@
+"""Kinds of data: text, conversations, samples; each is a folder."""

@@ -1,0 +1,185 @@
+"""What a kind of data is: how users are read, trained on and scored, and what a user's own model is afterwards.
+
+A kind is a folder: its section of the recipe, its :class:`Kind`, its feed. Nothing outside asks which kind it is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from comingle.data.digests import digest_split
+from comingle.data.partition import Overlap, UserText, find_overlap
+from comingle.data.samples import SPLITS
+from comingle.engines.client import Clients
+from comingle.engines.training import Training
+from comingle.methods.base import Method
+from comingle.models.base import Base
+from comingle.models.model import Model
+from comingle.recipes import Recipe
+from comingle.recipes.data import load_object
+from comingle.trees import Tree
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+LoadBase = Callable[[], Base]
+"""Loads the base, when something needs it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Materials:
+    """What several runs of a comparison have in common: the base and everybody's data.
+
+    ``unread`` says that the users' data is read when something asks for it, as by :mod:`comingle.runs.opening`.
+    """
+
+    kind: Kind
+    base: Base | None
+    users: tuple[Any, ...]
+    """Everybody: a name, and ``train``, ``valid`` and ``test`` with a length."""
+    texts: tuple[UserText, ...] = ()
+    """Everybody's documents, where they have any."""
+    common: Any = None
+    """What all users have in common besides the base: a task."""
+    unread: bool = False
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Users who were left out, as ``data.on_small_user`` asks for, and what they have too little of."""
+
+    @cached_property
+    def digests(self) -> dict[str, dict[str, str]]:
+        """By which everybody's splits are known again."""
+        return {user.name: {split: digest_split(getattr(user, split)) for split in SPLITS} for user in self.users}
+
+    def overlaps(self) -> list[Overlap]:
+        """Users whose held-out documents also occur in their training text."""
+        return [overlap for text in self.texts if (overlap := find_overlap(text)).total]
+
+
+class Kind(ABC):
+    """One kind of data."""
+
+    name: str
+    needs_base: bool = True
+    """Whether users train adapters on a language model; else nets of their own."""
+    user: type
+    """What a user is: ``name``, ``train``, ``valid``, ``test``."""
+
+    # ---------------------------------------------------------------- before training
+
+    @abstractmethod
+    def check(self, recipe: Recipe, method: Method) -> None:
+        """Whether the recipe's method is for such users; reads no data.
+
+        Raises:
+            RecipeError: it is not.
+        """
+
+    @abstractmethod
+    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
+        """Everybody's data, and the base; ``validates`` says whether users need validation data to be large enough.
+
+        Raises:
+            RecipeError: a setting is wrong.
+            DataError: somebody's data cannot be used.
+            BaseModelError: the base cannot.
+        """
+
+    @abstractmethod
+    def clients(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Clients:
+        """The users, with the model that they train.
+
+        Raises:
+            ComingleError: settings, data and base do not fit each other.
+        """
+
+    def pooled(self, users: Sequence[Any]) -> Any:
+        """One user named "everyone" that has what all have: the centralized baseline."""
+        raise NotImplementedError
+
+    def trainers(self, materials: Materials, method: Method) -> tuple[list[Any], list[Any]]:
+        """Everybody, and those who train: all of them, or the one who has what all have."""
+        users = list(materials.users)
+        if not method.placement.pooled:
+            return users, users
+        if materials.unread:
+            return users, [later(self.user, "everyone", lambda: self.pooled(users))]
+        return users, [self.pooled(users)]
+
+    # ---------------------------------------------------------------- afterwards
+
+    @abstractmethod
+    def personal(self, name: str, model: Model, tensors: Tree, row: int) -> Any:
+        """A user's own model; ``row`` is the user's row in the federation."""
+
+    def settings(self, materials: Materials) -> dict[str, Any]:
+        """What a run folder keeps of the materials besides names and digests, so that the run opens without data."""
+        return {}
+
+    def reopened(self, base: Base | None, users: tuple[Any, ...], settings: Mapping[str, Any]) -> Materials:
+        """The materials of a run that is opened again, whose users are read when something asks for them."""
+        return Materials(kind=self, base=base, users=users, unread=True)
+
+    # ---------------------------------------------------------------- looked at
+
+    @abstractmethod
+    def preview(self, recipe: Recipe, materials: Materials, *, everybody: bool) -> list[RenderableType]:
+        """What ``comingle data`` prints of the users."""
+
+    def sample(self, user: Any) -> Any:
+        """Tokens of a test set of a user, for a view of where they are routed."""
+        return user.test
+
+    # ---------------------------------------------------------------- counted without data
+
+    read_for_costs: bool = False
+    """Whether costs depend on what users have, so that it is read before they are counted."""
+
+    def names_of(self, recipe: Recipe) -> tuple[str, ...]:
+        """Who the users are, without reading more than has to be.
+
+        Raises:
+            DataError: that cannot be found out.
+        """
+        return tuple(recipe.data.names)
+
+    def check_here(self, recipes: Sequence[Recipe]) -> tuple[set[str], str]:
+        """What a run would refuse of data that lies on this machine: who would be left out, and a note."""
+        return set(), ""
+
+    def as_text(self, recipe: Recipe) -> tuple[Recipe, str]:
+        """A recipe with text that costs as much, where costs are counted in tokens; and a note."""
+        return recipe, ""
+
+
+def kind_of(recipe: Recipe) -> Kind:
+    """The kind of a recipe's users."""
+    return load_object(recipe.data.implementation)
+
+
+def always_there(method: Method, training: Training) -> Training:
+    """The one trainer of pooled data takes part in every round."""
+    return replace(training, participation=1.0) if method.placement.pooled else training
+
+
+class _Later:
+    """Fields that nobody has filled in are read, all at once."""
+
+    _read: Callable[[], Any]
+
+    def __getattr__(self, name: str) -> Any:  # asked only for what is not there
+        if name not in ("train", "valid", "test"):
+            raise AttributeError(name)
+        read = self._read()
+        vars(self).update({split: getattr(read, split) for split in ("train", "valid", "test")})
+        return vars(self)[name]
+
+
+def later(kind: type, name: str, read: Callable[[], Any], *, cluster: int | None = None) -> Any:
+    """A user of some type of whom the name, and the true cluster if any, is known without reading."""
+    user = object.__new__(type(f"Later{kind.__name__}", (_Later, kind), {}))
+    vars(user).update(name=name, _read=read, cluster=cluster)
+    return user

@@ -1,0 +1,104 @@
+"""What kinds on a language model have in common: the base with adapters or with a client-level mixture."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from comingle.adapters.clustered import adaptor_size
+from comingle.adapters.inject import AdapterSettings, ExpertCounts
+from comingle.adapters.layouts import Targets
+from comingle.adapters.lora import lora_scale
+from comingle.errors import DataError, RecipeError
+from comingle.methods.base import Method
+from comingle.models.adapted import AdaptedModel, adapt
+from comingle.models.base import Base, PreTrainedTokenizerBase
+from comingle.models.hardware import require_room
+from comingle.models.language import backbone
+from comingle.models.mixed import MixedLanguageModel, mix_language_model
+from comingle.models.model import Model
+from comingle.recipes import Recipe
+
+COMPILE_FROM = 5e12
+"""``compile: auto`` compiles from this many training tokens times base parameters on: below, it takes longer than it
+saves. Compiling takes some tens of seconds whatever the model; SmolLM2-135M gets there with 37,000 tokens."""
+
+NETS = "net:"
+"""How a recipe's ``base`` names a net, as "net:mlp"."""
+
+ADAPTOR_SETS = "adaptor sets"
+
+
+def tokenizer_of(base: Base) -> PreTrainedTokenizerBase:
+    """The base's tokenizer.
+
+    Raises:
+        DataError: it has none.
+    """
+    if base.tokenizer is None:
+        raise DataError(f"base {base.name}: no tokenizer in it, so text cannot become tokens")
+    return base.tokenizer
+
+
+def check_on_language(recipe: Recipe, method: Method) -> None:
+    """Whether the method and the base are for users of a language model.
+
+    Raises:
+        RecipeError: they are not.
+    """
+    if recipe.base.startswith(NETS):
+        raise RecipeError(f"base: got {recipe.base!r} for text; allowed: a language model, or data.task for a net")
+    if method.placement.mixture is None:
+        return
+    if method.placement.mixture.of != "adaptors":
+        raise RecipeError(f"method {method.name}: mixes whole models, which are small nets; give data.task")
+    if method.placement.mixture.optimal:
+        raise RecipeError(f"method {method.name}: needs users whose true clusters are known, as in made tasks")
+    if method.placement.mixture.centre:
+        raise RecipeError(f"method {method.name}: centre moves a mean into the base, which is frozen; give data.task")
+    if not isinstance(rank := recipe.adapters.rank, int):
+        raise RecipeError(f"method {method.name}: adapters.rank is {rank}; components have one rank for all users")
+
+
+def language_model(recipe: Recipe, base: Base, method: Method, trainers: int, tokens: int) -> Model:
+    """The base as the method trains it, for so many trainers and training tokens."""
+    if method.placement.mixture is not None:
+        return mix_base(recipe, base, method, trainers)
+    return adapt_base(recipe, base, method, trainers, tokens)
+
+
+def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens: int) -> AdaptedModel:
+    """The base with the adapters that the recipe and the method ask for, for so many trainers and training tokens."""
+    section = recipe.adapters
+    targets = Targets(**as_settings(section.targets, Targets)) if section.targets else None
+    settings = AdapterSettings(**{**as_settings(section, AdapterSettings), "targets": targets})
+    if method.placement.pooled and not isinstance(settings.rank, int):  # the one trainer can afford what anybody can
+        settings = replace(settings, rank=max(settings.rank))
+    specialists = method.placement.specialists_of(trainers)
+    counts = ExpertCounts(generalists=method.placement.generalists, specialists=specialists)
+    compiled = recipe.runtime.compile
+    if compiled == "auto":
+        compiled = method.trains and tokens * base.model.num_parameters() >= COMPILE_FROM
+    return adapt(base, settings, counts, routed=method.placement.routed, compiled=bool(compiled))
+
+
+def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLanguageModel:
+    """A frozen language model with the method's mixture of adaptors, of the rank and alpha that LoRA has elsewhere.
+
+    Raises:
+        RecipeError: a mixture of whole models, or ranks of each user's own.
+    """
+    check_on_language(recipe, method)
+    mixture, section = method.placement.mixture, recipe.adapters
+    assert mixture is not None
+    assert isinstance(section.rank, int)
+    alpha = lora_scale(section.alpha, section.rank)
+    size = adaptor_size(backbone(base.model), rank=section.rank, bias=False, norm=False)
+    require_room(f"method {method.name}", mixture.clusters, size, ADAPTOR_SETS)
+    return mix_language_model(base, mixture, users=users, rank=section.rank, alpha=alpha)
+
+
+def as_settings(section: Any, kind: type) -> dict[str, Any]:
+    """The fields of a pydantic section that a frozen dataclass of the inside has too, lists as tuples."""
+    values = {f.name: getattr(section, f.name) for f in fields(kind)}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}

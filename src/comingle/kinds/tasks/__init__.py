@@ -1,0 +1,1 @@
+"""Users made for tasks that are not language: samples with targets, and nets that are trained whole."""

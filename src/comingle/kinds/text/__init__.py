@@ -1,0 +1,1 @@
+"""Users with text of their own: token streams, windows drawn at random, perplexity."""

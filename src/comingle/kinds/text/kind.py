@@ -1,0 +1,116 @@
+"""Users with text: read, split and tokenised; trained on random windows, scored by perplexity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from comingle.data.pack import UserData, check, pool
+from comingle.data.partition import mix_held_out
+from comingle.data.sources import read_dataset
+from comingle.engines.client import Clients, batch_size
+from comingle.engines.training import Training
+from comingle.errors import DataError
+from comingle.kinds.base import Kind, LoadBase, Materials, always_there
+from comingle.kinds.language import check_on_language, language_model
+from comingle.kinds.text.checking import check_texts
+from comingle.kinds.text.feed import TextFeed
+from comingle.kinds.text.preview import preview
+from comingle.kinds.text.reading import leave_out, read_users, tokenise_users
+from comingle.kinds.text.section import TextSection
+from comingle.methods import make
+from comingle.methods.base import Method
+from comingle.models.adapted import AdaptedModel
+from comingle.models.mixed import MixedLanguageModel
+from comingle.models.model import Model
+from comingle.models.personal import PersonalModel
+from comingle.recipes import Recipe
+from comingle.trees import Tree
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+class LanguageKind(Kind):
+    """What kinds on a language model have in common."""
+
+    def check(self, recipe: Recipe, method: Method) -> None:
+        """A mixture of whole models is for nets, and true clusters are known of made tasks alone."""
+        check_on_language(recipe, method)
+
+    def personal(self, name: str, model: Model, tensors: Tree, row: int) -> PersonalModel:
+        """One that speaks."""
+        return PersonalModel(name=name, model=cast(AdaptedModel | MixedLanguageModel, model), tensors=tensors, row=row)
+
+
+class TextKind(LanguageKind):
+    """Token streams."""
+
+    name, user = "text", UserData
+
+    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
+        """Text is read before the base is loaded, as more can be wrong with it."""
+        data = section(recipe)
+        texts = read_users(data, recipe.seed)
+        base, skipped = load_base(), dict[str, str]()
+        if data.on_small_user == "skip":
+            texts, skipped = leave_out(data, texts, base, context=recipe.training.context, validates=validates)
+        if data.held_out == "mixture":
+            texts = mix_held_out(texts, seed=recipe.seed)
+        users = tokenise_users(data, texts, base, known=[text.name for text in texts] + list(skipped))
+        return Materials(kind=self, base=base, users=tuple(users), texts=tuple(texts), skipped=skipped)
+
+    def clients(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Clients:
+        """Every stream that will be used must be long enough."""
+        training = always_there(method, training)
+        if not materials.unread:
+            check(materials.users, context=training.context, needs_validation=method.client.needs_validation)
+        users, trainers = self.trainers(materials, method)
+        assert materials.base is not None
+        tokens = len(trainers) * training.iterations * training.batch_size * training.context
+        return Clients(
+            language_model(recipe, materials.base, method, len(trainers), tokens),
+            method,
+            training,
+            trainers=trainers,
+            users=users,
+            feed=TextFeed(trainers, training, batch_size(method, training, len(users))),
+            reads=not materials.unread,
+            skipped=materials.skipped,
+        )
+
+    def pooled(self, users: Sequence[Any]) -> UserData:
+        """The streams of all, one after another."""
+        return pool(users)
+
+    def preview(self, recipe: Recipe, materials: Materials, *, everybody: bool) -> list[RenderableType]:
+        """Documents and tokens of every split, and the beginning of a train and of a test document."""
+        return preview(recipe, materials, everybody=everybody)
+
+    def names_of(self, recipe: Recipe) -> tuple[str, ...]:
+        """Rows of a data set are read where it alone knows its users."""
+        source = section(recipe).dataset
+        if source is None:
+            return tuple(recipe.data.names)
+        if isinstance(source.users, list):
+            return tuple(source.users)
+        try:
+            documents = read_dataset(
+                source.path, user=source.user, text=source.text, split=source.split, name=source.config
+            )
+            return tuple(documents)[: source.users]
+        except DataError as error:
+            raise DataError(f"{error}; to count without the text, say how many users there are: --users N") from None
+
+    def check_here(self, recipes: Sequence[Recipe]) -> tuple[set[str], str]:
+        """Whether users named in the recipes have the text that a run needs."""
+        validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in recipes)
+        return check_texts(recipes[0], section(recipes[0]), validates)
+
+
+def section(recipe: Recipe) -> TextSection:
+    """The recipe's data, which is text."""
+    return cast(TextSection, recipe.data)
+
+
+KIND = TextKind()

@@ -1,0 +1,139 @@
+"""The section ``data`` of users who have text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from comingle.data.names import name_problem
+from comingle.recipes.data import Anchor, DataSection, SplitSection
+from comingle.recipes.fields import Count, Section, Source, TokenLimit
+
+
+class UserSource(Section):
+    """One user's text: one source to be split, or the splits one by one. ``column`` is for files with rows.
+
+    ``max_train_tokens`` is this user's own and comes before ``data.max_train_tokens``.
+    """
+
+    path: Source | None = None
+    train: Source | None = None
+    valid: Source | None = None
+    test: Source | None = None
+    column: str = "text"
+    max_train_tokens: Count | None = None
+
+    @model_validator(mode="after")
+    def _one_or_splits(self) -> UserSource:
+        if (self.path is None) == (self.train is None) or (self.path and (self.valid or self.test)):
+            raise ValueError("give either path alone, or train and test (and valid)")
+        if self.train is not None and self.test is None:
+            raise ValueError("train without test; give test too")
+        return self
+
+
+class DatasetSource(Section):
+    """Rows of a data set (files, a folder, or a hub name), grouped into users by a column."""
+
+    path: Source | Annotated[list[Source], Field(min_length=1)]
+    user: str
+    text: str = "text"
+    split: str | None = None
+    users: list[str] | Count | None = None
+    config: str | None = None
+    max_documents: Count | None = None
+
+    @field_validator("users")
+    @classmethod
+    def _names(cls, users: Any) -> Any:
+        if isinstance(users, list) and (problem := name_problem(users) or ("" if users else "zero users; name one")):
+            raise ValueError(problem)
+        return users
+
+
+PATHS = ("path", "train", "valid", "test")
+_LIMIT = "a whole number from 1, or a mapping of names to such numbers"
+
+
+class TextSection(DataSection):
+    """Users with text of their own, or rows of a data set."""
+
+    kind: Literal["text"] = "text"
+    users: dict[str, UserSource] | None = None
+    dataset: DatasetSource | None = None
+    split: SplitSection = SplitSection()
+    held_out: Literal["own", "mixture"] = "own"
+    on_small_user: Literal["refuse", "skip"] = "refuse"
+    max_train_tokens: TokenLimit = None
+    max_valid_tokens: TokenLimit = None
+    max_test_tokens: TokenLimit = None
+
+    label: ClassVar[str] = "text"
+    marks: ClassVar[tuple[str, ...]] = ("users", "dataset")
+    implementation: ClassVar[str] = "comingle.kinds.text.kind:KIND"
+    weightings: ClassVar[tuple[str, ...]] = ("uniform", "tokens")
+    unread: ClassVar[Mapping[str, str]] = {
+        "training.local_epochs": "local iterations on text are counted by training.local_steps",
+        "floral": "adaptors on a language model take adapters.rank and adapters.alpha",
+    }
+    accepted: ClassVar[Mapping[str, str]] = {
+        "users": "a mapping of names to texts, as {alice: path/to/text}",
+        "users.*": "a path, or a mapping with path, or with train and test (and valid)",
+        "dataset.path": "a path or a hub name, or a list of them",
+        "dataset.users": "a list of names, or how many to take",
+        "max_train_tokens": _LIMIT,
+        "max_valid_tokens": _LIMIT,
+        "max_test_tokens": _LIMIT,
+    }
+
+    @field_validator("users", mode="before")
+    @classmethod
+    def _plain_paths(cls, users: Any) -> Any:
+        return named_sources(users)
+
+    @model_validator(mode="after")
+    def _somebody(self) -> TextSection:
+        if (self.users is None) == (self.dataset is None):
+            raise ValueError("give one of users, dataset, task and questions")
+        if self.users is not None and self.split.given:
+            raise ValueError("split.given is for dataset; for users give train, valid and test of each user instead")
+        if self.users is not None and not self.users:
+            raise ValueError("zero users; name at least one, as `users: {alice: path/to/text}`")
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """Those who are named one by one."""
+        return list(self.users or {})
+
+    @property
+    def in_distribution(self) -> bool:
+        """Not where everybody is tested on a mixture of all users' text."""
+        return self.held_out == "own"
+
+    def anchored(self, anchor: Anchor) -> dict[str, Any]:
+        """Users' files, and those of a data set."""
+        return anchored_sources(self, anchor)
+
+
+def named_sources(users: Any) -> Any:
+    """A mapping of names to sources, of which a plain path is one.
+
+    Raises:
+        ValueError: something about a name.
+    """
+    if not isinstance(users, Mapping):
+        return users
+    if problem := name_problem(str(name) for name in users):
+        raise ValueError(problem)
+    return {str(name): {"path": s} if isinstance(s, str) else s for name, s in users.items()}
+
+
+def anchored_sources(section: Any, anchor: Anchor) -> dict[str, Any]:
+    """The sections ``users`` and ``dataset`` with anchored paths."""
+    content = section.model_dump(mode="json", exclude_unset=True, include={"users", "dataset"})
+    for entry in [*(content.get("users") or {}).values(), *filter(None, [content.get("dataset")])]:
+        entry |= {key: anchor(entry[key]) for key in PATHS if entry.get(key) is not None}
+    return content

@@ -1,0 +1,321 @@
+"""From a recipe to a run: wiring only, each step in the room that owns it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comingle.data.samples import SPLITS
+from comingle.engines.checkpoints import (
+    Progress,
+    list_checkpoints,
+    load_checkpoint,
+    personal_tensors,
+    prune_checkpoints,
+    read_progress,
+    save_checkpoint,
+)
+from comingle.engines.client import Clients
+from comingle.engines.clock import Clock
+from comingle.engines.evaluations import start_event, summarise
+from comingle.engines.events import EventLog, Observer, tensorboard
+from comingle.engines.local import finetuned
+from comingle.engines.naming import check_names, reorder, reorder_kept
+from comingle.engines.optimizers import OptimizerSettings
+from comingle.engines.rounds import run_rounds
+from comingle.engines.runtime import keep_buffers
+from comingle.engines.training import Training
+from comingle.errors import DataError, DivergenceError, RecipeError, RunError
+from comingle.inputs import Inputs, UserInputs
+from comingle.kinds.base import Materials, kind_of
+from comingle.kinds.language import as_settings
+from comingle.methods import make
+from comingle.models.base import Base
+from comingle.models.digests import digest_tokenizer
+from comingle.models.language import load_base
+from comingle.models.personal import PersonalModel
+from comingle.models.personal_net import PersonalNet
+from comingle.recipes import Recipe
+from comingle.recipes.unused import changed, check_used
+from comingle.records import GEOMETRIC, describe_metrics, write_json
+from comingle.runs.folders import open_folder
+from comingle.terminal import printable
+from comingle.transports.inprocess import InProcess, federate
+
+logger = logging.getLogger("comingle")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished run: its folder, its metrics, and everybody's model."""
+
+    folder: Path | None
+    recipe: Recipe
+    metrics: dict[str, Any]
+    federation: InProcess
+
+    def __repr__(self) -> str:
+        place = "" if self.folder is None else f", in {self.folder}"
+        return printable(f"Run({describe_metrics(self.metrics)}{place})")
+
+    @property
+    def users(self) -> list[str]:
+        """Names of the users."""
+        return [user.name for user in self.federation.clients.users]
+
+    def user(self, name: str) -> PersonalModel | PersonalNet:
+        """The personal model of a user: one that speaks, or for a task's nets one that predicts.
+
+        Raises:
+            DataError: no such user.
+        """
+        if name not in self.users:
+            raise DataError(f"no user {name!r}; there are: {', '.join(self.users)}")
+        clients = self.federation.clients
+        row, model = clients.row_of[self.users.index(name)], clients.model
+        with finetuned(clients, members=clients.owners([row])):
+            tensors = {k: t.to(model.dtype) for k, t in personal_tensors(model.layout, clients.state, row).items()}
+        return kind_of(self.recipe).personal(name, model, tensors, clients.owners([row])[0])
+
+
+# -------------------------------------------------------------------- prepare
+
+
+def prepare(recipe: Recipe, *, base: Base | None = None, validates: bool | None = None) -> Materials:
+    """Load the base (unless it is given) and read everybody's data.
+
+    ``validates`` says whether users need validation data to be large enough; without it the method says so.
+
+    Raises:
+        RecipeError: the method is none, or not for such users, or a setting would not be read; said before loading.
+        BaseModelError: the base cannot be used.
+        DataError: some user's data cannot.
+    """
+    get_ready(recipe)
+    if validates is None:
+        validates = make(recipe.method.name, **recipe.method.settings).client.needs_validation
+    return kind_of(recipe).read(recipe, lambda: base or load_base_of(recipe), validates=validates)
+
+
+def get_ready(recipe: Recipe) -> None:
+    """Check the recipe, and set up the process as it asks for.
+
+    Raises:
+        RecipeError: the method is none, or not for such users, or a setting would not be read.
+    """
+    check_method(recipe)
+    check_used(recipe)
+    keep_buffers()
+    if recipe.runtime.threads:
+        torch.set_num_threads(recipe.runtime.threads)
+
+
+def check_method(recipe: Recipe) -> None:
+    """Whether the recipe's method exists and is for the kind of users that the recipe has; reads no data.
+
+    Raises:
+        RecipeError: it does not, a setting is wrong, or it needs another kind.
+    """
+    kind_of(recipe).check(recipe, make(recipe.method.name, **recipe.method.settings))
+
+
+def warn_unread(recipe: Recipe) -> None:
+    """Say which settings of ``floral`` a single run's method will not read; in a comparison they are for others."""
+    mixture = make(recipe.method.name, **recipe.method.settings).placement.mixture
+    keys = [key for key, _ in changed(recipe, "floral")]
+    if keys and not (mixture is not None and mixture.of == "adaptors"):
+        name = recipe.method.name
+        logger.warning("method %s: has no adaptors in nets, so these are not read: %s", name, ", ".join(keys))
+
+
+def load_base_of(recipe: Recipe) -> Base:
+    """The base that a recipe names, as its runtime has it.
+
+    Raises:
+        BaseModelError: the base cannot be used.
+    """
+    runtime = recipe.runtime
+    return load_base(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
+
+
+def describe(materials: Materials, recipe: Recipe) -> Inputs:
+    """What a run of the recipe has read, base and data, as digests that are taken once."""
+    lists = {"adapters.rank": recipe.adapters.rank, "specialists": recipe.method.settings.get("specialists")}
+    users = {
+        user.name: UserInputs(
+            counts={split: len(getattr(user, split)) for split in SPLITS},
+            digests=materials.digests[user.name],
+            cluster=getattr(user, "cluster", None),
+            given={key: values[i] for key, values in lists.items() if isinstance(values, list) and i < len(values)},
+        )
+        for i, user in enumerate(materials.users)
+    }
+    base = materials.base
+    return Inputs(
+        kind=materials.kind.name,
+        base=base.digest if base is not None else "",
+        tokenizer=digest_tokenizer(base.tokenizer) if base is not None else "",
+        users=users,
+        settings=materials.kind.settings(materials),
+    )
+
+
+# -------------------------------------------------------------------- build
+
+
+def build(recipe: Recipe, materials: Materials) -> InProcess:
+    """Both halves of a recipe's federation, before the first round.
+
+    Raises:
+        ComingleError: settings, data and base do not fit each other.
+    """
+    method = make(recipe.method.name, **recipe.method.settings)
+    training = training_settings(recipe, [user.name for user in materials.users])
+    return federate(materials.kind.clients(recipe, materials, method, training))
+
+
+def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
+    """The engine's settings, with users named in ``participation`` turned into numbers.
+
+    Raises:
+        RecipeError: ``participation`` names somebody who is not a user.
+    """
+    section = recipe.training
+    participation: Any = section.participation
+    if isinstance(participation, list):
+        for name in (n for members in participation for n in members):
+            if name not in names:
+                raise RecipeError(f"training.participation: no user {name!r}; there are: {', '.join(names)}")
+        participation = tuple(tuple(names.index(n) for n in members) for members in participation)
+    plain = {f.name: getattr(section, f.name) for f in fields(Training) if hasattr(section, f.name)}
+    return Training(
+        **{
+            **plain,
+            "experts": OptimizerSettings(**as_settings(section.experts, OptimizerSettings)),
+            "router": OptimizerSettings(**as_settings(section.router, OptimizerSettings)),
+            "participation": participation,
+        },
+        seed=recipe.seed,
+        users_per_step=recipe.runtime.users_per_step,
+        micro_batch=recipe.runtime.micro_batch,
+        evaluate=recipe.evaluation.model,
+        evaluate_every=recipe.evaluation.every,
+        evaluate_first=recipe.evaluation.first,
+        select=recipe.evaluation.select,
+        checkpoint_every=recipe.checkpoints.every,
+    )
+
+
+# -------------------------------------------------------------------- execute
+
+
+def run_in(
+    folder: Path,
+    recipe: Recipe,
+    materials: Materials,
+    *,
+    resume: bool,
+    force: bool,
+    observers: Callable[[Clients], Sequence[Observer]] = lambda clients: (),
+) -> Run:
+    """Build a recipe's federation and run it in its folder; ``observers`` of its users' events are made for it.
+
+    Raises:
+        ComingleError: as :func:`build`, :func:`comingle.runs.folders.open_folder` and :func:`execute`.
+    """
+    federation = build(recipe, materials)
+    watching = observers(federation.clients)
+    with open_folder(folder, recipe, describe(materials, recipe), resume=resume, force=force):
+        return execute(federation, recipe, folder, resume=resume, observers=watching)
+
+
+def execute(
+    federation: InProcess,
+    recipe: Recipe,
+    folder: Path | None,
+    *,
+    resume: bool = False,
+    observers: Sequence[Observer] = (),
+) -> Run:
+    """The rounds of a run, with everything that is written on the way; ``folder`` has been opened before.
+
+    Raises:
+        RunError: the checkpoint to resume from is damaged or belongs to another recipe.
+        DivergenceError: a user's loss is not finite.
+    """
+    clock, start, kept, clients = Clock(), 0, 0, federation.clients
+    if folder is not None and resume and list_checkpoints(folder):
+        progress = restore(federation, folder, recipe)
+        start, kept = progress.round, progress.events_bytes
+        counted = {key: getattr(progress, key) for key in Clock.COUNTS}
+        clock = Clock(earlier_seconds=progress.wall_seconds, **counted)
+    log = EventLog(folder / "events.jsonl", keep_bytes=kept) if folder else None
+    board = tensorboard(folder / "tensorboard") if folder else None
+    sinks = [sink for sink in (log, board, *observers) if sink is not None]
+
+    def observe(event: dict[str, Any]) -> None:
+        for sink in sinks:
+            sink(event)
+
+    def checkpoint(done: int, clock: Clock) -> None:
+        if folder is None or log is None:
+            return
+        log.to_disk()
+        progress = Progress(
+            round=done,
+            fingerprint=recipe.fingerprint,
+            trainers=[trainer.name for trainer in clients.trainers],
+            events_bytes=log.size_bytes,
+            wall_seconds=clock.wall_seconds,
+            **{key: getattr(clock, key) for key in Clock.COUNTS},
+        )
+        save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)
+        prune_checkpoints(folder, recipe.checkpoints.keep)
+
+    if (log is not None and log.size_bytes == 0) or start == 0:  # a log that was lost begins anew
+        observe(start_event(clients))
+    try:
+        scores = run_rounds(federation, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
+        metrics = summarise(clients, scores, clock, base=clients.model.name).as_dict() | clients.left_out
+        measure = f"mean_test_{metrics['measure']}"
+        observe({"event": "end"} | {key: metrics[key] for key in (measure, GEOMETRIC) if key in metrics})
+    except DivergenceError as error:
+        if folder is None or not (checkpoints := list_checkpoints(folder)):
+            raise
+        raise DivergenceError(f"{error}; the last checkpoint is kept, {checkpoints[-1].name}") from error
+    finally:
+        for sink in (log, board):
+            if sink is not None:
+                sink.close()
+    if folder is not None:
+        write_json(folder / "metrics.json", metrics)
+    return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation)
+
+
+def restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:
+    """Both halves as they were at the newest checkpoint of a run.
+
+    Raises:
+        RunError: there is none, or it is damaged or belongs to another recipe.
+    """
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        raise RunError(f"{folder}: no checkpoint in it")
+    progress = read_progress(checkpoints[-1])
+    if progress.fingerprint != recipe.fingerprint:
+        raise RunError(
+            f"{checkpoints[-1]}: belongs to another recipe ({progress.fingerprint}, not {recipe.fingerprint})"
+        )
+    clients, server = federation.clients, federation.server
+    was, names = progress.trainers, [trainer.name for trainer in clients.trainers]
+    check_names(checkpoints[-1], was, names)
+    state, kept = load_checkpoint(checkpoints[-1], clients.model.layout, clients.state, server.state)
+    clients.state = reorder(state, was, names)
+    clients.resized()
+    server.restore(reorder_kept(kept, was, names, clients.method.server.by_user))
+    return progress
