@@ -11,8 +11,8 @@ from comingle.data.pack import UserData, find_shortage, list_small, pack
 from comingle.data.partition import UserText, split_by_fractions, split_given
 from comingle.data.sources import read_dataset, read_documents
 from comingle.errors import DataError, NoTextError, RecipeError, did_you_mean
-from comingle.models.base import PreTrainedTokenizerBase
 from comingle.models.language import Base
+from comingle.models.pretrained import PreTrainedTokenizerBase
 from comingle.recipes import DataSection, Recipe, SplitSection, UserSource
 
 logger = logging.getLogger("comingle")

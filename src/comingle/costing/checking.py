@@ -9,10 +9,10 @@ from pathlib import Path
 from comingle.data.pack import check, find_shortage, pack
 from comingle.data.partition import UserText, mix_held_out
 from comingle.methods import make
-from comingle.models.base import PreTrainedTokenizerBase
 from comingle.models.byte_tokenizer import byte_tokenizer
 from comingle.models.families import PREFIX
 from comingle.models.folders import load_tokenizer
+from comingle.models.pretrained import PreTrainedTokenizerBase
 from comingle.nets import check_method
 from comingle.recipes import DataSection, Recipe
 from comingle.recipes.unused import check_used

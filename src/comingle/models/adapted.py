@@ -19,10 +19,11 @@ from comingle.adapters import kernels, native
 from comingle.adapters.inject import ATTENTION, Adapters, AdapterSettings, ExpertCounts, inject
 from comingle.adapters.layouts import decoder_layers
 from comingle.data.batches import inputs_of
-from comingle.models.base import Base, PreTrainedModel
+from comingle.models.base import Base
 from comingle.models.cache import cache_folder
 from comingle.models.language import Head, backbone, lm_head
 from comingle.models.loss import cross_entropy
+from comingle.models.pretrained import PreTrainedModel
 from comingle.trees import Layout, Tree
 
 

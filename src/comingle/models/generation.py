@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from comingle.errors import DataError, RecipeError
-from comingle.models.base import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.greedy import can_pad, padded_attention
+from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.sampling import Sampling, as_tuple
 
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from comingle.data.batches import PAD
 from comingle.models.adapted import AdaptedModel
-from comingle.models.base import PreTrainedModel
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.owning import own_language_model
+from comingle.models.pretrained import PreTrainedModel
 from comingle.trees import Tree
 
 

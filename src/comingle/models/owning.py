@@ -13,8 +13,8 @@ from comingle.adapters import watching
 from comingle.adapters.clustered import FloralModel
 from comingle.adapters.lora import base_weight
 from comingle.models.adapted import AdaptedModel, share_weights
-from comingle.models.base import PreTrainedModel
 from comingle.models.mixed import MixedLanguageModel
+from comingle.models.pretrained import PreTrainedModel
 from comingle.trees import Tree
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -222,8 +222,6 @@ class Recipe(Section):
                 inner = place.get(part)
                 place[part] = place = inner if isinstance(inner, dict) else {}
             place[last] = value
-        from comingle.recipes.files import parse_recipe  # which needs this class
-
         return parse_recipe(content, where=where)
 
     def as_yaml(self) -> str:
@@ -231,3 +229,17 @@ class Recipe(Section):
         net_of_task = self.data.task is not None and "base" not in self.model_fields_set
         content = self.model_dump(mode="json", exclude={"base"} if net_of_task else None)
         return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+
+
+def parse_recipe(content: Any, *, where: str = "recipe") -> Recipe:
+    """Check a recipe.
+
+    Raises:
+        RecipeError: the first thing that is wrong, with its place, what was got and what is allowed.
+    """
+    if not isinstance(content, Mapping):
+        raise RecipeError(f"{where}: a recipe is a mapping of keys to values; got {type(content).__name__}")
+    try:
+        return Recipe(**{str(key): value for key, value in content.items()})
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {str(error).removeprefix('recipe: ')}") from None
