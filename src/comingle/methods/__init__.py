@@ -79,14 +79,14 @@ def settings_of(name: str) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.name != "name"}
 
 
-def settings_beside(name: str, own: str, settings: Mapping[str, Any], for_all: Mapping[str, Any]) -> dict[str, Any]:
-    """What a method gets of a recipe whose ``own`` method has ``settings``: these for itself, defaults for any other.
+def settings_beside(name: str, chosen: str, settings: Mapping[str, Any], for_all: Mapping[str, Any]) -> dict[str, Any]:
+    """What a method gets of a recipe whose ``chosen`` method has ``settings``: these if it is that, defaults if not.
 
     What is ``for_all`` goes to every method that has such a setting.
     """
     known = settings_of(name)
     common = {key: value for key, value in for_all.items() if key in known}
-    return {**{key: value for key, value in settings.items() if name == own and key not in for_all}, **common}
+    return {**{key: value for key, value in settings.items() if name == chosen and key not in for_all}, **common}
 
 
 def make(name: str, **settings: Any) -> Method:

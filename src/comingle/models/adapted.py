@@ -1,4 +1,4 @@
-"""A frozen base with adapters: what the engine trains, evaluates and lets speak.
+"""A frozen base with adapters: what the engine trains, evaluates and generates with.
 
 Users are a batch dimension: one forward pass serves ``(users, batch)`` sequences over the one base.
 """
