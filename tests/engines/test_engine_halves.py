@@ -16,7 +16,7 @@ from comingle.engines.client import Clients
 from comingle.engines.server import ServerHalf
 from comingle.engines.state import State
 from comingle.engines.training import participants
-from comingle.protocol.messages import LOSS
+from comingle.protocol.messages import LOSS, VALIDATION, Upload
 from comingle.protocol.wire import packed_bytes
 from comingle.recipes import load_recipe
 from comingle.records import read_events
@@ -66,6 +66,20 @@ def test_each_half_goes_on_from_its_own_state_alone(federate: Any, method: Any) 
     assert (whole.upload_bytes - sent[0], whole.download_bytes - sent[1]) == (rest.upload_bytes, rest.download_bytes)
     assert rest.upload_bytes > 0
     assert rest.download_bytes > 0
+
+
+def validated(*losses: float) -> Upload:
+    """Users' report of their validation losses."""
+    reports = {VALIDATION: torch.tensor(losses, dtype=torch.float64)}
+    return Upload(round=1, users=("ann", "bob"), tensors={}, ranks=torch.zeros(2, dtype=torch.int64), reports=reports)
+
+
+def test_the_server_says_whether_a_mean_loss_is_the_lowest_also_after_it_was_restored(federate: Any) -> None:
+    server, rest = federate("fedavg").server, federate("fedavg").server
+    assert [server.judge(validated(*losses)) for losses in ((3.0, 1.0), (2.5, 1.5), (1.0, 4.0))] == [True, False, False]
+    rest.restore(server.state)
+    assert [rest.judge(validated(*losses)) for losses in ((2.5, 1.6), (1.0, 2.0))] == [False, True]
+    assert rest.lowest_loss == 1.5
 
 
 # ---------------------------------------------------------------- neither holds what is the other's
