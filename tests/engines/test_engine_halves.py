@@ -21,7 +21,7 @@ from comingle.protocol.wire import packed_bytes
 from comingle.recipes import load_recipe
 from comingle.records import read_events
 from comingle.transports.inprocess import InProcess
-from federations import everyone, play_round
+from federations import everyone, exchange, play_round
 
 METHODS: dict[str, Any] = {
     "fedavg": "fedavg",
@@ -158,6 +158,23 @@ def test_the_absent_download_when_they_take_part_or_are_evaluated_and_once_a_ver
         federation.download(everyone(federation))
         assert federation.download_bytes == 5 * sum(packed_bytes(message))
     assert federation.clients.state.versions.tolist() == [3, 3, 3]
+
+
+def test_versions_are_rounds_also_where_not_every_round_ends_with_an_exchange(federate: Any) -> None:
+    federation = federate("fedavg")
+    for done in (3, 6):
+        exchange(federation, [0, 2], done)
+        message = federation.server.download(["ann"], federation.clients.state.ranks[:1])
+        assert (message.version, federation.server.version) == (done, done)
+        assert federation.clients.state.versions.tolist() == [done] * 3
+
+
+def test_peers_answer_those_alone_who_have_sent_something(federate: Any) -> None:
+    federation = federate(METHODS["pcl"])
+    clients, server, names = federation.clients, federation.server, ["ann", "bob", "cem"]
+    assert server.answers(names) == []
+    server.aggregate(clients.upload([2, 0], 1, {LOSS: torch.zeros(2)}))
+    assert server.answers(names) == ["ann", "cem"]
 
 
 class StoppedError(Exception):
