@@ -15,7 +15,7 @@ from comingle.protocol.messages import LOSS, Download, Upload
 from comingle.protocol.wire import pack, packed_bytes, unpack
 from comingle.transports import inprocess
 from comingle.transports.inprocess import InProcess
-from comingle.trees import ADAPTOR, BASE
+from comingle.trees import ADAPTOR, BASE, CLIENT_ROUTER
 from federations import download_all, local_round, play_round
 
 TINY = "random:llama?layers=1&dim=32"
@@ -153,6 +153,17 @@ def test_an_upload_is_of_those_who_took_part_and_a_copy(federate: Any, federated
     before = {name: t.clone() for name, t in sent.tensors.items()}
     clients.state.rows += 1.0
     assert all(torch.equal(sent.tensors[name], t) for name, t in before.items())
+
+
+def test_users_report_the_mixture_that_they_have_after_their_local_steps(federate_nets: Any) -> None:
+    federation = federate_nets({"name": "floral", "clusters": 2})
+    clients = federation.clients
+    mixture, views = clients.method.placement.mixture, clients.model.layout.views(clients.state.rows)
+    before = mixture.shares(views[CLIENT_ROUTER]).clone()
+    local_round(federation, [0, 3], 0)
+    said = clients.upload([3, 0], 1, {}).reports["mixture"]
+    assert torch.equal(said, mixture.shares(views[CLIENT_ROUTER])[[3, 0]])
+    assert not torch.equal(said, before[[3, 0]])
 
 
 # ---------------------------------------------------------------- nothing local leaves
