@@ -13,6 +13,7 @@ import torch
 
 from comingle import experiment
 from comingle.engines.client import Clients
+from comingle.engines.rounds import run_rounds
 from comingle.engines.server import ServerHalf
 from comingle.engines.state import State
 from comingle.engines.training import participants
@@ -158,6 +159,21 @@ def test_the_absent_download_when_they_take_part_or_are_evaluated_and_once_a_ver
         federation.download(everyone(federation))
         assert federation.download_bytes == 5 * sum(packed_bytes(message))
     assert federation.clients.state.versions.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize(("model", "behind"), [("local", 1), ("exchanged", 0)])
+def test_the_absent_are_evaluated_with_what_the_server_has(federate: Any, model: str, behind: int) -> None:
+    """Local models are those before a round's exchange: who is absent has the model of the round before."""
+    in_turn = {"training.rounds": 3, "training.participation": [["ann"], ["bob"], ["cem"]]}
+    federation = federate("fedavg", changes={**in_turn, "evaluation.model": model, "evaluation.every": 1})
+    versions: dict[int, list[int]] = {}
+
+    def observe(event: dict[str, Any]) -> None:
+        if event["event"] == "evaluation":
+            versions[event["round"]] = federation.clients.state.versions.tolist()
+
+    run_rounds(federation, observe=observe)
+    assert versions == {0: [0, 0, 0], **{done: [done - behind] * 3 for done in (1, 2, 3)}}
 
 
 def test_versions_are_rounds_also_where_not_every_round_ends_with_an_exchange(federate: Any) -> None:
