@@ -55,13 +55,17 @@ def test_an_upload_carries_each_users_own_loss(federate: Any, monkeypatch: pytes
 def test_validation_losses_are_counted_and_the_best_round_alone_is_remembered(federate: Any) -> None:
     federation = federate("fedavg", changes=BEST)
     for done, (loss, best) in enumerate([(2.0, 1), (2.5, 1), (1.5, 3)], start=1):
-        before = federation.upload_bytes
+        before, received = federation.upload_bytes, federation.download_bytes
         federation.clients.state.rows.fill_(float(done))
         federation.select(done, {"ann": loss, "cem": loss})
         header = {"kind": "upload", "round": done, "rank": 0}
         reports = {VALIDATION: torch.tensor(loss, dtype=torch.float64)}
         wanted = sum(message_bytes({}, header | {"user": name}, reports) for name in ("ann", "cem"))
         assert federation.upload_bytes - before == wanted
+        answer = {"lowest_loss": torch.tensor([int(best == done)])}
+        header = {"kind": "download", "version": done, "rank": 0}
+        wanted = sum(message_bytes(answer, header | {"user": name}, {}) for name in ("ann", "cem"))
+        assert federation.download_bytes - received == wanted
         assert federation.clients.chosen_round == best
         assert bool((federation.clients.state.best["rows"] == best).all())
 
