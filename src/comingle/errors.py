@@ -16,7 +16,6 @@ invariants are ``assert``s, never one of these.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable
 
 _SHORT = 4
@@ -63,6 +62,10 @@ def did_you_mean(got: str, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
+LARGEST = 1e38
+"""No setting is above it: float32 ends at 3.4e38, and PyTorch refuses to scale its tensors by more."""
+
+
 def is_number(value: object) -> bool:
-    """Whether a setting is a finite real number, which a truth value is not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a setting is a real number that float32 has, which a truth value is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST

@@ -33,6 +33,13 @@ SETTINGS = {
     "method={name: floral, clusters: 1000000000}": "method floral: clusters is 1000000000; allowed: whole numbers "
     "from 1 to 10,000",
     "method={name: ifca, models: 1000000000}": "method ifca: models is 1000000000; allowed: whole numbers from 1 to ",
+    "training.experts={name: sgd, learning_rate: 1e300}": "--set: training.experts.learning_rate: Input should ",
+    "training.experts.clip_norm=1e300": "--set: training.experts.clip_norm: Input should be less than or equal to ",
+    "training.balance_weight=1e300": "--set: training.balance_weight: Input should be less than or equal to ",
+    "method={name: fdlora, outer_rate: 1e300}": "method fdlora: outer_rate is 1e+300; allowed: numbers from 0 to 1e+38",
+    "method={name: fedmerge, global_rate: 1e300}": "method fedmerge: global_rate is 1e+300; allowed: numbers ",
+    "method={name: floral, adaptor_server_rate: 1e39}": "method floral: adaptor_server_rate is 1e+39; allowed: ",
+    "method={name: floral, temperature: 1e300}": "method floral: temperature is 1e+300; allowed: numbers above 0, up ",
     "base=random:llama?layers=100000": "base model 'random:llama?layers=100000': layers must be at most 1,000, got",
     "base=random:llama?layers=999&dim=8000000": "base model 'random:llama?layers=999&dim=8000000': about ",
     "base=random:gpt2?ctx=100000000000": "base model 'random:gpt2?ctx=100000000000': about ",

@@ -181,6 +181,25 @@ def test_resume_refuses_a_damaged_checkpoint(comingle: Any, recipe_file: Path, t
     assert one_line(comingle(*command, "--resume")).startswith(said)
 
 
+@pytest.mark.parametrize("blank", ["", " "])
+def test_out_must_be_a_name(
+    comingle: Any, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blank: str
+) -> None:
+    """An empty name is what a shell makes of a variable that is not set, and must not mean the current folder."""
+    monkeypatch.chdir(tmp_path)
+    before = {path.name for path in tmp_path.iterdir()}
+    for verb, *more in (
+        ("run", "--set", "method=pretrained"),
+        ("compare", "--methods", "local"),
+        ("report",),
+        ("plot",),
+    ):
+        answer = comingle(verb, recipe_file, *more, "--out", blank, "--force")
+        assert (answer.code, answer.out) == (2, "")
+        assert "is empty; give it a name, or leave --out out" in answer.err
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
 def test_out_must_be_a_folder(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     assert one_line(comingle("run", recipe_file, "--out", tmp_path / "file")).startswith(

@@ -12,16 +12,17 @@ import pytest
 import torch
 
 from comingle.engines.client import Clients
+from comingle.engines.rounds import run_rounds
 from comingle.engines.server import ServerHalf
 from comingle.engines.state import State
 from comingle.engines.training import participants
-from comingle.protocol.messages import LOSS
+from comingle.protocol.messages import LOSS, LOWEST, VALIDATION, Upload
 from comingle.protocol.wire import packed_bytes
 from comingle.recipes import load_recipe
 from comingle.records import read_events
 from comingle.runs import api
 from comingle.transports.inprocess import InProcess
-from federations import everyone, play_round
+from federations import everyone, exchange, play_round
 
 METHODS: dict[str, Any] = {
     "fedavg": "fedavg",
@@ -66,6 +67,25 @@ def test_each_half_goes_on_from_its_own_state_alone(federate: Any, method: Any) 
     assert (whole.upload_bytes - sent[0], whole.download_bytes - sent[1]) == (rest.upload_bytes, rest.download_bytes)
     assert rest.upload_bytes > 0
     assert rest.download_bytes > 0
+
+
+def validated(*losses: float) -> Upload:
+    """Users' report of their validation losses."""
+    reports = {VALIDATION: torch.tensor(losses, dtype=torch.float64)}
+    return Upload(round=1, users=("ann", "bob"), tensors={}, ranks=torch.zeros(2, dtype=torch.int64), reports=reports)
+
+
+def lowest(server: ServerHalf, *losses: float) -> bool:
+    """What the server answers to users who report these."""
+    return server.judge(validated(*losses)).tensors[LOWEST].flatten().tolist() == [1, 1]
+
+
+def test_the_server_says_whether_a_mean_loss_is_the_lowest_also_after_it_was_restored(federate: Any) -> None:
+    server, rest = federate("fedavg").server, federate("fedavg").server
+    assert [lowest(server, *losses) for losses in ((3.0, 1.0), (2.5, 1.5), (1.0, 4.0))] == [True, False, False]
+    rest.restore(server.state)
+    assert [lowest(rest, *losses) for losses in ((2.5, 1.6), (1.0, 2.0))] == [False, True]
+    assert rest.lowest_loss == 1.5
 
 
 # ---------------------------------------------------------------- neither holds what is the other's
@@ -144,6 +164,38 @@ def test_the_absent_download_when_they_take_part_or_are_evaluated_and_once_a_ver
         federation.download(everyone(federation))
         assert federation.download_bytes == 5 * sum(packed_bytes(message))
     assert federation.clients.state.versions.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize(("model", "behind"), [("local", 1), ("exchanged", 0)])
+def test_the_absent_are_evaluated_with_what_the_server_has(federate: Any, model: str, behind: int) -> None:
+    """Local models are those before a round's exchange: who is absent has the model of the round before."""
+    in_turn = {"training.rounds": 3, "training.participation": [["ann"], ["bob"], ["cem"]]}
+    federation = federate("fedavg", changes={**in_turn, "evaluation.model": model, "evaluation.every": 1})
+    versions: dict[int, list[int]] = {}
+
+    def observe(event: dict[str, Any]) -> None:
+        if event["event"] == "evaluation":
+            versions[event["round"]] = federation.clients.state.versions.tolist()
+
+    run_rounds(federation, observe=observe)
+    assert versions == {0: [0, 0, 0], **{done: [done - behind] * 3 for done in (1, 2, 3)}}
+
+
+def test_versions_are_rounds_also_where_not_every_round_ends_with_an_exchange(federate: Any) -> None:
+    federation = federate("fedavg")
+    for done in (3, 6):
+        exchange(federation, [0, 2], done)
+        message = federation.server.download(["ann"], federation.clients.state.ranks[:1])
+        assert (message.version, federation.server.version) == (done, done)
+        assert federation.clients.state.versions.tolist() == [done] * 3
+
+
+def test_peers_answer_those_alone_who_have_sent_something(federate: Any) -> None:
+    federation = federate(METHODS["pcl"])
+    clients, server, names = federation.clients, federation.server, ["ann", "bob", "cem"]
+    assert server.answers(names) == []
+    server.aggregate(clients.upload([2, 0], 1, {LOSS: torch.zeros(2)}))
+    assert server.answers(names) == ["ann", "cem"]
 
 
 class StoppedError(Exception):

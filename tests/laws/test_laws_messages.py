@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from comingle.methods import REGISTRY, make, settings_of
-from comingle.protocol.messages import Download, Upload
+from comingle.protocol.messages import LOSS, Download, Upload
 from comingle.protocol.wire import pack, packed_bytes, unpack
 from comingle.transports import inprocess
 from comingle.transports.inprocess import InProcess
-from comingle.trees import ADAPTOR, BASE
+from comingle.trees import ADAPTOR, BASE, CLIENT_ROUTER
 from federations import download_all, local_round, play_round
 
 TINY = "random:llama?layers=1&dim=32"
@@ -108,6 +108,43 @@ def test_only_participants_reach_the_server_with_nets(federate_nets: Any, netted
     heard(lambda: federate_nets(netted), 4)
 
 
+def aggregated(federation: InProcess, members: list[int]) -> tuple[dict[str, Tensor], list[Download]]:
+    """What the server has after these users' uploads in this order, and what it sends to the first and the third.
+
+    They are answered together, and the third is by itself.
+    """
+    clients, server = federation.clients, federation.server
+    work = local_round(federation, sorted(members), 0)
+    server.aggregate(clients.upload(members, 1, {LOSS: torch.tensor([work.losses[member] for member in members])}))
+    kept = {} if server.method.server.peer_to_peer else server.state  # a relay keeps them in their order
+    names, ranks = [clients.trainers[member].name for member in (0, 2)], clients.state.ranks[[0, 2]]
+    return kept, [*server.download(names, ranks).split(), server.download(names[1:], ranks[1:])]
+
+
+def by_name(make_federation: Any) -> None:
+    """Uploads and downloads count by whose they are, not by the place at which they stand."""
+    (kept, sent), (server, found) = (aggregated(make_federation(), members) for members in ([0, 2], [2, 0]))
+    for name, t in kept.items():
+        torch.testing.assert_close(server[name], t, rtol=1e-9, atol=1e-11, msg=name)
+    for one, other in [*zip(sent, found, strict=True), sent[1:]]:
+        for name, t in one.tensors.items():
+            at = [other.senders.index(sender) for sender in one.senders] or slice(None)
+            torch.testing.assert_close(other.tensors[name][:, at], t, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_messages_count_by_name(federate: Any, federated: dict[str, Any]) -> None:
+    by_name(lambda: federate(soon(federated), base=TINY))
+
+
+def test_messages_of_nets_count_by_name(federate_nets: Any, netted: dict[str, Any]) -> None:
+    by_name(lambda: federate_nets(netted))
+
+
+@pytest.mark.parametrize("name", sorted(RANKED))
+def test_messages_of_users_of_unequal_rank_count_by_name(federate: Any, name: str) -> None:
+    by_name(lambda: federate(soon({"name": name}), base=TINY, changes={"adapters.rank": [2, 3, 1]}))
+
+
 def test_an_upload_is_of_those_who_took_part_and_a_copy(federate: Any, federated: dict[str, Any]) -> None:
     clients = federate(federated, base=TINY).clients
     sent = clients.upload([2, 0], 1, {})
@@ -116,6 +153,17 @@ def test_an_upload_is_of_those_who_took_part_and_a_copy(federate: Any, federated
     before = {name: t.clone() for name, t in sent.tensors.items()}
     clients.state.rows += 1.0
     assert all(torch.equal(sent.tensors[name], t) for name, t in before.items())
+
+
+def test_users_report_the_mixture_that_they_have_after_their_local_steps(federate_nets: Any) -> None:
+    federation = federate_nets({"name": "floral", "clusters": 2})
+    clients = federation.clients
+    mixture, views = clients.method.placement.mixture, clients.model.layout.views(clients.state.rows)
+    before = mixture.shares(views[CLIENT_ROUTER]).clone()
+    local_round(federation, [0, 3], 0)
+    said = clients.upload([3, 0], 1, {}).reports["mixture"]
+    assert torch.equal(said, mixture.shares(views[CLIENT_ROUTER])[[3, 0]])
+    assert not torch.equal(said, before[[3, 0]])
 
 
 # ---------------------------------------------------------------- nothing local leaves

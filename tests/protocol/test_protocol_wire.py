@@ -90,6 +90,17 @@ def test_the_length_is_known_without_packing(ranks: tuple[int, ...]) -> None:
     assert packed_bytes(nothing) == [len(pack(nothing))]
 
 
+def test_the_length_is_known_whatever_users_are_called_and_whoever_has_sent() -> None:
+    """Of one rank all, so that only names and what each has sent itself tell their messages apart."""
+    names = ("u", "ü", "a long name", 'a "quoted" one', "雪", "b\\s")
+    sent = replace(upload((0,) * len(names)), users=names)
+    assert packed_bytes(sent) == [len(pack(part)) for part in sent.split()]
+    peers = Download(
+        version=3, users=names, tensors=tree(len(names), 3), ranks=sent.ranks, senders=("ü", "somebody", "雪")
+    )
+    assert packed_bytes(peers) == [len(pack(part)) for part in peers.split()]
+
+
 def test_uploads_are_copied_out_of_views() -> None:
     rows = torch.arange(12.0).view(2, 6)
     sent = Upload(round=1, users=("u",), tensors={"w": rows[:1, ::2]}, ranks=torch.tensor([0]))

@@ -130,6 +130,9 @@ def test_odd_names_survive_a_run_folder(tmp_path: Path, name: str) -> None:
         ("a\0", "data.users: user 'a\\x00': '\\x00' in a name"),
         ("\x1b[31mred", "data.users: user '\\x1b[31mred': '\\x1b' in a name"),
         ("a\u2028b", "data.users: user 'a\\u2028b': '\\u2028' in a name"),
+        ("a\u202eb", "data.users: user 'a\\u202eb': '\\u202e' in a name"),
+        ("\u2066a", "data.users: user '\\u2066a': '\\u2066' in a name"),
+        ("\ufeffa", "data.users: user '\\ufeffa': '\\ufeff' in a name"),
         ("\ud800", "data.users: user '\\ud800': '\\ud800' in a name"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,26 @@ def test_means_and_deviations_are_those_of_the_textbook(folders: list[Path]) -> 
     assert fedavg["mean_test_perplexity"] == {"mean": 4.5, "std": pytest.approx(math.sqrt(0.5))}
     assert fedavg["users"]["ann"] == {"mean": 3, "std": 0}
     assert (local["seeds"], local["wall_seconds"], local["tokens_per_second"]) == ([0, 1], 15, 1500)
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("a|b", r"a\|b"),
+        ("a\\|b", r"a\\\|b"),
+        ("<b>x", r"\<b\>x"),
+        ("[/red]x", r"\[/red\]x"),
+        ("`*x*`", r"\`\*x\*\`"),
+        ("_x_ y_z", r"\_x\_ y_z"),
+        ("grüße 你好", "grüße 你好"),
+    ],
+)
+def test_a_name_is_one_cell_of_the_markdown_table(tmp_path: Path, name: str, written: str) -> None:
+    head, rule, *rows = markdown(compare_runs([run_folder(tmp_path / "run", scores={name: 1, "z": 2})])).splitlines()[
+        2:
+    ]
+    assert head.startswith(f"| method | {written} | z | mean |")
+    assert {len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in (head, rule, *rows)} == {head.count(" | ") + 2}
 
 
 def test_the_markdown_table(folders: list[Path], tmp_path: Path) -> None:

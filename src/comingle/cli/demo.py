@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from comingle.cli.options import Force, Quiet, Resume, Sets, possible, read_recipe
+from comingle.cli.options import Force, Quiet, Resume, Sets, named, possible, read_recipe
 
 if TYPE_CHECKING:
     from comingle.runs.session import Run
@@ -24,7 +24,9 @@ PROMPTS = {
 
 def demo(
     sets: Sets = None,
-    out: Annotated[Path, typer.Option("--out", callback=possible, help="Folder to write to.")] = Path("runs/demo"),
+    out: Annotated[
+        Path, typer.Option("--out", metavar="<path>", parser=named, callback=possible, help="Folder to write to.")
+    ] = Path("runs/demo"),
     resume: Resume = False,
     force: Force = False,
     quiet: Quiet = False,

@@ -23,6 +23,13 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing of progr
 Everybody = Annotated[bool, typer.Option("--all", help="Show every user, however many there are.")]
 
 
+def named(out: str | Path) -> Path:
+    """What ``--out`` names; an empty name, as of a shell's variable that is not set, is not the current folder."""
+    if not str(out).strip():
+        raise typer.BadParameter("is empty; give it a name, or leave --out out")
+    return Path(out)
+
+
 def possible(out: Path | None) -> Path | None:
     """Whether a folder can have the name given by ``--out``.
 
@@ -40,7 +47,10 @@ def possible(out: Path | None) -> Path | None:
 
 
 Out = Annotated[
-    Path | None, typer.Option("--out", help="Folder to write to (default: below runs/).", callback=possible)
+    Path | None,
+    typer.Option(
+        "--out", metavar="<path>", help="Folder to write to (default: below runs/).", parser=named, callback=possible
+    ),
 ]
 
 

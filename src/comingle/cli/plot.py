@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from comingle.cli.options import named
 from comingle.cli.report import Length, Replace, Runs, Texts, Users, check_target, require_packages
 from comingle.errors import RecipeError, RunError, did_you_mean
 
@@ -30,7 +31,10 @@ def plot(
         list[str] | None,
         typer.Option("--figure", help=f"Which: {', '.join(KINDS)}; repeat it. Default: all but tokens."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder to write to (default: RUN/figures).")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="<path>", parser=named, help="Folder to write to (default: RUN/figures)."),
+    ] = None,
     layer: Annotated[
         list[int] | None, typer.Option("--layer", help="Layers of the token view (default: first, middle, last).")
     ] = None,

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from comingle.cli.options import named
 from comingle.errors import ComingleError, RunError
 
 Runs = Annotated[
@@ -26,7 +27,10 @@ Replace = Annotated[bool, typer.Option("--force", help="Replace files that are a
 
 def report(
     runs: Runs,
-    out: Annotated[Path | None, typer.Option("--out", help="File to write (default: RUN/report.html).")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="<path>", parser=named, help="File to write (default: RUN/report.html)."),
+    ] = None,
     text: Texts = None,
     users: Users = None,
     tokens: Length = 120,

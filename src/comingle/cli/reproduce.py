@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from comingle.cli.compare import split_names, split_seeds
-from comingle.cli.options import Force, Quiet, Resume, Sets, changes, possible
+from comingle.cli.options import Force, Quiet, Resume, Sets, changes, named, possible
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -35,7 +35,10 @@ def reproduce(
     ] = None,
     sets: Sets = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder (default: runs/PAPER-SCALE).", callback=possible)
+        Path | None,
+        typer.Option(
+            "--out", metavar="<path>", help="Folder (default: runs/PAPER-SCALE).", parser=named, callback=possible
+        ),
     ] = None,
     resume: Resume = False,
     force: Force = False,

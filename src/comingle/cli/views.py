@@ -123,7 +123,6 @@ def generating_model(run: Run, name: str) -> PersonalModel:
 
     person = run.user(name)
     if not kind_of(run.recipe).needs_base:
-        raise DataError(
-            f"user {name!r}: {run.federation.clients.model.name} predicts and does not speak; give a language model"
-        )
+        net = run.federation.clients.model.name
+        raise DataError(f"user {name!r}: {net} predicts and generates no text; give a language model")
     return cast("PersonalModel", person)

@@ -25,7 +25,7 @@ from comingle.errors import DataError, RecipeError
 from comingle.methods.base import Method
 from comingle.models.hardware import require_bytes
 from comingle.models.model import Model
-from comingle.protocol.messages import COUNT, LOSS, Download, Upload, fill_ranks
+from comingle.protocol.messages import COUNT, LOSS, LOWEST, Download, Upload, fill_ranks
 from comingle.protocol.wire import packed_bytes
 from comingle.routers.mixtures import NEVER
 from comingle.trees import CLIENT_ROUTER, Tree, assign, restrict
@@ -206,6 +206,11 @@ class Clients:
             part.received(cohort)
         cohort.part.versions.fill_(download.version)
         state.put(members, cohort.part)
+
+    def hear(self, verdict: Download) -> None:
+        """Keep what everybody has, if the server says that it is the best so far."""
+        if bool(verdict.tensors[LOWEST].all()):
+            self.state.remember(verdict.version)
 
     def _completed(self, cohort: Cohort, download: Download) -> Tree:
         """What peers have sent, with what a wire left out because its receiver has it."""

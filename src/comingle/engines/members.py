@@ -91,4 +91,4 @@ class Members(client.Cohort):
         """What of :attr:`sample_shares` belongs to these samples; anything where there is none."""
         assert self.sample_shares is not None
         numbers = drawn.to(self.part.rows.device).clamp(min=0)
-        return torch.stack([shares[:, own] for shares, own in zip(self.sample_shares, numbers, strict=True)])
+        return torch.stack([shares[:, at] for shares, at in zip(self.sample_shares, numbers, strict=True)])

@@ -17,11 +17,11 @@ from comingle.methods.base import Method
 from comingle.methods.server import Received, ServerSetup
 from comingle.models.hardware import require_room
 from comingle.models.model import Model
-from comingle.protocol.messages import COUNT, VALIDATION, Download, Upload, fill_ranks
+from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Upload, fill_ranks
 from comingle.trees import ADAPTOR, STATISTICS, Layout, Tree, restrict
 
-VERSION, LOWEST = "version", "lowest_loss"
-"""By which names its state holds :attr:`ServerHalf.version` and :attr:`ServerHalf.lowest_loss`."""
+VERSION = "version"
+"""By which name its state holds :attr:`ServerHalf.version`; ``LOWEST`` is that of :attr:`ServerHalf.lowest_loss`."""
 
 
 @dataclass(kw_only=True)
@@ -91,12 +91,21 @@ class ServerHalf:
         self.method.server.aggregate(self.kept, received)
         self.version = upload.round
 
-    def judge(self, report: Upload) -> bool:
-        """Whether the validation losses that users report have the lowest mean so far."""
-        loss = fmean(report.reports[VALIDATION].tolist())
-        lower = loss < self.lowest_loss
+    def judge(self, report: Upload) -> Download:
+        """What users hear of the validation losses that they have reported: whether the mean is the lowest so far."""
+        loss, count = fmean(report.reports[VALIDATION].tolist()), len(report.users)
+        lower = torch.full((count, 1), int(loss < self.lowest_loss))
         self.lowest_loss = min(loss, self.lowest_loss)
-        return lower
+        return Download(
+            version=report.round,
+            users=report.users,
+            tensors={LOWEST: lower},
+            ranks=torch.zeros(count, dtype=torch.int64),
+        )
+
+    def forget(self) -> None:
+        """Keep nothing of what peers have sent, once all of them have been answered."""
+        self.kept.clear()
 
     def _weights(self, upload: Upload) -> Float[Tensor, " users"]:
         """Weight of each upload in means: equal, or by the amount of training data."""

@@ -12,11 +12,12 @@ from comingle.adapters.lora import lora_scale
 from comingle.errors import DataError, RecipeError
 from comingle.methods.base import Method
 from comingle.models.adapted import AdaptedModel, adapt
-from comingle.models.base import Base, PreTrainedTokenizerBase
+from comingle.models.base import Base
 from comingle.models.hardware import require_room
 from comingle.models.language import backbone
 from comingle.models.mixed import MixedLanguageModel, mix_language_model
 from comingle.models.model import Model
+from comingle.models.pretrained import PreTrainedTokenizerBase
 from comingle.recipes import Recipe
 
 COMPILE_FROM = 5e12

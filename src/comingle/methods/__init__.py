@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from comingle.errors import RecipeError, did_you_mean, is_number
+from comingle.errors import LARGEST, RecipeError, did_you_mean, is_number
 from comingle.methods.base import Method
 from comingle.methods.centralized import centralized
 from comingle.methods.comigs import comigs, comigs_1g1s, comigs_1gxs, comigs_2g, comigs_2s, comigs_tr
@@ -79,14 +78,14 @@ def settings_of(name: str) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.name != "name"}
 
 
-def settings_beside(name: str, own: str, settings: Mapping[str, Any], for_all: Mapping[str, Any]) -> dict[str, Any]:
-    """What a method gets of a recipe whose ``own`` method has ``settings``: these for itself, defaults for any other.
+def settings_beside(name: str, chosen: str, settings: Mapping[str, Any], for_all: Mapping[str, Any]) -> dict[str, Any]:
+    """What a method gets of a recipe whose ``chosen`` method has ``settings``: these if it is that, defaults if not.
 
     What is ``for_all`` goes to every method that has such a setting.
     """
     known = settings_of(name)
     common = {key: value for key, value in for_all.items() if key in known}
-    return {**{key: value for key, value in settings.items() if name == own and key not in for_all}, **common}
+    return {**{key: value for key, value in settings.items() if name == chosen and key not in for_all}, **common}
 
 
 def make(name: str, **settings: Any) -> Method:
@@ -130,11 +129,11 @@ def _allowed(key: str, default: Any) -> tuple[str, Callable[[Any], bool]]:
     if isinstance(default, bool):
         return "true, false", lambda v: isinstance(v, bool)
     if key == "temperature":
-        return "numbers above 0", lambda v: is_number(v) and v > 0
+        return f"numbers above 0, up to {LARGEST:.0e}", lambda v: is_number(v) and v > 0
     if isinstance(default, float):
-        top = 1.0 if key in ("gamma", "outer_momentum") else math.inf
-        words = "numbers from 0" + (", below 1" if top == 1.0 else "")
-        return words, lambda v: is_number(v) and 0 <= v < top
+        below_one = key in ("gamma", "outer_momentum")
+        words = "numbers from 0" + (", below 1" if below_one else f" to {LARGEST:.0e}")
+        return words, lambda v: is_number(v) and v >= 0 and not (below_one and v >= 1)
     least = 0 if key in ("generalists", "specialists", "warmup_steps") else 1
     most = next((most for keys, most in _MOST.items() if key in keys), 10_000_000)
     words = f"whole numbers from {least} to {most:,}"

@@ -11,19 +11,19 @@ MERGING = "merging"
 _SOUP = "soup."
 
 
-def start_soup(starts: Tree) -> Tree:
-    """What to remember of the models ``(models, ...)`` that the server begins with.
+def start_soup(models: Tree) -> Tree:
+    """What to remember of ``models (models, ...)`` that the server begins with.
 
     Raises:
         RecipeError: several models that are all the same: no weight could ever tell them apart.
     """
-    count = len(next(iter(starts.values())))
-    if count > 1 and all(bool((t == t[:1]).all()) for t in starts.values()):
+    count = len(next(iter(models.values())))
+    if count > 1 and all(bool((t == t[:1]).all()) for t in models.values()):
         raise RecipeError(
             f"the server's {count} models are identical, so merging weights could never move; give a base whose weights"
             " are drawn at random, or models: 1"
         )
-    return {_SOUP + name: t.clone() for name, t in starts.items()}
+    return {_SOUP + name: t.clone() for name, t in models.items()}
 
 
 def soup_of(memory: Tree) -> Tree:

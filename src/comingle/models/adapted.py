@@ -1,4 +1,4 @@
-"""A frozen base with adapters: what the engine trains, evaluates and lets speak.
+"""A frozen base with adapters: what the engine trains, evaluates and generates with.
 
 Users are a batch dimension: one forward pass serves ``(users, batch)`` sequences over the one base.
 """
@@ -19,13 +19,14 @@ from comingle.adapters import kernels, native, watching
 from comingle.adapters.inject import ATTENTION, Adapters, AdapterSettings, ExpertCounts, inject
 from comingle.adapters.layouts import decoder_layers
 from comingle.data.batches import inputs_of
-from comingle.models.base import Base, PreTrainedModel
+from comingle.models.base import Base
 from comingle.models.cache import cache_folder
 from comingle.models.copying import share_weights
 from comingle.models.greedy import continue_greedily
 from comingle.models.language import Head, backbone, lm_head
 from comingle.models.loss import cross_entropy
 from comingle.models.model import Gates, Model
+from comingle.models.pretrained import PreTrainedModel
 from comingle.trees import Layout, Tree
 
 

@@ -6,15 +6,11 @@ import logging
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-else:
-    # What a runtime type checker sees: importing transformers for a name would cost every start a second.
-    PreTrainedModel, PreTrainedTokenizerBase = torch.nn.Module, object
+from comingle.models.digests import digest_all, digest_folder, digest_model
+from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger("comingle")
 
@@ -39,8 +35,6 @@ class Base:
     @cached_property
     def digest(self) -> str:
         """By which the weights are known again: whatever they are rounded to, where they have an origin."""
-        from comingle.models.digests import digest_all, digest_folder, digest_model
-
         if self.origin is None:
             return digest_model(self.model)
         return digest_folder(self.origin) if isinstance(self.origin, Path) else digest_all(self.origin)

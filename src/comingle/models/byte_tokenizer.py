@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from comingle.models.base import PreTrainedTokenizerBase
+from comingle.models.pretrained import PreTrainedTokenizerBase
 
 EOS, BOS, PAD = 256, 257, 258  # ids below are the byte values themselves
 NUM_TOKENS = 259

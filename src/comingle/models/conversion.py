@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from comingle.errors import BaseModelError
-from comingle.models.base import PreTrainedModel, PreTrainedTokenizerBase, logger
+from comingle.models.base import logger
 from comingle.models.cache import cache_folder, make_once
 from comingle.models.folders import check_config, one_line, require_memory
+from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 
 # Part of every cached folder's name: raise it when the conversion changes what it writes.
 _VERSION = 1

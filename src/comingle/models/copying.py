@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from comingle.models.base import PreTrainedModel
+from comingle.models.pretrained import PreTrainedModel
 from comingle.trees import Tree
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from comingle.errors import BaseModelError, did_you_mean
-from comingle.models.base import PreTrainedModel
 from comingle.models.byte_tokenizer import BOS, EOS, NUM_TOKENS, PAD
+from comingle.models.pretrained import PreTrainedModel
 
 PREFIX = "random:"
 # Divides every head: some families rotate only a quarter of it, and a rotation needs pairs.

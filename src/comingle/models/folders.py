@@ -11,7 +11,7 @@ import torch
 
 from comingle.errors import BaseModelError
 from comingle.evaluation.costs.memory import free_bytes
-from comingle.models.base import PreTrainedModel, PreTrainedTokenizerBase
+from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

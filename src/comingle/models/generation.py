@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from comingle.errors import DataError, RecipeError
-from comingle.models.base import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.greedy import can_pad, padded_attention
+from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.sampling import Sampling, as_tuple
 
 
@@ -45,7 +45,7 @@ def continue_texts(
     watch = _Watch(tokenizer, width, ends, sampling.stop + sampling.stop_strings)
     # Lengths change with every token: compiling for each of them would not pay.
     with torch.compiler.set_stance("force_eager"), padded_attention(network, padded=any(starts)):
-        out = _speak(network, ids, mask, starts, ends, pad, sampling, watch)
+        out = _generate(network, ids, mask, starts, ends, pad, sampling, watch)
     said = [str(tokenizer.decode(out[i, width : watch.ends[i]], skip_special_tokens=True)) for i in range(len(encoded))]
     return [_cut(text, sampling.stop) for text in said]
 
@@ -87,7 +87,7 @@ def _stop_ids(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samp
     return sampling.eos_token_id
 
 
-def _speak(
+def _generate(
     network: PreTrainedModel,
     ids: Int[Tensor, "n prompt"],
     mask: Int[Tensor, "n prompt"],

@@ -11,7 +11,7 @@ from jaxtyping import Int, Int64
 from torch import Tensor
 
 from comingle.data.batches import PAD
-from comingle.models.base import PreTrainedModel
+from comingle.models.pretrained import PreTrainedModel
 
 
 def continue_greedily(network: PreTrainedModel, prompts: Int[Tensor, "n prompt"], limit: int) -> Int64[Tensor, "n new"]:

@@ -9,7 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.errors import BaseModelError
-from comingle.models.base import Base, PreTrainedModel
+from comingle.models.base import Base
+from comingle.models.pretrained import PreTrainedModel
 
 # Largest difference between our logits and the model's, as a fraction of the largest logit.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2}

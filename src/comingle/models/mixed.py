@@ -18,11 +18,12 @@ from torch.nn import functional as F
 
 from comingle.adapters.clustered import FloralModel, floral
 from comingle.data.batches import inputs_of
-from comingle.models.base import Base, PreTrainedModel
+from comingle.models.base import Base
 from comingle.models.copying import own_copy, share_weights
 from comingle.models.greedy import continue_greedily
 from comingle.models.language import Head, backbone, lm_head
 from comingle.models.loss import cross_entropy
+from comingle.models.pretrained import PreTrainedModel
 from comingle.models.stacked import StackedModel, stack
 from comingle.routers.mixtures import ClientMixture
 from comingle.trees import BASE, STATISTICS, Layout, Tree

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from comingle.adapters import watching
 from comingle.adapters.lora import base_weight
 from comingle.models.adapted import AdaptedModel
-from comingle.models.base import PreTrainedModel
+from comingle.models.pretrained import PreTrainedModel
 from comingle.trees import Tree
 
 

@@ -18,10 +18,10 @@ from comingle.errors import DataError, RecipeError
 from comingle.evaluation.perplexity import Score, score_streams
 from comingle.evaluation.routing import Routing, pieces, route
 from comingle.models.adapted import AdaptedModel
-from comingle.models.base import PreTrainedModel
 from comingle.models.generation import continue_texts, max_places
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.owning import merge_adapters, why_not_merged
+from comingle.models.pretrained import PreTrainedModel
 from comingle.models.sampling import read_sampling
 from comingle.trees import Tree
 

@@ -18,6 +18,8 @@ LOSS, COUNT = "loss", "count"
 """Reports of every user: its mean training loss in nats, and where means are weighted by it, its amount of data."""
 
 VALIDATION = "validation_loss"
+LOWEST = "lowest_loss"
+"""What the server answers to validation losses: whether their mean is the lowest so far."""
 """What users report, without tensors, where the run ends with the models of the round in which this was lowest."""
 
 

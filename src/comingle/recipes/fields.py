@@ -7,11 +7,14 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from comingle.errors import LARGEST
+
 Count = Annotated[int, Field(ge=1, le=10**15, strict=True)]
 """Above it are only slips of the hand, and numbers that no tensor can count."""
 Steps = Annotated[int, Field(ge=1, le=10_000_000, strict=True)]
 """What is done one after the other."""
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0, le=LARGEST)]
+NotNegative = Annotated[float, Field(ge=0, le=LARGEST)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Source = Annotated[str, Field(min_length=1)]
 TokenLimit = Count | dict[str, Count] | None

@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from comingle.errors import RecipeError
 from comingle.recipes.reading import read_text
-from comingle.recipes.sections import Recipe
-
-
-def parse_recipe(content: Any, *, where: str = "recipe") -> Recipe:
-    """Check a recipe.
-
-    Raises:
-        RecipeError: the first thing that is wrong, with its place, what was got and what is allowed.
-    """
-    if not isinstance(content, Mapping):
-        raise RecipeError(f"{where}: a recipe is a mapping of keys to values; got {type(content).__name__}")
-    try:
-        return Recipe(**{str(key): value for key, value in content.items()})
-    except RecipeError as error:
-        raise RecipeError(f"{where}: {str(error).removeprefix('recipe: ')}") from None
+from comingle.recipes.sections import Recipe, parse_recipe
 
 
 def load_recipe(path: str | Path) -> Recipe:

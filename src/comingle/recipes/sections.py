@@ -15,7 +15,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, field_validator
 
 from comingle.errors import RecipeError
 from comingle.recipes.data import DataSection, section_of
-from comingle.recipes.fields import Count, Fraction, Positive, Section, Steps, number_in
+from comingle.recipes.fields import Count, Fraction, NotNegative, Positive, Section, Steps, number_in
 from comingle.recipes.problems import first_problem
 
 
@@ -78,7 +78,7 @@ class OptimizerSection(Section):
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: Positive = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    weight_decay: NotNegative = 0.01
     momentum: Fraction = 0.0
     clip_norm: Positive | None = None
 
@@ -93,7 +93,7 @@ class TrainingSection(Section):
     context: Annotated[int, Field(ge=2, le=10**15, strict=True)] = 128
     experts: OptimizerSection = OptimizerSection()
     router: OptimizerSection = OptimizerSection(schedule="constant")
-    balance_weight: Annotated[float, Field(ge=0)] = 0.01
+    balance_weight: NotNegative = 0.01
     weighting: Literal["uniform", "tokens", "samples"] = "uniform"
     participation: Annotated[float, Field(gt=0, le=1)] | list[list[str]] = 1.0
 
@@ -227,8 +227,6 @@ class Recipe(Section):
                 inner = place.get(part)
                 place[part] = place = inner if isinstance(inner, dict) else {}
             place[last] = value
-        from comingle.recipes.files import parse_recipe  # which needs this class
-
         return parse_recipe(content, where=where)
 
     def as_yaml(self) -> str:
@@ -243,3 +241,17 @@ def _section(data: Any) -> type[DataSection] | None:
         return section_of(data)
     except (ValueError, AttributeError):  # which is what is wrong with the recipe
         return None
+
+
+def parse_recipe(content: Any, *, where: str = "recipe") -> Recipe:
+    """Check a recipe.
+
+    Raises:
+        RecipeError: the first thing that is wrong, with its place, what was got and what is allowed.
+    """
+    if not isinstance(content, Mapping):
+        raise RecipeError(f"{where}: a recipe is a mapping of keys to values; got {type(content).__name__}")
+    try:
+        return Recipe(**{str(key): value for key, value in content.items()})
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {str(error).removeprefix('recipe: ')}") from None

@@ -148,7 +148,7 @@ def svg(figure: Figure, prefix: str, label: str, variables: dict[str, str]) -> s
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}-", text)
-    text = re.sub("#[0-9a-f]{6}", lambda found: variables.get(found[0], found[0]), text)
+    text = re.sub("#[0-9a-f]{6}", lambda colour: variables.get(colour[0], colour[0]), text)
     width, height = (float(re.search(rf'{side}="([\d.]+)pt"', text)[1]) for side in ("width", "height"))  # type: ignore[index]
     letters = [float(size) for size in re.findall(r"<text[^>]*font(?:-size)?:[^;\">]*?([\d.]+)px", text)]
     least = width * SMALLEST / min(letters) if letters else 0.0

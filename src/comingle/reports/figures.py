@@ -75,8 +75,8 @@ def _curves_sheet(
     entries: Sequence[Entry], names: Sequence[str], curves: Sequence[Sequence[Curve]]
 ) -> list[list[object]]:
     rows: list[list[object]] = [["of", "method", "local_iterations", "mean_over_seeds", "std_over_seeds"]]
-    for name, found in zip(names, curves, strict=True):
-        for entry, curve in zip(entries, found, strict=True):
+    for name, by_entry in zip(names, curves, strict=True):
+        for entry, curve in zip(entries, by_entry, strict=True):
             points = zip(curve.iterations, curve.values, strict=True)
             rows += [[name, entry.label, at, value.mean, value.std] for at, value in points]
     return rows

@@ -6,6 +6,8 @@ Accuracies are kept in [0, 1] and told in per cent. What is better is in :data:`
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 
 from comingle.records import MEASURES
 
@@ -96,3 +98,16 @@ def change_label(measure: str, baseline: str, *, short: bool = False) -> str:
     if measure == "loss":
         return f"test loss as a multiple of that of {baseline} {ends}"
     return f"change of test {measure} against {baseline}, {_POINTS.get(measure, '%')} {ends}"
+
+
+# What would end a cell, become HTML, or set letters differently; an underscore within a word does not.
+_MARKDOWN = re.compile(r"[\\`*\[\]<>|]|(?<![^\W_])_|_(?![^\W_])")
+
+
+def markdown_line(cells: Sequence[str]) -> str:
+    """A row of a Markdown table that shows its cells as they are.
+
+    >>> markdown_line(["a|b", "_x_"])
+    '| a\\\\|b | \\\\_x\\\\_ |'
+    """
+    return "| " + " | ".join(_MARKDOWN.sub(r"\\\g<0>", cell) for cell in cells) + " |"

@@ -23,7 +23,7 @@ from comingle.reports.crowds import (
     is_unequal,
     typical_budget,
 )
-from comingle.reports.measures import byte_unit, number, rule
+from comingle.reports.measures import byte_unit, markdown_line, number, rule
 from comingle.terminal import printable, words
 
 MOST_USERS = 8
@@ -264,8 +264,8 @@ def _title(table: dict[str, Any]) -> str:
 def markdown(table: dict[str, Any]) -> str:
     """A comparison as a Markdown table."""
     head, rows = _cells(table)
-    lines = [f"Table: {_title(table)}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    lines = [f"Table: {_title(table)}", "", markdown_line(head), "|" + "---|" * len(head)]
+    lines += [markdown_line(row) for row in rows]
     return "\n".join([*lines, *(["", note] if (note := _note(table)) else [])]) + "\n"
 
 

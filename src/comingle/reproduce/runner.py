@@ -183,5 +183,5 @@ class _Shelf:
             self._materials = None  # so that two bases never lie side by side
             with self._waiting(LOADING):
                 self._materials = (key, prepare(recipe, base=base))
-            self._base = (base_key, found) if (found := self._materials[1].base) is not None else None
+            self._base = (base_key, loaded) if (loaded := self._materials[1].base) is not None else None
         return self._materials[1]

@@ -77,8 +77,8 @@ def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool
     """The section ``data`` and the users' names in the paper's order."""
     if data.task is not None or data.questions is not None:
         place = _found_below(data, folder) if data.images or data.questions else None
-        own = {**(data.task or data.questions or {}), **({} if place is None else {"path": str(place)})}
-        return {"questions" if data.task is None else "task": own}, []
+        section = {**(data.task or data.questions or {}), **({} if place is None else {"path": str(place)})}
+        return {"questions" if data.task is None else "task": section}, []
     if demo:
         texts = dict(zip(data.users, study.demo, strict=True))
         held_out = {key: data.local[key] for key in ("held_out",) if key in data.local}

@@ -69,7 +69,7 @@ class Run:
         return [user.name for user in self.federation.clients.users]
 
     def user(self, name: str) -> PersonalModel | PersonalNet:
-        """The personal model of a user: one that speaks, or for a task's nets one that predicts.
+        """The personal model of a user: one that generates text, or for a task's nets one that predicts.
 
         Raises:
             DataError: no such user.

@@ -49,7 +49,7 @@ class InProcess(Federation):
         users, self._sent = self._sent.users, self.server.aggregate(self._sent)
         if self.clients.method.server.peer_to_peer:
             self.download(self.clients.numbers(users))
-            self.server.kept.clear()
+            self.server.forget()
 
     def select(self, done: int, losses: dict[str, float]) -> None:
         """Users report validation losses after round ``done``; if their mean is the lowest, all keep what they have."""
@@ -61,8 +61,9 @@ class InProcess(Federation):
             reports={VALIDATION: torch.tensor(list(losses.values()), dtype=torch.float64)},
         )
         self.upload_bytes += sum(packed_bytes(message))
-        if self.server.judge(_uploaded(message.split()) if self.serialise else message):
-            self.clients.state.remember(done)
+        verdict = self.server.judge(_uploaded(message.split()) if self.serialise else message)
+        self.download_bytes += sum(packed_bytes(verdict))
+        self.clients.hear(_downloaded(verdict.split()) if self.serialise else verdict)
 
 
 def federate(clients: Clients) -> InProcess:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PAPER_BYTES = 2  # bfloat16
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)

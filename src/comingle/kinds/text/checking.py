@@ -9,10 +9,10 @@ from comingle.data.pack import check, find_shortage, pack
 from comingle.data.partition import UserText, mix_held_out
 from comingle.kinds.text.reading import read_users, token_limits
 from comingle.kinds.text.section import TextSection
-from comingle.models.base import PreTrainedTokenizerBase
 from comingle.models.byte_tokenizer import byte_tokenizer
 from comingle.models.families import PREFIX
 from comingle.models.folders import load_tokenizer
+from comingle.models.pretrained import PreTrainedTokenizerBase
 from comingle.recipes import Recipe
 
 ABSENT_NOTE = "Some of the users' text is not here, so nobody's text is checked: a run may refuse it."
