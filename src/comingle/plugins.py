@@ -14,7 +14,6 @@ is asked for, and never because a recipe or a message names a path.
 from __future__ import annotations
 
 import logging
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -125,6 +124,8 @@ def taken(plugin: Plugin) -> PluginError:
 
 def stale_hint(group: str, name: str) -> str:
     """What to do where this source checkout offers a name, but was installed before it did; else nothing."""
+    import tomllib  # here, since only a mistake needs it, and every command imports this module
+
     project = Path(__file__).parents[2] / "pyproject.toml"
     if not project.is_file():
         return ""
