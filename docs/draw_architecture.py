@@ -19,15 +19,14 @@ SOURCE = DOCS.parent / "src" / "comingle"
 
 GROUPS = {
     "experiment": ("experiment", "nets", "materials", "texts", "opening", "folders", "progress"),
-    "errors": ("errors", "records", "trees", "inputs", "locks", "terminal"),
+    "errors": ("errors", "records", "trees", "inputs", "locks", "plugins", "terminal"),
 }
 """Single modules of one storey, drawn as one box."""
 
 WORDS = {
+    "papers": "tables, theory",
     "cli": "one file per verb",
-    "reproduce": "published tables",
     "costing": "what a run will cost",
-    "theory": "convergence",
     "experiment": "with nets, materials, texts, opening, folders and progress",
     "recipes": "the YAML",
     "transports": "move messages",
@@ -40,7 +39,7 @@ WORDS = {
     "adapters": "LoRA, experts",
     "data": "text, samples, seeds",
     "routers": "gates, mixtures",
-    "errors": "with records, trees, inputs, locks, terminal: under all",
+    "errors": "with records, trees, inputs, locks, plugins, terminal: under all",
 }
 """In the order in which rooms of a row stand, from the left."""
 

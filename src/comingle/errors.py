@@ -6,6 +6,7 @@
     │   └── NoTextError      no text at all, or none of a split that was asked for
     ├── BaseModelError       the pretrained model: not found, unknown family, wrong dtype
     ├── RunError             a run folder or checkpoint: exists, truncated, foreign, not resumable
+    ├── PluginError          an installed package that adds to comingle: cannot be imported, or its name is taken
     ├── MessageError         a message between users and server: truncated, changed on the way, of another version
     └── DivergenceError      training left the real numbers (which user, which round)
 
@@ -47,6 +48,10 @@ class RunError(ComingleError):
 
 class MessageError(ComingleError):
     """A message cannot be read."""
+
+
+class PluginError(ComingleError):
+    """An installed plug-in cannot be used."""
 
 
 class DivergenceError(ComingleError):

@@ -21,8 +21,9 @@ from comingle.runs import api
 # What a shell starts in the background ignores Ctrl-C, and so do its children: the program is told to hear it again.
 HEAR = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
 COMINGLE = [sys.executable, "-c", HEAR + "from comingle.cli import main; main()"]
-VERBS = ["demo", "run", "compare", "methods", "data", "cost", "show", "theory"]
+VERBS = ["demo", "run", "compare", "methods", "data", "cost", "show", "report", "plot", "reproduce", "theory"]
 HEAVY = ["torch", "transformers", "datasets", "numpy", "scipy", "matplotlib", "safetensors", "yaml", "jaxtyping"]
+HEAVY += ["jinja2", "psutil", "PIL"]
 
 HELP = """
 import json, sys
@@ -49,6 +50,14 @@ def test_help_imports_nothing_heavy() -> None:
     assert {name.partition(".")[0] for name in json.loads(modules)}.isdisjoint(HEAVY)
     overview = "\n".join(lines[-40:])
     assert all(verb in overview for verb in VERBS)
+
+
+def test_the_overview_does_not_import_pydantic_either() -> None:
+    """Which typer may do for a verb's own help."""
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
+    assert {name.partition(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}.isdisjoint(
+        [*HEAVY, "pydantic"]
+    )
 
 
 def test_an_interruption_exits_130_and_leaves_a_run_that_can_be_resumed(recipe_file: Path, tmp_path: Path) -> None:

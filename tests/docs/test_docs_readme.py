@@ -99,10 +99,17 @@ def commands() -> list[list[str]]:
     return [words[1:] for words in lines if words and words[0] == "comingle"]
 
 
+def verbs() -> set[str]:
+    """The core's, and those that this project's own plug-in adds."""
+    points = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    core = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    return core | set(points["comingle.verbs"])
+
+
 @pytest.mark.usefixtures("friends")
 def test_the_commands_run_one_after_the_other() -> None:
     found = commands()
-    assert {words[0] for words in found} == {command.callback.__name__ for command in app.registered_commands}
+    assert {words[0] for words in found} == verbs()
     for words in found:
         if words[0] == "demo":  # needs the pretrained model
             words = ["demo", "--help"]
@@ -256,7 +263,7 @@ def test_the_functions_and_tests_of_the_paper_table_exist() -> None:
 
 def test_every_test_named_anywhere_exists() -> None:
     """A file, or files by a pattern, below ``tests``, and the function if one is named."""
-    count, named = 0, re.compile(r"`(?:tests/)?([a-z]+/test_[\w*]+\.py)(?:::(\w+))?`")
+    count, named = 0, re.compile(r"`(?:tests/)?((?:[a-z]+/)+test_[\w*]+\.py)(?:::(\w+))?`")
     for page in PAGES:
         for path, test in named.findall(page.read_text(encoding="utf-8")):
             found = sorted((REPOSITORY / "tests").glob(path))

@@ -12,8 +12,8 @@ from comingle.errors import RecipeError
 from comingle.recipes import Recipe, load_recipe, parse_recipe, shipped_recipes
 from comingle.runs import api
 
-# theory.yaml is no run; tests/theory has its tests.
-# Recipes of runs lie at the top; below are papers' tables and figures (tests/reproduce) and other kinds of recipes.
+# theory.yaml is no run; tests/papers has its tests.
+# Recipes of runs lie at the top; below are papers' tables and figures (tests/papers) and other kinds of recipes.
 SHIPPED = sorted(shipped_recipes().glob("*.yaml"))
 # Whatever a shipped recipe asks for: one round of a random base on a little of its text.
 TINY = {

@@ -1,4 +1,4 @@
-"""The command line: one small file per verb, heavy imports inside the verbs."""
+"""The command line: one small file per verb, heavy imports inside the verbs; plug-ins add verbs of their own."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from comingle.cli.demo import demo
 from comingle.cli.methods import methods
 from comingle.cli.plot import plot
 from comingle.cli.report import report
-from comingle.cli.reproduce import reproduce
 from comingle.cli.run import run
 from comingle.cli.show import show
-from comingle.cli.theory import theory
+from comingle.cli.verbs import Verbs
 from comingle.errors import ComingleError
 from comingle.terminal import printable
 
 app = typer.Typer(
     name="comingle",
+    cls=Verbs,
     help="Fine-tune one small language model together, each on private text; each ends up with a personal model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (demo, run, compare, methods, data, cost, show, report, plot, reproduce, theory):
+for verb in (demo, run, compare, methods, data, cost, show, report, plot):
     app.command()(verb)
 
 

@@ -14,16 +14,21 @@ def methods(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="O
     from rich.table import Table
 
     from comingle.cli.progress import console
+    from comingle.errors import PluginError
     from comingle.methods import REGISTRY, settings_of
+    from comingle.terminal import words
 
     if name is not None:
         settings = settings_of(name)  # refuses an unknown name
         console.print(name, style="bold", highlight=False)
-        console.print(inspect.getdoc(REGISTRY[name]), highlight=False)
+        console.print(inspect.getdoc(REGISTRY[name]) or "", highlight=False)
         shown = ", ".join(f"{key}: {value}" for key, value in settings.items()) or "none"
         console.print(f"Settings: {shown}", highlight=False, soft_wrap=True)
         return
     table = Table("method", "what it does", box=None, pad_edge=False)
-    for key, make in REGISTRY.items():
-        table.add_row(key, (inspect.getdoc(make) or "").partition("\n")[0])
+    for key in REGISTRY:
+        try:
+            table.add_row(key, (inspect.getdoc(REGISTRY[key]) or "").partition("\n")[0])
+        except PluginError as error:
+            table.add_row(key, words(str(error), "red"))
     console.print(table)

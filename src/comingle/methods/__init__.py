@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from comingle.errors import LARGEST, RecipeError, did_you_mean, is_number
+from comingle.errors import LARGEST, PluginError, RecipeError, did_you_mean, is_number
 from comingle.methods.base import Method
 from comingle.methods.centralized import centralized
 from comingle.methods.comigs import comigs, comigs_1g1s, comigs_1gxs, comigs_2g, comigs_2s, comigs_tr
@@ -27,8 +27,11 @@ from comingle.methods.moe import fedavg_moe, fedavg_moe_tr, local_moe, local_moe
 from comingle.methods.pcl import pcl
 from comingle.methods.pfedmoe import pfedmoe
 from comingle.methods.pretrained import pretrained
+from comingle.plugins import Registry
 
-REGISTRY: dict[str, Callable[..., Method]] = {
+Make = Callable[..., Method]
+
+_OWN: dict[str, Make] = {
     "pretrained": pretrained,
     "centralized": centralized,
     "local": local,
@@ -67,14 +70,30 @@ REGISTRY: dict[str, Callable[..., Method]] = {
     "fedlora": fedlora,
 }
 
+REGISTRY: Registry[Make] = Registry("comingle.methods", _OWN)
+"""What makes each method: the core's, those registered by a program, and those of installed plug-ins."""
 
-def settings_of(name: str) -> dict[str, Any]:
-    """The settings that a method takes, with their defaults.
+
+def register(name: str, method: Method | Make) -> None:
+    """Make a method known under a name, for this process; a name that was registered before is replaced.
+
+    Raises:
+        PluginError: the core or a plug-in has a method of that name.
+    """
+    REGISTRY.register(name, (lambda: method) if isinstance(method, Method) else method)
+
+
+def settings_of(method: str | Method | Make) -> dict[str, Any]:
+    """The settings that a method takes, with their defaults; of its name, or of the function that makes it.
 
     Raises:
         RecipeError: an unknown method, with the nearest known one.
+        PluginError: a setting without a default, or a plug-in that cannot be used.
     """
-    parameters = inspect.signature(_constructor(name)).parameters.values()
+    parameters = inspect.signature(_constructor(method)).parameters.values()
+    for p in parameters:
+        if p.default is p.empty:
+            raise PluginError(f"method {_called(method)}: {str(p)!r} has no default; each setting needs one")
     return {p.name: p.default for p in parameters if p.name != "name"}
 
 
@@ -88,37 +107,65 @@ def settings_beside(name: str, chosen: str, settings: Mapping[str, Any], for_all
     return {**{key: value for key, value in settings.items() if name == chosen and key not in for_all}, **common}
 
 
-def make(name: str, **settings: Any) -> Method:
-    """The method called ``name`` with the given settings.
+def make(method: str | Method | Make, /, **settings: Any) -> Method:
+    """A method with the given settings: of its name, or of the function that makes it; one that is made stays as it is.
 
     Raises:
         RecipeError: an unknown method or setting, with the nearest known one, or a value out of range.
+        PluginError: a plug-in that cannot be used.
     """
-    known = settings_of(name)
+    constructor, name, known = _constructor(method), _called(method), settings_of(method)
+    allowed_of = _allowed if constructor in _OWN.values() else _alike
     for key, value in settings.items():
         if key not in known:
             allowed = ", ".join(sorted(known)) or "no settings"
             raise RecipeError(f"method {name}: no setting {key!r}.{did_you_mean(key, known)} Allowed: {allowed}")
-        _check(name, key, value)
-    method = _constructor(name)(**settings)
-    specialists = method.placement.specialists
-    if method.placement.generalists + min((specialists,) if isinstance(specialists, int) else specialists) < 1:
+        _check(name, key, value, *allowed_of(key, known[key]))
+    made = constructor(**settings)
+    if not isinstance(made, Method):
+        raise PluginError(f"method {name}: its function returned {type(made).__name__}; allowed: a Method")
+    specialists = made.placement.specialists
+    if made.placement.generalists + min((specialists,) if isinstance(specialists, int) else specialists) < 1:
         raise RecipeError(f"method {name}: generalists + specialists is 0 for some user; at least 1 expert is needed")
+    return made
+
+
+def _constructor(method: str | Method | Make) -> Make:
+    if isinstance(method, str):
+        if method not in REGISTRY:
+            raise RecipeError(f"method: no method {method!r}.{REGISTRY.hint(method)} Allowed: {', '.join(REGISTRY)}")
+        method = REGISTRY[method]
+    if isinstance(method, Method):
+        return lambda: method
+    if not callable(method):
+        raise PluginError(f"method: got {type(method).__name__}; allowed: a name, a Method, or what makes one")
     return method
 
 
-def _constructor(name: str) -> Callable[..., Method]:
-    if name not in REGISTRY:
-        raise RecipeError(f"method: no method {name!r}.{did_you_mean(name, REGISTRY)} Allowed: {', '.join(REGISTRY)}")
-    return REGISTRY[name]
+def _called(method: str | Method | Make) -> str:
+    if isinstance(method, Method):
+        return method.name
+    return method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)
 
 
-def _check(name: str, key: str, value: Any) -> None:
-    """A value of the kind and in the range of its default; ``specialists`` may be a list of numbers."""
-    allowed = _allowed(key, settings_of(name)[key])
+def _check(name: str, key: str, value: Any, allowed: str, fits: Callable[[Any], bool]) -> None:
+    """``specialists`` may be a list of numbers."""
     values = value if key == "specialists" and isinstance(value, list | tuple) else [value]
-    if not values or not all(allowed[1](v) for v in values):
-        raise RecipeError(f"method {name}: {key} is {value!r}; allowed: {allowed[0]}")
+    if not values or not all(fits(v) for v in values):
+        raise RecipeError(f"method {name}: {key} is {value!r}; allowed: {allowed}")
+
+
+def _alike(_key: str, default: Any) -> tuple[str, Callable[[Any], bool]]:
+    """What a setting of a method from elsewhere may be, which checks its ranges itself: of the kind of its default."""
+    if isinstance(default, bool):
+        return "true, false", lambda v: isinstance(v, bool)
+    if isinstance(default, int):
+        return "whole numbers", lambda v: isinstance(v, int) and not isinstance(v, bool)
+    if isinstance(default, float):
+        return "numbers", is_number
+    if isinstance(default, str):
+        return "text", lambda v: isinstance(v, str)
+    return "anything", lambda v: True
 
 
 def _allowed(key: str, default: Any) -> tuple[str, Callable[[Any], bool]]:

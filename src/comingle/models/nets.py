@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from comingle.data.seeds import derive
-from comingle.errors import RecipeError, did_you_mean
+from comingle.errors import PluginError, RecipeError
 from comingle.models.resnets import STAGES, make_resnet
+from comingle.plugins import Registry
 
 Shape = Sequence[int]
 Build = Callable[[Shape, int], nn.Module]
@@ -35,14 +36,25 @@ def make_net(name: str, input_shape: Shape, outputs: int, *, seed: int | None = 
 
     Raises:
         RecipeError: an unknown net, or inputs that it cannot take.
+        PluginError: a plug-in that cannot be used.
     """
     if name not in NETS:
-        raise RecipeError(f"no net {name!r}.{did_you_mean(name, NETS)} Allowed: {', '.join(NETS)}")
+        raise RecipeError(f"no net {name!r}.{NETS.hint(name)} Allowed: {', '.join(NETS)}")
     if seed is None:
-        return NETS[name](input_shape, outputs)
+        return _made(name, input_shape, outputs)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(derive("net", name, seed))
-        return NETS[name](input_shape, outputs)
+        return _made(name, input_shape, outputs)
+
+
+def _made(name: str, input_shape: Shape, outputs: int) -> nn.Module:
+    build = NETS[name]
+    if not callable(build):
+        raise PluginError(f"net {name!r}: got {type(build).__name__}; allowed: a function that makes an nn.Module")
+    net = build(input_shape, outputs)
+    if not isinstance(net, nn.Module):
+        raise PluginError(f"net {name!r}: its function returned {type(net).__name__}; allowed: an nn.Module")
+    return net
 
 
 def _linear(input_shape: Shape, outputs: int) -> nn.Module:
@@ -137,7 +149,7 @@ def _need(shape: Shape, net: str, axes: int, *, smallest: int = 1) -> Shape:
     return shape
 
 
-NETS: Mapping[str, Build] = {
+_OWN: Mapping[str, Build] = {
     "linear": _linear,
     "mlp": _mlp,
     "mlp-norm": _mlp_norm,
@@ -148,4 +160,6 @@ NETS: Mapping[str, Build] = {
     **{f"resnet{layers}": partial(_resnet, layers, "batch") for layers in STAGES},
     **{f"resnet{layers}-group": partial(_resnet, layers, "group") for layers in STAGES},
 }
-"""Builders by name, of an input shape and a number of outputs."""
+
+NETS: Registry[Build] = Registry("comingle.nets", _OWN)
+"""Builders by name, of an input shape and a number of outputs; installed plug-ins' too."""

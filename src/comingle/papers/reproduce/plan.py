@@ -1,0 +1,246 @@
+"""From a published experiment to the runs that it needs: one recipe for each row, column and seed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from comingle.errors import RecipeError, did_you_mean
+from comingle.methods import REGISTRY, make, settings_of
+from comingle.papers.reproduce.published import (
+    Column,
+    Experiment,
+    Row,
+    Scale,
+    ScaledColumn,
+    Study,
+    load_experiment,
+    merge,
+)
+from comingle.papers.reproduce.sources import data_folder, data_section, find_absent, limits_by_name
+from comingle.papers.reproduce.weights import weigh
+from comingle.recipes import Recipe, parse_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What the command line asks for; None leaves it to the scale."""
+
+    scale: str = "paper"
+    methods: Sequence[str] | None = None
+    columns: Sequence[str] | None = None
+    seeds: Sequence[int] | None = None
+    base: str | None = None
+    data: Path | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run: a row and a column of the experiment with a seed."""
+
+    row: str
+    column: str
+    seed: int
+    recipe: Recipe
+
+    @property
+    def folder(self) -> str:
+        """Its run folder's name. Cells that compute the same have the same, whatever table they are in."""
+        return f"{self.recipe.method.name}-seed{self.seed}-{self.recipe.fingerprint}"
+
+    @property
+    def weight(self) -> float:
+        """How much work it is, for estimates of time; comparable among cells of one base."""
+        return weigh(self.recipe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The runs of an experiment at a scale, seed by seed, and what cannot be run."""
+
+    name: str
+    study: Study
+    experiment: Experiment
+    scale: str
+    scaled: Scale
+    """The study's scale of that name with the experiment's changes."""
+    jobs: int
+    """Runs at a time, unless something else is asked for."""
+    seeds: tuple[int, ...]
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    missing: tuple[str, ...]
+    """Rows whose method does not exist yet."""
+    left_out: dict[str, str]
+    """Columns that are not run, and why."""
+
+    def label(self, column: str) -> str:
+        """A column's heading."""
+        column_setting, of = _columns_of(self.study, self.experiment, column)
+        return column_setting.label or of.label
+
+    def column_of(self, column: str) -> Column:
+        """The study's column that a column is of."""
+        return _columns_of(self.study, self.experiment, column)[1]
+
+
+def plan(name: str, wanted: Wanted) -> Plan:
+    """The runs of a published table or figure.
+
+    Raises:
+        RecipeError: no such experiment, scale, row or column, or nothing is left to run.
+    """
+    study, experiment = load_experiment(name)
+    scale = _scale(study, experiment, wanted.scale)
+    rows = _choose("--methods", wanted.methods, experiment.rows, {k: r.method for k, r in experiment.rows.items()})
+    columns = _choose("--columns", wanted.columns, experiment.column_names)
+    missing = tuple(row for row in rows if experiment.rows[row].method not in REGISTRY)
+    rows = [row for row in rows if row not in missing]
+    folder = data_folder(wanted.data)
+    left_out = {c: why for c in columns if (why := _obstacle(study, experiment, scale, c, folder, wanted))}
+    columns = [column for column in columns if column not in left_out]
+    seeds = {column: _seeds(study, experiment, scale, column, wanted) for column in columns}
+    cells = tuple(
+        Cell(row=row, column=column, seed=seed, recipe=recipe)
+        for seed in dict.fromkeys(seed for of_row in seeds.values() for seed in of_row)
+        for column in columns
+        if seed in seeds[column]
+        for row in rows
+        if _is_run(study, experiment, scale, column, row)
+        for recipe in [_recipe(study, experiment, scale, column, experiment.rows[row], seed, folder, wanted)]
+    )
+    if not cells:
+        reasons = [f"{c}: {why}" for c, why in left_out.items()] + [f"{m}: no such method yet" for m in missing]
+        reasons += [f"{c}: no such row at scale {wanted.scale}" for c in columns]
+        raise RecipeError(f"reproduce {name}: nothing to run; {'; '.join(reasons)}")
+    return Plan(
+        name=name,
+        study=study,
+        experiment=experiment,
+        scale=wanted.scale,
+        scaled=scale,
+        jobs=(os.cpu_count() or 1) if scale.jobs == "cores" else 1,
+        seeds=tuple(dict.fromkeys(cell.seed for cell in cells)),
+        rows=tuple(rows),
+        columns=tuple(columns),
+        cells=cells,
+        missing=missing,
+        left_out=left_out,
+    )
+
+
+def _scale(study: Study, experiment: Experiment, name: str) -> Scale:
+    """The study's scale with the experiment's changes; the latter need not repeat anything."""
+    if name not in study.scales:
+        known = list(study.scales)
+        raise RecipeError(f"--scale {name!r}: unknown.{did_you_mean(name, known)} Allowed: {', '.join(known)}")
+    of_experiment = experiment.scales.get(name, Scale())
+    parts = [scale.model_dump(exclude_unset=True) for scale in (study.scales[name], of_experiment)]
+    return Scale.model_validate(merge(*parts))
+
+
+def _scaled(study: Study, experiment: Experiment, scale: Scale, column: str) -> ScaledColumn:
+    """What the scale changes of a column."""
+    column_setting, _ = _columns_of(study, experiment, column)
+    return scale.columns.get(column_setting.of or column, ScaledColumn())
+
+
+def _is_run(study: Study, experiment: Experiment, scale: Scale, column: str, row: str) -> bool:
+    """Whether a column has a row, and has it at this scale too."""
+    return column not in experiment.rows[row].without and row not in _scaled(study, experiment, scale, column).without
+
+
+def _seeds(study: Study, experiment: Experiment, scale: Scale, column: str, wanted: Wanted) -> Sequence[int]:
+    """A column's seeds: those asked for, else the scale's for this column, else the scale's."""
+    fewer = _scaled(study, experiment, scale, column).seeds
+    return next(seeds for seeds in (wanted.seeds, fewer, scale.seeds) if seeds is not None)
+
+
+def _choose(
+    option: str, wanted: Sequence[str] | None, known: Mapping[str, Any] | Sequence[str], also: Mapping[str, str] = {}
+) -> list[str]:
+    """Those of the known names that are wanted, in the paper's order; ``also`` are other names for them."""
+    for name in wanted or ():
+        if name not in known and name not in also.values():
+            raise RecipeError(f"{option}: no {name!r} in it.{did_you_mean(name, known)} There are: {', '.join(known)}")
+    return [name for name in known if wanted is None or name in wanted or also.get(name) in wanted]
+
+
+def _columns_of(study: Study, experiment: Experiment, name: str) -> tuple[Column, Column]:
+    """A column as the experiment has it, and the study's column that it is of."""
+    column_setting = experiment.columns[name] if isinstance(experiment.columns, dict) else Column()
+    return column_setting, study.columns[column_setting.of or name]
+
+
+def _obstacle(
+    study: Study, experiment: Experiment, scale: Scale, column: str, folder: Path | None, wanted: Wanted
+) -> str:
+    """Why a column cannot be run; empty where it can."""
+    column_setting, of = _columns_of(study, experiment, column)
+    name = column_setting.of or column
+    if scale.only is not None and name not in scale.only:
+        return f"not at scale {wanted.scale}, which has {', '.join(scale.only)}"
+    if folder is None and "{data}" in (scale.base or "") and wanted.base is None:
+        return f"scale {wanted.scale} takes its base from a folder; give --data FOLDER or --base MODEL"
+    return find_absent(study.data[of.data], scale, folder)
+
+
+# -------------------------------------------------------------------- one recipe
+
+
+def _recipe(
+    study: Study,
+    experiment: Experiment,
+    scale: Scale,
+    column: str,
+    row: Row,
+    seed: int,
+    folder: Path | None,
+    wanted: Wanted,
+) -> Recipe:
+    """All overlays in their order, as a checked recipe."""
+    column_setting, of = _columns_of(study, experiment, column)
+    shrunk = _scaled(study, experiment, scale, column)
+    overlays = [study, of, column_setting, scale, shrunk, row]
+    data, names = data_section(study, study.data[of.data], folder, demo=scale.text == "demo")
+    known = settings_of(row.method)
+    settings = {k: v for part in overlays for k, v in part.settings.items() if k in known}
+    if unknown := sorted(set(row.settings) - set(known)):
+        raise RecipeError(f"reproduce: method {row.method} has no setting {unknown[0]!r}; it has: {', '.join(known)}")
+    base = _base(row, wanted, scale, of)
+    content = merge({"data": data}, *(part.recipe for part in overlays))
+    content = {
+        **content,
+        "base": base.replace("{data}", str(folder)),
+        "seed": seed,
+        "method": {"name": row.method, **settings},
+        "data": limits_by_name(content["data"], names),
+    }
+    where = f"{experiment.source}, column {column}, row {row.label or row.method}"
+    recipe = parse_recipe(_filled(content, column_setting.values), where=where)
+    recipe = recipe.with_changes(wanted.changes, where="--set") if wanted.changes else recipe
+    make(recipe.method.name, **recipe.method.settings)  # every mistake is found before the first run
+    return recipe
+
+
+def _base(row: Row, wanted: Wanted, scale: Scale, column: Column) -> str:
+    """What a run trains: a row's own base, else the one asked for, else the scale's, else the column's."""
+    if wanted.base and not row.base:
+        return wanted.base
+    return scale.stand_in(row.base or scale.base or column.base)
+
+
+def _filled(content: Any, values: Mapping[str, Any]) -> Any:
+    """``$NAME`` replaced by the column's value."""
+    if isinstance(content, Mapping):
+        return {key: _filled(value, values) for key, value in content.items()}
+    if isinstance(content, str) and content.startswith("$"):
+        if content[1:] not in values:
+            raise RecipeError(f"reproduce: a row asks for {content!r}, which its column does not have")
+        return values[content[1:]]
+    return content

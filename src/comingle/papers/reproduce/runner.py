@@ -1,0 +1,187 @@
+"""Runs the cells of a plan, each once: what is finished is kept, what was interrupted goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from comingle.engines.client import Clients
+from comingle.engines.events import Observer
+from comingle.errors import DivergenceError, RunError
+from comingle.kinds.base import Materials
+from comingle.models.language import Base
+from comingle.papers.reproduce.plan import Cell
+from comingle.progress import LOADING
+from comingle.recipes import Recipe
+from comingle.records import write_text
+from comingle.runs.folders import check_recipe
+from comingle.runs.session import prepare, run_in
+
+RUNS = "runs"
+DIVERGED = "diverged.txt"
+
+Waiting = Callable[[str], AbstractContextManager[Any]]
+"""Says what is being waited for, while it lasts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a cell: its run folder, and whether it ran now, was there before, or left the real numbers."""
+
+    cell: Cell
+    folder: Path
+    seconds: float
+    ran: bool
+    diverged: str = ""
+
+
+@dataclass(kw_only=True)
+class Estimate:
+    """Time left for the whole table, from what the finished runs took for each unit of work, base by base."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    work: dict[str, float] = field(default_factory=dict)
+
+    def learn(self, outcome: Outcome) -> None:
+        """Take a run that was really done."""
+        if outcome.ran:
+            base = outcome.cell.recipe.base
+            self.seconds[base] = self.seconds.get(base, 0.0) + outcome.seconds
+            self.work[base] = self.work.get(base, 0.0) + outcome.cell.weight
+
+    def left(self, cells: Sequence[Cell]) -> float | None:
+        """Seconds that some cells will take; None before anything is known. A new base counts as those before it."""
+        if not self.work:
+            return None
+        mean = sum(self.seconds.values()) / sum(self.work.values())
+        pace = {base: self.seconds[base] / work for base, work in self.work.items()}
+        return sum(cell.weight * pace.get(cell.recipe.base, mean) for cell in cells)
+
+
+def unique(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells to run: of several that compute the same, the first."""
+    first: dict[str, Cell] = {}
+    for cell in cells:
+        first.setdefault(cell.folder, cell)
+    return list(first.values())
+
+
+def title_of(cell: Cell) -> str:
+    """What a run of a table is called."""
+    return f"{cell.column} · {cell.row}, seed {cell.seed}"
+
+
+def finished(folder: Path, recipe: Recipe) -> bool:
+    """Whether a folder holds the result of this recipe."""
+    if not ((folder / "metrics.json").exists() or (folder / DIVERGED).exists()):
+        return False
+    check_recipe(folder, recipe)  # refuses a foreign one
+    return True
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    out: Path,
+    *,
+    force: bool = False,
+    observers: Callable[[Cell, Clients], Sequence[Observer]] = lambda cell, clients: (),
+    waiting: Waiting = nullcontext,
+) -> Iterator[Outcome]:
+    """Run every cell below ``out/runs``, in order; text and base are loaded once for neighbours that share them.
+
+    A run whose training diverges is written down as such and does not stop the others. Checkpoints of tasks are deleted
+    at the end: everybody's copies of nets that are trained whole would fill the disk, and no report reads them.
+
+    Raises:
+        RunError: a run folder belongs to something else.
+    """
+    shelf = _Shelf(waiting)
+    for cell in unique(cells):
+        folder = out / RUNS / cell.folder
+        if not force and finished(folder, cell.recipe):
+            yield Outcome(cell=cell, folder=folder, seconds=0.0, ran=False, diverged=_diverged(folder))
+            continue
+        resume = not force and (folder / "recipe.yaml").exists()
+        materials = shelf.materials(cell)
+        started = time.perf_counter()
+        (folder / DIVERGED).unlink(missing_ok=True)
+        watch = partial(observers, cell)
+        try:
+            run_in(folder, cell.recipe, materials, resume=resume, force=force, observers=watch)
+        except DivergenceError as error:
+            write_text(folder / DIVERGED, f"{error.__cause__ or error}\n")  # the cause names no checkpoint
+        if not materials.kind.needs_base:
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        yield Outcome(
+            cell=cell, folder=folder, seconds=time.perf_counter() - started, ran=True, diverged=_diverged(folder)
+        )
+
+
+def check_out(out: Path, name: str, *, resume: bool, force: bool) -> Path:
+    """The folder of one table below ``out``; refused where it has been made already, unless told what to do.
+
+    Raises:
+        RunError: it exists and neither ``resume`` nor ``force`` is given.
+    """
+    folder = out / name.partition("/")[2]
+    if folder.exists() and not (resume or force):
+        raise RunError(f"{folder}: exists; --resume goes on with it, --force runs all again, --out names another")
+    return folder
+
+
+def scores(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) -> dict[tuple[str, str], list[float]]:
+    """The metric of every run of a cell, by (row, column); runs that are missing or diverged have none.
+
+    Accuracies are in per cent, as papers print them. A metric that models are not compared by is the mean over users.
+    """
+    factor = 100 if metric.endswith("_accuracy") else 1
+    by_cell: dict[tuple[str, str], list[float]] = {}
+    for cell in cells:
+        outcome = outcomes.get(cell.folder)
+        if outcome is None or outcome.diverged:
+            continue
+        metrics = json.loads((outcome.folder / "metrics.json").read_text(encoding="utf-8"))
+        by_cell.setdefault((cell.row, cell.column), []).append(factor * _read(metrics, metric))
+    return by_cell
+
+
+def _read(metrics: Mapping[str, Any], metric: str) -> float:
+    """A metric of a run, or the mean of what it has of every user: ROUGE-1 where models are compared by accuracy."""
+    key = metric.removeprefix("mean_")
+    return metrics[metric] if metric in metrics else statistics.fmean(user[key] for user in metrics["users"].values())
+
+
+def _diverged(folder: Path) -> str:
+    path = folder / DIVERGED
+    return path.read_text(encoding="utf-8").strip() if path.exists() else ""
+
+
+class _Shelf:
+    """The base and the text that were loaded last."""
+
+    def __init__(self, waiting: Waiting) -> None:
+        self._waiting = waiting
+        self._base: tuple[str, Base] | None = None
+        self._materials: tuple[str, Materials] | None = None
+
+    def materials(self, cell: Cell) -> Materials:
+        """What a cell needs, from the shelf where it lies there already."""
+        recipe = cell.recipe
+        runtime = recipe.runtime.model_dump_json()
+        base_key = f"{recipe.base} {runtime}"
+        key = f"{base_key} {recipe.seed} {recipe.data.model_dump_json()}"
+        if self._materials is None or self._materials[0] != key:
+            base = self._base[1] if self._base is not None and self._base[0] == base_key else None
+            self._materials = None  # so that two bases never lie side by side
+            with self._waiting(LOADING):
+                self._materials = (key, prepare(recipe, base=base))
+            self._base = (base_key, loaded) if (loaded := self._materials[1].base) is not None else None
+        return self._materials[1]

@@ -1,0 +1,105 @@
+"""Where the users of a published experiment come from: a local folder, the hub, demo texts, or a made task."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from comingle.data.hub import FOLDER_VARIABLE
+from comingle.data.images import has_images
+from comingle.errors import RecipeError
+from comingle.papers.reproduce.published import DataSet, Scale, Study
+
+IMAGES = "images"
+SPLITS = ("train", "valid", "test")
+
+
+def data_folder(given: Path | None) -> Path | None:
+    """The folder with local text and images: the one given, or what ``$COMINGLE_DATA`` names, or none.
+
+    Raises:
+        RecipeError: it does not exist.
+    """
+    named = str(given) if given is not None else os.environ.get(FOLDER_VARIABLE, "")
+    if not named:
+        return None
+    folder = Path(named).expanduser().resolve()
+    if not folder.is_dir():
+        where = "--data" if given is not None else FOLDER_VARIABLE
+        raise RecipeError(f"{where} {named}: no such folder; it should hold the data, laid out as docs/results.md says")
+    return folder
+
+
+def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
+    """Why the text or the images of a column cannot be had; empty where they can."""
+    if scale.text == "demo":
+        return ""
+    if data.task is not None or data.questions is not None:
+        at_hand = not (data.images or data.questions) or _found_below(data, folder) is not None
+        return "" if at_hand or scale.text == "real" else _without(data, folder)
+    if folder is None:
+        return "" if scale.text == "real" else _without(data, folder)
+    absent = [path for path in _local_paths(data) if not (folder / path).exists()]
+    return f"{folder / absent[0]} does not exist" if absent else ""
+
+
+def _found_below(data: DataSet, folder: Path | None) -> Path | None:
+    """Where the images or the questions are, if they are below the folder; otherwise they are the hub's."""
+    if folder is None:
+        return None
+    if data.questions is not None:
+        questions = folder / data.questions["name"]
+        return questions if questions.is_dir() else None
+    images = folder / IMAGES
+    return images if has_images(data.images, images) else None
+
+
+def _without(data: DataSet, folder: Path | None) -> str:
+    if folder is None:
+        what = "there is no folder; give --data FOLDER"
+    elif data.questions is not None:
+        what = f"{folder / data.questions['name']} does not exist"
+    else:
+        what = f"{folder / IMAGES} has no {data.images}"
+    return f"{what}, and this scale takes nothing from the hub"
+
+
+def _local_paths(data: DataSet) -> list[str]:
+    if "users" in data.local:
+        return [source if isinstance(source, str) else source["path"] for source in data.local["users"].values()]
+    path = data.local["dataset"]["path"]
+    return [path] if isinstance(path, str) else list(path)
+
+
+def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool) -> tuple[dict[str, Any], list[str]]:
+    """The section ``data`` and the users' names in the paper's order."""
+    if data.task is not None or data.questions is not None:
+        place = _found_below(data, folder) if data.images or data.questions else None
+        section = {**(data.task or data.questions or {}), **({} if place is None else {"path": str(place)})}
+        return {"questions" if data.task is None else "task": section}, []
+    if demo:
+        texts = dict(zip(data.users, study.demo, strict=True))
+        held_out = {key: data.local[key] for key in ("held_out",) if key in data.local}
+        return {"users": texts, **held_out}, data.users
+    section = data.hub if folder is None else _anchored(data.local, folder)
+    names = list(section["users"]) if "users" in section else list(section["dataset"]["users"])
+    limits = {f"max_{split}_tokens": data.tokens[split] for split in SPLITS}
+    return {**section, **limits}, names
+
+
+def _anchored(local: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Paths below the folder; of the sections that have some, these are copies."""
+    if "users" in local:
+        users = {n: {"path": s} if isinstance(s, str) else dict(s) for n, s in local["users"].items()}
+        return {**local, "users": {n: {**s, "path": str(folder / s["path"])} for n, s in users.items()}}
+    path = local["dataset"]["path"]
+    paths = str(folder / path) if isinstance(path, str) else [str(folder / one) for one in path]
+    return {**local, "dataset": {**local["dataset"], "path": paths}}
+
+
+def limits_by_name(data: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """A limit given as a list is one number for each user, in the paper's order."""
+    lists = {key: value for key, value in data.items() if key.endswith("_tokens") and isinstance(value, list)}
+    return {**data, **{key: dict(zip(names, value, strict=True)) for key, value in lists.items()}}

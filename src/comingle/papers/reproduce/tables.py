@@ -1,0 +1,196 @@
+"""Our numbers beside the paper's: as data, in the terminal, as Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from comingle.papers.reproduce.orders import Entry, compare_orders, ranks, sentence
+from comingle.papers.reproduce.plan import Plan
+from comingle.papers.reproduce.published import Note, printed
+from comingle.records import write_json, write_text
+from comingle.terminal import words
+
+_FORMATS = {"mean_test_accuracy": ",.1f", "mean_test_rouge1": ".3f", "mean_test_loss": ",.3g"}
+_FORMAT = ",.2f"
+
+Scores = Mapping[tuple[str, str], Sequence[float]]
+"""Every seed's score, by (row, column)."""
+
+
+def build_table(plan: Plan, scores: Scores, *, diverged: Sequence[str] = ()) -> dict[str, Any]:
+    """Everything that is known of a table, as plain data: ``table.json``."""
+    experiment = plan.experiment
+    columns = [_column(plan, name, scores) for name in plan.columns]
+    return {
+        "name": plan.name,
+        "title": experiment.title,
+        "source": f"{plan.study.source}; {experiment.source}",
+        "metric": experiment.metric,
+        "reference": experiment.reference,
+        "better": experiment.better,
+        "scale": plan.scale,
+        "about_scale": plan.scaled.about,
+        "seeds": list(plan.seeds),
+        "rows": {row: experiment.rows[row].label or row for row in experiment.rows if row not in plan.missing},
+        "columns": columns,
+        "missing": list(plan.missing),
+        "left_out": dict(plan.left_out),
+        "diverged": list(diverged),
+        "about": [note.text for note in experiment.notes if not _on_cells(note)],
+        "notes": [note.text for note in experiment.notes if _on_cells(note)],
+    }
+
+
+def _column(plan: Plan, name: str, scores: Scores) -> dict[str, Any]:
+    lower = plan.experiment.better == "lower"
+    paper = _paper(plan, name)
+    ours: dict[str, Entry] = {row: _spread(scores[row, name]) for row in plan.rows if (row, name) in scores}
+    both = [row for row in plan.rows if row in paper and row in ours]
+    said = ranks({row: paper[row][0] for row in both}, lower_is_better=lower)
+    our_ranks = ranks({row: ours[row][0] for row in both}, lower_is_better=lower)
+    order = compare_orders({r: paper[r] for r in both}, {r: ours[r] for r in both}, lower_is_better=lower)
+    label = plan.label(name)
+    return {
+        "name": name,
+        "label": label,
+        "seeds": sorted({cell.seed for cell in plan.cells if cell.column == name}),
+        "base": sorted({cell.recipe.base for cell in plan.cells if cell.column == name}),
+        "cells": {
+            row: {
+                "ours": _entry(ours.get(row), our_ranks.get(row)),
+                "scores": list(scores.get((row, name), [])),
+                "paper": _entry(paper.get(row), said.get(row)),
+                "notes": _notes(plan, row, name),
+            }
+            for row in plan.rows
+        },
+        "order": asdict(order),
+        "sentence": sentence(label, order, plan.experiment.reference) if paper else "",
+    }
+
+
+def _paper(plan: Plan, column: str) -> dict[str, Entry]:
+    index = plan.experiment.column_names.index(column)
+    cells = {name: row.paper[index] for name, row in plan.experiment.rows.items() if row.paper is not None}
+    return {name: printed(cell) for name, cell in cells.items() if cell is not None}
+
+
+def _notes(plan: Plan, row: str, column: str) -> list[int]:
+    notes = [note for note in plan.experiment.notes if _on_cells(note)]
+    return [i for i, note in enumerate(notes) if row in note.rows and column in note.columns]
+
+
+def _on_cells(note: Note) -> bool:
+    """Whether a note is on some cells, not on the whole table."""
+    return bool(note.rows or note.columns)
+
+
+def _spread(values: Sequence[float]) -> Entry:
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+
+
+def _entry(value: Entry | None, rank: int | None) -> dict[str, float | int | None] | None:
+    return None if value is None else {"mean": value[0], "std": value[1], "rank": rank}
+
+
+# -------------------------------------------------------------------- as text
+
+
+def write_tables(folder: Path, table: Mapping[str, Any]) -> None:
+    """``table.md`` and ``table.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "table.json", dict(table))
+    write_text(folder / "table.md", markdown(table))
+
+
+def markdown(table: Mapping[str, Any]) -> str:
+    """A table as Markdown: for each column ours and the paper's, with ranks, then what the order says."""
+    head, rows = _grid(table)
+    lines = [f"# {table['title']}", "", *_about(table), "", table_line(head), "|" + "---|" * len(head)]
+    lines += [table_line(row) for row in rows]
+    told = remarks(table)
+    return "\n".join([*lines, "", *(f"- {one}" for one in told)]) + "\n"
+
+
+def render(table: Mapping[str, Any]) -> Table:
+    """A table for the terminal; our best of each column is green."""
+    head, rows = _grid(table)
+    shown = Table(title="\n".join([table["title"], *_about(table)]), title_justify="left", box=None)
+    for i, name in enumerate(head):
+        ours = i == 0 or name != table["reference"]
+        shown.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0, style="" if ours else "dim")
+    for row in rows:
+        cells = [words(c, "green" if i % 2 and c.endswith(" #1") else "") for i, c in enumerate(row)]
+        shown.add_row(*cells)
+    return shown
+
+
+def remarks(table: Mapping[str, Any]) -> list[str]:
+    """Whether the order holds, column by column; what is missing, and what is odd about the paper's numbers."""
+    told = [column["sentence"] for column in table["columns"] if column["sentence"]]
+    fewer = [column for column in table["columns"] if column["seeds"] != table["seeds"]]
+    told += [f"{column['label']}: seeds {', '.join(map(str, column['seeds']))} only." for column in fewer]
+    told += [f"{text}." for text in table["about"]]
+    if table["missing"]:
+        told.append(f"Missing, as there is no such method yet: {', '.join(table['missing'])}.")
+    told += [f"Left out: {column} ({why})." for column, why in table["left_out"].items()]
+    told += [f"Diverged: {one}" for one in table["diverged"]]
+    used = {note for column in table["columns"] for cell in column["cells"].values() for note in cell["notes"]}
+    return told + [f"({_letter(i)}) {table['notes'][i]}." for i in sorted(used)]
+
+
+def _about(table: Mapping[str, Any]) -> list[str]:
+    seeds = table["seeds"]
+    spread = f"mean (std) over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
+    bases = sorted({base for column in table["columns"] for base in column["base"]})
+    small = "lower" if table["better"] == "lower" else "higher"
+    ranked = "; #: rank among the rows with numbers on both sides" if _has_reference(table) else ""
+    return [
+        f"{table['source']}.",
+        f"Scale {table['scale']}: {table['about_scale']}. Base: {', '.join(Path(b).name or b for b in bases)}.",
+        f"Ours: {spread}, {small} is better{ranked}.",
+    ]
+
+
+def _has_reference(table: Mapping[str, Any]) -> bool:
+    return any(cell["paper"] for column in table["columns"] for cell in column["cells"].values())
+
+
+def _grid(table: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    head, beside = ["method"], _has_reference(table)
+    for column in table["columns"]:
+        head += [column["label"], table["reference"]] if beside else [column["label"]]
+    rows, kind = [], _FORMATS.get(table["metric"], _FORMAT)
+    for row, label in table["rows"].items():
+        cells = [label]
+        for column in table["columns"]:
+            cell = column["cells"].get(row, {"ours": None, "paper": None, "notes": []})
+            marks = "".join(f" ({_letter(i)})" for i in cell["notes"])
+            theirs = _shown(cell["paper"], kind) + marks
+            cells += [_shown(cell["ours"], kind), theirs] if beside else [_shown(cell["ours"], kind) + marks]
+        if any(cells[1:]):
+            rows.append(cells)
+    return head, rows
+
+
+def _shown(entry: Mapping[str, Any] | None, kind: str) -> str:
+    if entry is None:
+        return ""
+    spread = "" if entry["std"] is None else f" ({entry['std']:{kind}})"
+    rank = "" if entry["rank"] is None else f" #{entry['rank']}"
+    return f"{entry['mean']:{kind}}{spread}{rank}"
+
+
+def _letter(index: int) -> str:
+    return "abcdefghijklmnopqrstuvwxyz"[index]
+
+
+def table_line(cells: Sequence[str]) -> str:
+    """A row of a Markdown table."""
+    return "| " + " | ".join(cells) + " |"

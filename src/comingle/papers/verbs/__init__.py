@@ -1,0 +1,1 @@
+"""The papers' verbs: ``comingle reproduce`` and ``comingle theory``; heavy imports inside them."""

@@ -1,0 +1,197 @@
+"""``comingle reproduce``: a published table or figure, run again beside the paper's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from comingle.cli.compare import split_names, split_seeds
+from comingle.cli.options import Force, Quiet, Resume, Sets, changes, named, possible
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from comingle.engines.client import Clients
+    from comingle.engines.events import Observer
+    from comingle.papers.reproduce.plan import Cell, Plan
+    from comingle.papers.reproduce.runner import Outcome
+
+
+def reproduce(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="As comigs/table1; without it the list.")] = None,
+    scale: Annotated[str, typer.Option("--scale", help="smoke, cpu or paper; comigs: also cpu-smollm2.")] = "paper",
+    methods: Annotated[str | None, typer.Option("--methods", help="Only these rows or methods.")] = None,
+    columns: Annotated[str | None, typer.Option("--columns", help="Only these columns.")] = None,
+    seeds: Annotated[str | None, typer.Option("--seeds", help="Seeds (default: the scale's).")] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="Base model (default: the scale's or the paper's).")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", help="Folder with local text and images (default: $COMINGLE_DATA, else the hub)."),
+    ] = None,
+    sets: Sets = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="<path>", help="Folder (default: runs/PAPER-SCALE).", parser=named, callback=possible
+        ),
+    ] = None,
+    resume: Resume = False,
+    force: Force = False,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Runs at a time (default: the scale's; cpu: one for each core).")
+    ] = None,
+    quiet: Quiet = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs, start none.")] = False,
+) -> None:
+    """Run a published table or figure and compare our numbers and their order with the paper's."""
+    if name is None:
+        return _list()
+    from comingle.papers.reproduce.plan import Wanted, plan
+
+    wanted = Wanted(
+        scale=scale,
+        methods=split_names(methods) if methods is not None else None,
+        columns=split_names(columns) if columns is not None else None,
+        seeds=split_seeds(seeds) if seeds is not None else None,
+        base=base,
+        data=data,
+        changes=changes(sets),
+    )
+    planned = plan(name, wanted)
+    if dry_run:
+        return _show(planned)
+    if planned.experiment.kind == "cost":
+        return _count(planned, out or _default_out(name, scale), force=force or resume)
+    return _run(planned, out or _default_out(name, scale), jobs, resume=resume, force=force, quiet=quiet)
+
+
+def _default_out(name: str, scale: str) -> Path:
+    return Path("runs") / f"{name.partition('/')[0]}-{scale}"
+
+
+def _list() -> None:
+    from rich.table import Table
+
+    from comingle.cli.progress import console
+    from comingle.papers.reproduce.published import list_experiments
+
+    table = Table("name", "what", "source", box=None, pad_edge=False)
+    for name, experiment in list_experiments().items():
+        table.add_row(name, experiment.title, experiment.source)
+    console.print(table)
+
+
+def _show(planned: Plan) -> None:
+    from comingle.cli.progress import console
+    from comingle.papers.reproduce.runner import unique
+
+    for cell in unique(planned.cells):
+        console.print(f"{cell.column}  {cell.row}  seed {cell.seed}  {cell.folder}", highlight=False)
+    for column, why in planned.left_out.items():
+        console.print(f"left out: {column} ({why})", highlight=False)
+    for row in planned.missing:
+        console.print(f"missing: {row} (no such method yet)", highlight=False)
+
+
+def _run(planned: Plan, out: Path, jobs: int | None, *, resume: bool, force: bool, quiet: bool) -> None:
+    from comingle.cli.progress import console, errors
+    from comingle.papers.reproduce.runner import Estimate, check_out, scores, unique
+    from comingle.papers.reproduce.tables import build_table, remarks, render, write_tables
+    from comingle.terminal import words
+
+    folder = check_out(out, planned.name, resume=resume, force=force)
+    cells, jobs = unique(planned.cells), jobs or planned.jobs
+    estimate = Estimate()
+    outcomes: dict[str, Outcome] = {}
+    table: dict[str, Any] = {}
+    for outcome in _outcomes(cells, out, jobs, force=force, quiet=quiet):
+        outcomes[outcome.cell.folder] = outcome
+        estimate.learn(outcome)
+        left = estimate.left(_left(cells, outcomes, out, force))
+        told = _told(outcome, len(outcomes), len(cells), None if left is None else left / jobs)
+        if not quiet:
+            errors.print(told, soft_wrap=True)  # a line a run, in a file too
+        failed = [f"{o.cell.column}, {o.cell.row}: {o.diverged}" for o in outcomes.values() if o.diverged]
+        table = build_table(planned, scores(outcomes, planned.cells, planned.experiment.metric), diverged=failed)
+        write_tables(folder, table)
+    drawn = " · figures as .png and .svg" if planned.experiment.plot else ""
+    if drawn:
+        from comingle.papers.reproduce.figures import draw
+
+        draw(planned, outcomes, folder)
+    console.print(render(table))
+    for one in remarks(table):
+        console.print(f"· {one}", highlight=False)
+    console.print(words(f"{folder}/  table.md · table.json{drawn}; the runs are in {out}/runs", "dim"))
+
+
+def _count(planned: Plan, out: Path, *, force: bool) -> None:
+    """A table of costs: counted, nothing is trained."""
+    from comingle.cli.progress import console, status
+    from comingle.costing import plan as count
+    from comingle.papers.reproduce.costs import write_costs
+    from comingle.papers.reproduce.runner import check_out
+    from comingle.reports.costs import render_plan
+    from comingle.terminal import words
+
+    folder = check_out(out, planned.name, resume=False, force=force)
+    recipe = planned.cells[-1].recipe
+    with status("counting"):
+        counted = count(recipe, [cell.recipe.method.name for cell in planned.cells], users=4)
+    write_costs(folder, planned, counted)
+    for part in render_plan(counted.as_dict()):
+        console.print(part, highlight=False)
+    console.print(words(f"{folder}/  table.md · table.json", "dim"))
+
+
+def _outcomes(cells: list[Cell], out: Path, jobs: int, *, force: bool, quiet: bool) -> Iterator[Outcome]:
+    """The runs as they end, one after another or several at a time."""
+    from comingle.papers.reproduce.parallel import run_parallel
+    from comingle.papers.reproduce.runner import run_cells, title_of
+    from comingle.progress import reporting
+
+    if jobs > 1 and len(cells) > 1:
+        yield from run_parallel(cells, out, jobs=jobs, force=force, quiet=quiet)
+        return
+    with reporting(quiet=quiet) as reporter:
+
+        def observers(cell: Cell, clients: Clients) -> list[Observer]:
+            reporter.clear()  # one bar at a time; a run that has ended has its line
+            return [reporter.watch(clients, title_of(cell))]
+
+        yield from run_cells(cells, out, force=force, observers=observers, waiting=reporter.waiting)
+
+
+def _left(cells: Sequence[Cell], outcomes: dict[str, Outcome], out: Path, force: bool) -> list[Cell]:
+    """Cells that still have to run."""
+    from comingle.papers.reproduce.runner import RUNS, finished
+
+    rest = [cell for cell in cells if cell.folder not in outcomes]
+    return [cell for cell in rest if force or not finished(out / RUNS / cell.folder, cell.recipe)]
+
+
+def _told(outcome: Outcome, done: int, total: int, left: float | None) -> Text:
+    """One line for a run that has ended."""
+    import json
+
+    from rich.text import Text
+
+    from comingle.records import measure_of
+    from comingle.reports.tables import number
+
+    cell = outcome.cell
+    if outcome.diverged:
+        result = "diverged"
+    else:
+        metrics = json.loads((outcome.folder / "metrics.json").read_text(encoding="utf-8"))
+        measure = measure_of(metrics)
+        result = number(metrics[f"mean_test_{measure}"], measure)
+    took = f"{outcome.seconds:.0f} s" if outcome.ran else "was there"
+    rest = "" if left is None or done == total else f" · about {max(1, round(left / 60))} min left"
+    told = f" {cell.column} · {cell.row} · seed {cell.seed}: {result} · {took}{rest}"
+    return Text.assemble((f"{done}/{total}", "dim"), told)

@@ -1,0 +1,105 @@
+"""``comingle theory``: the convergence results of CoMiGS, measured beside their bounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from comingle.cli.options import Force, Out
+from comingle.errors import ComingleError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from comingle.papers.recipes.theory import TheoryRecipe
+    from comingle.papers.theory.checks import Row
+
+
+def theory(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="A theory recipe (default: comigs/theory.yaml).")
+    ] = None,
+    out: Out = None,
+    force: Force = False,
+    seed: Annotated[int | None, typer.Option("--seed", help="Random seed (default: the recipe's).")] = None,
+) -> None:
+    """Run CoMiGS's alternating schemes on small problems, beside the rates that theory predicts."""
+    path, read = _read(recipe, seed)
+    _require_packages()
+    from comingle.cli.progress import console, status
+    from comingle.papers.theory.checks import LinearSettings, QuadraticSettings, as_json, check_all, summarise
+    from comingle.papers.theory.folders import check_folder, write_folder
+    from comingle.terminal import words
+
+    folder = out or Path("runs") / path.stem
+    check_folder(folder, force=force)
+    with status("alternating"):
+        curves = check_all(
+            read.seed,
+            QuadraticSettings(**read.quadratic.model_dump()),
+            LinearSettings(**read.linear.model_dump()),
+        )
+        write_folder(folder, read.as_yaml(), as_json(read.seed, curves), curves)
+    console.print(render(summarise(curves)))
+    console.print(words(f"{folder}/  residuals.png · residuals.svg · theory.json · recipe.yaml", "dim"))
+
+
+def _read(recipe: Path | None, seed: int | None) -> tuple[Path, TheoryRecipe]:
+    from comingle.papers.recipes import published_recipes
+    from comingle.papers.recipes.theory import load_theory_recipe, parse_theory_recipe
+
+    path = recipe or published_recipes() / "comigs" / "theory.yaml"
+    read = load_theory_recipe(path)
+    if seed is None:
+        return path, read
+    return path, parse_theory_recipe({**read.model_dump(), "seed": seed}, where="--seed")
+
+
+def _require_packages() -> None:
+    try:
+        import matplotlib  # noqa: F401
+        import scipy  # noqa: F401
+        import threadpoolctl  # noqa: F401
+    except ImportError as error:
+        raise ComingleError(f"comingle theory needs {error.name}: pip install 'comingle[reports]'") from None
+
+
+def render(rows: list[Row]) -> Table:
+    """A heading for each scheme, a line for each statement about it."""
+    from rich.table import Table
+
+    from comingle.terminal import words
+
+    table = Table("", title="what the tightest instance does, and what is predicted", title_justify="left", box=None)
+    for name in ("measured", "", "bound", "holds for"):
+        table.add_column(name, justify="right")
+    scheme = None
+    for row in rows:
+        if row.scheme != scheme:
+            scheme = row.scheme
+            table.add_row(words(scheme, "bold"))
+        relation = "" if row.bound is None else ("≥" if row.at_least else "≤")
+        style = "" if row.held == row.covered else "red"
+        bound = "none" if row.bound is None else number(row.bound)
+        table.add_row(f"  {row.statement}", number(row.measured), relation, bound, _count(row), style=style)
+    table.caption = (
+        "Theorems and examples: the share of the residual that the worst step leaves. No bound: conditions fail.\n"
+        "'As printed' is the paper's inequality, which need not hold; docs/papers.md says why."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _count(row: Row) -> str:
+    without = row.instances - row.covered
+    held = f"{row.held} of {row.covered}" if row.covered else ""
+    return ", ".join(part for part in (held, f"{without} without bound" if without else "") if part)
+
+
+def number(value: float) -> str:
+    """Four digits, or the distance from 1 where that says more."""
+    if 0.9999 < value < 1:
+        return f"1 - {1 - value:.0e}"
+    return f"{value:.4g}"
