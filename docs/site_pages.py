@@ -1,7 +1,7 @@
-"""A hook of mkdocs: pages that are files elsewhere in the repository, and pages that are written out of the code.
+"""A hook of mkdocs: pages that are files elsewhere in the repository, and what the code says of itself.
 
-README and three others become pages of the site as they are, so that no text stands twice; their links, and links to them,
-are turned to the pages. Commands and methods are what the code itself says of them.
+README and three others become pages of the site as they are, so that no text stands twice; their links, and links to
+them, are turned to the pages. Commands and methods are what the code itself says of them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that do not lie in ``docs``."""
     for source, page in ELSEWHERE.items():
         files.append(File.generated(config, page, content=(REPOSITORY / source).read_text(encoding="utf-8")))
-    files.append(File.generated(config, "reference/cli.md", content="\n".join(commands())))
-    files.append(File.generated(config, "reference/methods.md", content="\n".join(methods())))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links between files of the repository to links between pages."""
     here = page.file.src_uri
+    if here == "index.md":
+        page.meta["hide"] = ["navigation"]  # it has no neighbours to lead to
     source = next((source for source, uri in ELSEWHERE.items() if uri == here), f"docs/{here}")
 
     def turned(found: re.Match[str]) -> str:
@@ -52,7 +52,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         uri = ELSEWHERE.get(wanted, wanted.removeprefix("docs/") if wanted.startswith("docs/") else None)
         return found[0] if uri is None else before + posixpath.relpath(uri, posixpath.dirname(here) or ".") + after
 
-    return LINK.sub(turned, markdown)
+    written = WRITTEN.get(here, list)()
+    return "\n".join([LINK.sub(turned, markdown), "", *written])
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -64,12 +65,11 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def commands() -> Iterator[str]:
-    """The page of commands: what ``--help`` says."""
+    """What ``--help`` says of each command."""
     import typer
 
     from comingle.cli import app
 
-    yield "# Commands\n\nWhat `comingle COMMAND --help` says. A mistake is one line on stderr and exit code 2.\n"
     group: Any = typer.main.get_command(app)
     for name, command in group.commands.items():
         context = command.make_context(f"comingle {name}", [], resilient_parsing=True)
@@ -88,11 +88,9 @@ def cell(text: str) -> str:
 
 
 def methods() -> Iterator[str]:
-    """The page of methods: what ``comingle methods NAME`` says."""
+    """What ``comingle methods NAME`` says of each."""
     from comingle.methods import REGISTRY, settings_of
 
-    yield "# Methods\n\nWhat `comingle methods NAME` says. [Compare methods](../comparing.md) has them in one table, and"
-    yield "[Equations and deviations](../papers.md) what tests each of them.\n"
     for name, make in REGISTRY.items():
         title, _, rest = inspect.getdoc(make).partition("\n")  # type: ignore[union-attr]
         yield f"## {name}\n\n{title}\n"
@@ -115,3 +113,7 @@ def fields(paragraph: str) -> list[str]:
     parts = FIELD.split(paragraph)
     lines = [parts[0], *(f"**{label}**{text}" for label, text in zip(parts[1::2], parts[2::2], strict=True))]
     return [" ".join(line.split()) for line in lines if line.strip()]
+
+
+WRITTEN = {"reference/cli.md": commands, "reference/methods.md": methods}
+"""Pages to which the code adds what it says of itself."""
