@@ -96,17 +96,17 @@ def test_the_table_of_methods_is_complete_and_true() -> None:
 
 
 def test_the_code_of_methods_is_the_code() -> None:
-    """Each piece in methods.md stands in the file that its first line names, but for the indent."""
+    """Each piece in methods.md stands in the file that its first line names, but for indents and empty lines."""
     pieces = blocks(read("methods.md"), "python")
     assert len(pieces) > 5
     for piece in pieces:
         name, _, lines = piece.partition("\n")
         code = (REPOSITORY / "src" / "comingle" / "methods" / name.removeprefix("# ")).read_text(encoding="utf-8")
-        assert without_indent(lines) in without_indent(code), (name, lines)
+        assert without_layout(lines) in without_layout(code), (name, lines)
 
 
-def without_indent(code: str) -> str:
-    return "\n".join(line.strip() for line in code.splitlines())
+def without_layout(code: str) -> str:
+    return "\n".join(line.strip() for line in code.splitlines() if line.strip())
 
 
 # ---------------------------------------------------------------- every key of a recipe

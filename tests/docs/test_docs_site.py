@@ -7,14 +7,15 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
 from documents import REPOSITORY
 
-pytest.importorskip("material", reason="NO DOCUMENTATION SITE: pip install comingle[docs]")
+from browsers import chromium
 
-pytestmark = pytest.mark.slow
+pytest.importorskip("material", reason="NO DOCUMENTATION SITE: pip install comingle[docs]")
 
 LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src"}
 """What a browser loads by itself."""
@@ -104,3 +105,27 @@ def test_the_public_names_are_in_the_reference(site: Path, pages: dict[Path, See
     assert {"comingle.methods.base.Method", "comingle.methods.client.Part.receive", "comingle.methods.server.Mean"} <= (
         pages[site / "reference" / "extending.html"].ids
     )
+
+
+@pytest.mark.slow
+def test_pages_can_be_read_on_a_phone_and_searched_from_disk(site: Path, pages: dict[Path, Seen]) -> None:
+    """Nothing is wider than the screen but what scrolls by itself; the console stays empty."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    with chromium() as browser:
+        size = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        for page in pages:
+            browser.get(page.as_uri())  # a script then puts wide tables into boxes that scroll
+            WebDriverWait(browser, 10).until(lambda _: wide(browser) <= 390, page.name)
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        browser.get((site / "index.html").as_uri())
+        browser.find_element("css selector", "[data-md-component=search-query]").send_keys("specialists")
+        result = browser.find_element("css selector", "[data-md-component=search-result]")
+        WebDriverWait(browser, 20).until(lambda _: "matching documents" in result.text)
+        assert browser.get_log("browser") == []
+
+
+def wide(browser: Any) -> int:
+    """Width of a page in pixels."""
+    return browser.execute_script("return document.documentElement.scrollWidth")
