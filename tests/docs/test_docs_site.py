@@ -116,6 +116,8 @@ def test_pages_can_be_read_on_a_phone_and_searched_from_disk(site: Path, pages: 
         size = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         for page in pages:
+            if page.name == "404.html":  # it is for servers: its paths begin at the root
+                continue
             browser.get(page.as_uri())  # a script then puts wide tables into boxes that scroll
             WebDriverWait(browser, 10).until(lambda _: wide(browser) <= 390, page.name)
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
