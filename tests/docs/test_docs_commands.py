@@ -37,6 +37,7 @@ SMALL_THEORY = {
     "quadratic": {"instances": 2, "mismatches": [0], "steps": 8},
     "linear": {"instances": 1, "samples": 8, "losses": ["squared"], "decays": [1.0], "steps": 4},
 }
+RESULTS = DOCS / "results.md"
 FASTEST_COLUMN = {"comigs": "ag-news", "floral": "linear"}
 
 
@@ -98,16 +99,30 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     logger.setLevel(level)
 
 
+def runs(words: tuple[str, ...]) -> None:
+    """A command, in its short form, succeeds and says something."""
+    done = CliRunner().invoke(app, shortened(words))
+    assert done.exit_code == 0, (words, done.output, done.exception)
+    assert done.stdout.strip(), words
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("place")
+def test_the_commands_that_results_come_from_are_planned() -> None:
+    """Each takes minutes to hours: ``--dry-run`` reads its recipe and lists its runs."""
+    found = commands(RESULTS)
+    assert len(found) > 20
+    for words in found:
+        runs(words)
+
+
 def test_the_commands_run_one_after_the_other(place: Path) -> None:
     """Page after page as a reader meets them; what stands on two pages is run once, but for what needs --resume."""
-    found = list(dict.fromkeys(words for page in PAGES for words in commands(page)))
+    found = list(dict.fromkeys(words for page in PAGES if page != RESULTS for words in commands(page)))
     found.sort(key=lambda words: words[0] in ("show", "report", "plot"))  # of runs that an earlier page has made
     assert {words[0] for words in found} == {command.callback.__name__ for command in app.registered_commands}
-    assert len(found) > 40
     for words in found:
-        done = CliRunner().invoke(app, shortened(words))
-        assert done.exit_code == 0, (words, done.output, done.exception)
-        assert done.stdout.strip(), words
+        runs(words)
     folders = [place / "runs" / name for name in ("friends-comigs-1g1s-seed0", "short", "compare-friends")]
     assert all(folder.is_dir() for folder in folders)
     written = {path.name for path in folders[0].iterdir()}
