@@ -20,7 +20,7 @@ $(VENV)/demo: $(VENV)/base
 	@touch $@
 
 $(VENV)/dev: $(VENV)/base
-	$(PIP) -e ".[data,reports,dev]"
+	$(PIP) -e ".[data,reports,docs,dev]"
 	@touch $@
 
 demo: $(VENV)/demo
@@ -46,8 +46,9 @@ bench: $(VENV)/base
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/planned_memory.py
 
+# The documentation site, to be opened at site/index.html. Nothing in it is loaded from elsewhere.
 docs: $(VENV)/dev
-	$(BIN)/python -m pytest -q tests/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs site

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from browsers import chromium
 from comingle.reports.page import render_page
 from comingle.reports.runs import read_entries
 from comingle.reports.tokens import Text, TokenView
@@ -70,22 +70,8 @@ def page(run_writer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    pytest.importorskip("selenium", reason="NO BROWSER TEST: pip install selenium")
-    from selenium import webdriver
-
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not chromium or not driver:
-        pytest.skip("NO BROWSER TEST: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1300,1000"):
-        options.add_argument(argument)
-    for argument in ("--disable-gpu", "--disable-background-networking"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    yield found
-    found.quit()
+    with chromium() as found:
+        yield found
 
 
 @pytest.fixture(params=["light", "dark"])

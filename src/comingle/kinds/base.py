@@ -16,6 +16,7 @@ from comingle.data.partition import Overlap, UserText, find_overlap
 from comingle.data.samples import SPLITS
 from comingle.engines.client import Clients
 from comingle.engines.training import Training
+from comingle.errors import DataError
 from comingle.methods.base import Method
 from comingle.models.base import Base
 from comingle.models.model import Model
@@ -87,6 +88,20 @@ class Kind(ABC):
             DataError: somebody's data cannot be used.
             BaseModelError: the base cannot.
         """
+
+    def takes(self, data: Any) -> bool:
+        """Whether this is what a program may hand over as one user's data of this kind."""
+        return False
+
+    def adopt(
+        self, recipe: Recipe, given: Mapping[str, Any], load_base: LoadBase, *, validates: bool, net: Any = None
+    ) -> Materials:
+        """As :meth:`read`, of data that a program hands over by users' names; ``net`` makes a net where users train one.
+
+        Raises:
+            DataError: somebody's data cannot be used.
+        """
+        raise DataError(f"users: {self.name} is read where a recipe says, and not handed over")
 
     @abstractmethod
     def clients(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Clients:

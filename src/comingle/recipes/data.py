@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from comingle.errors import did_you_mean
+from comingle import plugins
+from comingle.errors import PluginError, did_you_mean
 from comingle.recipes.fields import Fraction, Section
+
+GROUP = "comingle.kinds"
+"""Under which entry points plug-ins offer sections of kinds of their own."""
 
 Anchor = Callable[[Any], Any]
 """Makes a relative path, or every one of a list, absolute where it exists beside the recipe."""
@@ -19,6 +24,8 @@ class DataSection(Section):
     """What all kinds' sections have, besides their keys."""
 
     kind: Any  # a word in each
+    given: Literal[True] | None = None
+    """A program hands the users' data over: nothing says where to read it."""
 
     label: ClassVar[str]
     """How messages call such data."""
@@ -70,12 +77,17 @@ class SplitSection(Section):
     test_name: str = "test"
 
 
-SECTIONS = {
+_OWN = {
     "text": "comingle.kinds.text.section:TextSection",
     "task": "comingle.kinds.tasks.section:TaskDataSection",
     "questions": "comingle.kinds.questions.section:QuestionsDataSection",
 }
 """The sections of the kinds that are here; named, not imported, as kinds stand on recipes."""
+
+
+def kinds() -> list[str]:
+    """All kinds of data, those of plug-ins last."""
+    return [*_OWN, *plugins.load(GROUP)]
 
 
 def section_of(content: Mapping[str, Any]) -> type[DataSection]:
@@ -85,10 +97,11 @@ def section_of(content: Mapping[str, Any]) -> type[DataSection]:
         ValueError: no such kind, or none of their keys, or several.
     """
     if (kind := content.get("kind")) is not None:
-        if kind not in SECTIONS:
-            raise ValueError(f"no kind {kind!r}.{did_you_mean(str(kind), SECTIONS)} Allowed: {', '.join(SECTIONS)}")
+        if kind not in kinds():
+            hint = did_you_mean(str(kind), kinds()) + plugins.stale_hint(GROUP, str(kind))
+            raise ValueError(f"no kind {kind!r}.{hint} Allowed: {', '.join(kinds())}")
         return load_section(kind)
-    marks = {mark: section for section in map(load_section, SECTIONS) for mark in section.marks}
+    marks = {mark: section for section in _loadable() for mark in section.marks}
     given = [mark for mark in marks if content.get(mark) is not None]
     if len(given) != 1:
         *others, last = marks
@@ -97,8 +110,22 @@ def section_of(content: Mapping[str, Any]) -> type[DataSection]:
 
 
 def load_section(kind: str) -> type[DataSection]:
-    """The section of a kind."""
-    return load_object(SECTIONS[kind])
+    """The section of a kind.
+
+    Raises:
+        PluginError: a plug-in's cannot be imported, or has the name of one that is here.
+    """
+    plugin = plugins.load(GROUP).get(kind)
+    if kind in _OWN and plugin is not None:
+        raise plugins.taken(plugin)
+    return load_object(_OWN[kind]) if plugin is None else plugin.load()
+
+
+def _loadable() -> Iterator[type[DataSection]]:
+    """All sections but those of plug-ins that cannot be used; who asks for one by its name is told so."""
+    for kind in kinds():
+        with suppress(PluginError):
+            yield load_section(kind)
 
 
 def load_object(place: str) -> Any:

@@ -1,0 +1,120 @@
+"""A hook of mkdocs: pages that are files elsewhere in the repository, and what the code says of itself.
+
+README and three others become pages of the site as they are, so that no text stands twice; their links, and links to
+them, are turned to the pages. Commands and methods are what the code itself says of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+REPOSITORY = Path(__file__).parents[1]
+
+ELSEWHERE = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "LICENSE": "LICENSE",
+}
+"""Files outside of ``docs``, and what they are in the site."""
+
+LINK = re.compile(r"(\]\()([^)\s:#]+)((?:#[^)\s]*)?\))|(^\[[^\]]+\]: )([^\s:#]+)()", re.MULTILINE)
+"""A link to another file of the repository."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that do not lie in ``docs``."""
+    for source, page in ELSEWHERE.items():
+        files.append(File.generated(config, page, content=(REPOSITORY / source).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links between files of the repository to links between pages."""
+    here = page.file.src_uri
+    if here == "index.md":
+        page.meta["hide"] = ["navigation"]  # it has no neighbours to lead to
+    source = next((source for source, uri in ELSEWHERE.items() if uri == here), f"docs/{here}")
+
+    def turned(found: re.Match[str]) -> str:
+        before, target, after = found.groups()[:3] if found[1] else found.groups()[3:]
+        wanted = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        uri = ELSEWHERE.get(wanted, wanted.removeprefix("docs/") if wanted.startswith("docs/") else None)
+        return found[0] if uri is None else before + posixpath.relpath(uri, posixpath.dirname(here) or ".") + after
+
+    written = WRITTEN.get(here, list)()
+    return "\n".join([LINK.sub(turned, markdown), "", *written])
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Sphinx's roles and colons, which docstrings have, are not Markdown."""
+    return re.sub(r":\w+:(?=<code>)", "", html).replace("::</p>", ":</p>")
+
+
+# ---------------------------------------------------------------- out of the code
+
+
+def commands() -> Iterator[str]:
+    """What ``--help`` says of each command."""
+    import typer
+
+    from comingle.cli import app
+
+    group: Any = typer.main.get_command(app)
+    for name in group.commands:
+        command = group.get_command(None, name)  # a plug-in's is imported here
+        context = command.make_context(f"comingle {name}", [], resilient_parsing=True)
+        usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
+        yield f"## {context.command_path}\n\n{inspect.cleandoc(command.help)}\n\n```text\n{usage}\n```\n"
+        yield "| argument or option | meaning |\n|---|---|"
+        for parameter in command.get_params(context):
+            if (told := parameter.get_help_record(context)) and parameter.name != "help":
+                yield f"| `{cell(told[0])}` | {cell(told[1])} |"
+        yield ""
+
+
+def cell(text: str) -> str:
+    """Text that does not end its cell of a table."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def methods() -> Iterator[str]:
+    """What ``comingle methods NAME`` says of each."""
+    from comingle.methods import REGISTRY, settings_of
+
+    for name, make in REGISTRY.items():
+        title, _, rest = inspect.getdoc(make).partition("\n")  # type: ignore[union-attr]
+        yield f"## {name}\n\n{title}\n"
+        for paragraph in re.split(r"\n\s*\n", rest.strip()):
+            yield from (f"{line}  " for line in fields(paragraph))
+            yield ""
+        settings = settings_of(name)
+        if settings:
+            yield "| setting | default |\n|---|---|"
+            yield from (f"| `{key}` | `{value}` |" for key, value in settings.items())
+            yield ""
+
+
+FIELD = re.compile(r"(?:(?<=^)|(?<=\n)|(?<=  ))((?:Source|Shared|Local|Frozen|Client|Server|Differs from the paper):)")
+"""What the docstring of a method has."""
+
+
+def fields(paragraph: str) -> list[str]:
+    """A docstring's paragraph, each field in a line of its own."""
+    parts = FIELD.split(paragraph)
+    lines = [parts[0], *(f"**{label}**{text}" for label, text in zip(parts[1::2], parts[2::2], strict=True))]
+    return [" ".join(line.split()) for line in lines if line.strip()]
+
+
+WRITTEN = {"reference/cli.md": commands, "reference/methods.md": methods}
+"""Pages to which the code adds what it says of itself."""

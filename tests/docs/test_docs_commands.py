@@ -1,0 +1,178 @@
+"""Every command and every Python example that README and docs show is run, and every recipe is read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from documents import DOCS, PAGES, README, REPOSITORY, blocks, read, table_at
+from typer.testing import CliRunner
+
+from comingle.cli import app
+from comingle.recipes import parse_recipe
+
+# What a command gets on top where it would need the pretrained model, or minutes.
+TINY = {
+    "base": "random:llama?layers=1",
+    "data.max_train_tokens": 300,
+    "data.max_valid_tokens": 100,
+    "data.max_test_tokens": 100,
+    "training.rounds": 1,
+    "training.local_steps": 1,
+    "training.batch_size": 1,
+    "training.context": 16,
+    "runtime.threads": 1,
+}
+SMALL_THEORY = {
+    "quadratic": {"instances": 2, "mismatches": [0], "steps": 8},
+    "linear": {"instances": 1, "samples": 8, "losses": ["squared"], "decays": [1.0], "steps": 4},
+}
+RESULTS = DOCS / "results.md"
+FASTEST_COLUMN = {"comigs": "ag-news", "floral": "linear"}
+
+
+def commands(page: Path) -> list[tuple[str, ...]]:
+    """A page's command lines that begin with ``comingle``."""
+    lines = [shlex.split(line, comments=True) for block in shown(page, "bash") for line in block.splitlines()]
+    return [tuple(words[1:]) for words in lines if words and words[0] == "comingle"]
+
+
+def verbs() -> set[str]:
+    """The core's, and those that this project's own plug-in adds."""
+    points = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    core = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    return core | set(points["comingle.verbs"])
+
+
+def shown(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a page."""
+    return blocks(read(page), language)
+
+
+def shortened(words: tuple[str, ...]) -> list[str]:
+    """The same command on toy models and little text."""
+    verb, extra = words[0], []
+    if verb == "demo":  # needs the pretrained model
+        extra = ["--help"]
+    elif verb in ("run", "compare", "data", "cost"):
+        given = {words[i + 1].partition("=")[0] for i, word in enumerate(words) if word == "--set"}
+        tiny = {key: value for key, value in TINY.items() if key not in given}
+        extra = [part for key, value in tiny.items() for part in ("--set", f"{key}={value}")]
+    elif verb == "report":
+        extra = ["--force", *([] if "--no-tokens" in words else ["--tokens", "4", "--users", "ada"])]
+    elif verb == "plot":
+        extra = ["--force", *([] if "--figure" in words else ["--figure", "scores"])]
+    elif verb == "theory":
+        extra = ["theory.yaml"]
+    elif verb == "reproduce" and "smoke" in words:
+        extra = ["--columns", FASTEST_COLUMN[words[1].partition("/")[0]]]
+    elif verb == "reproduce" and len(words) > 1:
+        extra = [] if "--dry-run" in words else ["--dry-run"]
+    return [*words, *extra]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the recipes that pages name in their first line, and text for their users."""
+    for page in PAGES:
+        for block in shown(page, "yaml"):
+            if named := re.match(r"# (\w+\.yaml)\n", block):
+                (tmp_path / named[1]).write_text(block)
+    (tmp_path / "theory.yaml").write_text(yaml.safe_dump(SMALL_THEORY))
+    texts = tmp_path / "texts"
+    (texts / "ada").mkdir(parents=True)
+    prose = [f"Line {i} of a text that is private, as {i * i} other lines are.\n\n" for i in range(60)]
+    for name in ("ada/one.txt", "ben.txt", "dora-old.txt", "dora-new.txt"):
+        (texts / name).write_text("".join(prose))
+    (texts / "cleo.jsonl").write_text("".join(json.dumps({"body": line}) + "\n" for line in prose))
+    for path in re.findall(r"`([\w/]+\.jsonl\.xz)`", table_at(read("results.md"), "| path | rows |")):
+        (tmp_path / "FOLDER" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "FOLDER" / path).touch()  # enough for --dry-run
+    monkeypatch.chdir(tmp_path)
+    threads, logger = torch.get_num_threads(), logging.getLogger("comingle")
+    level = logger.level
+    yield tmp_path
+    torch.set_num_threads(threads)
+    logger.setLevel(level)
+
+
+def runs(words: tuple[str, ...]) -> None:
+    """A command, in its short form, succeeds and says something."""
+    done = CliRunner().invoke(app, shortened(words))
+    assert done.exit_code == 0, (words, done.output, done.exception)
+    assert done.stdout.strip(), words
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("place")
+def test_the_commands_that_results_come_from_are_planned() -> None:
+    """Each takes minutes to hours: ``--dry-run`` reads its recipe and lists its runs."""
+    found = commands(RESULTS)
+    assert len(found) > 20
+    for words in found:
+        runs(words)
+
+
+def test_the_commands_run_one_after_the_other(place: Path) -> None:
+    """Page after page as a reader meets them; what stands on two pages is run once, but for what needs --resume."""
+    found = list(dict.fromkeys(words for page in PAGES if page != RESULTS for words in commands(page)))
+    found.sort(key=lambda words: words[0] in ("show", "report", "plot"))  # of runs that an earlier page has made
+    assert {words[0] for words in found} == verbs()
+    for words in found:
+        runs(words)
+    folders = [place / "runs" / name for name in ("friends-comigs-1g1s-seed0", "short", "compare-friends")]
+    assert all(folder.is_dir() for folder in folders)
+    written = {path.name for path in folders[0].iterdir()}
+    listed = {name.rstrip("/") for name in re.findall(r"^\| `([\w.]+/?)`", read("running.md"), re.MULTILINE)}
+    assert written >= listed >= {"recipe.yaml", "events.jsonl", "metrics.json", "checkpoints"}
+    assert {path.name for path in folders[2].glob("table.*")} == {"table.md", "table.json"}
+
+
+EXAMPLES = """
+import json, sys
+for code in json.load(sys.stdin):
+    exec(code, {})
+"""
+
+
+def test_the_python_examples_run_as_they_are_printed(tmp_path: Path) -> None:
+    """Those of a page one after the other, both pages in one process: importing takes longest."""
+    pages = [shown(README, "python"), shown(DOCS / "python.md", "python")]
+    assert [len(found) for found in pages] == [1, 7]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # one: best for a toy
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", EXAMPLES],
+        input=json.dumps(["".join(found) for found in pages]),
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"^ada: test perplexity [\d.]+ with CoMiGS, [\d.]+ alone\n", done.stdout)
+    assert re.search(r"^fedavg [\d.]+$", done.stdout, re.MULTILINE)
+    assert {path.name for path in tmp_path.iterdir()} == {"runs"}
+    assert len(pages[0][0].splitlines()) <= 25
+
+
+def test_no_other_page_has_python_examples_that_nobody_runs() -> None:
+    """Those in methods.md are pieces of files: see ``test_docs_readme.py``."""
+    assert {page.name for page in PAGES if shown(page, "python")} == {"README.md", "python.md", "methods.md"}
+
+
+def test_every_yaml_is_a_recipe_or_a_piece_of_one() -> None:
+    found = [yaml.safe_load(block) for page in PAGES for block in shown(page, "yaml")]
+    held_out = [parse_recipe({"data": {"task": "mnist"}, **content}).data.held_out for content in found]
+    assert len(held_out) > 5
+    assert "mixture" in held_out
