@@ -96,7 +96,7 @@ class Kind(ABC):
     def adopt(
         self, recipe: Recipe, given: Mapping[str, Any], load_base: LoadBase, *, validates: bool, net: Any = None
     ) -> Materials:
-        """As :meth:`read`, of data that a program hands over by users' names; ``net`` makes a net where users train one.
+        """As :meth:`read`, of data that a program hands over by users' names; ``net`` makes a net where there is one.
 
         Raises:
             DataError: somebody's data cannot be used.
