@@ -3,7 +3,7 @@
     python kill_driver.py RECIPE FOLDER [MOMENT ...]
 
 writes one run folder below FOLDER for each moment. RECIPE may be a folder of recipes, each of which then has a folder
-of its own below FOLDER. Children are forked before any work, so torch is imported once.
+of its own below FOLDER. Children are forked before any work, but after all imports, which take longer than the runs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import transformers.models.llama.modeling_llama  # noqa: F401 (the tests' language model: it is imported at first use)
 
 from comingle import experiment
 from comingle.engines import checkpoints
