@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from comingle.costing.tasks import loads_of, rehearse_task
 from exchanges import exchanged
 from torch.nn import functional as F
 
@@ -18,7 +19,6 @@ from comingle.costing.planning import federate_bare, plan
 from comingle.costing.records import UserCost
 from comingle.costing.stacked import count_stacked, measured_base, text_load
 from comingle.costing.summaries import with_method
-from comingle.costing.tasks import loads_of, rehearse_task
 from comingle.data.samples import SPLITS
 from comingle.engines.local import train
 from comingle.evaluation.costs.flops import Flops

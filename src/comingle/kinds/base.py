@@ -161,6 +161,10 @@ class Kind(ABC):
         """
         return tuple(recipe.data.names)
 
+    def of_users(self, recipe: Recipe, users: int) -> Recipe:
+        """The recipe with so many users, where their number alone decides on the costs that are read for."""
+        return recipe
+
     def check_here(self, recipes: Sequence[Recipe]) -> tuple[set[str], str]:
         """What a run would refuse of data that lies on this machine: who would be left out, and a note."""
         return set(), ""
