@@ -14,7 +14,7 @@ from comingle.errors import DataError, RecipeError
 from comingle.evaluation.losses import CROSS_ENTROPY, MSE, Loss, find_loss
 from comingle.kinds.base import Kind, LoadBase, Materials
 from comingle.kinds.samples.building import build_nets, check_on_nets
-from comingle.kinds.samples.given import read_given, takes
+from comingle.kinds.samples.given import TAKEN, read_given, takes
 from comingle.kinds.samples.nets import net_name
 from comingle.kinds.samples.population import MakeNet, Population
 from comingle.kinds.samples.preview import preview
@@ -72,7 +72,7 @@ class NetKind(Kind):
 class SamplesKind(NetKind):
     """Inputs with targets, out of files or handed over."""
 
-    name = "samples"
+    name, handed = "samples", TAKEN
 
     def check(self, recipe: Recipe, method: Method) -> None:
         """The loss must be one, too."""
@@ -98,7 +98,7 @@ class SamplesKind(NetKind):
         load_base: LoadBase,
         *,
         validates: bool,
-        net: MakeNet | None = None,
+        net: Any = None,
         loss: Callable[..., Any] | None = None,
     ) -> Materials:
         """``net`` makes a net, of nothing or of an input's shape and the number of outputs; ``loss`` is one a sample.
@@ -149,7 +149,7 @@ class SamplesKind(NetKind):
         }
 
     def reopened(
-        self, base: Base | None, users: tuple[Any, ...], settings: Mapping[str, Any], *, net: MakeNet | None = None
+        self, base: Base | None, users: tuple[Any, ...], settings: Mapping[str, Any], *, net: Any = None
     ) -> Materials:
         """The shapes as they were, and the net.
 
