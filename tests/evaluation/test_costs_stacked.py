@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from comingle.costing.tasks import loads_of, rehearse_task
 from exchanges import exchanged
 from torch.nn import functional as F
 
 from comingle.costing.bare import bare_mixture
 from comingle.costing.counts import count_users
+from comingle.costing.nets import loads_of, rehearse_nets
 from comingle.costing.passes import rehearse, step_peak
 from comingle.costing.planning import federate_bare, plan
 from comingle.costing.records import UserCost
@@ -70,9 +70,9 @@ def bare(recipe: Recipe) -> Base:
 
 def task_costs(recipe: Recipe) -> list[UserCost]:
     """Without memory, which takes longer."""
-    task = prepare(recipe).task
+    task = prepare(recipe).common
     assert task is not None
-    plain, stage = (rehearse_task(with_method(recipe, name), task) for name in ("fedavg", recipe.method.name))
+    plain, stage = (rehearse_nets(with_method(recipe, name), task) for name in ("fedavg", recipe.method.name))
     return count_stacked(stage, loads_of(stage.federation.clients, task), measured_base(plain))
 
 
@@ -199,7 +199,7 @@ def test_a_tasks_plan_has_its_users_and_its_samples() -> None:
     real = build(recipe, prepare(recipe))
     held = real.clients.state.rows.nbytes + sum(t.nbytes for t in real.server.kept.values())
     assert many.methods[0].machine.adapters_bytes == pytest.approx(held, rel=0.05)
-    task = prepare(recipe).task
+    task = prepare(recipe).common
     assert task is not None
     parts = [user.split(split) for user in task.users for split in SPLITS]
     assert many.methods[0].machine.data_bytes == 2 * sum(part.inputs.nbytes + part.targets.nbytes for part in parts)
