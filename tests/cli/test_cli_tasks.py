@@ -59,7 +59,7 @@ ON_TASKS = {
     "endless noise": ("method.noise=.inf", "method floral: noise is inf; allowed: numbers from 0"),
     "fewer components than clusters": (
         "method={name: ensemble-optimal, clusters: 1}",
-        "method ensemble-optimal: clusters is 1; allowed: from 2, the task's true clusters",
+        "method ensemble-optimal: clusters is 1; allowed: from 2, the true clusters",
     ),
     "more clusters than users": (
         "data.task.clusters=9",
@@ -87,7 +87,7 @@ ON_TASKS = {
     ),
     "a language model": (
         "base=smollm2-135m",
-        "base: got 'smollm2-135m' for data.task; allowed: net:NAME, or none for the task's own",
+        "base: got 'smollm2-135m' for data.task; allowed: net:NAME, or none for the data's own",
     ),
     "an unknown net": ("base=net:mlpp", "no net 'mlpp'. Did you mean 'mlp'? Allowed: linear, mlp, mlp-norm, "),
     "a net for images": (
@@ -243,5 +243,5 @@ def test_users_whose_data_differ_in_shape_are_named(task_file: Path) -> None:
     recipe = load_recipe(task_file)
     said = "user 'user-2': train inputs have shape (8,) but those of user 'user-0' (10,); all users and splits "
     assert refused(recipe, (8,)).startswith(said)
-    expected = "user 'user-0': inputs have shape (8,); allowed: the task's, (10,)"
+    expected = "user 'user-0': inputs have shape (8,); allowed: the net's, (10,)"
     assert refused(recipe, (8,), first=True) == expected

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from comingle.data.samples import Samples, UserSamples
 from comingle.data.seeds import generator
-from comingle.data.splits import hold_out, hold_out_valid, take
+from comingle.data.splits import hold_out, take
 from comingle.errors import DataError
 
 
@@ -28,15 +28,21 @@ def part(name: str, splits: Mapping[str, Samples], *, valid: float, test: float,
     if "test" in splits and "valid" in splits:
         return UserSamples(name=name, train=train, valid=splits["valid"], test=splits["test"])
     train = take(train, torch.randperm(len(train), generator=generator("samples", name, seed)))
-    total, tested = len(train), splits.get("test")
-    if tested is None:
-        kept, held = hold_out(_labels(train), test)
-        if not len(held):
-            raise DataError(f"user {name!r}: {total} samples, of which none can be spared for testing; give more")
-        train, tested = take(train, kept), take(train, held)
-        valid = valid / (1 - test)  # a share of all
-    user = UserSamples(name=name, train=train, valid=splits.get("valid", train.first(0)), test=tested)
-    return user if "valid" in splits or not valid else hold_out_valid(user, valid)
+    parts = dict(splits)
+    if "test" not in splits:
+        valid /= 1 - test  # it is a share of all
+        train, parts["test"] = _held_out(name, train, "test", test)
+    if "valid" not in splits:
+        train, parts["valid"] = _held_out(name, train, "valid", valid) if valid else (train, train.first(0))
+    return UserSamples(name=name, train=train, valid=parts["valid"], test=parts["test"])
+
+
+def _held_out(name: str, samples: Samples, split: str, share: float) -> tuple[Samples, Samples]:
+    kept, held = hold_out(_labels(samples), share)
+    if not len(held):
+        got = f"{len(samples)} samples, one of each class" if len(samples) > 1 else "1 sample"
+        raise DataError(f"user {name!r}: {got}, of which none can be spared for data.split.{split}; give more")
+    return take(samples, kept), take(samples, held)
 
 
 def _labels(samples: Samples) -> Int64[Tensor, " n"]:
