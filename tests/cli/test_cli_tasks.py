@@ -89,7 +89,7 @@ ON_TASKS = {
         "base=smollm2-135m",
         "base: got 'smollm2-135m' for data.task; allowed: net:NAME, or none for the data's own",
     ),
-    "an unknown net": ("base=net:mlpp", "no net 'mlpp'. Did you mean 'mlp'? Allowed: linear, mlp, mlp-norm, "),
+    "an unknown net": ("base=net:mlpp", "no net 'mlpp'. Did you mean 'mlp'? Allowed: linear, mlp, cnn, "),
     "a net for images": (
         "base=net:cifar10",
         "net 'cifar10': inputs of shape (10,); allowed: (channels, height",
