@@ -24,7 +24,7 @@ from comingle.adapters.clustered import FloralModel, floral, precondition, roles
 from comingle.data.samples import Samples, UserSamples
 from comingle.engines.client import Clients
 from comingle.engines.local import train
-from comingle.evaluation.samples import sample_losses
+from comingle.evaluation.losses import CROSS_ENTROPY, MSE
 from comingle.models.nets import make_net
 from comingle.recipes import parse_recipe
 from comingle.runs.session import build, prepare
@@ -66,7 +66,8 @@ def train_alone(model: nn.Module, data: Samples, batch_size: int) -> nn.Module:
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for at in torch.randperm(len(data)).split(batch_size):
         optimizer.zero_grad()
-        sample_losses(model(data.inputs[at]), data.targets[at]).mean().backward()
+        loss = MSE if data.targets.is_floating_point() else CROSS_ENTROPY
+        loss(model(data.inputs[at]), data.targets[at]).mean().backward()
         if isinstance(model, FloralModel):
             values = {name: p.detach() for name, p in model.named_parameters()}
             gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

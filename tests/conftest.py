@@ -26,10 +26,10 @@ import yaml
 from comingle.data.pack import UserData
 from comingle.data.seeds import generator
 from comingle.kinds.base import Materials
-from comingle.kinds.tasks.kind import KIND as TASKS
 from comingle.kinds.text.kind import KIND as TEXT
 from comingle.models.base import Base
 from comingle.models.language import load_base
+from comingle.papers.tasks.kind import KIND as TASKS
 from comingle.recipes import parse_recipe
 from comingle.runs.session import build, prepare
 from comingle.transports.inprocess import InProcess

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from comingle.engines.client import Clients
 from comingle.engines.local import LocalRound, train
-from comingle.kinds.tasks.feed import SampleFeed
+from comingle.kinds.samples.feed import SampleFeed
 from comingle.methods.client import Phase
 from comingle.transports.inprocess import InProcess
 
@@ -66,7 +66,8 @@ def crossing(federation: InProcess, members: Sequence[int]) -> tuple[int, int]:
 def read_anew(clients: Clients) -> None:
     """Have users whose samples have been exchanged train on those that they have now."""
     model = clients.model
-    feed = SampleFeed(clients.trainers, clients.training, clients.batch_size, device=model.device, dtype=model.dtype)
+    like = {"device": model.device, "dtype": model.dtype, "loss": model.loss}
+    feed = SampleFeed(clients.trainers, clients.training, clients.batch_size, **like)
     clients.steps = replace(clients.steps, source=feed)
     clients.scorer = replace(clients.scorer, steps=clients.steps)
 

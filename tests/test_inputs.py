@@ -11,8 +11,8 @@ import pytest
 
 from comingle.cli.compare import compare_methods
 from comingle.errors import RunError
-from comingle.kinds.tasks.kind import KIND as TASKS
 from comingle.models.language import load_base
+from comingle.papers.tasks.kind import KIND as TASKS
 from comingle.recipes import Recipe, load_recipe, parse_recipe
 from comingle.runs import api
 from comingle.runs.session import prepare

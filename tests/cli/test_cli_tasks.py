@@ -14,7 +14,7 @@ from test_cli_mistakes import one_line
 from comingle.adapters.clustered.geometry import CONV_FORMS
 from comingle.data.samples import Samples
 from comingle.errors import ComingleError
-from comingle.kinds.tasks.kind import KIND as TASKS
+from comingle.papers.tasks.kind import KIND as TASKS
 from comingle.recipes import Recipe, load_recipe
 from comingle.recipes.sections import FloralSection
 from comingle.runs import api
@@ -59,7 +59,7 @@ ON_TASKS = {
     "endless noise": ("method.noise=.inf", "method floral: noise is inf; allowed: numbers from 0"),
     "fewer components than clusters": (
         "method={name: ensemble-optimal, clusters: 1}",
-        "method ensemble-optimal: clusters is 1; allowed: from 2, the task's true clusters",
+        "method ensemble-optimal: clusters is 1; allowed: from 2, the true clusters",
     ),
     "more clusters than users": (
         "data.task.clusters=9",
@@ -90,9 +90,9 @@ ON_TASKS = {
     ),
     "a language model": (
         "base=smollm2-135m",
-        "base: got 'smollm2-135m' for data.task; allowed: net:NAME, or none for the task's own",
+        "base: got 'smollm2-135m' for data.task; allowed: net:NAME, or none for the data's own",
     ),
-    "an unknown net": ("base=net:mlpp", "no net 'mlpp'. Did you mean 'mlp'? Allowed: linear, mlp, mlp-norm, "),
+    "an unknown net": ("base=net:mlpp", "no net 'mlpp'. Did you mean 'mlp'? Allowed: linear, mlp, cnn, "),
     "a net for images": (
         "base=net:cifar10",
         "net 'cifar10': inputs of shape (10,); allowed: (channels, height",
@@ -246,5 +246,5 @@ def test_users_whose_data_differ_in_shape_are_named(task_file: Path) -> None:
     recipe = load_recipe(task_file)
     said = "user 'user-2': train inputs have shape (8,) but those of user 'user-0' (10,); all users and splits "
     assert refused(recipe, (8,)).startswith(said)
-    expected = "user 'user-0': inputs have shape (8,); allowed: the task's, (10,)"
+    expected = "user 'user-0': inputs have shape (8,); allowed: the net's, (10,)"
     assert refused(recipe, (8,), first=True) == expected

@@ -121,7 +121,7 @@ def test_the_whole_plan_is_what_a_run_takes(case: str) -> None:
 
 def test_a_plan_counts_the_process_too() -> None:
     """Measured in a process of its own that runs the smallest recipe, for nets as for text; not for a GPU."""
-    task, text = (footprint.process_bytes(kind, torch.device("cpu")) for kind in ("task", "text"))
+    task, text = (footprint.process_bytes(kind, torch.device("cpu")) for kind in ("samples", "text"))
     assert 100e6 < task < text < 1.5e9
     assert footprint.process_bytes("text", torch.device("cuda")) == 0
     recipe = recipe_of("random:llama", "fedavg")

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from comingle.costing.bare import bare_mixture
 from comingle.costing.counts import count_users
+from comingle.costing.nets import loads_of, rehearse_nets
 from comingle.costing.passes import rehearse, step_peak
 from comingle.costing.planning import federate_bare, plan
 from comingle.costing.records import UserCost
 from comingle.costing.stacked import count_stacked, measured_base, text_load
 from comingle.costing.summaries import with_method
-from comingle.costing.tasks import loads_of, rehearse_task
 from comingle.data.samples import SPLITS
 from comingle.engines.local import train
 from comingle.evaluation.costs.flops import Flops
@@ -72,7 +72,7 @@ def task_costs(recipe: Recipe) -> list[UserCost]:
     """Without memory, which takes longer."""
     task = prepare(recipe).common
     assert task is not None
-    plain, stage = (rehearse_task(with_method(recipe, name), task) for name in ("fedavg", recipe.method.name))
+    plain, stage = (rehearse_nets(with_method(recipe, name), task) for name in ("fedavg", recipe.method.name))
     return count_stacked(stage, loads_of(stage.federation.clients, task), measured_base(plain))
 
 

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comingle.data.samples import SampleBank, Samples, UserSamples, bank_of
 from comingle.data.seeds import generator
-from comingle.evaluation.samples import SampleScore, sample_losses, score_samples
+from comingle.errors import RecipeError
+from comingle.evaluation.losses import CROSS_ENTROPY, LOSSES, MSE, find_loss
+from comingle.evaluation.samples import SampleScore, score_samples
 
 COUNTS = (7, 1, 33, 64, 12, 20)
 CLASSES = 5
@@ -63,7 +66,7 @@ def one_by_one(bank: SampleBank, weights: Tensor, row: int) -> tuple[float, floa
 @pytest.mark.parametrize(("batch", "slots"), [(1, 1), (8, None), (8, 4), (13, 2), (100, 3), (100, None)])
 def test_scores_equal_those_of_single_samples(regression: bool, batch: int, slots: int | None) -> None:
     bank, models = some_bank(regression=regression), Linears()
-    scores = score_samples(models, bank, range(6), batch=batch, slots=slots)
+    scores = score_samples(models, bank, range(6), loss=MSE if regression else CROSS_ENTROPY, batch=batch, slots=slots)
     for row, score in enumerate(scores):
         loss, accuracy = one_by_one(bank, models.weights, row)
         assert score.samples == COUNTS[row]
@@ -73,8 +76,8 @@ def test_scores_equal_those_of_single_samples(regression: bool, batch: int, slot
 
 def test_scores_come_in_the_order_of_the_rows() -> None:
     bank, models = some_bank(regression=False), Linears()
-    everybody = score_samples(models, bank, range(6), batch=8)
-    chosen = score_samples(models, bank, [4, 0, 5], batch=8)
+    everybody = score_samples(models, bank, range(6), loss=CROSS_ENTROPY, batch=8)
+    chosen = score_samples(models, bank, [4, 0, 5], loss=CROSS_ENTROPY, batch=8)
     for score, row in zip(chosen, (4, 0, 5), strict=True):
         assert score.samples == everybody[row].samples
         assert score.mean_loss == pytest.approx(everybody[row].mean_loss, rel=1e-12)
@@ -82,7 +85,7 @@ def test_scores_come_in_the_order_of_the_rows() -> None:
 
 def test_long_and_short_users_waste_little() -> None:
     models = Linears()
-    score_samples(models, some_bank(regression=True), range(6), batch=8, slots=4)
+    score_samples(models, some_bank(regression=True), range(6), loss=MSE, batch=8, slots=4)
     total = sum(COUNTS)
     assert sum(models.passed) <= 1.15 * total
     assert max(COUNTS) * len(COUNTS) >= 2.5 * total  # what padding every user to the longest would cost
@@ -97,16 +100,16 @@ def test_what_a_model_says_to_padding_does_not_count() -> None:
             outputs[slot, (5, 2)[row] :] = math.nan
         return outputs
 
-    for score in score_samples(forward, bank, [0, 1], batch=8):
+    for score in score_samples(forward, bank, [0, 1], loss=CROSS_ENTROPY, batch=8):
         assert score.mean_loss == pytest.approx(math.log(CLASSES))
 
 
 def test_a_user_without_samples_has_no_number() -> None:
-    scores = score_samples(Linears(), some_bank(regression=False, counts=(3, 0)), [0, 1], batch=8)
+    scores = score_samples(Linears(), some_bank(regression=False, counts=(3, 0)), [0, 1], loss=CROSS_ENTROPY, batch=8)
     assert scores[1].samples == 0
     assert math.isnan(scores[1].mean_loss)
     assert math.isnan(scores[1].accuracy or 0)
-    assert score_samples(Linears(), some_bank(regression=True), [], batch=8) == []
+    assert score_samples(Linears(), some_bank(regression=True), [], loss=MSE, batch=8) == []
 
 
 def test_losses_are_those_of_torch_and_carry_gradients() -> None:
@@ -114,12 +117,61 @@ def test_losses_are_those_of_torch_and_carry_gradients() -> None:
     outputs = torch.randn(2, 3, CLASSES, generator=source, dtype=torch.float64, requires_grad=True)
     classes = torch.randint(CLASSES, (2, 3), generator=source)
     real = torch.randn(2, 3, CLASSES, generator=source, dtype=torch.float64)
-    torch.testing.assert_close(sample_losses(outputs, real).mean(), F.mse_loss(outputs, real))
-    losses = sample_losses(outputs, classes)
+    torch.testing.assert_close(MSE(outputs, real).mean(), F.mse_loss(outputs, real))
+    losses = CROSS_ENTROPY(outputs, classes)
     expected = -outputs.log_softmax(-1).gather(-1, classes[..., None])[..., 0]
     torch.testing.assert_close(losses, expected)
     (gradient,) = torch.autograd.grad(losses.sum(), outputs)
     torch.testing.assert_close(gradient, outputs.softmax(-1) - F.one_hot(classes, CLASSES))
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("l1", F.l1_loss), ("smooth_l1", F.smooth_l1_loss), ("bce", F.binary_cross_entropy_with_logits)],
+)
+def test_a_loss_by_name_is_torchs_mean_over_a_samples_outputs(name: str, function: Callable[..., Tensor]) -> None:
+    source = generator("losses")
+    outputs = torch.randn(2, 3, 4, generator=source, dtype=torch.float64)
+    targets = torch.rand(2, 3, 4, generator=source, dtype=torch.float64)
+    losses = find_loss(name, classes=False)(outputs, targets)
+    for user in range(2):
+        for i in range(3):
+            torch.testing.assert_close(losses[user, i], function(outputs[user, i], targets[user, i]))
+
+
+def test_an_own_loss_is_asked_for_all_samples_at_once() -> None:
+    outputs, targets = torch.randn(2, 3, 4), torch.randint(4, (2, 3))
+
+    def hits(got: Tensor, wanted: Tensor) -> Tensor:
+        assert got.shape == (6, 4)
+        assert wanted.shape == (6,)
+        return (got.argmax(-1) != wanted).float()
+
+    loss = find_loss(hits, classes=True)
+    assert (loss.name, loss.classes) == ("hits", True)
+    assert torch.equal(loss(outputs, targets), (outputs.argmax(-1) != targets).float())
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (nn.CrossEntropyLoss(), "loss 'CrossEntropyLoss': got () for 6 samples; allowed: one loss for each; use reduc"),
+        (lambda outputs, targets: outputs, "got (6, 4) for 6 samples; allowed: one loss for each"),
+        (lambda outputs, targets: 3, "got int for 6 samples"),
+    ],
+)
+def test_a_loss_that_is_not_one_a_sample_is_said(function: Callable[..., Any], message: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        find_loss(function, classes=True)(torch.randn(2, 3, 4), torch.randint(4, (2, 3)))
+    assert message in str(error.value)
+
+
+def test_losses_are_found_and_registered_by_name() -> None:
+    LOSSES.register("doubled", lambda outputs, targets: 2 * (outputs - targets).square().mean(-1))
+    outputs, targets = torch.randn(5, 2), torch.randn(5, 2)
+    assert torch.equal(find_loss("doubled", classes=False)(outputs, targets), 2 * MSE(outputs, targets))
+    with pytest.raises(RecipeError, match="no loss 'ms'"):
+        find_loss("ms", classes=False)
 
 
 def test_a_score_is_a_value() -> None:

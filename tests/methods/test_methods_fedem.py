@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from comingle.engines.mixing import mixture_of
 from comingle.errors import RecipeError
-from comingle.evaluation.samples import sample_losses as losses_of
+from comingle.evaluation.losses import CROSS_ENTROPY
 from comingle.models.personal_net import MixtureOfModels, personal_net
 from comingle.models.stacked import stack
 from comingle.recipes import parse_recipe
@@ -141,7 +141,7 @@ def test_classes_are_predicted_by_mixed_probabilities() -> None:
     """``sum_m pi_m softmax(f_m(x))``, not the softmax of mixed outputs; the user's own module agrees."""
     nets = [nn.Linear(5, 4) for _ in range(MODELS)]
     mixture = ClientMixture(clusters=MODELS, of="models", at="samples")
-    model = stack(nets, name="net", users=1, mixture=mixture, dtype=torch.float64, classes=True)
+    model = stack(nets, name="net", users=1, mixture=mixture, dtype=torch.float64, loss=CROSS_ENTROPY)
     theta = torch.tensor([[0.3, -1.0, 2.0]], dtype=torch.float64)
     tensors = {
         "weight": torch.stack([net.weight.detach() for net in nets]).unsqueeze(0),
@@ -155,7 +155,7 @@ def test_classes_are_predicted_by_mixed_probabilities() -> None:
     torch.testing.assert_close(found.softmax(-1), wanted, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(found.exp().sum(-1), torch.ones(6, dtype=torch.float64))
     targets = torch.tensor([0, 1, 2, 3, 0, 1])
-    torch.testing.assert_close(losses_of(found, targets), -wanted[range(6), targets].log())
+    torch.testing.assert_close(CROSS_ENTROPY(found, targets), -wanted[range(6), targets].log())
     own = personal_net("ann", model, tensors)
     assert isinstance(own.model, MixtureOfModels)
     torch.testing.assert_close(own.predict(x[0]), found, rtol=1e-10, atol=1e-12)

@@ -15,7 +15,7 @@ from torch import Tensor
 from comingle.engines.mixing import mixtures
 from comingle.engines.rounds import run_rounds
 from comingle.errors import DivergenceError, RecipeError
-from comingle.kinds.tasks import building as nets
+from comingle.kinds.samples import building as nets
 from comingle.methods import make
 from comingle.methods.client import Proximal
 from comingle.models import hardware

@@ -108,9 +108,12 @@ def test_a_wrong_value_is_named_with_what_was_got(key: str, value: Any, said: st
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ({}, "data: give one of users, dataset, task and questions"),
-        ({"users": {"ann": "a"}, "dataset": {"path": "x", "user": "who"}}, "data: give one of users, dataset, task"),
-        ({"task": "linear", "questions": "xnli"}, "data: give one of users, dataset, task and questions"),
+        ({}, "data: give one of users, dataset, questions and task"),
+        (
+            {"users": {"ann": "a"}, "dataset": {"path": "x", "user": "who"}},
+            "data: give one of users, dataset, questions",
+        ),
+        ({"task": "linear", "questions": "xnli"}, "data: give one of users, dataset, questions and task"),
         ({"users": {}}, "data: zero users; name at least one, as `users: {alice: path/to/text}`"),
         ({"users": ["ann"]}, "data.users: give a mapping of names to texts, as {alice: path/to/text}; got a list"),
         ({"users": {"ann": None}}, "data.users.ann: give a path, or a mapping with path, or with train and test (and "),

@@ -10,11 +10,11 @@ import torch
 from comingle.adapters.clustered import FloralModel, floral, roles
 from comingle.adapters.inject import ROUTER
 from comingle.adapters.lora import init_zero, lora_scale
-from comingle.data.tasks import Task
 from comingle.engines.client import Clients
 from comingle.kinds.language import check_on_language
-from comingle.kinds.tasks.building import build_nets
-from comingle.kinds.tasks.feed import SampleFeed
+from comingle.kinds.samples.building import build_nets
+from comingle.kinds.samples.feed import SampleFeed
+from comingle.kinds.samples.population import Population
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import Base
@@ -28,19 +28,19 @@ from comingle.transports.inprocess import InProcess, federate
 from comingle.trees import ADAPTOR, Layout, Slot
 
 
-def bare_nets(recipe: Recipe, task: Task) -> InProcess:
-    """The federation of a task with its first users only, but for a pooled one: they are alike but for their samples.
+def bare_nets(recipe: Recipe, population: Population) -> InProcess:
+    """The federation of users of nets with the first of them, but for a pooled one: they differ in their samples alone.
 
     Raises:
-        RecipeError: as :func:`comingle.kinds.tasks.building.build_nets`.
+        RecipeError: as :func:`comingle.kinds.samples.building.build_nets`.
     """
     method = make(recipe.method.name, **recipe.method.settings)
-    training = training_settings(recipe, [user.name for user in task.users])
+    training = training_settings(recipe, [user.name for user in population.users])
     if method.placement.pooled:
-        return federate(build_nets(recipe, task, method, training))
-    clusters = max(1, len({user.cluster for user in task.users}))  # with fewer it would be another task
-    first = build_nets(recipe, replace(task, users=task.users[:clusters]), method, training)
-    feed, users = cast(SampleFeed, first.feed), list(task.users[: first.portions.users])
+        return federate(build_nets(recipe, population, method, training))
+    clusters = max(1, len({user.cluster for user in population.users}))  # with fewer there would be other clusters
+    first = build_nets(recipe, replace(population, users=population.users[:clusters]), method, training)
+    feed, users = cast(SampleFeed, first.feed), list(population.users[: first.portions.users])
     if len(users) <= clusters:
         return federate(first)
     model = cast(StackedModel, first.model).for_users(len(users))

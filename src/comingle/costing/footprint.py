@@ -9,11 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from comingle.models.base import logger
 
-Kind = Literal["text", "task"]
+Kind = Literal["text", "samples"]
 
 FALLBACK_BYTES = 430_000_000
 """Where it cannot be measured: what was on Linux with torch 2.13."""
@@ -42,9 +43,10 @@ def _measured(kind: Kind) -> int:
 
 def _smallest(kind: Kind, folder: Path) -> dict[str, Any]:
     """A recipe of one step, by the plainest method that exchanges."""
-    if kind == "task":
-        task = {"name": "mlp-norm", "users": 1, "clusters": 1, "test_samples": 4}
-        return {"method": "fedavg", "data": {"task": task}, "training": {"rounds": 1}, "runtime": {"device": "cpu"}}
+    if kind == "samples":
+        np.savez(folder / "samples.npz", x=np.zeros((20, 10), np.float32), y=np.zeros((20, 1), np.float32))
+        data = {"kind": "samples", "users": {"one": str(folder / "samples.npz")}}
+        return {"method": "fedavg", "data": data, "training": {"rounds": 1}, "runtime": {"device": "cpu"}}
     (folder / "text.txt").write_text("some words\n\n" * 300, encoding="utf-8")
     return {
         "base": "random:llama?layers=1",

@@ -12,12 +12,12 @@ import torch
 from comingle.costing.bare import bare_mixture
 from comingle.costing.counts import count_users
 from comingle.costing.footprint import process_bytes
+from comingle.costing.nets import plan_nets
 from comingle.costing.passes import rehearse
 from comingle.costing.records import MethodCost, Plan
 from comingle.costing.stacked import Base as BaseFlops
 from comingle.costing.stacked import count_stacked, text_load
 from comingle.costing.summaries import summarise, with_method
-from comingle.costing.tasks import plan_task
 from comingle.data.pack import UserData
 from comingle.engines.client import Clients, batch_size
 from comingle.engines.training import portions
@@ -58,7 +58,7 @@ def plan(
         check_method(one)
         check_used(one)
     if (kind := kind_of(recipe)).read_for_costs:
-        return plan_task(recipes, users)
+        return plan_nets(recipes, users)
     small, note = kind.check_here(recipes) if users is None else (set[str](), "")
     recipes, notes = zip(*(kind.as_text(one) for one in recipes), strict=True)
     recipe, note = recipes[0], notes[0] or note

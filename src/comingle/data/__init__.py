@@ -12,17 +12,10 @@ From text to batches, one module a step:
     preview     what a user holds, for people
     seeds       every random stream, from what it is for
 
-Tasks that are not language (FLoRAL's regressions and images, FedMerge's images) go another way:
+Samples, inputs with targets, go another way:
 
-    synthetic   regressions with a known truth -> samples of each user
-    images      IDX (``idx``), npz and hub -> labelled images, with their domains where they have some
-    transforms  turn, flip, crop and normalise images
-    shifted     FLoRAL: images -> users, turned or relabelled by cluster
-    skewed      FedMerge: images -> users who differ by labels, cluster or domain
-    groups      clusters of labels, Dirichlet shares, even shares: which image goes to whom
+    arrays      npz files and arrays -> samples
     splits      hold out part of a user's samples, label by label
-    settings    the numbers of every task
-    tasks       a task by name -> users with their samples, and which net they train
     samples     a user's samples; everybody's in one tensor, shuffled batches of them, checks
 
 Questions with answers (FedMerge's XNLI and XQuAD) are text again, but whole samples instead of streams:

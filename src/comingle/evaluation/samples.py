@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
-from torch.nn import functional as F
 
 from comingle.data.batches import PAD
 from comingle.data.samples import SampleBank
+from comingle.evaluation.losses import Loss
 
 Forward = Callable[[Sequence[int], Float[Tensor, "slots batch *shape"]], Float[Tensor, "slots batch outputs"]]
 """Outputs for inputs; slot s uses the model of user ``rows[s]``. A user may hold several slots."""
@@ -40,21 +40,9 @@ class SampleScore:
         )
 
 
-def sample_losses(outputs: Float[Tensor, "*batch outputs"], targets: Tensor) -> Float[Tensor, "*batch"]:
-    """Loss of every sample: cross-entropy in nats for class numbers, mean square over the outputs for real targets.
-
-    The mean square is ``torch.nn.MSELoss``'s; FLoRAL's text has half the sum of squares (appendix G.1), its code and
-    its reference numbers the former.
-    """
-    if targets.is_floating_point():
-        return (outputs - targets).square().mean(-1)
-    flat = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
-    return flat.view(targets.shape)
-
-
 @torch.no_grad()
 def score_samples(
-    forward: Forward, bank: SampleBank, rows: Sequence[int], *, batch: int, slots: int | None = None
+    forward: Forward, bank: SampleBank, rows: Sequence[int], *, loss: Loss, batch: int, slots: int | None = None
 ) -> list[SampleScore]:
     """Score the users ``rows`` of the bank, each with the model of the same number.
 
@@ -65,6 +53,7 @@ def score_samples(
         forward: the models, in evaluation mode.
         bank: everybody's test samples.
         rows: the users wanted; the scores come in this order.
+        loss: of outputs and targets.
         batch: samples in a slot, at most.
         slots: jobs in a pass, at most.
     """
@@ -76,12 +65,11 @@ def score_samples(
     for start in range(0, len(jobs), width):
         group = jobs[start : start + width]
         places = torch.tensor([job.place for job in group])
-        lost, hit = _score(forward, bank, group)
+        lost, hit = _score(forward, bank, group, loss)
         losses.index_add_(0, places, lost)
         hits.index_add_(0, places, hit)
-    regression = bank.targets.is_floating_point()
     scored = zip(losses.tolist(), hits.tolist(), bank.counts[list(rows)].tolist(), strict=True)
-    return [_mean(loss, None if regression else hit, count) for loss, hit, count in scored]
+    return [_mean(total, hit if loss.classes else None, count) for total, hit, count in scored]
 
 
 @dataclass(frozen=True)
@@ -100,14 +88,14 @@ def _jobs(place: int, row: int, count: int, batch: int) -> Iterator[_Job]:
 
 
 def _score(
-    forward: Forward, bank: SampleBank, group: Sequence[_Job]
+    forward: Forward, bank: SampleBank, group: Sequence[_Job], loss: Loss
 ) -> tuple[Float64[Tensor, " slots"], Float64[Tensor, " slots"]]:
     """Sums of losses and of right answers of each job, on the CPU."""
     owners = [job.row for job in group]
     inputs, targets, present = bank.take(owners, _indices(group))
     outputs = forward(owners, inputs)
-    lost = sample_losses(outputs, targets).double()
-    if targets.is_floating_point():
+    lost = loss(outputs, targets).double()
+    if not loss.classes:
         return _sum(lost, present), torch.zeros(len(group), dtype=torch.float64)
     return _sum(lost, present), _sum((outputs.argmax(-1) == targets).double(), present)
 

@@ -1,28 +1,26 @@
 """Small nets that are trained from scratch: plain modules of one user; the engine stacks them over users.
 
 Each works under ``torch.func.functional_call`` with ``vmap`` over stacked parameters (and buffers, where it has batch
-norm; with dropout, ``vmap(randomness="different")``). FLoRAL's nets are here, with the sizes of its section 5 and its
-public code; FedMerge's residual nets are in :mod:`comingle.models.resnets`.
+norm; with dropout, ``vmap(randomness="different")``). Three are here; plug-ins have others.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from math import prod
 
 import torch
 from torch import nn
 
 from comingle.data.seeds import derive
 from comingle.errors import PluginError, RecipeError
-from comingle.models.resnets import STAGES, make_resnet
 from comingle.plugins import Registry
 
 Shape = Sequence[int]
 Build = Callable[[Shape, int], nn.Module]
 
-_VGG_CHANNELS = (16, 32, 64, 128, 512)
+WIDEST = 512
+"""Hidden units of :func:`_mlp` at most."""
 
 
 def make_net(name: str, input_shape: Shape, outputs: int, *, seed: int | None = None) -> nn.Module:
@@ -30,7 +28,7 @@ def make_net(name: str, input_shape: Shape, outputs: int, *, seed: int | None = 
 
     Args:
         name: a key of :data:`NETS`.
-        input_shape: ``(d,)`` or ``(channels, height, width)``.
+        input_shape: as ``(d,)`` or ``(channels, height, width)``.
         outputs: classes, or dimensions of a regression's target.
         seed: initial weights follow it alone; without it they are drawn from torch's global generator.
 
@@ -58,108 +56,47 @@ def _made(name: str, input_shape: Shape, outputs: int) -> nn.Module:
 
 
 def _linear(input_shape: Shape, outputs: int) -> nn.Module:
-    (inputs,) = _need(input_shape, "linear", 1)
-    return nn.Linear(inputs, outputs)
+    layer = nn.Linear(prod(input_shape), outputs)
+    return layer if len(input_shape) == 1 else nn.Sequential(nn.Flatten(), layer)
 
 
 def _mlp(input_shape: Shape, outputs: int) -> nn.Module:
-    """One hidden layer twice as wide as the input, so that it can hold the true model (appendix G.2, m = 2)."""
-    (inputs,) = _need(input_shape, "mlp", 1)
-    return nn.Sequential(nn.Linear(inputs, 2 * inputs), nn.ReLU(), nn.Linear(2 * inputs, outputs))
+    """One hidden layer twice as wide as the input (FLoRAL, appendix G.2, m = 2), up to :data:`WIDEST`."""
+    inputs = prod(input_shape)
+    hidden = min(2 * inputs, WIDEST)
+    layers = [nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs)]
+    return nn.Sequential(*layers) if len(input_shape) == 1 else nn.Sequential(nn.Flatten(), *layers)
 
 
-def _mlp_norm(input_shape: Shape, outputs: int) -> nn.Module:
-    """Batch norm behind the first layer, before the activation, where the true model normalises (appendix F.2).
-
-    The public code has it behind the activation.
-    """
-    (inputs,) = _need(input_shape, "mlp-norm", 1)
-    hidden = 2 * inputs
-    return nn.Sequential(nn.Linear(inputs, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, outputs))
-
-
-def _mnist(input_shape: Shape, outputs: int) -> nn.Module:
-    """784-200-10."""
-    inputs = math.prod(_need(input_shape, "mnist", 3))
-    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 200), nn.ReLU(), nn.Linear(200, outputs))
-
-
-def _cifar10(input_shape: Shape, outputs: int) -> nn.Module:
-    """Two convolutions without padding: 32 -> 28 -> 14 -> 12 -> 4, so 64 * 4 * 4 = 1024 features, then 64."""
-    channels, height, width = _need(input_shape, "cifar10", 3, smallest=14)
-    places = _cifar10_side(height) * _cifar10_side(width)
+def _cnn(input_shape: Shape, outputs: int) -> nn.Module:
+    """Two 3 x 3 convolutions of 32 and 64 channels with max-pooling after each, means over 4 x 4 places, one layer."""
+    channels, _, _ = require_shape(input_shape, "cnn", 3, smallest=4)
     return nn.Sequential(
-        nn.Conv2d(channels, 32, 5),
+        nn.Conv2d(channels, 32, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3),
+        nn.Conv2d(32, 64, 3, padding=1),
         nn.ReLU(),
-        nn.MaxPool2d(3),
+        nn.MaxPool2d(2),
+        nn.AdaptiveAvgPool2d(4),
         nn.Flatten(),
-        nn.Linear(64 * places, 64),
-        nn.ReLU(),
-        nn.Linear(64, outputs),
+        nn.Linear(64 * 16, outputs),
     )
 
 
-def _cifar10_side(side: int) -> int:
-    return ((side - 4) // 2 - 2) // 3
+def require_shape(shape: Shape, net: str, axes: int, *, smallest: int = 1) -> Shape:
+    """The shape, checked: so many axes, images at least that high and wide.
 
-
-def _vgg8(input_shape: Shape, outputs: int, *, norm: bool = False) -> nn.Module:
-    """Five 3 x 3 convolutions with max-pooling after each, then 512-512-classes with dropout before each but the last.
-
-    Expressive enough for 10 labels of CIFAR-100 and not for all 100 (FLoRAL, section 5). Convolutions start at
-    N(0, 2 / (k k c_out)) with zero bias, as in the public code.
+    Raises:
+        RecipeError: another shape.
     """
-    channels, height, width = _need(input_shape, "vgg8", 3, smallest=2 ** len(_VGG_CHANNELS))
-    layers: list[nn.Module] = []
-    for c_in, c_out in zip((channels, *_VGG_CHANNELS), _VGG_CHANNELS, strict=False):
-        layers += [_vgg_convolution(c_in, c_out), *([nn.BatchNorm2d(c_out)] if norm else []), nn.ReLU()]
-        layers.append(nn.MaxPool2d(2))
-    scale = 2 ** len(_VGG_CHANNELS)
-    features = _VGG_CHANNELS[-1] * (height // scale) * (width // scale)
-    head = [nn.Dropout(), nn.Linear(features, 512), nn.ReLU(), nn.Dropout(), nn.Linear(512, 512), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Flatten(), *head, nn.Linear(512, outputs))
-
-
-def _vgg_convolution(c_in: int, c_out: int) -> nn.Conv2d:
-    convolution = nn.Conv2d(c_in, c_out, 3, padding=1)
-    nn.init.normal_(convolution.weight, std=math.sqrt(2 / (9 * c_out)))
-    assert convolution.bias is not None
-    nn.init.zeros_(convolution.bias)
-    return convolution
-
-
-def _vgg8_norm(input_shape: Shape, outputs: int) -> nn.Module:
-    return _vgg8(input_shape, outputs, norm=True)
-
-
-def _resnet(layers: int, norm: str, input_shape: Shape, outputs: int) -> nn.Module:
-    name = f"resnet{layers}" if norm == "batch" else f"resnet{layers}-{norm}"
-    channels, _, _ = _need(input_shape, name, 3, smallest=8)
-    return make_resnet(layers, channels=channels, outputs=outputs, norm=norm)
-
-
-def _need(shape: Shape, net: str, axes: int, *, smallest: int = 1) -> Shape:
-    """The shape, checked: so many axes, images at least that high and wide."""
     if len(shape) != axes or min(shape) < 1 or (axes == 3 and min(shape[1:]) < smallest):
         wanted = "(d,)" if axes == 1 else f"(channels, height, width) with sides of at least {smallest}"
         raise RecipeError(f"net {net!r}: inputs of shape {tuple(shape)}; allowed: {wanted}")
     return shape
 
 
-_OWN: Mapping[str, Build] = {
-    "linear": _linear,
-    "mlp": _mlp,
-    "mlp-norm": _mlp_norm,
-    "mnist": _mnist,
-    "cifar10": _cifar10,
-    "vgg8": _vgg8,
-    "vgg8-norm": _vgg8_norm,
-    **{f"resnet{layers}": partial(_resnet, layers, "batch") for layers in STAGES},
-    **{f"resnet{layers}-group": partial(_resnet, layers, "group") for layers in STAGES},
-}
+_OWN: Mapping[str, Build] = {"linear": _linear, "mlp": _mlp, "cnn": _cnn}
 
 NETS: Registry[Build] = Registry("comingle.nets", _OWN)
 """Builders by name, of an input shape and a number of outputs; installed plug-ins' too."""

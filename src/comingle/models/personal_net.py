@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from comingle.adapters.clustered import FloralModel
 from comingle.data.samples import SampleBank, Samples
+from comingle.evaluation.losses import MSE, Loss
 from comingle.evaluation.samples import SampleScore, score_samples
 from comingle.models.copying import own_copy
 from comingle.models.stacked import StackedModel
@@ -30,6 +31,8 @@ class PersonalNet:
 
     name: str
     model: nn.Module
+    loss: Loss = MSE
+    """What :meth:`evaluate` measures."""
 
     @torch.no_grad()
     def predict(self, inputs: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:
@@ -46,7 +49,7 @@ class PersonalNet:
         def forward(rows: Sequence[int], inputs: Tensor) -> Tensor:
             return self.predict(inputs[0]).unsqueeze(0)
 
-        return score_samples(forward, bank, [0], batch=SCORED_AT_ONCE, slots=1)[0]
+        return score_samples(forward, bank, [0], loss=self.loss, batch=SCORED_AT_ONCE, slots=1)[0]
 
 
 class MixtureOfModels(nn.Module):
@@ -73,7 +76,7 @@ class MixtureOfModels(nn.Module):
 def personal_net(name: str, model: StackedModel, tensors: Tree) -> PersonalNet:
     """The net of a user called ``name``, out of its tensors ``(1, ...)``."""
     net = _own_net(model, tensors)
-    return PersonalNet(name=name, model=net.requires_grad_(True).eval())
+    return PersonalNet(name=name, model=net.requires_grad_(True).eval(), loss=model.loss)
 
 
 def _own_net(model: StackedModel, tensors: Tree) -> nn.Module:

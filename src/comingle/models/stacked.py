@@ -23,7 +23,7 @@ from comingle.adapters.clustered.layer import Pairs
 from comingle.adapters.inject import GENERALIST, ROUTER, SPECIALIST
 from comingle.adapters.lora import init_zero
 from comingle.data.seeds import derive
-from comingle.evaluation.samples import sample_losses
+from comingle.evaluation.losses import MSE, Loss
 from comingle.models.gated import GatedPair, place
 from comingle.models.model import Model
 from comingle.models.side_by_side import FusedNorms, channels_last
@@ -48,13 +48,13 @@ class StackedModel(Model):
     dtype: torch.dtype
     mixture: ClientMixture | None = None
     others: Float[Tensor, "others columns"] | None = None
-    classes: bool = False
-    """Whether outputs are logits of classes."""
+    loss: Loss = MSE
+    """Of outputs and targets."""
 
     @property
     def mixes_probabilities(self) -> bool:
         """Whether a mixture of predictions is one of probabilities, not of outputs."""
-        return self.classes and self.mixture is not None and self.mixture.at == "samples"
+        return self.loss.classes and self.mixture is not None and self.mixture.at == "samples"
 
     @property
     def other_starts(self) -> Float[Tensor, "others columns"]:
@@ -128,7 +128,7 @@ class StackedModel(Model):
     def _own_losses(self, tensors: Tree, batch: Any, train: bool) -> Float[Tensor, "users batch ..."]:
         """Losses of the users' models as they are, mixed or not."""
         inputs, targets, present = batch
-        return sample_losses(self._outputs(tensors, inputs, train), targets).masked_fill(~present, 0)
+        return self.loss(self._outputs(tensors, inputs, train), targets).masked_fill(~present, 0)
 
     def component_losses(
         self, tensors: Tree, users: Sequence[int], batch: Any, *, train: bool = False
@@ -137,7 +137,7 @@ class StackedModel(Model):
         inputs, targets, present = batch
         outputs = self._components(tensors, inputs, train)
         wide = targets.unsqueeze(1).expand(*outputs.shape[:2], *targets.shape[1:])
-        return sample_losses(outputs, wide).masked_fill(~present.unsqueeze(1), 0)
+        return self.loss(outputs, wide).masked_fill(~present.unsqueeze(1), 0)
 
     def predict(
         self, tensors: Tree, users: Sequence[int], batch: Float[Tensor, "users batch ..."]
@@ -233,7 +233,7 @@ def stack(
     mixture: ClientMixture | None = None,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
-    classes: bool = False,
+    loss: Loss = MSE,
 ) -> StackedModel:
     """Copies of a net for ``users`` users.
 
@@ -259,7 +259,7 @@ def stack(
         dtype=dtype,
         mixture=mixture,
         others=others,
-        classes=classes,
+        loss=loss,
     )
 
 

@@ -79,7 +79,7 @@ class SplitSection(Section):
 
 _OWN = {
     "text": "comingle.kinds.text.section:TextSection",
-    "task": "comingle.kinds.tasks.section:TaskDataSection",
+    "samples": "comingle.kinds.samples.section:SamplesSection",
     "questions": "comingle.kinds.questions.section:QuestionsDataSection",
 }
 """The sections of the kinds that are here; named, not imported, as kinds stand on recipes."""

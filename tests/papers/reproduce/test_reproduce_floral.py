@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from comingle.data.tasks import make_task
-from comingle.kinds.tasks.section import TaskSection
 from comingle.models.nets import make_net
 from comingle.papers.reproduce.figures import draw
 from comingle.papers.reproduce.plan import Cell, Plan, Wanted, plan
@@ -20,6 +18,8 @@ from comingle.papers.reproduce.published import load_experiment, printed
 from comingle.papers.reproduce.runner import RUNS, run_cells, scores
 from comingle.papers.reproduce.tables import build_table, markdown, remarks
 from comingle.papers.reproduce.weights import count_samples, net_size
+from comingle.papers.tasks.making import make_task
+from comingle.papers.tasks.section import TaskSection
 
 IMAGES = ("mnist", "cifar10", "cifar100")
 

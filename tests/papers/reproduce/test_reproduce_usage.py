@@ -12,15 +12,15 @@ import torch
 from matplotlib.collections import PathCollection
 
 from comingle.data.samples import Samples, UserSamples
-from comingle.data.tasks import Task
 from comingle.errors import RecipeError
-from comingle.kinds.tasks.building import prepare_task
 from comingle.papers.reproduce.figures import draw, read_entries
 from comingle.papers.reproduce.plan import Plan, Wanted, plan
 from comingle.papers.reproduce.published import Experiment, Plot, load_experiment
 from comingle.papers.reproduce.runner import run_cells
 from comingle.papers.reproduce.tables import build_table, markdown
 from comingle.papers.reproduce.usage import Usage, count_usage, plan_usage, usage_figure
+from comingle.papers.tasks.kind import prepare_task
+from comingle.papers.tasks.making import Task
 from comingle.protocol.messages import COUNT
 from comingle.recipes import Recipe, parse_recipe
 from comingle.records import read_metrics

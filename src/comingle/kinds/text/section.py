@@ -96,7 +96,7 @@ class TextSection(DataSection):
     @model_validator(mode="after")
     def _somebody(self) -> TextSection:
         if [self.users, self.dataset, self.given].count(None) != 2:
-            raise ValueError("give one of users, dataset, task and questions")
+            raise ValueError("give one of users, dataset, questions and task")
         if self.users is not None and self.split.given:
             raise ValueError("split.given is for dataset; for users give train, valid and test of each user instead")
         if self.users is not None and not self.users:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from comingle.data.hub import FOLDER_VARIABLE
-from comingle.data.images import has_images
 from comingle.errors import RecipeError
 from comingle.papers.reproduce.published import DataSet, Scale, Study
+from comingle.papers.tasks.images import has_images
 
 IMAGES = "images"
 SPLITS = ("train", "valid", "test")

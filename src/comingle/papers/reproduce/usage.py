@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from comingle.costing.messages import download_of, upload_of
 from comingle.costing.summaries import with_method
 from comingle.data.samples import UserSamples
-from comingle.data.tasks import Task
 from comingle.engines.server import ServerHalf
 from comingle.kinds.language import NETS
-from comingle.kinds.tasks.building import build_nets
+from comingle.kinds.samples.building import build_nets
 from comingle.methods import make
 from comingle.papers.reproduce.plan import Cell, Plan
 from comingle.papers.reproduce.tables import table_line
+from comingle.papers.tasks.making import Task
 from comingle.protocol.messages import LOSS
 from comingle.recipes import Recipe
 from comingle.records import write_json, write_text

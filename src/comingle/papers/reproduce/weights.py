@@ -9,16 +9,16 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from comingle.data.synthetic import DIMENSION, OUTPUTS
-from comingle.data.tasks import REDUCED_MINIMUM, TASKS
 from comingle.kinds.language import NETS
 from comingle.kinds.questions.section import QuestionsDataSection
 from comingle.kinds.questions.sets import QUESTIONS
-from comingle.kinds.tasks.section import TaskDataSection, TaskSection
 from comingle.kinds.text.section import TextSection
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.nets import make_net
+from comingle.papers.tasks.making import REDUCED_MINIMUM, TASKS
+from comingle.papers.tasks.section import TaskDataSection, TaskSection
+from comingle.papers.tasks.synthetic import DIMENSION, OUTPUTS
 from comingle.recipes import Recipe
 
 _IMAGES = {"mnist": (60_000, 10_000), "cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000)}

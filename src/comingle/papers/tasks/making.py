@@ -1,7 +1,8 @@
 """Tasks that are not language: who the users are, which samples each holds, and which net they train.
 
-FLoRAL's regressions are in :mod:`comingle.data.synthetic` and its images in :mod:`comingle.data.shifted`, FedMerge's
-images in :mod:`comingle.data.skewed`; :mod:`comingle.data.settings` has the numbers of all of them.
+FLoRAL's regressions are in :mod:`~comingle.papers.tasks.synthetic` and its images in
+:mod:`~comingle.papers.tasks.shifted`, FedMerge's images in :mod:`~comingle.papers.tasks.skewed`;
+:mod:`~comingle.papers.tasks.settings` has the numbers of all of them.
 
 Which samples a user holds follows from the task and the seed alone, never from the method, and a smaller ``fraction``
 keeps a part of the same samples: FLoRAL's tasks the first, FedMerge's some of each label. Validation samples come out
@@ -20,16 +21,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.data import transforms
 from comingle.data.hub import FOLDER_VARIABLE
-from comingle.data.images import Images, check_images, has_images, read_domains, read_images
 from comingle.data.samples import UserSamples, check
-from comingle.data.settings import CIFAR10_COLOURS, REDUCED_MINIMUM, TASKS, Setting, Shift
-from comingle.data.shifted import make_shifted
-from comingle.data.skewed import make_skewed, pool_images
 from comingle.data.splits import check_labels, hold_out_valid
-from comingle.data.synthetic import DIMENSION, OUTPUTS, Kind, make_synthetic
 from comingle.errors import DataError, RecipeError, did_you_mean
+from comingle.kinds.samples.feed import Augment
+from comingle.kinds.samples.population import Population
+from comingle.papers.tasks import transforms
+from comingle.papers.tasks.images import Images, check_images, has_images, read_domains, read_images
+from comingle.papers.tasks.settings import CIFAR10_COLOURS, REDUCED_MINIMUM, TASKS, Setting, Shift
+from comingle.papers.tasks.shifted import make_shifted
+from comingle.papers.tasks.skewed import make_skewed, pool_images
+from comingle.papers.tasks.synthetic import DIMENSION, OUTPUTS, Kind, make_synthetic
 
 Found = TypeVar("Found", Images, dict[str, Images])
 
@@ -38,21 +41,22 @@ DOMAIN_SIDE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class Task(Population):
     """Users with their samples, and what they train.
 
-    ``classes`` is the number of the net's outputs: classes, or dimensions of a regression's target. With ``augment``,
-    train batches go through :meth:`augmented`.
+    With ``augment``, train batches go through :meth:`augmented`.
     """
 
-    users: tuple[UserSamples, ...]
     loss: Literal["mse", "cross_entropy"]
-    classes: int
+    net: str
     clusters: int
     augment: bool
-    input_shape: tuple[int, ...]
-    net: str
     shift: Shift | None = None
+
+    @property
+    def augmentation(self) -> Augment | None:
+        """Flips and crops, where the task has them."""
+        return self.augmented if self.augment else None
 
     def augmented(
         self, rows: Sequence[int], inputs: Float[Tensor, "users batch c h w"], generator: torch.Generator
@@ -98,7 +102,8 @@ def make_task(
         clusters: the true number of clusters C, if not the task's own.
         fraction: how much of their train samples users keep, at least ``REDUCED_MINIMUM``; 0.05 is "Reduced".
         shift: "rotate" or "labels"; MNIST and CIFAR-10 are rotated unless told otherwise, the others have none.
-        path: folder of the images (:mod:`comingle.data.images` says under which names) or ``hub:NAME``; without it
+        path: folder of the images (:mod:`comingle.papers.tasks.images` says under which names) or ``hub:NAME``;
+            without it
             ``$COMINGLE_DATA/images`` where that holds them, else the hub.
         test_samples: test samples a user: fresh ones of a synthetic task, at most so many images.
         valid: how much of the train samples that a user keeps become validation samples; without it a tenth in

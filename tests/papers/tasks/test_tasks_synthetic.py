@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from comingle.data.samples import UserSamples, check
-from comingle.data.synthetic import DIMENSION, Kind, Truth, draw_truth, make_synthetic
+from comingle.papers.tasks.synthetic import DIMENSION, Kind, Truth, draw_truth, make_synthetic
 
 KINDS: tuple[Kind, ...] = ("linear", "mlp", "mlp-norm")
 

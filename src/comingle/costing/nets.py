@@ -1,4 +1,4 @@
-"""From a recipe with a task to its plan: every method on the task's net."""
+"""From a recipe of users with samples to its plan: every method on their net."""
 
 from __future__ import annotations
 
@@ -13,40 +13,41 @@ from comingle.costing.records import MethodCost, Plan
 from comingle.costing.stacked import Base, Load, count_stacked, measured_base
 from comingle.costing.summaries import summarise, with_method
 from comingle.data.samples import SPLITS
-from comingle.data.tasks import Task
 from comingle.engines.client import Clients
 from comingle.errors import RecipeError
 from comingle.evaluation.costs.memory import free_bytes
+from comingle.kinds.base import kind_of
+from comingle.kinds.samples.population import Population
 from comingle.recipes import Recipe
 from comingle.runs.session import prepare
 
 
-def plan_task(recipes: Sequence[Recipe], users: int | None = None) -> Plan:
-    """The costs of one task under several methods; ``users`` replaces their number.
+def plan_nets(recipes: Sequence[Recipe], users: int | None = None) -> Plan:
+    """The costs of one population under several methods; ``users`` replaces their number.
 
     Samples are read, or made, as their numbers and shapes decide on the costs; nothing is trained.
 
     Raises:
         RecipeError: a method or a setting is wrong.
-        DataError: the task's images cannot be read.
+        DataError: somebody's samples cannot be read.
     """
     if users is not None:
         if users < 1:
             raise RecipeError(f"--users: got {users}; allowed: whole numbers from 1")
-        recipes = [recipe.with_changes({"data.task.users": users}) for recipe in recipes]
-    task = prepare(recipes[0]).common
-    plain = rehearse_task(with_method(recipes[0], "fedavg"), task)
+        recipes = [kind_of(recipe).of_users(recipe, users) for recipe in recipes]
+    population = prepare(recipes[0]).common
+    plain = rehearse_nets(with_method(recipes[0], "fedavg"), population)
     clients = plain.federation.clients
     base, free = measured_base(plain), free_bytes(clients.model.device)
-    costs = [task_cost(recipe, task, base, free) for recipe in recipes]
+    costs = [net_cost(recipe, population, base, free) for recipe in recipes]
     return Plan(
         base=clients.model.name,
         base_parameters=clients.model.base_parameters,
         dtype=str(clients.model.dtype).removeprefix("torch."),
         device=str(clients.model.device),
-        users=tuple(user.name for user in task.users),
+        users=tuple(user.name for user in population.users),
         rounds=clients.training.rounds,
-        local_steps=max(load.steps for load in loads_of(clients, task).values()),
+        local_steps=max(load.steps for load in loads_of(clients, population).values()),
         batch_size=clients.training.batch_size,
         context=0,
         base_flops=costs[0].users[0].forward.base,
@@ -57,26 +58,28 @@ def plan_task(recipes: Sequence[Recipe], users: int | None = None) -> Plan:
     )
 
 
-def task_cost(recipe: Recipe, task: Task, base: Base, free: int) -> MethodCost:
+def net_cost(recipe: Recipe, population: Population, base: Base, free: int) -> MethodCost:
     """Everything about one method; ``base`` is the net alone."""
-    stage = rehearse_task(recipe, task)
-    return summarise(stage, count_stacked(stage, loads_of(stage.federation.clients, task), base), free)
+    stage = rehearse_nets(recipe, population)
+    return summarise(stage, count_stacked(stage, loads_of(stage.federation.clients, population), base), free)
 
 
-def rehearse_task(recipe: Recipe, task: Task) -> Rehearsal:
-    """The federation of a task without its data."""
-    federation = bare_nets(recipe, task)
+def rehearse_nets(recipe: Recipe, population: Population) -> Rehearsal:
+    """The federation of users of nets without their data."""
+    federation = bare_nets(recipe, population)
     clients = federation.clients
-    trainers = 1 if clients.method.placement.pooled else len(task.users)
-    process_size = process_bytes("task", clients.model.device)
-    return rehearse(federation, trainers, data_bytes=data_bytes(task, clients.model.dtype), process_bytes=process_size)
+    trainers = 1 if clients.method.placement.pooled else len(population.users)
+    process_size = process_bytes("samples", clients.model.device)
+    return rehearse(
+        federation, trainers, data_bytes=data_bytes(population, clients.model.dtype), process_bytes=process_size
+    )
 
 
-def loads_of(clients: Clients, task: Task) -> dict[str, Load]:
+def loads_of(clients: Clients, population: Population) -> dict[str, Load]:
     """Every user's local work by name; a pooled one has it all."""
-    users = {user.name: user for user in task.users}
+    users = {user.name: user for user in population.users}
     if clients.method.placement.pooled:
-        users = {f"all {len(task.users)} users as one": clients.trainers[0]}
+        users = {f"all {len(population.users)} users as one": clients.trainers[0]}
     loads = {}
     for name, user in users.items():
         sizes, swept = clients.feed.batch_sizes(user)
@@ -84,10 +87,10 @@ def loads_of(clients: Clients, task: Task) -> dict[str, Load]:
     return loads
 
 
-def data_bytes(task: Task, dtype: torch.dtype) -> int:
+def data_bytes(population: Population, dtype: torch.dtype) -> int:
     """Everybody's samples, once as they were read and once as batches are gathered from them."""
     total = 0
-    for part in (user.split(split) for user in task.users for split in SPLITS):
+    for part in (user.split(split) for user in population.users for split in SPLITS):
         total += part.inputs.nbytes + part.targets.nbytes + part.inputs.numel() * dtype.itemsize
         total += part.targets.numel() * (dtype if part.targets.is_floating_point() else part.targets.dtype).itemsize
     return total

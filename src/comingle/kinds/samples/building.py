@@ -6,87 +6,68 @@ import math
 from functools import partial
 
 import torch
-from torch import nn
 
 from comingle.adapters.clustered import adaptor_size, floral
 from comingle.data.samples import UserSamples, check, pool_samples
-from comingle.data.tasks import Task, make_task
 from comingle.engines.client import Clients, batch_size
 from comingle.engines.training import Training
 from comingle.errors import DataError, RecipeError
 from comingle.kinds.base import always_there, later
 from comingle.kinds.language import ADAPTOR_SETS, NETS
-from comingle.kinds.tasks.feed import SampleFeed
-from comingle.kinds.tasks.section import TaskSection
+from comingle.kinds.samples.feed import SampleFeed
+from comingle.kinds.samples.nets import check_net, net_maker, net_name
+from comingle.kinds.samples.population import Population
 from comingle.methods.base import Method
 from comingle.models.gated import gated_pair
 from comingle.models.hardware import require_room, resolve_device, resolve_dtype
-from comingle.models.nets import make_net
 from comingle.models.stacked import StackedModel, stack
 from comingle.recipes import Recipe
 from comingle.trees import ADAPTOR, BASE, STATISTICS
 
 
-def prepare_task(section: TaskSection, seed: int) -> Task:
-    """The users and samples of a recipe's task."""
-    return make_task(section.name, **section.model_dump(exclude={"name"}, exclude_unset=True), seed=seed)
-
-
-def build_nets(recipe: Recipe, task: Task, method: Method, training: Training, *, unread: bool = False) -> Clients:
-    """Everybody's copy of the task's net, with adaptors where the method mixes them.
+def build_nets(
+    recipe: Recipe, population: Population, method: Method, training: Training, *, unread: bool = False
+) -> Clients:
+    """Everybody's copy of the net, with adaptors where the method mixes them.
 
     ``unread`` leaves the users' samples where they are until something asks for them.
 
     Raises:
         RecipeError: a base that is no net, a method for language models, fewer components than true clusters for
             optimal routing, or batches that batch norm cannot take.
-        DataError: users whose samples cannot share the task.
+        DataError: users whose samples cannot share a net.
     """
-    users = list(task.users)
+    users = list(population.users)
     if not unread:
-        _check_users(task)
+        _check_users(population)
     check_on_nets(method)
-    _check_clusters(task, method)
+    _check_clusters(population, method)
     training = always_there(method, training)
     device = resolve_device(recipe.runtime.device)
     dtype = torch.float32 if recipe.runtime.dtype == "auto" else resolve_dtype(recipe.runtime.dtype, device)
     pooled = later(UserSamples, "everyone", lambda: pool_samples(users)) if unread else None
     trainers = [pooled or pool_samples(users)] if method.placement.pooled else users
-    model = _model(recipe, task, method, len(trainers), device, dtype)
+    model = _model(recipe, population, method, len(trainers), device, dtype)
     size = batch_size(method, training, len(users))
     least = _least_batch(model, training, size)
-    augment = task.augmented if task.augment and not method.placement.pooled else None
-    feed = partial(SampleFeed, trainers, training, size, device=device, dtype=dtype, augment=augment, least=least)
+    augment = None if method.placement.pooled else population.augmentation
+    options = {"device": device, "dtype": dtype, "loss": population.measure, "augment": augment, "least": least}
+    feed = partial(SampleFeed, trainers, training, size, **options)
     source = feed if unread else feed()
     return Clients(model, method, training, trainers=trainers, users=users, feed=source, reads=not unread)
 
 
-def net_name(recipe: Recipe, task: Task) -> str:
-    """Which net is trained.
-
-    Raises:
-        RecipeError: a base is named that is no net.
-    """
-    if "base" not in recipe.model_fields_set:
-        return task.net
-    if not recipe.base.startswith(NETS):
-        raise RecipeError(f"base: got {recipe.base!r} for data.task; allowed: {NETS}NAME, or none for the task's own")
-    return recipe.base.removeprefix(NETS)
-
-
 def _model(
-    recipe: Recipe, task: Task, method: Method, users: int, device: torch.device, dtype: torch.dtype
+    recipe: Recipe, population: Population, method: Method, users: int, device: torch.device, dtype: torch.dtype
 ) -> StackedModel:
-    name, mixture = net_name(recipe, task), method.placement.mixture
+    name, mixture = net_name(recipe, population), method.placement.mixture
+    make = net_maker(recipe, population)
     many = mixture.clusters if mixture is not None and mixture.of == "models" else method.server.server_models
     many = 2 if method.placement.gated else many
-
-    def net(number: int) -> nn.Module:
-        return make_net(name, task.input_shape, task.classes, seed=recipe.seed + SEED_STEP * number)
-
-    first = net(0)
+    first = make(recipe.seed)
+    check_net(first, name, population)
     require_room(f"method {method.name}", many, sum(p.numel() for p in first.parameters()))
-    nets = [first, *(net(number) for number in range(1, many))]
+    nets = [first, *(make(recipe.seed + SEED_STEP * number) for number in range(1, many))]
     if mixture is not None and mixture.of == "adaptors":
         settings = recipe.floral.model_dump()
         if settings["rank"] is None and settings["budget"] is None:
@@ -95,9 +76,9 @@ def _model(
         require_room(f"method {method.name}", mixture.clusters, adaptor_size(nets[0], **sizes), ADAPTOR_SETS)
         nets = [floral(nets[0], num_clusters=mixture.clusters, copy=False, generator=torch.Generator(), **settings)]
     if method.placement.gated:
-        nets = [gated_pair(*nets, inputs=math.prod(task.input_shape), seed=recipe.seed)]
-    classes = task.loss == "cross_entropy"
-    return stack(nets, name=NETS + name, users=users, mixture=mixture, device=device, dtype=dtype, classes=classes)
+        nets = [gated_pair(*nets, inputs=math.prod(population.input_shape), seed=recipe.seed)]
+    loss = population.measure
+    return stack(nets, name=NETS + name, users=users, mixture=mixture, device=device, dtype=dtype, loss=loss)
 
 
 NET_ROLES = frozenset({BASE, ADAPTOR})
@@ -120,26 +101,30 @@ def check_on_nets(method: Method) -> None:
     if method.shared and not method.shared & NET_ROLES:
         raise RecipeError(f"method {method.name}: shares nothing of a net; it is for language models")
     if method.placement.copies > 1 or any(part.language_only for part in method.client.parts):
-        raise RecipeError(f"method {method.name}: needs a language model; data.task has nets that are trained whole")
+        raise RecipeError(
+            f"method {method.name}: needs a language model; users with samples have nets that are trained whole"
+        )
 
 
-def _check_users(task: Task) -> None:
-    """Tasks may come from elsewhere than a recipe."""
-    check(task.users, classes=task.classes if task.loss == "cross_entropy" else None)
-    first = task.users[0]
-    if (got := tuple(first.train.inputs.shape[1:])) != tuple(task.input_shape):
-        raise DataError(f"user {first.name!r}: inputs have shape {got}; allowed: the task's, {tuple(task.input_shape)}")
+def _check_users(population: Population) -> None:
+    """Users may come from elsewhere than a recipe."""
+    check(population.users, classes=population.classes if population.measure.classes else None)
+    first = population.users[0]
+    if (got := tuple(first.train.inputs.shape[1:])) != tuple(population.input_shape):
+        raise DataError(
+            f"user {first.name!r}: inputs have shape {got}; allowed: the net's, {tuple(population.input_shape)}"
+        )
 
 
-def _check_clusters(task: Task, method: Method) -> None:
+def _check_clusters(population: Population, method: Method) -> None:
     """More components than true clusters are left without users, fewer would make two clusters one."""
-    true = max((user.cluster for user in task.users if user.cluster is not None), default=-1) + 1
+    true = max((user.cluster for user in population.users if user.cluster is not None), default=-1) + 1
     if (
         method.placement.mixture is not None
         and method.placement.mixture.optimal
         and (got := method.placement.mixture.clusters) < true
     ):
-        raise RecipeError(f"method {method.name}: clusters is {got}; allowed: from {true}, the task's true clusters")
+        raise RecipeError(f"method {method.name}: clusters is {got}; allowed: from {true}, the true clusters")
 
 
 def _least_batch(model: StackedModel, training: Training, size: int) -> int:

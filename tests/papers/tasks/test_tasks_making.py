@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.data import transforms
-from comingle.data.images import read_images
 from comingle.data.samples import bank_of
 from comingle.data.seeds import generator
-from comingle.data.tasks import TASKS, Task, make_task
 from comingle.errors import DataError, RecipeError
+from comingle.papers.tasks import transforms
+from comingle.papers.tasks.images import read_images
+from comingle.papers.tasks.making import TASKS, Task, make_task
 
 MakeFolder = Callable[..., Path]
 
@@ -206,7 +206,7 @@ def test_images_are_found_through_the_variable_before_the_hub(
         asked.append((name, source))
         raise DataError("no network here")
 
-    monkeypatch.setattr("comingle.data.tasks.read_images", ask)
+    monkeypatch.setattr("comingle.papers.tasks.making.read_images", ask)
     for name in ("cifar100", "cifar10"):  # the folder does not hold them
         with pytest.raises(DataError, match="no network here"):
             make_task(name, seed=0)

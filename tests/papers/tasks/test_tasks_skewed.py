@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from comingle.data.samples import SPLITS, UserSamples
-from comingle.data.settings import TASKS
-from comingle.data.tasks import Task, make_task
 from comingle.errors import DataError, RecipeError
-from comingle.kinds.tasks.kind import KIND as TASK_KIND
+from comingle.papers.tasks.kind import KIND as TASK_KIND
+from comingle.papers.tasks.making import Task, make_task
+from comingle.papers.tasks.settings import TASKS
 
 MakeFolder = Callable[..., Path]
 DOMAINS = ("art_painting", "cartoon", "photo", "sketch")
@@ -271,7 +271,7 @@ def test_where_to_put_images_is_said_when_the_hub_is_out_of_reach(
     def unreachable(*_: Any, **__: Any) -> Any:
         raise DataError("hub:somebody/something: cannot be loaded as a data set: no connection")
 
-    monkeypatch.setattr("comingle.data.images.iterate_values", unreachable)
+    monkeypatch.setattr("comingle.papers.tasks.images.iterate_values", unreachable)
     monkeypatch.delenv("COMINGLE_DATA", raising=False)
     said = "no connection; without the hub, give data.task.path or $COMINGLE_DATA/images ($COMINGLE_DATA is not set)"
     with pytest.raises(DataError) as error:

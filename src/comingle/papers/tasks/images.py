@@ -15,20 +15,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
+from comingle.data.arrays import read_arrays
 from comingle.data.compressed import OPENERS
 from comingle.data.hub import HUB_PREFIX
-from comingle.data.idx import read_idx
-from comingle.data.pictures import decode, scale, stack
-from comingle.data.rows import describe, list_names
+from comingle.data.rows import list_names
 from comingle.data.sources import iterate_values
 from comingle.errors import DataError
+from comingle.papers.tasks.idx import read_idx
+from comingle.papers.tasks.pictures import decode, scale, stack
 
 _SPLITS = {"train": "train", "test": "t10k"}
 # What people call the arrays and columns; the first that is there is read. CIFAR-100 has fine and coarse labels.
@@ -176,7 +176,7 @@ def read_npz(path: Path, *, split: str | None = None) -> Images:
     Raises:
         DataError: no such file, no npz file, arrays missing, of the wrong type or of different lengths.
     """
-    arrays = _read_arrays(path)
+    arrays = read_arrays(path)
     labels = arrays[_choose(arrays, _LABEL_KEYS, split, path, "labels")]
     if {"jpeg", "offset"} <= set(arrays):
         images = _pair(decode(arrays["jpeg"], arrays["offset"], path), labels, str(path))
@@ -188,17 +188,6 @@ def read_npz(path: Path, *, split: str | None = None) -> Images:
     if names is not None and names.ndim != 1:
         raise DataError(f"{path}: domains has {names.ndim} axes; allowed: 1, a name for each number in domain")
     return _with_domains(images, arrays["domain"], None if names is None else list(map(str, names)), str(path))
-
-
-def _read_arrays(path: Path) -> dict[str, np.ndarray]:
-    if not is_zipfile(path):  # numpy would take it for a pickle, or for a single array
-        problem = "not a readable npz file: no complete zip archive" if path.is_file() else "no such file"
-        raise DataError(f"{path}: {problem}")
-    try:
-        with path.open("rb") as raw, np.load(raw) as file:  # numpy leaves open what turns out to be damaged
-            return {key: file[key] for key in file.files}
-    except Exception as error:  # numpy, zipfile, zlib and tokenize each have errors of their own
-        raise DataError(f"{path}: not a readable npz file: {describe(error)}") from error
 
 
 def _with_domains(images: Images, domains: np.ndarray, names: Sequence[str] | None, where: str) -> Images:

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from comingle.data.seeds import generator
+from comingle.evaluation.losses import CROSS_ENTROPY
 from comingle.models.nets import make_net
-from comingle.models.resnets import STAGES, make_resnet
 from comingle.models.stacked import stack
+from comingle.papers.nets.resnets import STAGES, make_resnet
 from comingle.trees import BASE, STATISTICS
 
 TABLE_1 = {9: 1, 18: 2.27, 34: 4.32, 50: 4.82, 101: 8.73, 152: 11.95}
@@ -112,7 +113,7 @@ def test_a_block_is_what_he_et_al_say(layers: int, kind: str) -> None:
 def test_stacked_users_have_the_losses_and_statistics_of_each_alone(layers: int) -> None:
     """Through the model that the engine trains: one step of batch norm in training, then in evaluation."""
     nets = [build(layers, 5, 16, seed).double() for seed in range(3)]
-    model = stack([build(layers, 5, 16).double()], name="net", users=3, dtype=torch.float64)
+    model = stack([build(layers, 5, 16).double()], name="net", users=3, dtype=torch.float64, loss=CROSS_ENTROPY)
     tensors = {
         slot.name: torch.stack([net.state_dict()[slot.name].clone() for net in nets]) for slot in model.layout.slots
     }

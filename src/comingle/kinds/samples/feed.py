@@ -18,6 +18,7 @@ from comingle.engines.feeds import Predict
 from comingle.engines.passes import PassFeed
 from comingle.engines.training import Portions, Training
 from comingle.errors import DataError
+from comingle.evaluation.losses import Loss
 from comingle.evaluation.perplexity import Gates
 from comingle.evaluation.samples import SampleScore, score_samples
 from comingle.methods.client import Phase, Stream
@@ -45,11 +46,12 @@ class SampleFeed(PassFeed):
         *,
         device: torch.device,
         dtype: torch.dtype,
+        loss: Loss,
         augment: Augment | None = None,
         least: int = 1,
     ):
         super().__init__(trainers, training, batch_size, least=least)
-        self.augment = augment
+        self.loss, self.augment = loss, augment
         for trainer in self.trainers:
             if len(trainer.train) < least:
                 got = f"{len(trainer.train)} train samples"
@@ -113,7 +115,7 @@ class SampleFeed(PassFeed):
         def forward(owners: Sequence[int], inputs: Tensor) -> Tensor:
             return predict([rows[owner] for owner in owners], inputs)
 
-        return score_samples(forward, bank, range(len(sets)), batch=SCORED_PER_SLOT, slots=slots)
+        return score_samples(forward, bank, range(len(sets)), loss=self.loss, batch=SCORED_PER_SLOT, slots=slots)
 
     # ---------------------------------------------------------------- counted without data
 
@@ -121,9 +123,9 @@ class SampleFeed(PassFeed):
 
     def of(self, trainers: Sequence[UserSamples]) -> SampleFeed:
         """The feed of other trainers, without augmentation."""
-        like = self.banks["train"].inputs
-        size = self.batch_size
-        return SampleFeed(trainers, self.training, size, device=like.device, dtype=like.dtype, least=self.least)
+        like, size = self.banks["train"].inputs, self.batch_size
+        same = {"device": like.device, "dtype": like.dtype, "loss": self.loss, "least": self.least}
+        return SampleFeed(trainers, self.training, size, **same)
 
     def without_data(self, fake: Callable[[Tensor], Tensor]) -> SampleFeed:
         """Augmentation is left out too: it is done before a pass, and small beside it."""

@@ -35,6 +35,7 @@ def test_every_net_has_the_papers_size() -> None:
         "linear": 10 * 3 + 3,
         "mlp": (10 * 20 + 20) + (20 + 1),
         "mlp-norm": (10 * 20 + 20) + 2 * 20 + (20 + 1),
+        "cnn": (3 * 32 * 9 + 32) + (32 * 64 * 9 + 64) + (64 * 16 * 10 + 10),
         "mnist": (784 * 200 + 200) + (200 * 10 + 10),
         "cifar10": (3 * 32 * 25 + 32) + (32 * 64 * 9 + 64) + (1024 * 64 + 64) + (64 * 10 + 10),
     }
@@ -42,7 +43,7 @@ def test_every_net_has_the_papers_size() -> None:
     convolutions = sum(a * b * 9 + b for a, b in pairwise(channels))
     sizes["vgg8"] = convolutions + 2 * (512 * 512 + 512) + (512 * 10 + 10)
     sizes["vgg8-norm"] = sizes["vgg8"] + 2 * sum(channels[1:])
-    sizes |= {  # with 10 outputs; counted by a formula in test_models_resnets.py
+    sizes |= {  # with 10 outputs; counted by a formula in test_nets_resnets.py
         "resnet9": 78_002,
         "resnet18": 176_402,
         "resnet34": 335_154,
@@ -136,8 +137,9 @@ def test_without_a_seed_two_nets_differ() -> None:
         ("resnet10", (3, 32, 32), "no net 'resnet10'. Did you mean 'resnet101'?"),
         ("resnet9", (3, 32, 7), "net 'resnet9': inputs of shape (3, 32, 7); allowed: (channels, height, width) with"),
         ("resnet9-group", (3, 7, 32), "net 'resnet9-group': inputs of shape (3, 7, 32); allowed: (channels, height,"),
-        ("mnst", (1, 28, 28), "no net 'mnst'. Did you mean 'mnist'? Allowed: linear, mlp, mlp-norm, mnist, cifar10"),
-        ("linear", (1, 28, 28), "net 'linear': inputs of shape (1, 28, 28); allowed: (d,)"),
+        ("mnst", (1, 28, 28), "no net 'mnst'. Did you mean 'mnist'? Allowed: linear, mlp, cnn, cifar10"),
+        ("mlp-norm", (1, 28, 28), "net 'mlp-norm': inputs of shape (1, 28, 28); allowed: (d,)"),
+        ("cnn", (784,), "net 'cnn': inputs of shape (784,); allowed: (channels, height, width) with sides of at"),
         ("mnist", (784,), "net 'mnist': inputs of shape (784,); allowed: (channels, height, width) with sides of at"),
         ("cifar10", (3, 11, 32), "net 'cifar10': inputs of shape (3, 11, 32); allowed: (channels, height, width)"),
         ("vgg8", (3, 31, 32), "with sides of at least 32"),
@@ -147,6 +149,15 @@ def test_a_net_that_does_not_fit_is_said(name: str, shape: tuple[int, ...], mess
     with pytest.raises(RecipeError) as error:
         make_net(name, shape, 10)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["linear", "mlp"])
+def test_nets_of_vectors_flatten_what_is_none(name: str) -> None:
+    assert make_net(name, (1, 8, 8), 5, seed=0)(torch.zeros(2, 1, 8, 8)).shape == (2, 5)
+
+
+def test_the_widest_hidden_layer_is_limited() -> None:
+    assert max(p.shape[0] for p in make_net("mlp", (3, 64, 64), 5, seed=0).parameters()) == 512
 
 
 def test_the_smallest_images_that_are_allowed_go_through() -> None:

@@ -1,7 +1,7 @@
 """FedMerge's image tasks: users who differ by their labels, their cluster of labels, or their domain.
 
 Source: FedMerge, section 4.1; what it leaves open is as in its public code. The data set's own train and test images
-are pooled, dealt out (:mod:`comingle.data.groups`), and each user's are split: a sixth is for testing, a tenth of the
+are pooled, dealt out (:mod:`.groups`), and each user's are split: a sixth is for testing, a tenth of the
 others for validation, label by label, so that train, validation and test images of a user have the same distribution
 and every label is trained on (:mod:`comingle.data.splits`).
 
@@ -25,13 +25,13 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from comingle.data.groups import Key, choose_labels, cluster_sizes, deal, group_by_labels
-from comingle.data.images import Images
 from comingle.data.samples import Samples, UserSamples
-from comingle.data.settings import REDUCED_MINIMUM, TEST_SHARE, Setting
 from comingle.data.splits import hold_out, list_labels
-from comingle.data.transforms import normalise
 from comingle.errors import DataError, RecipeError
+from comingle.papers.tasks.groups import Key, choose_labels, cluster_sizes, deal, group_by_labels
+from comingle.papers.tasks.images import Images
+from comingle.papers.tasks.settings import REDUCED_MINIMUM, TEST_SHARE, Setting
+from comingle.papers.tasks.transforms import normalise
 
 
 def pool_images(parts: Sequence[Images], where: str) -> Images:

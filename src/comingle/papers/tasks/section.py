@@ -7,12 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from comingle.kinds.samples.section import UNREAD
 from comingle.recipes.data import DataSection
 from comingle.recipes.fields import Count, Fraction, Positive, Section
 
 
 class TaskSection(Section):
-    """Users made for a task that is not language: see ``comingle.data.tasks``."""
+    """Users made for a task that is not language: see ``comingle.papers.tasks.making``."""
 
     name: str
     users: Count | None = None
@@ -34,14 +35,11 @@ class TaskDataSection(DataSection):
 
     label: ClassVar[str] = "data.task"
     marks: ClassVar[tuple[str, ...]] = ("task",)
-    implementation: ClassVar[str] = "comingle.kinds.tasks.kind:KIND"
+    implementation: ClassVar[str] = "comingle.papers.tasks.kind:KIND"
     has_base: ClassVar[bool] = True
     accepted: ClassVar[Mapping[str, str]] = {"task": "a name, or a mapping with name"}
     unread: ClassVar[Mapping[str, str]] = {
-        "training.local_steps": "passes over a user's samples are counted by training.local_epochs",
-        "training.context": "samples have no windows",
-        "training.balance_weight": "nets have no token routers",
-        "adapters": "the section floral is for adaptors in nets",
+        **UNREAD,
         "data.split": "a task has its own train and test samples",
         "data.held_out": "a task has its own test samples",
         "data.on_small_user": "samples have no windows to be too short for",

@@ -15,12 +15,12 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from comingle.data import transforms
-from comingle.data.images import Images
 from comingle.data.samples import Samples, UserSamples
 from comingle.data.seeds import generator
-from comingle.data.settings import Setting, Shift
 from comingle.errors import RecipeError
+from comingle.papers.tasks import transforms
+from comingle.papers.tasks.images import Images
+from comingle.papers.tasks.settings import Setting, Shift
 
 
 def make_shifted(

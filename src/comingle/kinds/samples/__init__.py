@@ -1,0 +1,1 @@
+"""Users with samples of their own, inputs with targets: each trains a copy of a net."""

@@ -1,0 +1,210 @@
+"""Users with samples of their own; each trains a copy of a net."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from comingle.data.samples import Samples, UserSamples, pool_samples
+from comingle.data.splits import warn_unseen
+from comingle.engines.client import Clients
+from comingle.engines.training import Training
+from comingle.errors import DataError, RecipeError
+from comingle.evaluation.losses import CROSS_ENTROPY, MSE, Loss, find_loss
+from comingle.kinds.base import Kind, LoadBase, Materials
+from comingle.kinds.samples.building import build_nets, check_on_nets
+from comingle.kinds.samples.given import TAKEN, read_given, takes
+from comingle.kinds.samples.nets import net_name
+from comingle.kinds.samples.population import MakeNet, Population
+from comingle.kinds.samples.preview import preview
+from comingle.kinds.samples.reading import read_users
+from comingle.kinds.samples.section import SamplesSection
+from comingle.methods.base import Method
+from comingle.models.base import Base
+from comingle.models.model import Model
+from comingle.models.personal_net import PersonalNet, personal_net
+from comingle.models.stacked import StackedModel
+from comingle.recipes import Recipe
+from comingle.trees import Tree
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+OWN = ""
+"""What a run folder has as the net or the loss that a program handed over."""
+
+
+class NetKind(Kind):
+    """What kinds of users who train copies of a net have in common."""
+
+    user, needs_base, read_for_costs = UserSamples, False, True
+
+    def check(self, recipe: Recipe, method: Method) -> None:
+        """Adapters in a language model and routers of tokens are none of nets."""
+        check_on_nets(method)
+
+    def clients(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Clients:
+        """Everybody's copy of the net."""
+        return build_nets(recipe, materials.common, method, training, unread=materials.unread)
+
+    def pooled(self, users: Sequence[Any]) -> UserSamples:
+        """The samples of all."""
+        return pool_samples(users)
+
+    def personal(self, name: str, model: Model, tensors: Tree, row: int) -> PersonalNet:
+        """One that predicts."""
+        return personal_net(name, cast(StackedModel, model), tensors)
+
+    def preview(self, recipe: Recipe, materials: Materials, *, everybody: bool) -> list[RenderableType]:
+        """The net that is trained, how many samples each user has, and its true cluster where there is one."""
+        return preview(net_name(recipe, materials.common), materials.common, everybody=everybody)
+
+    def of_users(self, recipe: Recipe, users: int) -> Recipe:
+        """The recipe with so many users, for costs.
+
+        Raises:
+            RecipeError: who the users are is not a matter of their number.
+        """
+        raise RecipeError(f"--users: got {users}; the users' samples are read, so leave it out")
+
+
+class SamplesKind(NetKind):
+    """Inputs with targets, out of files or handed over."""
+
+    name, handed = "samples", TAKEN
+
+    def check(self, recipe: Recipe, method: Method) -> None:
+        """The loss must be one, too."""
+        super().check(recipe, method)
+        if (loss := section(recipe).loss) is not None:
+            find_loss(loss, classes=False)
+
+    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
+        """Files; no base is loaded."""
+        if section(recipe).users is None:
+            raise DataError("users: a program hands them over; do so again, as comingle.run(recipe, users={...})")
+        users, labels = read_users(section(recipe), recipe.seed)
+        return self._materials(recipe, users, section(recipe).loss, None, labels)
+
+    def takes(self, data: Any) -> bool:
+        """Data sets of PyTorch, pairs of arrays, splits of these."""
+        return takes(data)
+
+    def adopt(
+        self,
+        recipe: Recipe,
+        given: Mapping[str, Any],
+        load_base: LoadBase,
+        *,
+        validates: bool,
+        net: Any = None,
+        loss: Callable[..., Any] | None = None,
+    ) -> Materials:
+        """``net`` makes a net, of nothing or of an input's shape and the number of outputs; ``loss`` is one a sample.
+
+        Raises:
+            DataError: somebody's samples cannot be used.
+            RecipeError: the net or the loss cannot.
+        """
+        data = section(recipe)
+        if data.image_size is not None or data.grayscale:
+            raise RecipeError("data.image_size and grayscale are for folders of images; scale what is handed over")
+        shares = {"valid": data.split.valid, "test": data.split.test, "seed": recipe.seed}
+        users = tuple(read_given(name, of_user, **shares) for name, of_user in given.items())
+        return self._materials(recipe, users, loss or data.loss, net, ())
+
+    def _materials(
+        self,
+        recipe: Recipe,
+        users: tuple[UserSamples, ...],
+        loss: str | Callable[..., Any] | None,
+        net: MakeNet | None,
+        labels: tuple[str, ...],
+    ) -> Materials:
+        if not users:
+            raise DataError("no users; at least one is needed")
+        whole = all(not part.targets.is_floating_point() for user in users for part in (user.train, user.test))
+        chosen = find_loss(loss, classes=whole) if loss is not None else CROSS_ENTROPY if whole else MSE
+        if whole and not chosen.classes:
+            users = tuple(_as_real(user) for user in users)
+        shape = tuple(users[0].train.inputs.shape[1:])
+        classes = _outputs(users, chosen, section(recipe).classes, labels)
+        if chosen.classes and whole:
+            warn_unseen(users)
+        own = net if net is not None else "cnn" if len(shape) == 3 and min(shape[1:]) >= 4 else "mlp"
+        common = Population(users=users, loss=chosen, classes=classes, input_shape=shape, net=own, labels=labels)
+        return Materials(kind=self, base=None, users=users, common=common)
+
+    def settings(self, materials: Materials) -> dict[str, Any]:
+        """Shapes, and the names of the net and of the loss, where they have some."""
+        common = cast(Population, materials.common)
+        return {
+            "net": common.net if isinstance(common.net, str) else OWN,
+            "loss": common.measure.name,
+            "whole": common.measure.classes,
+            "classes": common.classes,
+            "input_shape": list(common.input_shape),
+            "labels": list(common.labels),
+        }
+
+    def reopened(
+        self, base: Base | None, users: tuple[Any, ...], settings: Mapping[str, Any], *, net: Any = None
+    ) -> Materials:
+        """The shapes as they were, and the net.
+
+        Raises:
+            DataError: a program made the net, and hands it over no more.
+        """
+        if settings["net"] == OWN and net is None:
+            raise DataError(
+                "net: a function of a program made it; hand it over again, as comingle.load(folder, base=make_net)"
+            )
+        common = Population(
+            users=users,
+            loss=_reopened_loss(settings["loss"], settings["whole"]),
+            classes=settings["classes"],
+            input_shape=tuple(settings["input_shape"]),
+            net=settings["net"] if net is None else net,
+            labels=tuple(settings["labels"]),
+        )
+        return Materials(kind=self, base=base, users=users, common=common, unread=True)
+
+
+def section(recipe: Recipe) -> SamplesSection:
+    """The recipe's data, which is samples."""
+    return cast(SamplesSection, recipe.data)
+
+
+def _outputs(users: Sequence[UserSamples], loss: Loss, given: int | None, labels: Sequence[str]) -> int:
+    """How many outputs a net has."""
+    if not loss.classes:
+        return users[0].train.targets.shape[-1]
+    if labels or given:
+        return max(len(labels), given or 0)
+    parts = (part.targets for user in users for part in (user.train, user.valid, user.test) if len(part))
+    return max(1, *(int(targets.max()) + 1 for targets in parts))
+
+
+def _as_real(user: UserSamples) -> UserSamples:
+    """Whole targets as real numbers, for a regression."""
+
+    def real(samples: Samples) -> Samples:
+        return Samples(inputs=samples.inputs, targets=samples.targets.float().reshape(-1, 1))
+
+    return replace(user, train=real(user.train), valid=real(user.valid), test=real(user.test))
+
+
+def _reopened_loss(name: str, classes: bool) -> Loss:
+    """The loss of a run, or one that says what is missing where something is to be scored."""
+    try:
+        return find_loss(name, classes=classes)
+    except RecipeError:
+
+        def missing(*_: Any) -> Any:
+            raise DataError(f"loss {name!r}: a program handed it over; do so again to score models")
+
+        return Loss(name=name, function=missing, classes=classes)
+
+
+KIND = SamplesKind()

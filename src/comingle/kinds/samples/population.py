@@ -1,0 +1,39 @@
+"""Users with samples, and what they have in common: the loss, the shapes, the net."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from comingle.data.samples import UserSamples
+from comingle.evaluation.losses import Loss, find_loss
+from comingle.kinds.samples.feed import Augment
+
+MakeNet = Callable[..., nn.Module]
+"""A net of no arguments, or of the shape of one input and the number of outputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Population:
+    """Everybody; ``classes`` is the number of the net's outputs: classes, or dimensions of a regression's target."""
+
+    users: tuple[UserSamples, ...]
+    loss: str | Loss
+    classes: int
+    input_shape: tuple[int, ...]
+    net: str | MakeNet
+    """Trained where the recipe names none: of the registry, or what a program makes."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes, where they have some."""
+
+    @property
+    def measure(self) -> Loss:
+        """The loss itself."""
+        return self.loss if isinstance(self.loss, Loss) else find_loss(self.loss, classes=False)
+
+    @property
+    def augmentation(self) -> Augment | None:
+        """What changes train inputs at random."""
+        return None

@@ -1,0 +1,128 @@
+"""Everybody's samples as a recipe names them: folders of images, or npz files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from comingle.data.arrays import as_samples, read_arrays
+from comingle.data.rows import list_names
+from comingle.data.samples import Samples, UserSamples
+from comingle.errors import DataError
+from comingle.kinds.samples.folders import Look, Pictures, find_splits, read_folder
+from comingle.kinds.samples.parting import part
+from comingle.kinds.samples.section import SampleSource, SamplesSection
+
+logger = logging.getLogger("comingle")
+
+_NAMES = (("inputs", "targets"), ("x", "y"), ("X", "y"))
+_SUFFIXES = {"train": ("train",), "valid": ("valid", "val"), "test": ("test",)}
+
+
+def read_users(section: SamplesSection, seed: int) -> tuple[tuple[UserSamples, ...], tuple[str, ...]]:
+    """Everybody, and the names of the classes where they are folders' names.
+
+    Raises:
+        DataError: a source is missing or unreadable, or they do not fit each other.
+    """
+    assert section.users is not None
+    size = section.image_size
+    look = Look(size=(size, size) if isinstance(size, int) else size, grey=section.grayscale)
+    found = {name: _read_source(f"user {name!r}", source, look) for name, source in section.users.items()}
+    labels = _classes(found)
+    if labels and (other := next((name for name, splits in found.items() if not _are_pictures(splits)), None)):
+        raise DataError(f"user {other!r}: an .npz file, but others have folders of images; give all the same")
+    if not labels and (size is not None or section.grayscale):
+        raise DataError("data.image_size and grayscale are for folders of images; the users have .npz files")
+    shares = {"valid": section.split.valid, "test": section.split.test, "seed": seed}
+    users = {name: {s: _samples(one, labels) for s, one in splits.items()} for name, splits in found.items()}
+    return tuple(part(name, splits, **shares) for name, splits in users.items()), labels
+
+
+def _read_source(where: str, source: SampleSource, look: Look) -> dict[str, Samples | Pictures]:
+    if source.path is not None:
+        return _read_path(where, Path(source.path).expanduser(), look)
+    parts: dict[str, Samples | Pictures] = {}
+    for split in ("train", "valid", "test"):
+        if (place := getattr(source, split)) is not None:
+            path = Path(place).expanduser()
+            parts[split] = read_npz(path, where)["train"] if _is_file(path, where) else read_folder(path, look)
+    return parts
+
+
+def _read_path(where: str, path: Path, look: Look) -> dict[str, Samples | Pictures]:
+    if _is_file(path, where):
+        return dict(read_npz(path, where))
+    return {split: read_folder(folder, look) for split, folder in find_splits(path).items()}
+
+
+def _is_file(path: Path, where: str) -> bool:
+    if not path.exists():
+        raise DataError(f"{where}: {path}: no such file or folder")
+    if path.is_file() and path.suffix.lower() != ".npz":
+        raise DataError(
+            f"{where}: {path}: allowed: an .npz file, or a folder with a subfolder of images for each class"
+        )
+    return path.is_file()
+
+
+def read_npz(path: Path, where: str) -> dict[str, Samples]:
+    """``inputs`` and ``targets``, or ``x`` and ``y``; or for splits ``x_train``, ``y_train``, ``x_test`` and so on.
+
+    Raises:
+        DataError: no npz file, or arrays that are missing or do not fit each other.
+    """
+    arrays = read_arrays(path)
+    for x, y in _NAMES:
+        whole = (x, y) if {x, y} <= arrays.keys() else None
+        parts = {
+            split: (f"{x}_{name}", f"{y}_{name}")
+            for split, names in _SUFFIXES.items()
+            for name in names
+            if {f"{x}_{name}", f"{y}_{name}"} <= arrays.keys()
+        }
+        if whole or {"train", "test"} <= parts.keys():
+            chosen = {"train": whole} if whole else parts
+            return {s: as_samples(arrays[a], arrays[b], f"{where}: {path}") for s, (a, b) in chosen.items()}
+    found = list_names(arrays) or "nothing"
+    raise DataError(
+        f"{where}: {path}: found {found}; allowed: inputs and targets, or x and y (or x_train, y_train ...)"
+    )
+
+
+def _are_pictures(splits: Mapping[str, Samples | Pictures]) -> bool:
+    return all(isinstance(one, Pictures) for one in splits.values())
+
+
+def _classes(found: Mapping[str, Mapping[str, Samples | Pictures]]) -> tuple[str, ...]:
+    """The classes of all users together; who lacks some is said."""
+    own = {
+        name: {label for one in splits.values() if isinstance(one, Pictures) for label in one.classes}
+        for name, splits in found.items()
+    }
+    union = sorted(set().union(*own.values()))
+    lacking = {name: missing for name, has in own.items() if (missing := [one for one in union if one not in has])}
+    if lacking:
+        name, missing = next(iter(lacking.items()))
+        logger.warning(
+            "%d classes are those of all users together: %s; %d of %d users lack some, as %r lacks %s",
+            len(union),
+            list_names(union),
+            len(lacking),
+            len(own),
+            name,
+            list_names(missing),
+        )
+    return tuple(union)
+
+
+def _samples(one: Samples | Pictures, labels: Sequence[str]) -> Samples:
+    if isinstance(one, Samples):
+        return one
+    number = {label: i for i, label in enumerate(labels)}
+    targets = torch.from_numpy(np.array([number[label] for label in one.labels], dtype=np.int64))
+    return Samples(inputs=one.pixels.permute(0, 3, 1, 2).contiguous().float() / 255, targets=targets)

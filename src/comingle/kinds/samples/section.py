@@ -1,0 +1,107 @@
+"""The section ``data`` of users with samples: inputs with targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from comingle.data.names import name_problem
+from comingle.recipes.data import Anchor, DataSection
+from comingle.recipes.fields import Count, Fraction, Section, Source
+
+PATHS = ("path", "train", "valid", "test")
+Side = Annotated[int, Field(ge=1, le=16_384, strict=True)]
+
+UNREAD: Mapping[str, str] = {
+    "training.local_steps": "passes over a user's samples are counted by training.local_epochs",
+    "training.context": "samples have no windows",
+    "training.balance_weight": "nets have no token routers",
+    "adapters": "the section floral is for adaptors in nets",
+}
+"""Settings that no nets read."""
+
+
+class SampleSource(Section):
+    """One user's samples: one source that is split, or the splits one by one."""
+
+    path: Source | None = None
+    train: Source | None = None
+    valid: Source | None = None
+    test: Source | None = None
+
+    @model_validator(mode="after")
+    def _one_or_splits(self) -> SampleSource:
+        if (self.path is None) == (self.train is None) or (self.path and (self.valid or self.test)):
+            raise ValueError("give either path alone, or train and test (and valid)")
+        if self.train is not None and self.test is None:
+            raise ValueError("train without test; give test too")
+        return self
+
+
+class FractionsSection(Section):
+    """Which parts of samples are held out, where they have no splits of their own."""
+
+    valid: Fraction = 0.1
+    test: Annotated[float, Field(gt=0, lt=1)] = 0.1
+
+
+class SamplesSection(DataSection):
+    """Users with a folder of images in one subfolder a class, or an ``.npz`` file; or whom a program hands over."""
+
+    kind: Literal["samples"] = "samples"
+    users: dict[str, SampleSource] | None = None
+    image_size: Side | tuple[Side, Side] | None = None
+    grayscale: bool = False
+    classes: Count | None = None
+    loss: str | None = None
+    split: FractionsSection = FractionsSection()
+
+    label: ClassVar[str] = "samples"
+    implementation: ClassVar[str] = "comingle.kinds.samples.kind:KIND"
+    has_base: ClassVar[bool] = True
+    accepted: ClassVar[Mapping[str, str]] = {
+        "users": "a mapping of names to folders or .npz files, as {ada: path/to/ada}",
+        "users.*": "a path, or a mapping with path, or with train and test (and valid)",
+        "image_size": "a number of pixels, or [height, width]",
+    }
+    unread: ClassVar[Mapping[str, str]] = {
+        **UNREAD,
+        "data.held_out": "each user is tested on samples of its own",
+        "data.on_small_user": "samples have no windows to be too short for",
+        "data.max_train_tokens": "samples have no tokens",
+        "data.max_valid_tokens": "samples have no tokens",
+        "data.max_test_tokens": "samples have no tokens",
+    }
+
+    @field_validator("users", mode="before")
+    @classmethod
+    def _plain_paths(cls, users: Any) -> Any:
+        if not isinstance(users, Mapping):
+            return users
+        if problem := name_problem(str(name) for name in users):
+            raise ValueError(problem)
+        return {str(name): {"path": s} if isinstance(s, str) else s for name, s in users.items()}
+
+    @model_validator(mode="after")
+    def _somebody(self) -> SamplesSection:
+        if (self.users is None) == (self.given is None):
+            raise ValueError("give users, as {ada: path/to/ada}; or given, where a program hands them over")
+        if self.users is not None and not self.users:
+            raise ValueError("zero users; name at least one, as `users: {ada: path/to/ada}`")
+        if self.split.valid + self.split.test >= 1:
+            raise ValueError(f"split: valid {self.split.valid} and test {self.split.test} leave nothing to train on")
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """Those who are named one by one."""
+        return list(self.users or {})
+
+    def anchored(self, anchor: Anchor) -> dict[str, Any]:
+        """Users' folders and files."""
+        content = self.model_dump(mode="json", exclude_unset=True, include={"users"})
+        for entry in (content.get("users") or {}).values():
+            entry |= {key: anchor(entry[key]) for key in PATHS if entry.get(key) is not None}
+        return content

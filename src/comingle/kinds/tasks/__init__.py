@@ -1,1 +1,0 @@
-"""Users made for tasks that are not language: samples with targets, and nets that are trained whole."""

@@ -1,0 +1,1 @@
+"""Nets of the papers, offered to the core through entry points ``comingle.nets``."""

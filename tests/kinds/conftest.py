@@ -1,0 +1,3 @@
+"""The tests of the command line run it within their process."""
+
+from commands import comingle as comingle

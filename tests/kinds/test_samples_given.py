@@ -1,0 +1,291 @@
+"""Samples that a program hands over: data sets, arrays, nets and losses of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from people import adopted, classes, numbers, recipe_of, run_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from comingle.errors import ComingleError, DataError
+from comingle.kinds.base import kind_of
+from comingle.models.personal_net import PersonalNet
+from comingle.runs.session import build
+
+
+class Own(nn.Module):
+    """A net with a convolution, batch norm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
+        self.drop, self.last = nn.Dropout(), nn.Linear(4 * 36, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(self.norm(self.convolution(x).relu())).flatten(1))
+
+
+class Items(Dataset[Any]):
+    """A map-style data set of items as they are."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.items[number]
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def some(count: int, seed: int = 0) -> TensorDataset:
+    return TensorDataset(numbers(count, 1, 8, 8, seed=seed), classes(count, 3, seed))
+
+
+def people() -> dict[str, Any]:
+    return {
+        "ada": some(40),
+        "bob": {"train": some(30, 1), "test": some(9, 2)},
+        "cem": (numbers(20, 1, 8, 8, seed=3).numpy(), classes(20, 3, 3).numpy()),
+    }
+
+
+# ---------------------------------------------------------------- against plain torch
+
+
+def small(shape: tuple[int, ...], outputs: int) -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(*shape, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
+
+
+def fedavg_by_hand(users: list[dict[str, TensorDataset]], loss: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    """Two rounds of three steps each on whole data sets, then the mean by numbers of samples."""
+    shared = small((4,), 3 if users[0]["train"].tensors[1].dim() == 1 else 2)
+    for _ in range(2):
+        locals_ = []
+        for user in users:
+            own, (x, y) = copy.deepcopy(shared), user["train"].tensors
+            optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss(own(x), y).mean().backward()
+                optimizer.step()
+            locals_.append((len(x), own))
+        total = sum(count for count, _ in locals_)
+        mean = {
+            key: sum(count / total * own.state_dict()[key] for count, own in locals_) for key in shared.state_dict()
+        }
+        shared.load_state_dict(mean)
+    return shared
+
+
+def doubled(outputs: Tensor, targets: Tensor) -> Tensor:
+    """An own loss: twice the cross-entropy, more for the later classes."""
+    return F.cross_entropy(outputs, targets, reduction="none") * (1 + targets.double())
+
+
+@pytest.mark.parametrize("own_loss", [None, doubled])
+@pytest.mark.parametrize("real", [False, True])
+def test_a_run_equals_a_naive_loop(real: bool, own_loss: Any) -> None:
+    if real and own_loss is not None:
+        own_loss = lambda outputs, targets: (outputs - targets).abs().sum(-1) ** 1.5  # noqa: E731
+    plain = F.mse_loss if real else F.cross_entropy
+
+    def data(count: int, seed: int) -> TensorDataset:
+        return TensorDataset(numbers(count, 4, seed=seed), numbers(count, 2, seed=9) if real else classes(count, 3))
+
+    users = {"ada": {"train": data(11, 1), "test": data(6, 2)}, "bob": {"train": data(25, 3), "test": data(4, 4)}}
+    recipe = recipe_of(**{"training.local_epochs": 3, "data.split.valid": 0.0})
+    run = run_of(recipe, users, small, own_loss)
+    expected = fedavg_by_hand(list(users.values()), own_loss or (lambda o, t: plain(o, t, reduction="none")))
+    for name, user in users.items():
+        model = run.user(name).model
+        for key, value in expected.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-9, atol=1e-11)
+        x, y = user["test"].tensors
+        outputs = expected(x).detach()
+        lost = own_loss(outputs, y) if own_loss else plain(outputs, y, reduction="none")
+        measured = run.metrics["users"][name]
+        assert measured["test_loss"] == pytest.approx(float(lost.mean()), rel=1e-9)
+        hits = None if real else float((outputs.argmax(-1) == y).double().mean())
+        assert measured.get("test_accuracy") == (None if real else pytest.approx(hits))
+
+
+# ---------------------------------------------------------------- methods, nets
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["fedavg", "local", "centralized", "fedavg+", *({"name": n, "clusters": 2} for n in ("floral", "ensemble", "mfl"))]
+    + [{"name": n, "models": 2} for n in ("fedmerge", "ifca", "fedem")],
+    ids=str,
+)
+def test_methods_of_nets_train_an_own_net(method: Any) -> None:
+    run = run_of(recipe_of(method, **{"floral.rank": 1}), people(), Own)
+    assert run.metrics["base"] == "net:Own"
+    assert run.metrics["measure"] == "accuracy"
+    ada = run.user("ada")
+    assert isinstance(ada, PersonalNet)
+    assert ada.predict(numbers(2, 1, 8, 8)).shape == (2, 3)
+
+
+@pytest.mark.parametrize(("base", "name"), [(None, "net:cnn"), ("net:linear", "net:linear")])
+def test_without_an_own_net_there_is_one_of_the_registry(base: str | None, name: str) -> None:
+    run = run_of(recipe_of(**({} if base is None else {"base": base})), people())
+    assert run.metrics["base"] == name
+
+
+def test_weights_follow_the_recipes_seed() -> None:
+    def first(seed: int) -> Tensor:
+        recipe = recipe_of(seed=seed)
+        return build(recipe, adopted(recipe, people(), Own)).clients.state.rows[0]
+
+    assert torch.equal(first(0), first(0))
+    assert not torch.equal(first(0), first(1))
+
+
+@pytest.mark.parametrize("named", ["mse", "l1", "smooth_l1", "bce"])
+def test_a_regression_on_whole_numbers_takes_them_as_real(named: str) -> None:
+    users = {"ada": (numbers(20, 4), classes(20, 2))}
+    run = run_of(recipe_of(**{"data.loss": named}), users)
+    assert run.metrics["measure"] == "loss"
+    assert run.user("ada").predict(numbers(3, 4)).shape == (3, 1)
+
+
+# ---------------------------------------------------------------- what is handed over
+
+
+@pytest.mark.parametrize("handed", [list(people().values())[i] for i in range(3)] + [[numbers(5, 2), classes(5, 2)]])
+def test_data_sets_pairs_and_splits_are_taken(handed: Any) -> None:
+    assert kind_of(recipe_of()).takes(handed)
+
+
+@pytest.mark.parametrize("other", ["text", ["a", "b"], [{"messages": []}], {"train": ["a"]}, {}, 3, {"test": "x"}])
+def test_text_and_rows_are_not(other: Any) -> None:
+    assert not kind_of(recipe_of()).takes(other)
+
+
+def test_samples_are_parted_by_class_and_by_seed() -> None:
+    users = {"ada": TensorDataset(torch.arange(100.0).unsqueeze(1), torch.arange(100) % 4)}
+
+    def split(seed: int) -> Any:
+        return adopted(recipe_of(seed=seed, **{"data.split.test": 0.2}), users).users[0]
+
+    ada = split(0)
+    assert [len(part) for part in (ada.train, ada.valid, ada.test)] == [70, 10, 20]
+    everything = torch.cat([part.inputs for part in (ada.train, ada.valid, ada.test)]).flatten()
+    assert torch.equal(everything.sort().values, torch.arange(100.0))
+    assert ada.test.targets.bincount().tolist() == [5, 5, 5, 5]
+    assert torch.equal(split(0).test.inputs, ada.test.inputs)
+    assert not torch.equal(split(1).test.inputs, ada.test.inputs)
+
+
+def test_pictures_and_bytes_become_images_from_0_to_1() -> None:
+    pixels = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
+    items = [(pixels + i, i % 2) for i in range(20)]
+    stacked = np.stack([picture for picture, _ in items])
+    ada, bob = adopted(recipe_of(), {"ada": Items(items), "bob": (stacked, classes(20, 2))}).users
+    assert ada.train.inputs.shape[1:] == (3, 4, 5)
+    assert bob.train.inputs.shape[1:] == (3, 4, 5)
+    found = {round(float(v) * 255) for v in torch.cat([ada.train.inputs, ada.valid.inputs, ada.test.inputs]).flatten()}
+    assert found == set(range(4 * 5 * 3 + 19))
+
+
+X, Y = numbers(12, 4), classes(12, 2)
+
+
+@pytest.mark.parametrize(
+    ("users", "message"),
+    [
+        ({}, "no users; at least one is needed"),
+        ({"ada": "text"}, "user 'ada': got str; allowed: a torch Dataset of (input, target), a pair of arrays"),
+        ({"ada": (X[:0], Y[:0])}, "user 'ada': train holds no samples, needs at least 1"),
+        ({"ada": Items([])}, "user 'ada': holds no samples, needs at least 1"),
+        ({"ada": Endless()}, "user 'ada': a data set without a length; allowed: map-style ones"),
+        ({"ada": TensorDataset(X)}, "user 'ada': a TensorDataset of 1; allowed: two, inputs and targets"),
+        ({"ada": Items([1, 2])}, "user 'ada': item 0 is int; allowed: (input, target)"),
+        ({"ada": Items([("a", 1)])}, "the input of item 0 is str; allowed: numbers, an array, a tensor or a picture"),
+        ({"ada": Items([(X[0], 0), (X[0, :2], 1)])}, "inputs have shapes (4,) and (2,); all need one shape"),
+        ({"ada": (X, Y[:5])}, "user 'ada': inputs have shape (12, 4) but targets (5,); needs one for each"),
+        ({"ada": (X, Y.reshape(6, 2))}, "user 'ada': inputs have shape (12, 4) but targets (6, 2)"),
+        ({"ada": (X, Y), "bob": (X[:, :2], Y)}, "user 'bob': train inputs have shape (2,) but those of user"),
+        ({"ada": (X, Y), "bob": (X, X)}, "user 'ada': train targets are int64; this task needs real numbers"),
+        ({"ada": (X, -1 - Y)}, "user 'ada': train targets go from -2 to -1; allowed: 0 to"),
+        ({"ada": (X.log(), Y)}, "user 'ada': train inputs hold NaN or infinite values"),
+        ({"ada": (X[:1], Y[:1])}, "user 'ada': 1 sample, of which none can be spared for data.split.test; give more"),
+        ({"ada": {"train": (X, Y)}}, "user 'ada': splits 'train'; allowed: 'train' and 'test', maybe 'valid'"),
+        ({"ada": {"train": (X, Y), "test": (X[:0], Y[:0])}}, "user 'ada': test holds no samples, needs at least 1"),
+        ({"ada": (X.to(torch.complex64), Y)}, "user 'ada': inputs are complex; allowed: real numbers"),
+    ],
+)
+def test_samples_that_cannot_be_used_are_one_line(users: dict[str, Any], message: str) -> None:
+    with pytest.raises(ComingleError) as error:
+        run_of(recipe_of(), users)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_more_classes_may_be_said_than_there_are_and_not_fewer() -> None:
+    run = run_of(recipe_of(**{"data.classes": 7}), {"ada": (X, Y)})
+    assert run.user("ada").predict(X[:1]).shape == (1, 7)
+    with pytest.raises(DataError, match="user 'ada': train targets go from 0 to 1; allowed: 0 to 0"):
+        run_of(recipe_of(**{"data.classes": 1}), {"ada": (X, Y)})
+
+
+class Peeking(nn.Module):
+    """Looks at a value, which users' stacked copies cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x) if x.sum().item() < 1e9 else x
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (Peeking, "net 'Peeking': users' copies cannot run together under torch.vmap: vmap: It looks like"),
+        (lambda: nn.Linear(3, 2), "net 'own': cannot take inputs of (4,): mat1 and mat2 shapes cannot be multiplied"),
+        (lambda: nn.Linear(4, 5), "net 'own': outputs are (2, 5) for 2 samples; allowed: (2, 2), one for each class"),
+        (lambda shape, outputs: nn.Identity(), "net 'own': nothing in it can be trained"),
+        (lambda: 3, "net 'own': its function returned int; allowed: an nn.Module"),
+        (nn.Linear(4, 2), "net: got a Linear that is made already; give what makes one, as lambda: Linear(...)"),
+    ],
+)
+def test_a_net_that_cannot_be_trained_is_one_line(net: Any, message: str) -> None:
+    with pytest.raises(ComingleError) as error:
+        run_of(recipe_of(), {"ada": (X, Y)}, net)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.loss": "cros_entropy"}, "no loss 'cros_entropy'. Did you mean 'cross_entropy'?"),
+        ({"data.image_size": 8}, "data.image_size and grayscale are for folders of images"),
+        ({"base": "smollm2-135m"}, "base: got 'smollm2-135m' for samples; allowed: net:NAME"),
+        ({"base": "net:cn"}, "no net 'cn'. Did you mean 'cnn'?"),
+        ({"training.context": 64}, "training.context: got 64, which is not read for samples"),
+        ({"method": "comigs"}, "method comigs: "),
+    ],
+)
+def test_settings_that_are_not_for_samples_are_one_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ComingleError) as error:
+        run_of(recipe_of(**changes), {"ada": (X, Y)})
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
