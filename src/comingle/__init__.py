@@ -22,18 +22,20 @@ if TYPE_CHECKING:
     from comingle.adapters.clustered import floral as floral
     from comingle.errors import ComingleError as ComingleError
     from comingle.recipes import Recipe as Recipe
+    from comingle.runs.api import compare as compare
     from comingle.runs.api import load as load
     from comingle.runs.api import run as run
 
 _HOMES = {
     "ComingleError": "comingle.errors",
     "Recipe": "comingle.recipes",
+    "compare": "comingle.runs.api",
     "floral": "comingle.adapters.clustered",
     "load": "comingle.runs.api",
     "run": "comingle.runs.api",
 }
 
-__all__ = ["ComingleError", "Recipe", "__version__", "floral", "load", "run"]
+__all__ = ["ComingleError", "Recipe", "__version__", "compare", "floral", "load", "run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -66,6 +66,8 @@ class Kind(ABC):
     name: str
     needs_base: bool = True
     """Whether users train adapters on a language model; else nets of their own."""
+    handed: str = ""
+    """What a program may hand over as one user's data, in words; empty where it may not."""
     user: type
     """What a user is: ``name``, ``train``, ``valid``, ``test``."""
 
@@ -134,8 +136,13 @@ class Kind(ABC):
         """What a run folder keeps of the materials besides names and digests, so that the run opens without data."""
         return {}
 
-    def reopened(self, base: Base | None, users: tuple[Any, ...], settings: Mapping[str, Any]) -> Materials:
-        """The materials of a run that is opened again, whose users are read when something asks for them."""
+    def reopened(
+        self, base: Base | None, users: tuple[Any, ...], settings: Mapping[str, Any], *, net: Any = None
+    ) -> Materials:
+        """The materials of a run that is opened again, whose users are read when something asks for them.
+
+        ``net`` makes a net, where a program hands that over.
+        """
         return Materials(kind=self, base=base, users=users, unread=True)
 
     # ---------------------------------------------------------------- looked at

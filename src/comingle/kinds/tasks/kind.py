@@ -57,7 +57,9 @@ class TaskKind(Kind):
         """The task's."""
         return {key: getattr(materials.common, key) for key in SETTINGS}
 
-    def reopened(self, base: Base | None, users: tuple[Any, ...], settings: Mapping[str, Any]) -> Materials:
+    def reopened(
+        self, base: Base | None, users: tuple[Any, ...], settings: Mapping[str, Any], *, net: Any = None
+    ) -> Materials:
         """The task as it was."""
         task = Task(users=users, **{**settings, "input_shape": tuple(settings["input_shape"])})
         return Materials(kind=self, base=base, users=users, common=task, unread=True)
