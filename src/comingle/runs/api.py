@@ -19,7 +19,7 @@ from comingle.records import read_metrics
 from comingle.reports.tables import write_comparison
 from comingle.runs.comparing import compare_runs, folders_of, recipes_of
 from comingle.runs.folders import check_folder
-from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, given_of, lending, recipe_with
+from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
 from comingle.runs.opening import reopen
 from comingle.runs.results import Comparison, Run
 from comingle.runs.session import build, prepare, restore, run_in, warn_unread
@@ -31,6 +31,7 @@ def run(
     users: Mapping[str, Any] | None = None,
     base: AnyBase | None = None,
     method: AnyMethod | None = None,
+    loss: Loss | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     force: bool = False,
@@ -56,6 +57,7 @@ def run(
             samples, a function that makes an ``nn.Module``.
         method: a name; a :class:`comingle.methods.base.Method`; a function that makes one; or a mapping with such a
             ``name`` and settings.
+        loss: of each sample, as a function of outputs and targets; a loss by name is ``data={"loss": NAME}``.
         out: the run folder.
         resume: go on with the run in that folder.
         force: replace it.
@@ -67,7 +69,7 @@ def run(
     Raises:
         ComingleError: whatever the user can correct, in one line.
     """
-    given = given_of(users, base, method)
+    given = given_of(users, base, method, loss)
     with lending([method]) as [named], reporting(quiet=not progress) as reporter:
         read = recipe_with(recipe, given, base=base, method=named, changes=changes)
         folder = Path(out) if out is not None else None
@@ -92,6 +94,7 @@ def compare(
     seeds: Sequence[int] = (0,),
     users: Mapping[str, Any] | None = None,
     base: AnyBase | None = None,
+    loss: Loss | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     force: bool = False,
@@ -109,7 +112,7 @@ def compare(
     """
     if not methods:
         raise RecipeError("methods: none given; `comingle methods` lists them")
-    given, folder = given_of(users, base), Path(out) if out is not None else None
+    given, folder = given_of(users, base, None, loss), Path(out) if out is not None else None
     with lending(list(methods)) as named, reporting(quiet=not progress) as reporter:
         read = recipe_with(recipe, given, base=base, method=None, changes=changes)
         recipes = recipes_of(read, named, list(seeds))
@@ -126,6 +129,7 @@ def load(
     users: Mapping[str, Any] | None = None,
     base: AnyBase | None = None,
     method: AnyMethod | None = None,
+    loss: Loss | None = None,
 ) -> Run:
     """Open a finished run, to talk to its users' models or predict with them, out of its folder and its base alone.
 
@@ -139,7 +143,7 @@ def load(
     """
     folder = Path(folder)
     metrics, recipe = read_metrics(folder), load_recipe(folder)
-    given = given_of(users, base, method)
+    given = given_of(users, base, method, loss)
     with lending([method]) as [named]:
         _check_method(folder, recipe, named)
         federation = build(recipe, reopen(folder, recipe, given))

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from comingle.errors import BaseModelError, DataError, RecipeError
 from comingle.kinds.base import kind_of
@@ -30,6 +30,9 @@ AnyBase = str | tuple[PreTrainedModel, PreTrainedTokenizerBase | None] | Callabl
 AnyMethod = str | Method | Make | Mapping[str, Any]
 """A name, a method, a function that makes one, or ``{"name": one of these, "setting": value}``."""
 
+Loss = Callable[..., Tensor]
+"""Of outputs and targets, one number a sample."""
+
 _BASES = "a name, (model, tokenizer) of transformers, or a function that makes an nn.Module"
 
 
@@ -42,6 +45,8 @@ class Given:
     loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase | None] | None = None
     net: Callable[..., Any] | None = None
     """Makes an ``nn.Module``."""
+    loss: Callable[..., Any] | None = None
+    """Of each sample."""
     method: Any = None
 
     def check(self, recipe: Recipe) -> None:
@@ -50,6 +55,7 @@ class Given:
         Raises:
             DataError: the users are not.
             BaseModelError: the base is not, or is not of the kind that such users train.
+        RecipeError: a function is for samples, and there are none.
         """
         if recipe.data.given and self.users is None:
             raise DataError("users: a program handed them over, so nothing says where they are; give users={...} again")
@@ -58,9 +64,10 @@ class Given:
     def check_base(self, recipe: Recipe) -> None:
         """As :meth:`check`, of the base alone."""
         needs_base = kind_of(recipe).needs_base
-        if recipe.base == GIVEN and self.loaded is None and self.net is None:
-            what = "(model, tokenizer)" if needs_base else "a function that makes the net"
-            raise BaseModelError(f"base: a program handed it over; give base={what} again, as from Python alone")
+        if recipe.base == GIVEN and self.loaded is None:
+            raise BaseModelError("base: a program handed it over; give base=(model, tokenizer) again, in Python")
+        if needs_base and self.loss is not None:
+            raise RecipeError(f"loss: got a function, for {recipe.data.label}; it is for samples")
         if needs_base and self.net is not None:
             raise BaseModelError(
                 f"base: got a function, for {recipe.data.label}; allowed: a name or (model, tokenizer)"
@@ -85,18 +92,18 @@ class Given:
 NOTHING = Given()
 
 
-def given_of(users: Mapping[str, Any] | None, base: Any, method: Any = None) -> Given:
+def given_of(users: Mapping[str, Any] | None, base: Any, method: Any = None, loss: Any = None) -> Given:
     """Sorts what a program hands over; a base that is a name is none of it.
 
     Raises:
         BaseModelError: nothing that a base can be.
     """
     if base is None or isinstance(base, str):
-        return Given(users=users, method=method)
+        return Given(users=users, method=method, loss=loss)
     if isinstance(base, tuple | list) and len(base) == 2:
-        return Given(users=users, method=method, loaded=(base[0], base[1]))
+        return Given(users=users, method=method, loss=loss, loaded=(base[0], base[1]))
     if callable(base) and not isinstance(base, nn.Module):
-        return Given(users=users, method=method, net=base)
+        return Given(users=users, method=method, loss=loss, net=base)
     raise BaseModelError(f"base: got {type(base).__name__}; allowed: {_BASES}")
 
 
@@ -111,17 +118,20 @@ def recipe_with(
     """
 
     def marked(content: Any) -> Any:
-        return _with_users(content, given.users) if given.users is not None else content
+        content = _with_users(content, given.users) if given.users is not None else content
+        if given.net is not None and isinstance(content, Mapping):  # which is in the place of one by name
+            return {key: value for key, value in content.items() if key != "base"}
+        return content
 
     if isinstance(recipe, str | Path):
         read = load_recipe(recipe, change=marked)
-    elif isinstance(recipe, Recipe) and given.users is None:
+    elif isinstance(recipe, Recipe) and given.users is None and given.net is None:
         read = recipe
     else:
         content = recipe.model_dump(mode="json", exclude_unset=True) if isinstance(recipe, Recipe) else recipe or {}
         read = parse_recipe(marked(content))
-    handed = given.loaded is not None or given.net is not None
-    named = {"base": GIVEN if handed else base, "method": method}
+    name = base if isinstance(base, str) else GIVEN if given.loaded is not None else None
+    named = {"base": name, "method": method}
     changed = {**{key: value for key, value in named.items() if value is not None}, **changes}
     return read.with_changes(changed) if changed else read
 
@@ -131,7 +141,8 @@ def _with_users(content: Any, users: Mapping[str, Any]) -> Any:
     if not isinstance(content, Mapping) or not isinstance(data := content.get("data") or {}, Mapping):
         return content
     kind = section_for(users, data.get("kind"))
-    options = {key: value for key, value in data.items() if key not in load_section(kind).marks}
+    elsewhere = {"users", "dataset", *load_section(kind).marks}
+    options = {key: value for key, value in data.items() if key not in elsewhere}
     return {**content, "data": {**options, "kind": kind, "given": True}}
 
 

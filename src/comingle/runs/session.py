@@ -72,7 +72,8 @@ def prepare(
 
     if given.users is None:
         return kind.read(recipe, load, validates=validates)
-    return kind.adopt(recipe, given.users, load, validates=validates, net=given.net)
+    loss = {} if given.loss is None else {"loss": given.loss}  # which samples alone have
+    return kind.adopt(recipe, given.users, load, validates=validates, net=given.net, **loss)
 
 
 def get_ready(recipe: Recipe) -> None:
