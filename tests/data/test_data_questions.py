@@ -394,7 +394,7 @@ def test_where_to_put_questions_is_said_when_the_hub_is_out_of_reach(
     def unreachable(*_: Any, **__: Any) -> Any:
         raise DataError("hub:somebody/something: no connection")
 
-    monkeypatch.setattr("comingle.data.questions.iterate_values", unreachable)
+    monkeypatch.setattr("comingle.kinds.questions.sets.iterate_values", unreachable)
     monkeypatch.setenv("COMINGLE_DATA", str(tmp_path))
     said = "no connection; without the hub, give data.questions.path or the folder $COMINGLE_DATA/xquad"
     assert problem(DataError, "xquad", None).endswith(said)

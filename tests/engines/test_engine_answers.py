@@ -25,6 +25,7 @@ from comingle.engines.training import Portions, Training
 from comingle.errors import RecipeError
 from comingle.kinds.base import Materials
 from comingle.kinds.questions.feed import AnswerFeed
+from comingle.kinds.questions.kind import KIND as QUESTIONS_KIND
 from comingle.kinds.questions.sets import LABELS
 from comingle.methods.client import Phase
 from comingle.models.adapted import AdaptedModel
@@ -86,7 +87,7 @@ def ask() -> Ask:
             }
         ).with_changes(changes)
         people = tuple(user if isinstance(user, UserAnswers) else make_user(user) for user in users)
-        return session.build(recipe, Materials(base=base, texts=(), users=(), answers=people))
+        return session.build(recipe, Materials(kind=QUESTIONS_KIND, base=base, users=people))
 
     return make
 
