@@ -55,7 +55,7 @@ class Given:
         Raises:
             DataError: the users are not.
             BaseModelError: the base is not, or is not of the kind that such users train.
-        RecipeError: a function is for samples, and there are none.
+            RecipeError: a function is for samples, and there are none.
         """
         if recipe.data.given and self.users is None:
             raise DataError("users: a program handed them over, so nothing says where they are; give users={...} again")
