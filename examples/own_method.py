@@ -10,7 +10,6 @@ from comingle.methods.server import Mean, Received
 from comingle.trees import Tree
 
 
-# --8<-- [start:method]
 @dataclass(frozen=True)
 class StayNear(Part):
     """Adds ``weight / 2 |theta - theta_0|^2`` to the objective; theta_0 is what the user downloaded (FedProx)."""
@@ -46,7 +45,6 @@ def near(*, weight: float = 0.01, rate: float = 1.2) -> Method:
     )
 
 
-# --8<-- [end:method]
 if __name__ == "__main__":
     texts = {n: [f"{n} counts {i}, then {i * 7 % 50} and {i % 5}." for i in range(90)] for n in ("ada", "ben", "cem")}
     training = {"rounds": 5, "local_steps": 8, "batch_size": 4, "context": 32}

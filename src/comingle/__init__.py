@@ -14,6 +14,7 @@ Everything heavy (torch, transformers) is imported on first use.
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -41,4 +42,6 @@ __all__ = ["ComingleError", "Recipe", "__version__", "compare", "floral", "load"
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'comingle' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="IProgress not found")  # of tqdm, in a notebook without widgets
+        return getattr(importlib.import_module(_HOMES[name]), name)

@@ -93,7 +93,7 @@ def test_the_quickstart_is_a_notebook_too(tmp_path: Path, monkeypatch: pytest.Mo
     assert not any(cell.get("outputs") for cell in book.cells)
     client.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = [cell.outputs for cell in book.cells if cell.cell_type == "code"]
-    progress, result = shown[1]
+    progress, result = shown[1]  # and no warning beside them
     assert progress.output_type == "display_data"
     assert "round 6" in str(progress.data) or "done after" in str(progress.data)
     assert result.data["text/plain"].startswith("Run(comigs-1g1s on random:llama")
