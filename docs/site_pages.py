@@ -25,8 +25,13 @@ ELSEWHERE = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/README.md": "benchmarks.md",
     "LICENSE": "LICENSE",
+    "examples/README.md": "examples.md",
+    **{f"examples/{path.name}": f"examples/{path.name}" for path in sorted((REPOSITORY / "examples").glob("*.*y*"))},
 }
 """Files outside of ``docs``, and what they are in the site."""
+
+EXAMPLE = re.compile(r"<!-- (examples/\w+\.py) -->")
+"""Where a page has an example as it is."""
 
 LINK = re.compile(r"(\]\()([^)\s:#]+)((?:#[^)\s]*)?\))|(^\[[^\]]+\]: )([^\s:#]+)()", re.MULTILINE)
 """A link to another file of the repository."""
@@ -53,7 +58,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return found[0] if uri is None else before + posixpath.relpath(uri, posixpath.dirname(here) or ".") + after
 
     written = WRITTEN.get(here, list)()
-    return "\n".join([LINK.sub(turned, markdown), "", *written])
+    return "\n".join([EXAMPLE.sub(shown, LINK.sub(turned, markdown)), "", *written])
+
+
+def shown(found: re.Match[str]) -> str:
+    """The text of an example, where a page names it."""
+    return f"```python\n{(REPOSITORY / found[1]).read_text(encoding='utf-8').rstrip()}\n```"
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -14,6 +14,7 @@ Everything heavy (torch, transformers) is imported on first use.
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -22,21 +23,25 @@ if TYPE_CHECKING:
     from comingle.adapters.clustered import floral as floral
     from comingle.errors import ComingleError as ComingleError
     from comingle.recipes import Recipe as Recipe
+    from comingle.runs.api import compare as compare
     from comingle.runs.api import load as load
     from comingle.runs.api import run as run
 
 _HOMES = {
     "ComingleError": "comingle.errors",
     "Recipe": "comingle.recipes",
+    "compare": "comingle.runs.api",
     "floral": "comingle.adapters.clustered",
     "load": "comingle.runs.api",
     "run": "comingle.runs.api",
 }
 
-__all__ = ["ComingleError", "Recipe", "__version__", "floral", "load", "run"]
+__all__ = ["ComingleError", "Recipe", "__version__", "compare", "floral", "load", "run"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'comingle' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="IProgress not found")  # of tqdm, in a notebook without widgets
+        return getattr(importlib.import_module(_HOMES[name]), name)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -87,6 +88,21 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
             whose = "comingle itself" if name in self._own else load(self._group)[name].distributions
             raise PluginError(f"{self._group}: {whose} has {name!r}; register it under another name")
         self._registered[name] = offered
+
+    @contextmanager
+    def lent(self, name: str, offered: Offered) -> Iterator[None]:
+        """Make something known while this lasts; what was registered under the name before comes back.
+
+        Raises:
+            PluginError: as :meth:`register`.
+        """
+        before = dict(self._registered)
+        self.register(name, offered)
+        try:
+            yield
+        finally:
+            del self._registered[name]
+            self._registered |= {name: before[name]} if name in before else {}
 
     def __getitem__(self, name: str) -> Offered:
         """Raises PluginError where a plug-in has a name of the core or cannot be imported, else as any mapping."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -25,6 +25,7 @@ LONG_SECONDS = 30.0
 LOADING = "loading the base model and the users' data"
 
 
+@runtime_checkable
 class Reporter(Protocol):
     """Tells of what takes long."""
 

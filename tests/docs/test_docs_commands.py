@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from documents import DOCS, PAGES, README, REPOSITORY, blocks, read, table_at
+from PIL import Image
 from typer.testing import CliRunner
 
 from comingle.cli import app
@@ -67,7 +68,8 @@ def shortened(words: tuple[str, ...]) -> list[str]:
         extra = ["--help"]
     elif verb in ("run", "compare", "data", "cost"):
         given = {words[i + 1].partition("=")[0] for i, word in enumerate(words) if word == "--set"}
-        tiny = {key: value for key, value in TINY.items() if key not in given}
+        fitting = TINY if "photos.yaml" not in words else {"training.rounds": 1, "runtime.threads": 1}
+        tiny = {key: value for key, value in fitting.items() if key not in given}
         extra = [part for key, value in tiny.items() for part in ("--set", f"{key}={value}")]
     elif verb == "report":
         extra = ["--force", *([] if "--no-tokens" in words else ["--tokens", "4", "--users", "ada"])]
@@ -96,6 +98,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("ada/one.txt", "ben.txt", "dora-old.txt", "dora-new.txt"):
         (texts / name).write_text("".join(prose))
     (texts / "cleo.jsonl").write_text("".join(json.dumps({"body": line}) + "\n" for line in prose))
+    for number, image in enumerate(
+        f"{user}/{kind}/{i}.png" for user in ("ada", "bob") for kind in ("cat", "dog") for i in range(10)
+    ):
+        (tmp_path / "photos" / image).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 20), (6 * number, 0, 0)).save(tmp_path / "photos" / image)
     for path in re.findall(r"`([\w/]+\.jsonl\.xz)`", table_at(read("results.md"), "| path | rows |")):
         (tmp_path / "FOLDER" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "FOLDER" / path).touch()  # enough for --dry-run
@@ -168,7 +175,12 @@ def test_the_python_examples_run_as_they_are_printed(tmp_path: Path) -> None:
 
 def test_no_other_page_has_python_examples_that_nobody_runs() -> None:
     """Those in methods.md are pieces of files: see ``test_docs_readme.py``."""
-    assert {page.name for page in PAGES if shown(page, "python")} == {"README.md", "python.md", "methods.md"}
+    assert {page.name for page in PAGES if shown(page, "python")} == {
+        "README.md",
+        "python.md",
+        "methods.md",
+        "samples.md",
+    }
 
 
 def test_every_yaml_is_a_recipe_or_a_piece_of_one() -> None:

@@ -12,7 +12,7 @@ from comingle.errors import DataError
 from comingle.evaluation.routing import pieces, route
 from comingle.models.byte_tokenizer import byte_tokenizer
 from comingle.models.personal import PersonalModel
-from comingle.runs.session import Run
+from comingle.runs.results import Run
 
 
 def person(clients: Clients, row: int) -> PersonalModel:

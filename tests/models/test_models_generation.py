@@ -16,7 +16,7 @@ from comingle.models.language import load_base
 from comingle.models.personal import PersonalModel
 from comingle.models.sampling import read_sampling
 from comingle.recipes import parse_recipe
-from comingle.runs.session import Run
+from comingle.runs.results import Run
 from comingle.transports.inprocess import InProcess
 
 PROMPTS = ["one two three", "a", "", "the longest of them all, by far", "a"]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from comingle.errors import DataError
 from comingle.models.personal import PersonalModel
 from comingle.recipes import parse_recipe
-from comingle.runs.session import Run
+from comingle.runs.results import Run
 from federations import everyone, play_round
 
 Person = Callable[..., PersonalModel]

@@ -22,7 +22,7 @@ from comingle.models.personal_net import MixtureOfModels, PersonalNet, personal_
 from comingle.models.stacked import stack
 from comingle.recipes import parse_recipe
 from comingle.routers.mixtures import ClientMixture
-from comingle.runs.session import Run
+from comingle.runs.results import Run
 from comingle.transports.inprocess import InProcess
 from comingle.trees import CLIENT_ROUTER
 

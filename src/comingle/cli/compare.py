@@ -23,11 +23,8 @@ from comingle.cli.options import (
 from comingle.errors import RecipeError
 
 if TYPE_CHECKING:
-    from comingle.engines.client import Clients
-    from comingle.engines.events import Observer
-    from comingle.kinds.base import Materials
     from comingle.recipes import Recipe
-    from comingle.runs.session import Run
+    from comingle.runs.results import Run
 
 
 def compare(
@@ -70,45 +67,17 @@ def compare_methods(
     """
     from comingle.cli.progress import console
     from comingle.cli.training import warn_overlaps
-    from comingle.methods import make
-    from comingle.progress import LOADING, reporting
+    from comingle.progress import reporting
     from comingle.reports.tables import tables_of, write_comparison
-    from comingle.runs.folders import check_folder
-    from comingle.runs.session import check_method, prepare, run_in
+    from comingle.runs.comparing import compare_runs, folders_of, recipes_of
     from comingle.terminal import words
 
-    recipes = {
-        (m, s): recipe.with_changes({"method": _method(recipe, m, for_all), "seed": s}, where="--seeds")
-        for s in seeds
-        for m in methods
-    }
-    for one in recipes.values():  # every mistake in the settings is found before the first hour of training
-        check_method(one)
-    # Users who are too small are left out of all methods, or of none.
-    validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in recipes.values())
-    folders = {key: folder / f"{key[0]}-seed{key[1]}" for key in recipes}
-    again = {key: resume and (place / "recipe.yaml").exists() for key, place in folders.items()}
-    for key, one in recipes.items():
-        check_folder(folders[key], one, resume=again[key], force=force)
-    materials: Materials | None = None
+    recipes = recipes_of(recipe, methods, seeds, for_all)
     runs: list[Run] = []
     with reporting(quiet=quiet) as reporter:
-        for seed in seeds:
-            with reporter.waiting(LOADING):
-                one = recipes[methods[0], seed]
-                materials = prepare(one, base=materials.base if materials else None, validates=validates)
-            if seed == seeds[0]:
-                warn_overlaps(materials)
-            runs = []
-            for method in methods:
-                one, place, goes_on = recipes[method, seed], folders[method, seed], again[method, seed]
-                title = f"run {list(recipes).index((method, seed)) + 1} of {len(recipes)} · {method}, seed {seed}"
-
-                def watch(clients: Clients, title: str = title) -> list[Observer]:
-                    return [reporter.watch(clients, title)]
-
-                runs.append(run_in(place, one, materials, resume=goes_on, force=force, observers=watch))
-    for part in tables_of(write_comparison(folder, list(folders.values())), everybody=everybody):
+        for _, run in compare_runs(recipes, folder, reporter, resume=resume, force=force, ready=warn_overlaps):
+            runs = [*runs, run][-len(methods) :]
+    for part in tables_of(write_comparison(folder, list(folders_of(recipes, folder).values())), everybody=everybody):
         console.print(part)
     console.print(words(f"{folder}/  table.md · table.json · one run folder for each method and seed", "dim"))
     return runs
@@ -136,9 +105,3 @@ def split_seeds(text: str) -> list[int]:
         return [int(seed) for seed in split_names(text)]
     except (ValueError, RecipeError):
         raise RecipeError(f"--seeds {text!r}: give whole numbers separated by commas, as 0,1,2") from None
-
-
-def _method(recipe: Recipe, name: str, for_all: Mapping[str, Any]) -> dict[str, Any]:
-    from comingle.methods import settings_beside
-
-    return {"name": name, **settings_beside(name, recipe.method.name, recipe.method.settings, for_all)}

@@ -11,7 +11,7 @@ import typer
 from comingle.cli.options import Force, Quiet, Resume, Sets, named, possible, read_recipe
 
 if TYPE_CHECKING:
-    from comingle.runs.session import Run
+    from comingle.runs.results import Run
 
 METHODS = ["pretrained", "local", "fedavg", "comigs-1g1s"]
 PROMPTS = {

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from comingle.models.personal import PersonalModel
     from comingle.reports.runs import Entry
     from comingle.reports.tokens import TokenView
-    from comingle.runs.session import Run
+    from comingle.runs.results import Run
 
 MAX_USERS = 6
 """Users in a token view where none are named: texts x users is a square."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from comingle.errors import PluginError, RecipeError, did_you_mean
@@ -82,6 +83,32 @@ def register(name: str, method: Method | Make) -> None:
         PluginError: the core or a plug-in has a method of that name.
     """
     REGISTRY.register(name, (lambda: method) if isinstance(method, Method) else method)
+
+
+@contextmanager
+def lent(method: str | Method | Make) -> Iterator[str]:
+    """The name by which a method is known while this lasts: its own; one of the core or a plug-in has one already.
+
+    Raises:
+        PluginError: another method has its name.
+        RecipeError: what is called makes no method as it is.
+    """
+    if isinstance(method, str):
+        yield method
+        return
+    made = make(method)
+    if _same(made, method):
+        yield made.name
+        return
+    with REGISTRY.lent(made.name, (lambda: method) if isinstance(method, Method) else method):
+        yield made.name
+
+
+def _same(made: Method, method: Method | Make) -> bool:
+    """Whether it is what its name stands for anyway."""
+    if made.name not in REGISTRY:
+        return False
+    return method is REGISTRY[made.name] or (isinstance(method, Method) and make(made.name) == method)
 
 
 def settings_of(method: str | Method | Make) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def read_folder(
     for place in {torch.device("cpu"), device}:  # loaded there first
         require_memory(f"base model {folder}:", parameters, dtype, place)
     model = _load_model(folder, dtype=dtype, attention=attention)
-    _require_finite(folder, model)
+    require_finite(folder, model)
     return model, load_tokenizer(folder)
 
 
@@ -179,7 +179,12 @@ def _load_model(folder: Path, *, dtype: torch.dtype, attention: str | None) -> P
     return model
 
 
-def _require_finite(folder: Path, model: PreTrainedModel) -> None:
+def require_finite(folder: Path, model: PreTrainedModel) -> None:
+    """See that every weight is a finite number; ``folder`` is what messages call the model.
+
+    Raises:
+        BaseModelError: one is not.
+    """
     for name, tensor in model.named_parameters():
         if tensor.numel() and not torch.stack(tensor.detach().aminmax()).isfinite().all():
             raise BaseModelError(f"base model {folder}: its weight {name} holds numbers that are not finite.")

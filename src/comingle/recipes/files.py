@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from comingle.recipes.reading import read_text
 from comingle.recipes.sections import Recipe, parse_recipe
 
 
-def load_recipe(path: str | Path) -> Recipe:
+def load_recipe(path: str | Path, *, change: Callable[[Any], Any] = lambda content: content) -> Recipe:
     """Read a recipe file, or the recipe of a run folder. Relative paths in it are relative to the file.
+
+    What is checked is what ``change`` makes of the file's content.
 
     Raises:
         RecipeError: no such file, not YAML, or a wrong recipe.
@@ -22,7 +25,7 @@ def load_recipe(path: str | Path) -> Recipe:
         path = path / "recipe.yaml"
     if not path.is_file():
         raise RecipeError(f"{path}: no such recipe.{_shipped_hint(path)}")
-    return _anchor(parse_recipe(read_yaml(path), where=str(path)), path.parent)
+    return _anchor(parse_recipe(change(read_yaml(path)), where=str(path)), path.parent)
 
 
 def read_yaml(path: Path) -> Any:

@@ -1,27 +1,37 @@
-"""The two verbs of Python: run a recipe, and open what has been run."""
+"""The verbs of Python: run a recipe, compare methods on it, and open what has been run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from comingle.engines.checkpoints import Progress, list_checkpoints
 from comingle.engines.checksums import resume_command
+from comingle.engines.client import Clients
 from comingle.engines.events import Observer
-from comingle.errors import RunError
+from comingle.errors import RecipeError, RunError
 from comingle.kinds.base import Materials
+from comingle.methods import REGISTRY
 from comingle.progress import LOADING, reporting
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import read_metrics
-from comingle.runs.folders import check_folder, open_folder
+from comingle.reports.tables import write_comparison
+from comingle.runs.comparing import compare_runs, folders_of, recipes_of
+from comingle.runs.folders import check_folder
+from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
 from comingle.runs.opening import reopen
-from comingle.runs.session import Run, build, describe, execute, prepare, restore, warn_unread
+from comingle.runs.results import Comparison, Run
+from comingle.runs.session import build, prepare, restore, run_in, warn_unread
 
 
 def run(
-    recipe: Recipe | str | Path,
+    recipe: AnyRecipe | None = None,
     *,
+    users: Mapping[str, Any] | None = None,
+    base: AnyBase | None = None,
+    method: AnyMethod | None = None,
+    loss: Loss | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     force: bool = False,
@@ -30,49 +40,129 @@ def run(
     progress: bool = False,
     **changes: Any,
 ) -> Run:
-    """Run a recipe: an object, or the path of a file; ``changes`` replace keys, as ``seed=1`` or ``method="local"``.
+    """Train everybody's model, by a recipe and by what a program has in hand.
 
-    With ``out`` everything is written to that folder, from which ``resume=True`` goes on after an interruption;
-    without it nothing is written. ``progress`` tells on stderr how far it is, in a notebook below the cell.
+    With ``out`` everything is written to that folder, from which ``resume=True`` goes on after an interruption; what
+    was handed over is not in it, and is handed over again then. Without ``out`` nothing is written.
+
+    Args:
+        recipe: a :class:`comingle.Recipe`, the path of a YAML file or a run folder, or a mapping of a recipe's keys to
+            values; without it all keys have their defaults. With ``users`` it needs no ``data``.
+        users: everybody's data by name, in place of the recipe's own users. One user's is a list of texts, a file or
+            folder, or a ``datasets.Dataset`` with a column ``text``; rows with ``messages`` or with a prompt and a
+            response, as a list or a ``datasets.Dataset``; samples, as a ``torch.utils.data.Dataset`` or tensors; or a
+            mapping of ``train``, ``valid`` and ``test`` to one of these. All users have the same kind. The recipe's
+            ``data`` may still say how it is split and how much of it is kept.
+        base: a name; ``(model, tokenizer)`` of transformers, whose weights are shared and never changed; or, for
+            samples, a function that makes an ``nn.Module``.
+        method: a name; a :class:`comingle.methods.base.Method`; a function that makes one; or a mapping with such a
+            ``name`` and settings.
+        loss: of each sample, as a function of outputs and targets; a loss by name is ``data={"loss": NAME}``.
+        out: the run folder.
+        resume: go on with the run in that folder.
+        force: replace it.
+        observers: called with each event, a mapping with ``event``.
+        materials: the base and the users' data of an earlier :func:`comingle.runs.session.prepare`.
+        progress: tell on stderr how far the run is, in a notebook below the cell.
+        changes: keys of the recipe to replace, as ``seed=1`` or ``**{"training.rounds": 3}``.
 
     Raises:
         ComingleError: whatever the user can correct, in one line.
     """
-    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    recipe = recipe.with_changes(changes) if changes else recipe
-    folder = Path(out) if out is not None else None
-    if folder is not None:
-        check_folder(folder, recipe, resume=resume, force=force)
-    elif resume:
-        raise RunError("resume: no run folder; give out=FOLDER of the run to go on with")
-    with reporting(quiet=not progress) as reporter:
+    given = given_of(users, base, method, loss)
+    with lending([method]) as [named], reporting(quiet=not progress) as reporter:
+        read = recipe_with(recipe, given, base=base, method=named, changes=changes)
+        folder = Path(out) if out is not None else None
+        if folder is not None:
+            check_folder(folder, read, resume=resume, force=force)
+        elif resume:
+            raise RunError("resume: no run folder; give out=FOLDER of the run to go on with")
         with reporter.waiting(LOADING):
-            materials = materials or prepare(recipe)
-            federation = build(recipe, materials)
-        warn_unread(recipe)
-        watching = [*observers, reporter.watch(federation.clients)]
-        if folder is None:
-            return execute(federation, recipe, None, observers=watching)
-        with open_folder(folder, recipe, describe(materials, recipe), resume=resume, force=force):
-            return execute(federation, recipe, folder, resume=resume, observers=watching)
+            materials = materials or prepare(read, given=given)
+
+        def watch(clients: Clients) -> list[Observer]:
+            warn_unread(read)
+            return [*observers, reporter.watch(clients)]
+
+        return run_in(folder, read, materials, resume=resume, force=force, observers=watch)
 
 
-def load(folder: str | Path) -> Run:
-    """Open a finished run, to talk to its users' models or predict with them, out of its folder and its base alone.
+def compare(
+    recipe: AnyRecipe | None = None,
+    methods: Sequence[AnyMethod] = (),
+    *,
+    seeds: Sequence[int] = (0,),
+    users: Mapping[str, Any] | None = None,
+    base: AnyBase | None = None,
+    loss: Loss | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+    progress: bool = False,
+    **changes: Any,
+) -> Comparison:
+    """Run several methods with several seeds on the same base, data and budget; as ``comingle compare``.
 
-    The users' data is read when something asks for it: to score models on it, or for methods that tune on it.
+    The recipe's own method has its settings and another its defaults; a mapping gives a method settings of its own.
+    With ``out`` each run has a folder there, beside ``table.md`` and ``table.json``. Models are not kept in memory:
+    open a run's folder for them. Everything else is as in :func:`run`.
 
     Raises:
-        RunError: not a finished run of comingle, or the base changed.
+        ComingleError: whatever the user can correct, in one line; of settings before anything is trained.
+    """
+    if not methods:
+        raise RecipeError("methods: none given; `comingle methods` lists them")
+    given, folder = given_of(users, base, None, loss), Path(out) if out is not None else None
+    with lending(list(methods)) as named, reporting(quiet=not progress) as reporter:
+        read = recipe_with(recipe, given, base=base, method=None, changes=changes)
+        recipes = recipes_of(read, named, list(seeds))
+        runs = compare_runs(recipes, folder, reporter, resume=resume, force=force, given=given)
+        metrics = {key: run.metrics for key, run in runs}
+    if folder is not None:
+        write_comparison(folder, list(folders_of(recipes, folder).values()))
+    return Comparison(folder=folder, metrics=metrics)
+
+
+def load(
+    folder: str | Path,
+    *,
+    users: Mapping[str, Any] | None = None,
+    base: AnyBase | None = None,
+    method: AnyMethod | None = None,
+    loss: Loss | None = None,
+) -> Run:
+    """Open a finished run, to talk to its users' models or predict with them, out of its folder and its base alone.
+
+    The users' data is read when something asks for it: to score models on it, or for methods that tune on it. What a
+    program handed over to :func:`run` is handed over again: ``base`` and ``method`` always, ``users`` where their data
+    is asked for.
+
+    Raises:
+        RunError: not a finished run of comingle, its base changed, or its method is not known here.
+        BaseModelError: its base was handed over, and is not now.
     """
     folder = Path(folder)
-    metrics = read_metrics(folder)
-    recipe = load_recipe(folder)
-    federation = build(recipe, reopen(folder, recipe))
-    if federation.clients.method.trains:
-        _check_round(folder, metrics, restore(federation, folder, recipe))
-        federation.clients.choose()
+    metrics, recipe = read_metrics(folder), load_recipe(folder)
+    given = given_of(users, base, method, loss)
+    with lending([method]) as [named]:
+        _check_method(folder, recipe, named)
+        federation = build(recipe, reopen(folder, recipe, given))
+        if federation.clients.method.trains:
+            _check_round(folder, metrics, restore(federation, folder, recipe))
+            federation.clients.choose()
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation)
+
+
+def _check_method(folder: Path, recipe: Recipe, named: Any) -> None:
+    """Whether the method that is handed over, if one is, is the run's, and the run's is known."""
+    name = named["name"] if isinstance(named, Mapping) else named
+    if name not in (None, recipe.method.name):
+        raise RunError(f"{folder}: method: got {name!r}, and the run is of {recipe.method.name!r}")
+    if recipe.method.name not in REGISTRY:
+        raise RunError(
+            f"{folder}: no method {recipe.method.name!r} here; where a program handed it over, give it again: "
+            "comingle.load(FOLDER, method=...)"
+        )
 
 
 def _check_round(folder: Path, metrics: dict[str, Any], progress: Progress) -> None:

@@ -11,13 +11,15 @@ from comingle.inputs import check_base, check_users, read_inputs
 from comingle.kinds.base import Materials, kind_of, later
 from comingle.models.digests import digest_tokenizer
 from comingle.recipes import Recipe
-from comingle.runs.session import describe, get_ready, load_base_of, prepare
+from comingle.runs.given import NOTHING, Given, lending
+from comingle.runs.session import describe, get_ready, prepare
 
 
-def reopen(folder: Path, recipe: Recipe) -> Materials:
+def reopen(folder: Path, recipe: Recipe, given: Given = NOTHING) -> Materials:
     """The materials of a finished run, with everybody's data left where it is.
 
-    What is read later is what the run has read: changed data is refused then, a changed base at once.
+    What is ``given`` is taken as it is handed over. What is read later is what the run has read: changed data is
+    refused then, a changed base at once.
 
     Raises:
         RunError: nothing says what the run has read, or the base or its tokenizer changed.
@@ -26,12 +28,14 @@ def reopen(folder: Path, recipe: Recipe) -> Materials:
     inputs = read_inputs(folder)
     get_ready(recipe)
     kind = kind_of(recipe)
-    base = load_base_of(recipe) if kind.needs_base else None
+    given.check_base(recipe)
+    base = given.load_base(recipe) if kind.needs_base else None
 
     @cache
     def read() -> dict[str, Any]:
         try:
-            materials = prepare(recipe, base=base)
+            with lending([given.method]):
+                materials = prepare(recipe, base=base, given=given)
         except DataError as error:
             raise DataError(f"{folder}: this needs the users' data, which is not in a run folder: {error}") from None
         check_users(folder, inputs, describe(materials, recipe))
@@ -43,4 +47,4 @@ def reopen(folder: Path, recipe: Recipe) -> Materials:
         later(kind.user, name, lambda name=name: read()[name], cluster=of_user.cluster)
         for name, of_user in inputs.users.items()
     )
-    return kind.reopened(base, users, inputs.settings)
+    return kind.reopened(base, users, inputs.settings, net=given.net)

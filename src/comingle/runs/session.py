@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from comingle.engines.checkpoints import (
     Progress,
     list_checkpoints,
     load_checkpoint,
-    personal_tensors,
     prune_checkpoints,
     read_progress,
     save_checkpoint,
@@ -24,70 +23,36 @@ from comingle.engines.client import Clients
 from comingle.engines.clock import Clock
 from comingle.engines.evaluations import start_event, summarise
 from comingle.engines.events import EventLog, Observer, tensorboard
-from comingle.engines.local import finetuned
 from comingle.engines.naming import check_names, reorder, reorder_kept
 from comingle.engines.optimizers import OptimizerSettings
 from comingle.engines.rounds import run_rounds
 from comingle.engines.runtime import keep_buffers
 from comingle.engines.training import Training
-from comingle.errors import DataError, DivergenceError, RecipeError, RunError
+from comingle.errors import DivergenceError, RecipeError, RunError
 from comingle.inputs import Inputs, UserInputs
 from comingle.kinds.base import Materials, kind_of
 from comingle.kinds.language import as_settings
 from comingle.methods import make
 from comingle.models.base import Base
 from comingle.models.digests import digest_tokenizer
-from comingle.models.language import load_base
-from comingle.models.personal import PersonalModel
-from comingle.models.personal_net import PersonalNet
 from comingle.recipes import Recipe
 from comingle.recipes.unused import changed, check_used
-from comingle.records import GEOMETRIC, describe_metrics, write_json
+from comingle.records import GEOMETRIC, finite, write_json
 from comingle.runs.folders import open_folder
-from comingle.terminal import printable
+from comingle.runs.given import NOTHING, Given
+from comingle.runs.results import Run
 from comingle.transports.inprocess import InProcess, federate
 
 logger = logging.getLogger("comingle")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """A finished run: its folder, its metrics, and everybody's model."""
-
-    folder: Path | None
-    recipe: Recipe
-    metrics: dict[str, Any]
-    federation: InProcess
-
-    def __repr__(self) -> str:
-        place = "" if self.folder is None else f", in {self.folder}"
-        return printable(f"Run({describe_metrics(self.metrics)}{place})")
-
-    @property
-    def users(self) -> list[str]:
-        """Names of the users."""
-        return [user.name for user in self.federation.clients.users]
-
-    def user(self, name: str) -> PersonalModel | PersonalNet:
-        """The personal model of a user: one that generates text, or for a task's nets one that predicts.
-
-        Raises:
-            DataError: no such user.
-        """
-        if name not in self.users:
-            raise DataError(f"no user {name!r}; there are: {', '.join(self.users)}")
-        clients = self.federation.clients
-        row, model = clients.row_of[self.users.index(name)], clients.model
-        with finetuned(clients, members=clients.owners([row])):
-            tensors = {k: t.to(model.dtype) for k, t in personal_tensors(model.layout, clients.state, row).items()}
-        return kind_of(self.recipe).personal(name, model, tensors, clients.owners([row])[0])
-
-
 # -------------------------------------------------------------------- prepare
 
 
-def prepare(recipe: Recipe, *, base: Base | None = None, validates: bool | None = None) -> Materials:
-    """Load the base (unless it is given) and read everybody's data.
+def prepare(
+    recipe: Recipe, *, base: Base | None = None, validates: bool | None = None, given: Given = NOTHING
+) -> Materials:
+    """Load the base (unless it is there) and read everybody's data, but for what is ``given``.
 
     ``validates`` says whether users need validation data to be large enough; without it the method says so.
 
@@ -99,7 +64,16 @@ def prepare(recipe: Recipe, *, base: Base | None = None, validates: bool | None 
     get_ready(recipe)
     if validates is None:
         validates = make(recipe.method.name, **recipe.method.settings).client.needs_validation
-    return kind_of(recipe).read(recipe, lambda: base or load_base_of(recipe), validates=validates)
+    given.check(recipe)
+    kind = kind_of(recipe)
+
+    def load() -> Base:
+        return base or given.load_base(recipe)
+
+    if given.users is None:
+        return kind.read(recipe, load, validates=validates)
+    loss = {} if given.loss is None else {"loss": given.loss}  # which samples alone have
+    return kind.adopt(recipe, given.users, load, validates=validates, net=given.net, **loss)
 
 
 def get_ready(recipe: Recipe) -> None:
@@ -131,16 +105,6 @@ def warn_unread(recipe: Recipe) -> None:
     if keys and not (mixture is not None and mixture.of == "adaptors"):
         name = recipe.method.name
         logger.warning("method %s: has no adaptors in nets, so these are not read: %s", name, ", ".join(keys))
-
-
-def load_base_of(recipe: Recipe) -> Base:
-    """The base that a recipe names, as its runtime has it.
-
-    Raises:
-        BaseModelError: the base cannot be used.
-    """
-    runtime = recipe.runtime
-    return load_base(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
 
 
 def describe(materials: Materials, recipe: Recipe) -> Inputs:
@@ -215,7 +179,7 @@ def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
 
 
 def run_in(
-    folder: Path,
+    folder: Path | None,
     recipe: Recipe,
     materials: Materials,
     *,
@@ -225,11 +189,15 @@ def run_in(
 ) -> Run:
     """Build a recipe's federation and run it in its folder; ``observers`` of its users' events are made for it.
 
+    Without a folder nothing is written.
+
     Raises:
         ComingleError: as :func:`build`, :func:`comingle.runs.folders.open_folder` and :func:`execute`.
     """
     federation = build(recipe, materials)
     watching = observers(federation.clients)
+    if folder is None:
+        return execute(federation, recipe, None, observers=watching)
     with open_folder(folder, recipe, describe(materials, recipe), resume=resume, force=force):
         return execute(federation, recipe, folder, resume=resume, observers=watching)
 
@@ -257,8 +225,11 @@ def execute(
     log = EventLog(folder / "events.jsonl", keep_bytes=kept) if folder else None
     board = tensorboard(folder / "tensorboard") if folder else None
     sinks = [sink for sink in (log, board, *observers) if sink is not None]
+    told: list[dict[str, Any]] = []
 
     def observe(event: dict[str, Any]) -> None:
+        if log is None and event["event"] != "step":
+            told.append(finite(event))
         for sink in sinks:
             sink(event)
 
@@ -294,7 +265,7 @@ def execute(
                 sink.close()
     if folder is not None:
         write_json(folder / "metrics.json", metrics)
-    return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation)
+    return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, told=tuple(told))
 
 
 def restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:

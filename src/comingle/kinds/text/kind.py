@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from comingle.data.pack import UserData, check, pool
-from comingle.data.partition import mix_held_out
+from comingle.data.partition import UserText, mix_held_out
 from comingle.data.sources import read_dataset
 from comingle.engines.client import Clients, batch_size
 from comingle.engines.training import Training
@@ -15,6 +15,7 @@ from comingle.kinds.base import Kind, LoadBase, Materials, always_there
 from comingle.kinds.language import check_on_language, language_model
 from comingle.kinds.text.checking import check_texts
 from comingle.kinds.text.feed import TextFeed
+from comingle.kinds.text.given import HANDED, given_texts, takes
 from comingle.kinds.text.preview import preview
 from comingle.kinds.text.reading import leave_out, read_users, tokenise_users
 from comingle.kinds.text.section import TextSection
@@ -46,13 +47,24 @@ class LanguageKind(Kind):
 class TextKind(LanguageKind):
     """Token streams."""
 
-    name, user = "text", UserData
+    name, user, handed = "text", UserData, HANDED
 
     def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
         """Text is read before the base is loaded, as more can be wrong with it."""
-        data = section(recipe)
-        texts = read_users(data, recipe.seed)
-        base, skipped = load_base(), dict[str, str]()
+        return self._materials(recipe, read_users(section(recipe), recipe.seed), load_base, validates)
+
+    def takes(self, data: Any) -> bool:
+        """Documents, a table with a column of them, a path, or splits of these."""
+        return takes(data)
+
+    def adopt(
+        self, recipe: Recipe, given: Mapping[str, Any], load_base: LoadBase, *, validates: bool, net: Any = None
+    ) -> Materials:
+        """As read from files: the same documents give the same run."""
+        return self._materials(recipe, given_texts(section(recipe), given, recipe.seed), load_base, validates)
+
+    def _materials(self, recipe: Recipe, texts: Sequence[UserText], load_base: LoadBase, validates: bool) -> Materials:
+        data, base, skipped = section(recipe), load_base(), dict[str, str]()
         if data.on_small_user == "skip":
             texts, skipped = leave_out(data, texts, base, context=recipe.training.context, validates=validates)
         if data.held_out == "mixture":

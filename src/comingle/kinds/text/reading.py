@@ -79,7 +79,15 @@ def read_users(data: TextSection, seed: int) -> list[UserText]:
     Raises:
         DataError: a source is missing or unreadable, or users without text are refused.
     """
-    readers = _dataset_readers(data, seed) if data.dataset is not None else _user_readers(data, seed)
+    return collect(data, _dataset_readers(data, seed) if data.dataset is not None else _user_readers(data, seed))
+
+
+def collect(data: TextSection, readers: Mapping[str, Reader]) -> list[UserText]:
+    """What each user's reader reads; who has no text is refused, or has none in what is returned.
+
+    Raises:
+        DataError: as the readers, or users without text are refused.
+    """
     texts, empty = [], dict[str, str]()
     for name, read in readers.items():
         try:
@@ -96,6 +104,9 @@ def read_users(data: TextSection, seed: int) -> list[UserText]:
 
 Reader = Callable[[], UserText]
 """Reads and splits the text of one user."""
+
+ReadUpTo = Callable[[int | None], list[str]]
+"""Reads documents, up to about so many bytes."""
 
 
 def _dataset_readers(data: TextSection, seed: int) -> dict[str, Reader]:
@@ -123,23 +134,36 @@ def _read_user(
     name: str, source: UserSource, split: SplitSection, seed: int, kept: Mapping[str, int | None]
 ) -> UserText:
     """A user's documents in splits; ``kept`` are the user's limits, beyond which nothing need be read."""
+
+    def reading(path: str) -> ReadUpTo:
+        return lambda most: read_documents(path, column=source.column, most=most)
+
+    if source.path is not None:
+        return split_whole(name, reading(source.path), split, seed, kept)
+    paths = {key: path for key in ("train", "valid", "test") if (path := getattr(source, key)) is not None}
+    return split_parts(name, {key: reading(path) for key, path in paths.items()}, split, seed, kept)
+
+
+def split_whole(name: str, read: ReadUpTo, split: SplitSection, seed: int, kept: Mapping[str, int | None]) -> UserText:
+    """One source as train, valid and test by fractions."""
     train, valid, test = (kept[f"max_{one}_tokens"] for one in ("train", "valid", "test"))
     rest = 1 - split.valid - split.test
-    if source.path is not None:
-        most = most_bytes(train=(train, rest), valid=(valid, split.valid), test=(test, split.test))
-        documents = read_documents(source.path, column=source.column, most=most)
-        return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
-    carved = split.valid if source.valid is None else 0.0
+    most = most_bytes(train=(train, rest), valid=(valid, split.valid), test=(test, split.test))
+    return split_by_fractions(read(most), valid=split.valid, test=split.test, seed=seed, name=name)
+
+
+def split_parts(
+    name: str, reads: Mapping[str, ReadUpTo], split: SplitSection, seed: int, kept: Mapping[str, int | None]
+) -> UserText:
+    """A source for each split; where valid has none it is cut from train."""
+    train, valid, test = (kept[f"max_{one}_tokens"] for one in ("train", "valid", "test"))
+    carved = split.valid if "valid" not in reads else 0.0
     most = {
         "train": most_bytes(train=(train, 1 - carved), valid=(valid, carved)),
         "valid": most_bytes(train=(valid, 1.0)),
         "test": most_bytes(train=(test, 1.0)),
     }
-    parts = {
-        key: read_documents(path, column=source.column, most=most[key])
-        for key in ("train", "valid", "test")
-        if (path := getattr(source, key)) is not None
-    }
+    parts = {key: read(most[key]) for key, read in reads.items()}
     given = "valid" if "valid" in parts else None
     return split_given(parts, name=name, valid=given, valid_fraction=carved, seed=seed)
 

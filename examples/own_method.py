@@ -1,0 +1,53 @@
+"""A method of one's own in one file: users stay near the mean, and the server takes longer steps towards theirs."""
+
+from dataclasses import dataclass
+
+import comingle
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import MODEL, Client, Cohort, Part, joint
+from comingle.methods.server import MODEL as KEPT
+from comingle.methods.server import Mean, Received
+from comingle.trees import Tree
+
+
+@dataclass(frozen=True)
+class StayNear(Part):
+    """Adds ``weight / 2 |theta - theta_0|^2`` to the objective; theta_0 is what the user downloaded (FedProx)."""
+
+    weight: float
+    looks_back = True  # asks for what a user had when the round began
+
+    def correct(self, cohort: Cohort, gradients: Tree) -> None:
+        """Its gradient, for all users of the cohort at once: their tensors are stacked."""
+        for name, gradient in gradients.items():
+            gradients[name] = gradient + self.weight * (cohort.tensors[name] - cohort.began[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongSteps(Mean):
+    """``theta + rate (mean - theta)``, in place of the mean."""
+
+    rate: float
+
+    def step(self, kept: Tree, sums: Tree, received: Received) -> None:
+        """The next model, of what the server keeps and of the uploads' weighted mean."""
+        for name, mean in sums.items():
+            kept[KEPT + name].lerp_(mean, self.rate)
+
+
+def near(*, weight: float = 0.01, rate: float = 1.2) -> Method:
+    """Keyword arguments with defaults are the method's settings."""
+    return Method(
+        name="near",
+        placement=Placement(generalists=2, shared=MODEL),
+        client=Client(phases=joint(routed=False), parts=(StayNear(weight),)),
+        server=LongSteps(rate=rate),
+    )
+
+
+if __name__ == "__main__":
+    texts = {n: [f"{n} counts {i}, then {i * 7 % 50} and {i % 5}." for i in range(90)] for n in ("ada", "ben", "cem")}
+    training = {"rounds": 5, "local_steps": 8, "batch_size": 4, "context": 32}
+    recipe = {"base": "random:llama?layers=1&dim=32", "training": training}
+    print(comingle.compare(recipe, ["fedavg", near, "local"], seeds=[0, 1], users=texts))
+    print(comingle.run(recipe, users=texts, method={"name": near, "rate": 1.0}))

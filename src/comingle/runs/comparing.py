@@ -1,0 +1,97 @@
+"""Several methods and seeds on the same base, data and budget, each run once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from comingle.engines.client import Clients
+from comingle.engines.events import Observer
+from comingle.errors import RecipeError
+from comingle.kinds.base import Materials
+from comingle.methods import make, settings_beside
+from comingle.progress import LOADING, Reporter
+from comingle.recipes import Recipe
+from comingle.runs.folders import check_folder
+from comingle.runs.given import NOTHING, Given
+from comingle.runs.results import Run
+from comingle.runs.session import check_method, prepare, run_in
+
+Key = tuple[str, int]
+"""A method and a seed."""
+
+
+def folders_of(recipes: Mapping[Key, Recipe], folder: Path) -> dict[Key, Path]:
+    """Where each run of a comparison is."""
+    return {(method, seed): folder / f"{method}-seed{seed}" for method, seed in recipes}
+
+
+def recipes_of(
+    recipe: Recipe, methods: Sequence[Any], seeds: Sequence[int], for_all: Mapping[str, Any] = MappingProxyType({})
+) -> dict[Key, Recipe]:
+    """The recipe of each run. A method is a name, or a mapping of ``name`` and settings. The recipe's own method has
+    its settings, another its defaults; ``for_all`` goes to whichever has such a setting.
+
+    Raises:
+        RecipeError: a method twice or unknown, a wrong setting or seed, or a method for other users: said before
+            the first hour of training.
+    """
+    chosen = [m if isinstance(m, Mapping) else _method(recipe, m, for_all) for m in methods]
+    names = [m["name"] for m in chosen]
+    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+        raise RecipeError(f"methods: {twice!r} twice; each is compared once")
+    recipes = {
+        (m["name"], s): recipe.with_changes({"method": m, "seed": s}, where="--seeds") for s in seeds for m in chosen
+    }
+    for one in recipes.values():
+        check_method(one)
+    return recipes
+
+
+def _method(recipe: Recipe, name: str, for_all: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": name, **settings_beside(name, recipe.method.name, recipe.method.settings, for_all)}
+
+
+def compare_runs(
+    recipes: Mapping[Key, Recipe],
+    folder: Path | None,
+    reporter: Reporter,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    given: Given = NOTHING,
+    ready: Callable[[Materials], None] = lambda materials: None,
+) -> Iterator[tuple[Key, Run]]:
+    """Run the recipes one after another, as they are asked for, each in a folder below ``folder`` (None: in none).
+
+    The base is read once, the users' data once for each seed; ``ready`` looks at the first of it. With ``resume`` those
+    that were begun go on.
+
+    Raises:
+        ComingleError: as :func:`comingle.runs.session.run_in`; what is wrong with a folder before anything is read.
+    """
+    # Users who are too small are left out of all methods, or of none.
+    validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in recipes.values())
+    folders = folders_of(recipes, folder) if folder is not None else {}
+    again = {key: resume and (place / "recipe.yaml").exists() for key, place in folders.items()}
+    for key, place in folders.items():
+        check_folder(place, recipes[key], resume=again[key], force=force)
+    materials: Materials | None = None
+    last_seed = None
+    for number, (key, one) in enumerate(recipes.items(), start=1):
+        method, seed = key
+        if materials is None or seed != last_seed:
+            base, first = (materials.base, False) if materials else (None, True)
+            with reporter.waiting(LOADING):
+                materials, last_seed = prepare(one, base=base, validates=validates, given=given), seed
+            if first:
+                ready(materials)
+        title = f"run {number} of {len(recipes)} · {method}, seed {seed}"
+
+        def watch(clients: Clients, title: str = title) -> list[Observer]:
+            return [reporter.watch(clients, title)]
+
+        place = folders.get(key)
+        yield key, run_in(place, one, materials, resume=again.get(key, False), force=force, observers=watch)

@@ -1,0 +1,168 @@
+"""What a program hands over beside a recipe: users' data, a loaded base, a function that makes nets, a method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from comingle.errors import BaseModelError, DataError, RecipeError
+from comingle.kinds.base import kind_of
+from comingle.kinds.handed import section_for
+from comingle.methods import Make, lent
+from comingle.methods.base import Method
+from comingle.models.base import Base
+from comingle.models.given import GIVEN, given_base
+from comingle.models.language import load_base
+from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
+from comingle.recipes import Recipe, load_recipe, parse_recipe
+from comingle.recipes.data import load_section
+
+AnyRecipe = Recipe | str | Path | Mapping[str, Any]
+"""An object, the path of a file or run folder, or what would stand in the file."""
+AnyBase = str | tuple[PreTrainedModel, PreTrainedTokenizerBase | None] | Callable[..., nn.Module]
+"""A name, a model of transformers with its tokenizer, or what makes an ``nn.Module`` for a user."""
+AnyMethod = str | Method | Make | Mapping[str, Any]
+"""A name, a method, a function that makes one, or ``{"name": one of these, "setting": value}``."""
+
+Loss = Callable[..., Tensor]
+"""Of outputs and targets, one number a sample."""
+
+_BASES = "a name, (model, tokenizer) of transformers, or a function that makes an nn.Module"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a program has handed over, each None where it has not."""
+
+    users: Mapping[str, Any] | None = None
+    """Everybody's data by name, of the kind that the recipe's ``data`` names."""
+    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase | None] | None = None
+    net: Callable[..., Any] | None = None
+    """Makes an ``nn.Module``."""
+    loss: Callable[..., Any] | None = None
+    """Of each sample."""
+    method: Any = None
+
+    def check(self, recipe: Recipe) -> None:
+        """Whether everything is here that the recipe says was handed over.
+
+        Raises:
+            DataError: the users are not.
+            BaseModelError: the base is not, or is not of the kind that such users train.
+            RecipeError: a function is for samples, and there are none.
+        """
+        if recipe.data.given and self.users is None:
+            raise DataError("users: a program handed them over, so nothing says where they are; give users={...} again")
+        self.check_base(recipe)
+
+    def check_base(self, recipe: Recipe) -> None:
+        """As :meth:`check`, of the base alone."""
+        needs_base = kind_of(recipe).needs_base
+        if recipe.base == GIVEN and self.loaded is None:
+            raise BaseModelError("base: a program handed it over; give base=(model, tokenizer) again, in Python")
+        if needs_base and self.loss is not None:
+            raise RecipeError(f"loss: got a function, for {recipe.data.label}; it is for samples")
+        if needs_base and self.net is not None:
+            raise BaseModelError(
+                f"base: got a function, for {recipe.data.label}; allowed: a name or (model, tokenizer)"
+            )
+        if not needs_base and self.loaded is not None:
+            raise BaseModelError(
+                f"base: got a language model, for {recipe.data.label}; allowed: a function that makes an nn.Module"
+            )
+
+    def load_base(self, recipe: Recipe) -> Base:
+        """The base that was handed over, or else the one that a recipe names, as its runtime has it.
+
+        Raises:
+            BaseModelError: it cannot be used.
+        """
+        runtime = recipe.runtime
+        load = partial(load_base, recipe.base) if self.loaded is None else partial(given_base, *self.loaded)
+        self.check_base(recipe)
+        return load(dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
+
+
+NOTHING = Given()
+
+
+def given_of(users: Mapping[str, Any] | None, base: Any, method: Any = None, loss: Any = None) -> Given:
+    """Sorts what a program hands over; a base that is a name is none of it.
+
+    Raises:
+        BaseModelError: nothing that a base can be.
+    """
+    if base is None or isinstance(base, str):
+        return Given(users=users, method=method, loss=loss)
+    if isinstance(base, tuple | list) and len(base) == 2:
+        return Given(users=users, method=method, loss=loss, loaded=(base[0], base[1]))
+    if callable(base) and not isinstance(base, nn.Module):
+        return Given(users=users, method=method, loss=loss, net=base)
+    raise BaseModelError(f"base: got {type(base).__name__}; allowed: {_BASES}")
+
+
+def recipe_with(
+    recipe: AnyRecipe | None, given: Given, *, base: Any, method: Any, changes: Mapping[str, Any]
+) -> Recipe:
+    """A whole recipe: as it was given, with what was handed over marked as given, and with changed keys.
+
+    Raises:
+        RecipeError: something in it is wrong.
+        DataError: the users are of no kind, or of several.
+    """
+
+    def marked(content: Any) -> Any:
+        content = _with_users(content, given.users) if given.users is not None else content
+        if given.net is not None and isinstance(content, Mapping):  # which is in the place of one by name
+            return {key: value for key, value in content.items() if key != "base"}
+        return content
+
+    if isinstance(recipe, str | Path):
+        read = load_recipe(recipe, change=marked)
+    elif isinstance(recipe, Recipe) and given.users is None and given.net is None:
+        read = recipe
+    else:
+        content = recipe.model_dump(mode="json", exclude_unset=True) if isinstance(recipe, Recipe) else recipe or {}
+        read = parse_recipe(marked(content))
+    name = base if isinstance(base, str) else GIVEN if given.loaded is not None else None
+    named = {"base": name, "method": method}
+    changed = {**{key: value for key, value in named.items() if value is not None}, **changes}
+    return read.with_changes(changed) if changed else read
+
+
+def _with_users(content: Any, users: Mapping[str, Any]) -> Any:
+    """A recipe's content whose ``data`` keeps its options, and says of the users that they are given."""
+    if not isinstance(content, Mapping) or not isinstance(data := content.get("data") or {}, Mapping):
+        return content
+    kind = section_for(users, data.get("kind"))
+    elsewhere = {"users", "dataset", *load_section(kind).marks}
+    options = {key: value for key, value in data.items() if key not in elsewhere}
+    return {**content, "data": {**options, "kind": kind, "given": True}}
+
+
+@contextmanager
+def lending(methods: Sequence[Any]) -> Iterator[list[Any]]:
+    """Methods as recipes have them, by names that are known while this lasts; None stays.
+
+    Raises:
+        PluginError: another method has the name of one.
+        RecipeError: what is called makes no method.
+    """
+    with ExitStack() as stack:
+        yield [_named(stack, method) for method in methods]
+
+
+def _named(stack: ExitStack, method: Any) -> Any:
+    if method is None:
+        return None
+    if not isinstance(method, Mapping):
+        return stack.enter_context(lent(method))
+    if "name" not in method:
+        raise RecipeError("method: got a mapping without name; allowed: {'name': a name or a method, 'setting': value}")
+    return {**method, "name": stack.enter_context(lent(method["name"]))}

@@ -1,0 +1,139 @@
+"""What a run leaves in a program: its metrics, its events, and everybody's model."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from comingle.engines.checkpoints import personal_tensors
+from comingle.engines.local import finetuned
+from comingle.errors import DataError, RunError
+from comingle.kinds.base import kind_of
+from comingle.models.personal import PersonalModel
+from comingle.models.personal_net import PersonalNet
+from comingle.recipes import Recipe
+from comingle.records import describe_metrics, measure_of, read_events
+from comingle.terminal import printable
+from comingle.transports.inprocess import InProcess
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished run: its folder, its metrics, and everybody's model."""
+
+    folder: Path | None
+    recipe: Recipe
+    metrics: dict[str, Any]
+    federation: InProcess
+    told: tuple[dict[str, Any], ...] = field(default=(), repr=False)
+    """The events of a run without a folder."""
+
+    def __repr__(self) -> str:
+        place = "" if self.folder is None else f", in {self.folder}"
+        return printable(f"Run({describe_metrics(self.metrics)}{place})")
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What happened, in order, as in ``events.jsonl``: ``event`` is start, round, evaluation or end."""
+        return list(self.told) if self.folder is None else list(read_events(self.folder))
+
+    def records(self) -> list[dict[str, Any]]:
+        """One record a user: ``user``, what it is measured by (as ``test_perplexity``), how much data it has of each
+        split, how many parameters it trains and how many bytes it uploads in a round."""
+        return records_of(self.metrics)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """:meth:`records` as a table with a row for each user.
+
+        Raises:
+            RunError: pandas is not installed.
+        """
+        return table_of(self.records())
+
+    @property
+    def users(self) -> list[str]:
+        """Names of the users."""
+        return [user.name for user in self.federation.clients.users]
+
+    def user(self, name: str) -> PersonalModel | PersonalNet:
+        """The personal model of a user: one that generates text, or for a task's nets one that predicts.
+
+        Raises:
+            DataError: no such user.
+        """
+        if name not in self.users:
+            raise DataError(f"no user {name!r}; there are: {', '.join(self.users)}")
+        clients = self.federation.clients
+        row, model = clients.row_of[self.users.index(name)], clients.model
+        with finetuned(clients, members=clients.owners([row])):
+            tensors = {k: t.to(model.dtype) for k, t in personal_tensors(model.layout, clients.state, row).items()}
+        return kind_of(self.recipe).personal(name, model, tensors, clients.owners([row])[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What several methods have come to, with several seeds each: the metrics of each run, by (method, seed)."""
+
+    folder: Path | None
+    metrics: Mapping[tuple[str, int], dict[str, Any]]
+
+    def __repr__(self) -> str:
+        place = "" if self.folder is None else f", in {self.folder}"
+        return printable(
+            "\n".join([f"Comparison({len(self.metrics)} runs{place})", *map(_told, self.means())]), keep="\n"
+        )
+
+    def means(self) -> list[dict[str, Any]]:
+        """One record a run: ``method``, ``seed`` and the mean over users of what they are measured by."""
+        return [
+            {"method": method, "seed": seed, (key := f"mean_test_{measure_of(metrics)}"): metrics[key]}
+            for (method, seed), metrics in self.metrics.items()
+        ]
+
+    def records(self) -> list[dict[str, Any]]:
+        """One record a user of each run: ``method``, ``seed``, and what :meth:`Run.records` has."""
+        return [
+            {"method": method, "seed": seed, **record}
+            for (method, seed), metrics in self.metrics.items()
+            for record in records_of(metrics)
+        ]
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """:meth:`records` as a table.
+
+        Raises:
+            RunError: pandas is not installed.
+        """
+        return table_of(self.records())
+
+
+def _told(mean: dict[str, Any]) -> str:
+    *_, (key, value) = mean.items()
+    shown = "not finite" if value is None else f"{value:.4g}"
+    return f"  {mean['method']}, seed {mean['seed']}: {key.replace('_', ' ')} {shown}"
+
+
+def records_of(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A run's metrics as one record a user."""
+    return [{"user": name, **of_user} for name, of_user in metrics["users"].items()]
+
+
+def table_of(records: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
+    """Records as rows of a table.
+
+    Raises:
+        RunError: pandas is not installed.
+    """
+    try:
+        frames = importlib.import_module("pandas")
+    except ImportError:
+        raise RunError(
+            "to_pandas needs the package pandas: pip install pandas; records() is the same without it"
+        ) from None
+    return frames.DataFrame.from_records(list(records))

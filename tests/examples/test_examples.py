@@ -1,0 +1,104 @@
+"""Every example runs, in another folder, without a warning, and says what a person can judge."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from comingle.recipes.data import kinds
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SOURCES = Path(__file__).parents[2] / "src"
+
+
+def environment() -> dict[str, str]:
+    """Its own process finds these sources, uses one thread, and may not ask the hub for anything."""
+    paths = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def printed(name: str, folder: Path) -> str:
+    """What an example prints."""
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert not list(folder.iterdir())
+    return done.stdout
+
+
+def numbers(text: str, pattern: str) -> list[float]:
+    """The number in each line that looks like this."""
+    return [float(found) for found in re.findall(pattern, text, re.MULTILINE)]
+
+
+def test_quickstart(tmp_path: Path) -> None:
+    told = printed("quickstart.py", tmp_path)
+    rows = re.findall(r"^(ada|ben|cem) +([\d.]+) +([\d.]+) +([\d.]+)$", told, re.MULTILINE)
+    assert [name for name, *_ in rows] == ["ada", "ben", "cem"]
+    assert all(float(untrained) > float(together) for _, untrained, _, together in rows)
+    assert "ada's model goes on: '" in told
+
+
+def test_own_data(tmp_path: Path) -> None:
+    told = printed("own_data.py", tmp_path)
+    perplexities = numbers(told, r"^\w+ +[\d,]+ training tokens, test perplexity +([\d.]+)$")
+    assert len(perplexities) in (3, 4)  # without datasets, and with
+    assert max(perplexities) < 1.1 * min(perplexities)
+
+
+def test_own_method(tmp_path: Path) -> None:
+    told = printed("own_method.py", tmp_path)
+    lines = (EXAMPLES / "own_method.py").read_text().splitlines()
+    assert len(lines) < 60
+    assert set(re.findall(r"^  ([\w-]+), seed \d: mean test perplexity [\d.]+$", told, re.MULTILINE)) == {
+        "fedavg",
+        "near",
+        "local",
+    }
+    near = numbers(told, r"near, seed 0: mean test perplexity ([\d.]+)")
+    assert near != numbers(told, r"fedavg, seed 0: mean test perplexity ([\d.]+)")
+    assert re.search(r"^Run\(near on random:llama", told, re.MULTILINE)
+
+
+@pytest.mark.skipif("conversations" not in kinds(), reason="the kind conversations is not here yet")
+def test_own_conversations(tmp_path: Path) -> None:
+    told = printed("own_conversations.py", tmp_path)
+    assert len(numbers(told, r"^\w+: test perplexity of responses ([\d.]+)$")) == 3
+
+
+@pytest.mark.skipif("samples" not in kinds(), reason="the kind samples is not here yet")
+def test_own_model(tmp_path: Path) -> None:
+    told = printed("own_model.py", tmp_path)
+    accuracies = numbers(told, r"^Run\(.* mean test accuracy ([\d.]+)\)$")
+    assert len(accuracies) == 3
+    assert max(accuracies) > 0.5
+    assert re.search(r"names \d+ of 20 new pictures", told)
+
+
+def test_the_quickstart_is_a_notebook_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Executed as in Jupyter: progress is one line that changes, scores are tables."""
+    nbformat = pytest.importorskip("nbformat")
+    client = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "1")
+    book = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in book.cells)
+    client.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = [cell.outputs for cell in book.cells if cell.cell_type == "code"]
+    progress, result = shown[1]  # and no warning beside them
+    assert progress.output_type == "display_data"
+    assert "round 6" in str(progress.data) or "done after" in str(progress.data)
+    assert result.data["text/plain"].startswith("Run(comigs-1g1s on random:llama")
+    for number, words in ((2, ("test_perplexity", "ada")), (3, ("pretrained", "comigs-1g1s", "cem"))):
+        (table,) = shown[number]
+        assert all(word in table.data["text/html"] for word in words)
+    assert shown[4][0].text.count("after round") == 4
+    assert all(output.output_type != "error" for outputs in shown for output in outputs)

@@ -1,0 +1,315 @@
+"""What a program hands over gives the same run as what a recipe names."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import comingle
+from comingle.data.sources import read_documents
+from comingle.errors import BaseModelError, ComingleError, DataError, PluginError, RecipeError, RunError
+from comingle.kinds.handed import section_for
+from comingle.methods import REGISTRY, make
+from comingle.methods.base import Method
+from comingle.methods.fedavg import fedavg
+from comingle.models.given import given_base
+from comingle.models.language import load_base
+from comingle.recipes import load_recipe
+from comingle.runs.given import NOTHING, given_of
+from comingle.runs.results import Run
+
+NAMES = ("ann", "bob", "cem")
+BASE = "random:llama?layers=1&dim=32"
+OFTEN_OTHER = ("wall_seconds", "peak_memory_bytes", "tokens_per_second", "base")
+
+
+@pytest.fixture
+def project(recipe_file: Path) -> Path:
+    """A recipe of a tiny run with its users' files beside it."""
+    content = yaml.safe_load(recipe_file.read_text())
+    content["base"] = BASE
+    content["training"] |= {"rounds": 2, "local_steps": 1}
+    recipe_file.write_text(yaml.safe_dump(content))
+    return recipe_file
+
+
+@pytest.fixture
+def options(project: Path) -> dict[str, Any]:
+    """The same recipe as a mapping that names no users."""
+    content = yaml.safe_load(project.read_text())
+    del content["data"]["users"]
+    return content
+
+
+@pytest.fixture
+def texts(project: Path) -> dict[str, list[str]]:
+    return {name: read_documents(project.parent / "texts" / f"{name}.txt") for name in NAMES}
+
+
+def computed(run: Run) -> dict[str, Any]:
+    return {key: value for key, value in run.metrics.items() if key not in OFTEN_OTHER}
+
+
+def rows(run: Any) -> torch.Tensor:
+    return run.federation.clients.state.rows
+
+
+def refused(kind: type[ComingleError], action: Callable[[], Any]) -> str:
+    with pytest.raises(kind) as caught:
+        action()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- users
+
+
+def test_texts_in_hand_give_the_run_that_files_give(
+    project: Path, options: dict[str, Any], texts: dict[str, list[str]], tmp_path: Path
+) -> None:
+    from_files = comingle.run(project, out=tmp_path / "files")
+    for given in (texts, {name: project.parent / "texts" / f"{name}.txt" for name in NAMES}):
+        in_hand = comingle.run(options, users=given)
+        assert computed(in_hand) == computed(from_files)
+        assert torch.equal(rows(in_hand), rows(from_files))
+    assert in_hand.events[-1] == from_files.events[-1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "project"]
+
+
+def test_a_recipe_may_be_a_file_an_object_or_a_mapping_and_keeps_its_options(
+    project: Path, options: dict[str, Any], texts: dict[str, list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "options.yaml").write_text(yaml.safe_dump(options))
+    runs = [
+        comingle.run(one, users=texts) for one in (options, tmp_path / "options.yaml", project, load_recipe(project))
+    ]
+    assert len({json.dumps(computed(run)) for run in runs}) == 1
+    assert {run.recipe.fingerprint for run in runs} == {runs[0].recipe.fingerprint}
+    assert runs[0].metrics["users"]["ann"]["test_tokens"] == 59  # of data.max_test_tokens, the first is not predicted
+
+
+def test_tables_and_splits_are_text_too(options: dict[str, Any], texts: dict[str, list[str]]) -> None:
+    datasets = pytest.importorskip("datasets")
+    plain = comingle.run(options, users=texts)
+    tables = {name: datasets.Dataset.from_dict({"text": text, "id": range(len(text))}) for name, text in texts.items()}
+    assert computed(comingle.run(options, users=tables)) == computed(plain)
+    long = {name: [f"{name} {i} " * 20 for i in range(30)] for name in NAMES}
+    parts = {name: {"train": text[:20], "valid": text[20:25], "test": text[25:]} for name, text in long.items()}
+    named = {name: {"train": p["train"], "validation": p["valid"], "test": p["test"]} for name, p in parts.items()}
+    of_tables = {
+        name: datasets.DatasetDict({split: datasets.Dataset.from_dict({"body": d}) for split, d in p.items()})
+        for name, p in named.items()
+    }
+    assert computed(comingle.run(options, users=parts)) == computed(comingle.run(options, users=of_tables))
+
+
+def test_a_run_goes_on_with_the_same_texts_alone(
+    options: dict[str, Any], texts: dict[str, list[str]], tmp_path: Path
+) -> None:
+    done = comingle.run(options, users=texts, out=tmp_path / "run")
+    again = comingle.run(options, users=texts, out=tmp_path / "run", resume=True)
+    assert computed(again) == computed(done)
+    assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())["data"]["given"] is True
+    changed = texts | {"bob": [*texts["bob"], "one more"]}
+    message = refused(RunError, lambda: comingle.run(options, users=changed, out=tmp_path / "run", resume=True))
+    assert "user 'bob': the train data changed since the run began" in message
+    assert "give users={...} again" in refused(DataError, lambda: comingle.run(tmp_path / "run"))
+
+
+def test_a_run_opens_without_its_texts_and_scores_with_them(
+    options: dict[str, Any], texts: dict[str, list[str]], tmp_path: Path
+) -> None:
+    done = comingle.run(options, users=texts, out=tmp_path / "run")
+    opened = comingle.load(tmp_path / "run")
+    assert opened.user("ann").generate("a", max_new_tokens=3) == done.user("ann").generate("a", max_new_tokens=3)  # type: ignore[union-attr]
+    assert "give users={...} again" in refused(DataError, opened.federation.clients.evaluate)
+    whole = comingle.load(tmp_path / "run", users=texts)
+    scores = [score.measures["perplexity"] for score in whole.federation.clients.evaluate()]
+    assert scores == [done.metrics["users"][name]["test_perplexity"] for name in NAMES]
+    wrong = comingle.load(tmp_path / "run", users=texts | {"ann": ["something else"] * 30})
+    assert "user 'ann'" in refused(RunError, wrong.federation.clients.evaluate)
+
+
+@pytest.mark.parametrize(
+    ("users", "wanted"),
+    [
+        ({}, "got an empty dict"),
+        ({"ann": 3}, "'ann' is int; allowed: text: a list of texts"),
+        ({"ann": [3]}, "'ann' is list of int"),
+        ({"ann": {"trian": ["a"]}}, "'ann' is dict with trian"),
+        ({"": ["a"]}, "a user's name is empty"),
+    ],
+)
+def test_users_of_no_kind_are_refused_in_one_line(users: dict[str, Any], wanted: str) -> None:
+    assert wanted in refused(DataError, lambda: section_for(users))
+
+
+@pytest.mark.parametrize(
+    ("data", "wanted"),
+    [
+        ([], "user 'ann': no text in it"),
+        (["  "], "user 'ann': no text in it"),
+        (["a", None], "user 'ann': document 2 is NoneType"),
+        ("it is me", "text itself is given as a list of documents"),
+        ({"train": ["a"]}, "user 'ann': no split 'test'; found: train"),
+    ],
+)
+def test_text_that_cannot_be_used_is_refused_in_one_line(options: dict[str, Any], data: Any, wanted: str) -> None:
+    assert wanted in refused(DataError, lambda: comingle.run(options, users={"ann": data}))
+
+
+def test_users_of_two_kinds_are_refused_with_who_is_of_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    from comingle.kinds.questions.kind import QuestionsKind
+
+    monkeypatch.setattr(QuestionsKind, "takes", lambda self, data: data == 3)
+    message = refused(DataError, lambda: section_for({"ann": ["a"], "bob": 3, "cem": ["b"]}))
+    assert message == "users: all must have one kind of data; ann has text, bob has questions"
+
+
+# ---------------------------------------------------------------- base
+
+
+def test_a_loaded_base_gives_the_run_of_its_name_and_stays_as_it_is(
+    options: dict[str, Any], texts: dict[str, list[str]], tmp_path: Path
+) -> None:
+    loaded = load_base(BASE, dtype="float32", device="cpu")
+    model, tokenizer = loaded.model, loaded.tokenizer
+    model.train()
+    model.requires_grad_(True)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    held, modules = model.config.to_dict(), [type(module) for module in model.modules()]
+    named = comingle.run(options, users=texts)
+    given = comingle.run(options, users=texts, base=(model, tokenizer), out=tmp_path / "run")
+    assert computed(given) == computed(named)
+    assert torch.equal(rows(given), rows(named))
+    assert model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert model.config.to_dict() == held
+    assert [type(module) for module in model.modules()] == modules
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    shared = given.federation.clients.model.base.model  # type: ignore[attr-defined]
+    assert shared.get_input_embeddings().weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    _opens_with_its_base_alone(tmp_path / "run", given, model, tokenizer)
+
+
+def _opens_with_its_base_alone(folder: Path, run: Any, model: Any, tokenizer: Any) -> None:
+    assert yaml.safe_load((folder / "recipe.yaml").read_text())["base"] == "given"
+    assert "give base=(model, tokenizer) again" in refused(BaseModelError, lambda: comingle.load(folder))
+    opened = comingle.load(folder, base=(model, tokenizer))
+    assert opened.user("ann").generate("a", max_new_tokens=3) == run.user("ann").generate("a", max_new_tokens=3)  # type: ignore[union-attr]
+    other = load_base(BASE, dtype="float32", device="cpu", seed=1)
+    message = refused(RunError, lambda: comingle.load(folder, base=(other.model, other.tokenizer)))
+    assert "the base changed since the run began" in message
+
+
+def test_a_base_that_does_not_fit_is_refused_in_one_line(options: dict[str, Any], texts: dict[str, list[str]]) -> None:
+    loaded = load_base(BASE, dtype="float32", device="cpu")
+
+    def refuse(model: Any, **settings: str) -> str:
+        return refused(BaseModelError, lambda: given_base(model, loaded.tokenizer, **settings))
+
+    assert "got Linear, which is no model of transformers" in refuse(torch.nn.Linear(2, 2))
+    assert "runtime.dtype: got 'float64', and the base is in float32" in refuse(loaded.model, dtype="float64")
+    assert "got LlamaModel" in refuse(loaded.model.model) or "expected a causal" in refuse(loaded.model.model)
+    assert "weights in float16; allowed" in refuse(load_base(BASE, dtype="float32", device="cpu").model.half())
+    wrong = load_base(BASE, dtype="float32", device="cpu").model
+    wrong.lm_head.weight.data[0, 0] = torch.nan
+    assert "not finite" in refuse(wrong)
+    assert "no tokenizer" in refused(DataError, lambda: comingle.run(options, users=texts, base=(loaded.model, None)))
+    makes_nets = refused(BaseModelError, lambda: comingle.run(options, users=texts, base=torch.nn.Sequential))
+    assert makes_nets == "base: got a function, for text; allowed: a name or (model, tokenizer)"
+    assert "got Linear; allowed: a name, (model" in refused(
+        BaseModelError, lambda: given_of(None, torch.nn.Linear(1, 1))
+    )
+    assert given_of(None, BASE) == NOTHING
+
+
+# ---------------------------------------------------------------- method
+
+
+def mine(*, generalists: int = 2) -> Method:
+    """FedAvg under another name."""
+    method = fedavg()
+    return replace(method, name="mine", placement=replace(method.placement, generalists=generalists))
+
+
+def test_a_method_in_hand_gives_the_run_of_a_registered_one(
+    options: dict[str, Any], texts: dict[str, list[str]], tmp_path: Path
+) -> None:
+    registered = comingle.run(options, users=texts, method="fedavg")
+    for given in (mine, mine(), {"name": mine, "generalists": 2}):
+        run = comingle.run(options, users=texts, method=given)
+        assert computed(run) | {"method": "fedavg"} == computed(registered)
+        assert torch.equal(rows(run), rows(registered))
+    assert "mine" not in REGISTRY
+    assert comingle.run(options, users=texts, method=fedavg).recipe.method.name == "fedavg"
+    assert comingle.run(options, users=texts, method=make("fedavg")).recipe.method.name == "fedavg"
+    fewer = comingle.run(options, users=texts, method={"name": mine, "generalists": 1}, out=tmp_path / "run")
+    assert fewer.metrics["trainable_parameters"] < registered.metrics["trainable_parameters"]
+    message = refused(RunError, lambda: comingle.load(tmp_path / "run"))
+    assert "no method 'mine' here" in message
+    opened = comingle.load(tmp_path / "run", method=mine, users=texts)
+    assert computed(opened) == computed(fewer)
+    assert [score.measures["perplexity"] for score in opened.federation.clients.evaluate()] == [
+        user["test_perplexity"] for user in fewer.metrics["users"].values()
+    ]
+    assert "the run is of 'mine'" in refused(RunError, lambda: comingle.load(tmp_path / "run", method="fedavg"))
+
+
+def test_a_method_that_cannot_be_used_is_refused_in_one_line(
+    options: dict[str, Any], texts: dict[str, list[str]]
+) -> None:
+    other = replace(mine(generalists=1), name="fedavg")
+    assert "has 'fedavg'" in refused(PluginError, lambda: comingle.run(options, users=texts, method=other))
+    unknown = refused(RecipeError, lambda: comingle.run(options, users=texts, method={"name": mine, "generalist": 1}))
+    assert "Did you mean 'generalists'?" in unknown
+    assert "mapping without name" in refused(RecipeError, lambda: comingle.run(options, users=texts, method={"a": 1}))
+    assert "mine" not in REGISTRY
+
+
+# ---------------------------------------------------------------- results
+
+
+def test_results_are_plain_records_and_tables(options: dict[str, Any], texts: dict[str, list[str]]) -> None:
+    run = comingle.run(options, users=texts, method="local")
+    records = run.records()
+    assert [record["user"] for record in records] == list(NAMES)
+    assert records[0]["test_perplexity"] == run.metrics["users"]["ann"]["test_perplexity"]
+    assert [event["event"] for event in run.events][:2] == ["start", "evaluation"]
+    assert run.events[-1]["event"] == "end"
+    assert len(repr(run)) < 120
+    pytest.importorskip("pandas")
+    assert run.to_pandas().to_dict("records") == records
+
+
+def test_a_table_without_pandas_is_one_line(
+    options: dict[str, Any], texts: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = comingle.run(options, users=texts, method="pretrained")
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert "pip install pandas" in refused(RunError, run.to_pandas)
+
+
+def test_methods_compare_as_their_runs_do(options: dict[str, Any], texts: dict[str, list[str]], tmp_path: Path) -> None:
+    compared = comingle.compare(options, ["local", mine], seeds=[0, 1], users=texts)
+    single = comingle.run(options, users=texts, method="local", seed=1)
+    assert list(compared.metrics) == [("local", 0), ("mine", 0), ("local", 1), ("mine", 1)]
+    assert compared.metrics["local", 1]["users"] == single.metrics["users"]
+    assert [path.name for path in tmp_path.iterdir()] == ["project"]
+    assert {(r["method"], r["seed"], r["user"]) for r in compared.records()} == {
+        (method, seed, user) for method, seed in compared.metrics for user in NAMES
+    }
+    assert "mine, seed 1: mean test perplexity" in repr(compared)
+    written = comingle.compare(options, ["local"], users=texts, out=tmp_path / "table")
+    assert {path.name for path in (tmp_path / "table").iterdir()} == {"local-seed0", "table.md", "table.json"}
+    assert written.metrics["local", 0]["users"] == compared.metrics["local", 0]["users"]
+    assert "'local' twice" in refused(RecipeError, lambda: comingle.compare(options, ["local", "local"], users=texts))
+    assert "none given" in refused(RecipeError, lambda: comingle.compare(options, [], users=texts))
