@@ -24,7 +24,7 @@ from comingle.engines.local import train
 from comingle.engines.training import Portions, Training
 from comingle.errors import RecipeError
 from comingle.kinds.base import Materials
-from comingle.kinds.questions.feed import AnswerFeed
+from comingle.kinds.conversations.feed import AnswerFeed
 from comingle.kinds.questions.sets import LABELS
 from comingle.methods.client import Phase
 from comingle.models.adapted import AdaptedModel
@@ -53,7 +53,8 @@ def answers(name: str, split: str, count: int, letters: int, *, prompts: bool = 
         return bytes((97 + torch.randint(26, (size,), generator=random)).tolist()).decode()
 
     questions = [Question(prompt=text(i, "prompt", letters), answer=text(i, "answer", 4)) for i in range(count)]
-    return as_answers(encode(questions, byte_tokenizer()), limit=5, labels=False, prompts=prompts)
+    encoded = encode(questions, byte_tokenizer())
+    return as_answers(encoded, limit=5, measures=("rouge1", "loss"), ends=(EOS,), prompts=prompts)
 
 
 def make_user(name: str, *, train: int = 5, prompts: bool = False) -> UserAnswers:

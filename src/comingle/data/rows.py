@@ -23,7 +23,7 @@ def iterate_rows(rows: Rows, columns: Sequence[str], where: str) -> Iterator[tup
             raise DataError(f"{where}: no column {column!r}; found: {list_names(names)}.{did_you_mean(column, names)}")
     heads = list(dict.fromkeys(_head(column, names) for column in columns))
     for batch in iterate_batches(rows.select_columns(heads), where):
-        for document, *others in zip(*(_values(batch, column, rows) for column in columns), strict=True):
+        for document, *others in zip(*(values_of(batch, column, rows) for column in columns), strict=True):
             if document is None or any(other is None for other in others):
                 continue
             if not isinstance(document, str):
@@ -55,7 +55,8 @@ def _head(column: str, there: Sequence[str]) -> str:
     return column if column in there else column.partition(".")[0]
 
 
-def _values(batch: Mapping[str, Any], column: str, rows: Rows) -> Sequence[Any]:
+def values_of(batch: Mapping[str, Any], column: str, rows: Rows) -> Sequence[Any]:
+    """A column of a batch of rows, or a field of one; class labels by their names."""
     if column in batch:
         return _name_labels(batch[column], rows, column)
     head, _, field = column.partition(".")

@@ -115,7 +115,7 @@ def read_dataset(
     named = set(users) if isinstance(users, Sequence) else None
     number = users if named is None else len(named)
     columns = [text, user] if split is None else [text, user, split]
-    with _open_splits(source, name=name, data_files=data_files, stream=max_documents is not None) as splits:
+    with open_splits(source, name=name, data_files=data_files, stream=max_documents is not None) as splits:
         for own_split, rows in splits:
             complete: set[str] = set()  # those who are wanted and have all they may have of this split
             for document, owner, *row_split in iterate_rows(rows, columns, where):
@@ -144,7 +144,7 @@ def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str)
     Raises:
         DataError: an unknown source or split, none of the names of a group, or rows that cannot be read.
     """
-    with _open_splits(source) as splits:
+    with open_splits(source) as splits:
         for own_split, rows in splits:
             if own_split == split:
                 chosen = choose_columns(rows.column_names, columns, source)
@@ -175,7 +175,7 @@ def _read_rows(source: str, column: str, count: int | None, most: int | None) ->
     """The documents of the first ``count`` rows (None: of all rows) of a data set, of about ``most`` bytes at most."""
     documents: list[str] = []
     left = math.inf if most is None else most
-    with _open_splits(source, stream=count is not None) as splits:
+    with open_splits(source, stream=count is not None) as splits:
         rows = (document for _, rows in splits for (document,) in iterate_rows(rows, [column], source))
         for document in islice(rows, count):
             if left <= 0:
@@ -196,7 +196,7 @@ def _read_path(path: Path, column: str, most: int | None) -> Iterator[str]:
 
 
 @contextmanager
-def _open_splits(
+def open_splits(
     source: str | Path | Sequence[str | Path],
     *,
     name: str | None = None,

@@ -12,7 +12,7 @@ from comingle.engines.client import Clients, batch_size
 from comingle.engines.training import Training
 from comingle.kinds.base import LoadBase, Materials, always_there
 from comingle.kinds.language import language_model, tokenizer_of
-from comingle.kinds.questions.feed import AnswerFeed
+from comingle.kinds.conversations.feed import AnswerFeed
 from comingle.kinds.questions.section import QuestionsDataSection, QuestionsSection
 from comingle.kinds.questions.sets import QUESTIONS, choose_languages, make_questions
 from comingle.kinds.text.kind import LanguageKind
