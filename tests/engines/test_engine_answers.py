@@ -23,7 +23,7 @@ from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.engines.training import Portions, Training
 from comingle.errors import RecipeError
-from comingle.kinds.base import Materials
+from comingle.kinds.base import Materials, kind_of
 from comingle.kinds.conversations.feed import AnswerFeed
 from comingle.kinds.questions.sets import LABELS
 from comingle.methods.client import Phase
@@ -87,7 +87,7 @@ def ask() -> Ask:
             }
         ).with_changes(changes)
         people = tuple(user if isinstance(user, UserAnswers) else make_user(user) for user in users)
-        return session.build(recipe, Materials(base=base, texts=(), users=(), answers=people))
+        return session.build(recipe, Materials(kind=kind_of(recipe), base=base, users=people))
 
     return make
 
@@ -354,9 +354,9 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
     ("key", "value", "said"),
     [
         ("training.local_steps", 3, "training.local_steps: got 3, which is not read for data.questions; passes over"),
-        ("data.split.test", 0.3, "data.split.test: got 0.3, which is not read for data.questions; data.questions.tra"),
-        ("data.held_out", "mixture", "data.held_out: got 'mixture', which is not read for data.questions; all users"),
-        ("data.max_train_tokens", 9, "data.max_train_tokens: got 9, which is not read for data.questions; data.quest"),
+        ("data.split.test", 0.3, "recipe: data: split is not read for data.questions; data.questions.train"),
+        ("data.held_out", "mixture", "recipe: data: held_out is not read for data.questions; all users"),
+        ("data.max_train_tokens", 9, "recipe: data: max_train_tokens is not read for data.questions; data.quest"),
         ("floral.rank", 2, "floral.rank: got 2, which is not read for data.questions; adaptors on a language model"),
         ("training.weighting", "tokens", "training.weighting: got 'tokens' for data.questions; allowed: uniform, sam"),
         ("data.questions.languages", ["en", "xx"], "xnli: no language 'xx'; allowed: ar, bg, de,"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from comingle.errors import DataError, did_you_mean
@@ -79,3 +80,19 @@ def list_names(names: Any) -> str:
     """Names in one line, the first twenty in full."""
     listed = [str(name) for name in names]
     return ", ".join(listed[:_LISTED]) + (f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else "")
+
+
+def choose_users(groups: dict[str, Any], users: Sequence[str] | int | None, where: str) -> dict[str, Any]:
+    """Those of all who are wanted: by name, or the first so many.
+
+    Raises:
+        DataError: somebody is not there, or there are too few.
+    """
+    if isinstance(users, int):
+        if len(groups) < users:
+            raise DataError(f"{where}: {users} users wanted, found {len(groups)}: {list_names(groups)}")
+        return dict(islice(groups.items(), users))
+    for wanted in users or ():
+        if wanted not in groups:
+            raise DataError(f"{where}: no user {wanted!r}; found: {list_names(groups)}.{did_you_mean(wanted, groups)}")
+    return groups if users is None else {wanted: groups[wanted] for wanted in users}

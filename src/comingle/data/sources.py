@@ -21,7 +21,7 @@ from comingle.data.files import check_regular, read_text_file, read_text_folder,
 from comingle.data.formats import BUILDERS, COMPRESSIONS, builder_of, is_saved, looks_like_path
 from comingle.data.hub import HUB_PREFIX, parse_hub_name
 from comingle.data.names import name_problem
-from comingle.data.rows import Rows, choose_columns, describe, iterate_batches, iterate_rows, list_names
+from comingle.data.rows import Rows, choose_columns, choose_users, describe, iterate_batches, iterate_rows, list_names
 from comingle.errors import DataError, NoTextError, did_you_mean
 
 _DEMO_PREFIX = "demo:"
@@ -130,7 +130,7 @@ def read_dataset(
                         break
     if not groups:
         raise DataError(f"{where}: no row has both text in column {text!r} and a user in column {user!r}")
-    groups = groups if users is None else _choose(groups, users, where)
+    groups = choose_users(groups, users, where)
     if problem := name_problem(groups):
         raise DataError(f"{where}: column {user!r}: {problem}")
     return groups
@@ -158,17 +158,6 @@ def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str)
 def make_rows(columns: Mapping[str, Sequence[Any]]) -> Rows:
     """A data set of these columns, for packages that want one."""
     return _import_datasets().Dataset.from_dict(dict(columns))
-
-
-def _choose(groups: dict[str, Any], users: Sequence[str] | int, where: str) -> dict[str, Any]:
-    if isinstance(users, int):
-        if len(groups) < users:
-            raise DataError(f"{where}: {users} users wanted, found {len(groups)}: {list_names(groups)}")
-        return groups
-    for wanted in users:
-        if wanted not in groups:
-            raise DataError(f"{where}: no user {wanted!r}; found: {list_names(groups)}.{did_you_mean(wanted, groups)}")
-    return {wanted: groups[wanted] for wanted in users}
 
 
 def _read_rows(source: str, column: str, count: int | None, most: int | None) -> list[str]:

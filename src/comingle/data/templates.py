@@ -13,7 +13,6 @@ The plain one, with the tokenizer's end-of-text token behind every response::
 
 from __future__ import annotations
 
-import os.path
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
@@ -45,15 +44,14 @@ _OPEN, _CLOSE = "\ue000", "\ue001"
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer's chat template, or the plain one: where it has none, or ``plain`` asks for it."""
+    """A tokenizer's chat template, or the plain one where it has none."""
 
     tokenizer: PreTrainedTokenizerBase
-    plain: bool = False
 
     @property
     def own(self) -> bool:
         """Whether it is the tokenizer's own."""
-        return bool(self.tokenizer.chat_template) and not self.plain
+        return bool(self.tokenizer.chat_template)
 
     def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
         """The conversation as text; with ``asks`` up to where the next response begins.
@@ -124,7 +122,7 @@ class ChatTemplate:
         if not _common(before, whole) == len(before) <= first < last:
             raise DataError(
                 "the base's chat template writes earlier turns anew as a conversation goes on, so responses have no "
-                "one place; give conversations of one turn, or template: plain"
+                "one place; give conversations of one turn"
             )
         return first, last
 
@@ -189,4 +187,5 @@ class ChatTemplate:
 
 def _common(first: str, second: str) -> int:
     """How many characters two texts begin with alike."""
-    return len(os.path.commonprefix([first, second]))
+    pairs = zip(first, second, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

@@ -1,4 +1,4 @@
-"""What a user's model makes of conversations: the loss of the responses, and how good those are that it gives by itself.
+"""What a user's model makes of conversations: the loss of the responses, and how good those are that it gives itself.
 
 perplexity        exp of the mean loss of a token of the responses
 loss, loss_nats   that mean, in nats
@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 
 from comingle.evaluation.perplexity import Score, perplexity_of
 from comingle.evaluation.rouge import rouge1, same_words
-
 
 JUDGES: Mapping[str, Callable[[str, str], float]] = {
     "accuracy": same_words,
