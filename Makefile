@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install -c constraints.txt
 
-.PHONY: demo test test-slow check bench docs clean
+.PHONY: demo test unit laws test-slow lowest check dist bench docs clean
 
 $(VENV)/base: pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (PyTorch and transformers: some minutes on a first run)"
@@ -20,25 +20,54 @@ $(VENV)/demo: $(VENV)/base
 	@touch $@
 
 $(VENV)/dev: $(VENV)/base
-	$(PIP) -e ".[data,reports,docs,dev]"
+	$(PIP) -e ".[data,reports,flower,docs,dev]"
 	@touch $@
 
 demo: $(VENV)/demo
 	$(BIN)/comingle demo --force
 
-# One process a core, up to two: each keeps bases of its own in memory.
-test: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+# Budgets are minutes on two idle cores: unit 5, laws 3, both together 8.
+test: unit laws
+
+# One process a core, up to two: each keeps bases of its own in memory. A file stays in one process, which shares its
+# fixtures; files in their order, since the last ones are small.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 15
+
+# Whole programs, and every method in turn: what is slow first, so that no process is left alone with it at the end.
+LAWS := tests/test_real_data.py tests/docs tests/cli/test_cli_reproduce.py tests/papers/reproduce/test_reproduce_figures.py \
+	tests/papers/reproduce/test_reproduce_published.py tests/engines/test_engine_resume_nets.py \
+	tests/engines/test_engine_answers.py tests/evaluation/test_costs_stacked.py tests/laws tests/methods
+
+# Every annotation is checked as these run.
+unit: $(VENV)/dev
+	$(PYTEST) tests $(LAWS:%=--ignore=%)
+
+# Twice as fast without those checks, which the unit tests make; COMINGLE_NO_TYPECHECK=0 makes them here too.
+laws: $(VENV)/dev
+	COMINGLE_NO_TYPECHECK=$${COMINGLE_NO_TYPECHECK:-1} $(PYTEST) $(LAWS)
 
 # torch.compile cannot trace the run-time checks of annotations, which the other tests make.
 test-slow: $(VENV)/dev $(VENV)/demo
 	COMINGLE_NO_TYPECHECK=1 $(BIN)/python -m pytest -q -m slow
+
+# The unit tests with the lowest versions that pyproject.toml allows, in an environment of their own. Lower versions of
+# PyTorch are no CPU builds everywhere: TORCH=VERSION takes another one.
+TORCH ?=
+lowest:
+	$(PYTHON) .ci/lowest.py $(TORCH:%=torch==%) > lowest.txt
+	$(MAKE) unit VENV=.venv-lowest PIP=".venv-lowest/bin/python -m pip --quiet --disable-pip-version-check install -c lowest.txt"
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+
+# What is uploaded: sdist and wheel.
+dist: $(VENV)/dev
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
 
 bench: $(VENV)/base
 	$(BIN)/python benchmarks/throughput.py
@@ -51,4 +80,4 @@ docs: $(VENV)/dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean:
-	rm -rf $(VENV) runs site
+	rm -rf $(VENV) .venv-lowest lowest.txt dist runs site

@@ -26,6 +26,8 @@ import yaml
 from comingle.data.pack import UserData
 from comingle.data.seeds import generator
 from comingle.kinds.base import Materials
+from comingle.kinds.tasks.kind import KIND as TASKS
+from comingle.kinds.text.kind import KIND as TEXT
 from comingle.models.base import Base
 from comingle.models.language import load_base
 from comingle.recipes import parse_recipe
@@ -102,7 +104,7 @@ def federate(make_user: MakeUser) -> Federate:
         }
         recipe = parse_recipe(content).with_changes(changes or {})
         people = tuple(user if isinstance(user, UserData) else make_user(user) for user in users)
-        return build(recipe, Materials(base=_base(base, dtype), texts=(), users=people))
+        return build(recipe, Materials(kind=TEXT, base=_base(base, dtype), users=people))
 
     return make
 
@@ -126,10 +128,9 @@ def federate_nets() -> Federate:
             "runtime": {"dtype": "float64", "device": "cpu"},
         }
         recipe = parse_recipe(content).with_changes(changes or {})
-        task = prepare(recipe).task
-        assert task is not None
+        task = prepare(recipe).common
         users = tuple(task.users[i] for i in order) if order else task.users
-        return build(recipe, Materials(base=None, texts=(), users=(), task=replace(task, users=users)))
+        return build(recipe, TASKS.materials(replace(task, users=users)))
 
     return make
 

@@ -11,6 +11,7 @@ import pytest
 
 from comingle.cli.compare import compare_methods
 from comingle.errors import RunError
+from comingle.kinds.tasks.kind import KIND as TASKS
 from comingle.models.language import load_base
 from comingle.recipes import Recipe, load_recipe, parse_recipe
 from comingle.runs import api
@@ -165,10 +166,10 @@ def test_samples_of_a_task_are_part_of_it(tmp_path: Path) -> None:
     api.run(recipe, out=tmp_path / "run")
     stop(tmp_path / "run")
     materials = prepare(recipe)
-    task = materials.task
+    task = materials.common
     assert task is not None
     spoilt = replace(task.users[1], test=task.users[0].test)
-    other = replace(materials, task=replace(task, users=(task.users[0], spoilt, task.users[2])))
+    other = TASKS.materials(replace(task, users=(task.users[0], spoilt, task.users[2])))
     with pytest.raises(RunError, match="user 'user-1': the test data changed since the run began"):
         api.run(recipe, out=tmp_path / "run", resume=True, materials=other)
     api.run(recipe, out=tmp_path / "run", resume=True)

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from comingle import experiment, plugins
+from comingle import plugins
 from comingle.errors import PluginError, RecipeError
 from comingle.methods import REGISTRY, make, register, settings_of
 from comingle.methods.base import Method
 from comingle.methods.fedavg import fedavg
 from comingle.models.nets import NETS, make_net
 from comingle.recipes import load_recipe
+from comingle.runs import api
 
 HALFWAY = """
     from dataclasses import replace
@@ -144,7 +145,7 @@ def test_an_installed_method_is_listed_found_and_run_as_the_cores_are(
     ]
 
     # It is FedAvg under another name, so the numbers are FedAvg's.
-    plain = experiment.run(load_recipe(recipe_file).with_changes({"method": "fedavg", "training.rounds": 1}))
+    plain = api.run(load_recipe(recipe_file).with_changes({"method": "fedavg", "training.rounds": 1}))
     assert json.loads((out / "metrics.json").read_text())["users"] == json.loads(json.dumps(plain.metrics["users"]))
 
 

@@ -57,13 +57,18 @@ def test_a_folder_that_cannot_be_written_is_said_before_anything_is_drawn(
     assert one_line(answer) == "/proc/page.html: cannot be written: No such file or directory"
 
 
-@pytest.mark.parametrize("verb", ["plot", "run", "compare", "theory"])
+def test_theory_says_so_before_anything_is_computed(comingle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("comingle.papers.theory.checks.check_all", lambda *_: pytest.fail("it was computed"))
+    answer = comingle("theory", "--out", "/proc/figures")
+    assert one_line(answer) == "/proc/figures: cannot be written to: No such file or directory"
+
+
+@pytest.mark.parametrize("verb", ["plot", "run", "compare"])
 def test_no_verb_has_a_traceback_for_such_a_folder(comingle: Any, recipe_file: Path, finished: Path, verb: str) -> None:
     command = {
         "plot": ("plot", finished, "--figure", "curves"),
         "run": ("run", recipe_file),
         "compare": ("compare", recipe_file, "--methods", "pretrained"),
-        "theory": ("theory",),
     }[verb]
     assert one_line(comingle(*command, "--out", "/proc/figures")).startswith("/proc/figures")
 

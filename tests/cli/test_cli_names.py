@@ -15,6 +15,7 @@ from rich.table import Table
 from comingle.cli.training import warn_overlaps
 from comingle.data.partition import UserText
 from comingle.kinds.base import Materials
+from comingle.kinds.text.kind import KIND as TEXT
 from comingle.reports.tables import render_run
 from comingle.terminal import Terminal, printable, words
 
@@ -122,7 +123,7 @@ def test_warnings_are_printed_as_they_are(
     comingle: Any, recipe_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = UserText(name=f"{MARKUP}{RED}", train=("same",), valid=("same",), test=("other",))
-    warn_overlaps(Materials(base=None, texts=(text,), users=()))
+    warn_overlaps(Materials(kind=TEXT, base=None, texts=(text,), users=()))
     said = capsys.readouterr().err
     assert said.startswith(f"warning: user {MARKUP}{SHOWN}: 1 of 1 validation and 0 of 1 test documents")
     assert said.count("\n") == 1

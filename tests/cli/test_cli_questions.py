@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from comingle.costing.planning import QUESTIONS_NOTE
 from comingle.engines.local import train
 from comingle.evaluation.costs.measured import counted
+from comingle.kinds.questions.kind import NOTE
 from comingle.kinds.questions.sets import LABELS, QUESTIONS, ask
 from comingle.recipes import load_recipe
 from comingle.runs.session import build, prepare
@@ -111,7 +111,7 @@ def test_questions_cost_at_most_what_text_does(comingle: Any, recipe: Path) -> N
     found = comingle("cost", recipe, "--method", "fedavg,centralized", *changes)
     assert found.code == 0, found.err
     plan = json.loads(found.out)
-    assert (plan["users"], plan["local_steps"], plan["note"]) == (["en", "de"], 2, QUESTIONS_NOTE)
+    assert (plan["users"], plan["local_steps"], plan["note"]) == (["en", "de"], 2, NOTE)
     text = ("--set", "data={users: {en: text, de: text}}", "--json")
     for method, steps in (("fedavg", 2), ("centralized", 4)):
         same = comingle("cost", recipe, "--method", method, *text, "--set", f"training.local_steps={steps}")
@@ -128,7 +128,7 @@ def test_questions_cost_at_most_what_text_does(comingle: Any, recipe: Path) -> N
     clients = build(read, prepare(read)).clients
     spent, most = counted(lambda: train(clients, [0], 0)), user["training_flops_per_round"]["total"]
     assert 0.5 * most < spent < most
-    assert QUESTIONS_NOTE in " ".join(comingle("cost", recipe).out.split())
+    assert NOTE in " ".join(comingle("cost", recipe).out.split())
 
 
 def test_a_method_that_validates_asks_for_questions_to_validate_with(comingle: Any, recipe: Path) -> None:

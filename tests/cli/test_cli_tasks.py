@@ -14,7 +14,7 @@ from test_cli_mistakes import one_line
 from comingle.adapters.clustered.geometry import CONV_FORMS
 from comingle.data.samples import Samples
 from comingle.errors import ComingleError
-from comingle.kinds.base import Materials
+from comingle.kinds.tasks.kind import KIND as TASKS
 from comingle.recipes import Recipe, load_recipe
 from comingle.recipes.sections import FloralSection
 from comingle.runs import api
@@ -222,7 +222,7 @@ def test_data_shows_the_users_of_a_task(comingle: Any, task_file: Path) -> None:
 
 def refused(recipe: Recipe, inputs: tuple[int, ...], *, first: bool = False) -> str:
     """What is said where a user's inputs have another shape, through the library."""
-    task = prepare(recipe).task
+    task = prepare(recipe).common
     assert task is not None
     users = list(task.users)
     for i in range(len(users)) if first else [2]:
@@ -232,7 +232,7 @@ def refused(recipe: Recipe, inputs: tuple[int, ...], *, first: bool = False) -> 
             for split, part in (("train", user.train), ("test", user.test))
         }
         users[i] = replace(user, **parts)
-    own = Materials(base=None, texts=(), users=(), task=replace(task, users=tuple(users)))
+    own = TASKS.materials(replace(task, users=tuple(users)))
     with pytest.raises(ComingleError) as error:
         api.run(recipe, materials=own)
     assert "\n" not in str(error.value)

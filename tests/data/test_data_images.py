@@ -5,6 +5,7 @@ import io
 import json
 import lzma
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,14 @@ def test_wrong_npz_files_are_said_in_one_line(tmp_path: Path, arrays: dict[str, 
     assert str(error.value).startswith(f"{path}: ")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_without_pillow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez(tmp_path / "a.npz", **jpegs((8, 6), (8, 6)))
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(DataError) as error:
+        read_npz(tmp_path / "a.npz")
+    assert str(error.value) == "reading images needs the package pillow: pip install 'comingle[data]'"
 
 
 def test_files_that_are_no_npz_are_said(tmp_path: Path) -> None:

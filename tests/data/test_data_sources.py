@@ -312,7 +312,7 @@ def test_a_hub_out_of_reach_is_one_line():
 def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = write_as(tmp_path, ".jsonl")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r'pip install "comingle\[data\]"'):
+    with pytest.raises(DataError, match=r"pip install 'comingle\[data\]'"):
         read_documents(path)
     (tmp_path / "notes.txt").write_text("plain text needs no package")
     assert read_documents(tmp_path / "notes.txt") == ["plain text needs no package"]

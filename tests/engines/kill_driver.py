@@ -3,7 +3,7 @@
     python kill_driver.py RECIPE FOLDER [MOMENT ...]
 
 writes one run folder below FOLDER for each moment. RECIPE may be a folder of recipes, each of which then has a folder
-of its own below FOLDER. Children are forked before any work, so torch is imported once.
+of its own below FOLDER. Children are forked before any work, but after all imports, which take longer than the runs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import transformers.models.llama.modeling_llama  # noqa: F401 (the tests' language model: it is imported at first use)
+
 from comingle.engines import checkpoints
 from comingle.engines.events import Observer
-from comingle.runs import api
+from comingle.runs import api, session
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -99,7 +101,7 @@ def in_pruning() -> None:
 
 
 def before_metrics() -> None:
-    on_call(experiment, "write_json", 1)
+    on_call(session, "write_json", 1)
 
 
 MOMENTS: dict[str, Callable[[], Any]] = {

@@ -136,6 +136,7 @@ def test_one_process_is_two_writers_too(recipe: Recipe, tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+import transformers.models.llama.modeling_llama  # once, and not in each child
 from comingle import locks
 from comingle.runs import api, folders, session
 

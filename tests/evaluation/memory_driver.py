@@ -20,6 +20,7 @@ from comingle.data.pack import UserData
 from comingle.engines.local import train
 from comingle.engines.runtime import keep_buffers
 from comingle.kinds.base import Materials
+from comingle.kinds.text.kind import KIND as TEXT
 from comingle.models.language import load_base
 from comingle.recipes import load_recipe
 from comingle.runs.session import build
@@ -38,7 +39,7 @@ def main() -> None:
     base = load_base(recipe.base, dtype=recipe.runtime.dtype, device="cpu")
     stream = torch.randint(200, (4 * recipe.training.context,), dtype=torch.int32)
     users = [UserData(name=name, train=stream, valid=stream, test=stream) for name in recipe.data.users or {}]
-    clients = build(recipe, Materials(base=base, texts=(), users=tuple(users))).clients
+    clients = build(recipe, Materials(kind=TEXT, base=base, users=tuple(users))).clients
     # One sequence first: the buffers of the matrix library belong to the process, not to the pass.
     steps = replace(clients.steps)
     steps.portions = replace(clients.portions, sequences=1)

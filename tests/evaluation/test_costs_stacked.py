@@ -70,7 +70,7 @@ def bare(recipe: Recipe) -> Base:
 
 def task_costs(recipe: Recipe) -> list[UserCost]:
     """Without memory, which takes longer."""
-    task = prepare(recipe).task
+    task = prepare(recipe).common
     assert task is not None
     plain, stage = (rehearse_task(with_method(recipe, name), task) for name in ("fedavg", recipe.method.name))
     return count_stacked(stage, loads_of(stage.federation.clients, task), measured_base(plain))
@@ -199,7 +199,7 @@ def test_a_tasks_plan_has_its_users_and_its_samples() -> None:
     real = build(recipe, prepare(recipe))
     held = real.clients.state.rows.nbytes + sum(t.nbytes for t in real.server.kept.values())
     assert many.methods[0].machine.adapters_bytes == pytest.approx(held, rel=0.05)
-    task = prepare(recipe).task
+    task = prepare(recipe).common
     assert task is not None
     parts = [user.split(split) for user in task.users for split in SPLITS]
     assert many.methods[0].machine.data_bytes == 2 * sum(part.inputs.nbytes + part.targets.nbytes for part in parts)

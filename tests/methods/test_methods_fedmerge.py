@@ -12,10 +12,10 @@ import torch
 from linear_task import EVERYONE, LINEAR, Own, batches, descend, sample_losses, samples_of, unequal
 from torch import Tensor
 
-from comingle import nets
 from comingle.engines.mixing import mixtures
 from comingle.engines.rounds import run_rounds
 from comingle.errors import DivergenceError, RecipeError
+from comingle.kinds.tasks import building as nets
 from comingle.methods import make
 from comingle.methods.client import Proximal
 from comingle.models import hardware

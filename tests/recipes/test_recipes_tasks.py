@@ -46,7 +46,7 @@ def recipe_of(task: Any, *, method: str = "fedavg", rounds: int = 1) -> Recipe:
 
 def test_every_key_of_a_task_reaches_it(folder: Path) -> None:
     task = {"name": "cifar10-cluster", "users": 6, "clusters": 3, "labels_per_cluster": 4, "path": str(folder)}
-    plain, more = (prepare(recipe_of(task | extra)).task for extra in ({}, {"valid": 0.5, "fraction": 0.5}))
+    plain, more = (prepare(recipe_of(task | extra)).common for extra in ({}, {"valid": 0.5, "fraction": 0.5}))
     assert plain is not None
     assert more is not None
     assert [user.cluster for user in plain.users] == [0, 0, 1, 1, 2, 2]
@@ -55,7 +55,7 @@ def test_every_key_of_a_task_reaches_it(folder: Path) -> None:
         assert len(new.train) + len(new.valid) == round(0.5 * (len(old.train) + len(old.valid)))
         assert abs(len(new.train) - len(new.valid)) <= 1
     pytest.importorskip("flwr_datasets", reason="PACKAGE ABSENT: pip install flwr-datasets", exc_type=ImportError)
-    skewed = prepare(recipe_of(task | {"alpha": 0.5})).task
+    skewed = prepare(recipe_of(task | {"alpha": 0.5})).common
     assert skewed is not None
     assert len({len(user.train) for user in skewed.users}) > len({len(user.train) for user in plain.users})
 
@@ -63,7 +63,7 @@ def test_every_key_of_a_task_reaches_it(folder: Path) -> None:
 @pytest.mark.parametrize("method", ["local", "fedavg", "floral"])
 def test_samples_are_the_same_whatever_the_method(folder: Path, method: str) -> None:
     task = {"name": "pacs", "path": str(folder), "valid": 0.2}
-    mine, reference = (prepare(recipe_of(task, method=name)).task for name in (method, "local"))
+    mine, reference = (prepare(recipe_of(task, method=name)).common for name in (method, "local"))
     assert mine is not None
     assert reference is not None
     for user, other in zip(mine.users, reference.users, strict=True):

@@ -17,7 +17,7 @@ def decode(jpeg: np.ndarray, offset: np.ndarray, path: Path) -> np.ndarray:
     """The images of a file of JPEG bytes, all of one size: number i lies from ``offset[i]`` to ``offset[i + 1]``.
 
     Raises:
-        DataError: places that do not fit the bytes, a damaged image, or several sizes.
+        DataError: places that do not fit the bytes, a damaged image, several sizes, or no Pillow.
     """
     if (
         offset.ndim != 1
@@ -27,6 +27,7 @@ def decode(jpeg: np.ndarray, offset: np.ndarray, path: Path) -> np.ndarray:
         or bool((np.diff(offset.astype(int)) < 0).any())
     ):
         raise DataError(f"{path}: offset should rise from 0 to {len(jpeg)}, the length of jpeg; truncated or damaged")
+    _import_pillow()
     content = jpeg.tobytes()
     places = zip(offset[:-1].tolist(), offset[1:].tolist(), strict=True)
     try:
@@ -36,18 +37,23 @@ def decode(jpeg: np.ndarray, offset: np.ndarray, path: Path) -> np.ndarray:
     return stack(images, str(path))
 
 
-def _open_image(content: bytes) -> np.ndarray:
-    from PIL import Image
+def _import_pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError("reading images needs the package pillow: pip install 'comingle[data]'") from error
+    return Image
 
-    with Image.open(io.BytesIO(content)) as image:
+
+def _open_image(content: bytes) -> np.ndarray:
+    with _import_pillow().open(io.BytesIO(content)) as image:
         return np.asarray(image)
 
 
 def scale(image: Any, largest: int) -> Any:
     """A picture of Pillow, as a square (Lanczos) where one of its sides is longer than that."""
-    from PIL import Image
-
-    return image.resize((largest, largest), Image.Resampling.LANCZOS) if max(image.size) > largest else image
+    resampling = _import_pillow().Resampling.LANCZOS
+    return image.resize((largest, largest), resampling) if max(image.size) > largest else image
 
 
 def stack(images: Sequence[np.ndarray], where: str) -> np.ndarray:

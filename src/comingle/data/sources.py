@@ -268,7 +268,7 @@ def _import_datasets() -> Any:
         import datasets
     except ImportError as error:
         raise DataError(
-            'reading rows (.jsonl, .csv, .parquet, hub) needs the package datasets: pip install "comingle[data]"'
+            "reading rows (.jsonl, .csv, .parquet, hub) needs the package datasets: pip install 'comingle[data]'"
         ) from error
     return datasets
 

@@ -40,7 +40,10 @@ class TaskKind(Kind):
 
     def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
         """The task brings its net; no base is loaded."""
-        task = prepare_task(cast(TaskDataSection, recipe.data).task, recipe.seed)
+        return self.materials(prepare_task(cast(TaskDataSection, recipe.data).task, recipe.seed))
+
+    def materials(self, task: Task) -> Materials:
+        """Those of a task, which may be made in Python; labels that somebody does not train on are said once."""
         if task.loss == "cross_entropy":
             warn_unseen(task.users)
         return Materials(kind=self, base=None, users=task.users, common=task)

@@ -31,7 +31,7 @@ def draw(plan: Plan, outcomes: Mapping[str, Outcome], folder: Path) -> list[Path
     try:
         from comingle.reports.figures import save
     except ImportError:
-        raise RunError('figures need the package matplotlib: pip install "comingle[reports]"') from None
+        raise RunError("figures need the package matplotlib: pip install 'comingle[reports]'") from None
     assert plan.experiment.plot is not None
     kinds: dict[str, Callable[[Plan, Entries], Figures]] = {
         "curves": _curves,

