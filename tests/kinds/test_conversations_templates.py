@@ -101,7 +101,9 @@ def test_a_template_that_writes_earlier_turns_anew_is_refused() -> None:
 def test_a_header_that_training_leaves_out_is_no_part_of_a_response() -> None:
     """Templates of models that think end the prompt with an empty thought, which finished turns do not have."""
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = CHATML.replace("<|bos|>assistant\n' }}{% endif %}", "<|bos|>assistant\n<t></t>' }}{% endif %}")
+    tokenizer.chat_template = CHATML.replace(
+        "<|bos|>assistant\n' }}{% endif %}", "<|bos|>assistant\n<t></t>' }}{% endif %}"
+    )
     found = ChatTemplate(tokenizer).encode(messages(TURNS[1:3]))
     ids, learnt = by_hand(TURNS[1:3], template=True)
     assert (list(found.tokens), learnt_of(found)) == (ids, learnt)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from comingle.records import MEASURES
 
-
 SHARES = ("accuracy", "exact_match")
 """Measures from 0 to 1 that are read in per cent."""
 
