@@ -17,7 +17,7 @@ from comingle.data.samples import SPLITS, UserSamples
 from comingle.data.settings import TASKS
 from comingle.data.tasks import Task, make_task
 from comingle.errors import DataError, RecipeError
-from comingle.kinds.tasks.kind import KIND as TASKS
+from comingle.kinds.tasks.kind import KIND as TASK_KIND
 
 MakeFolder = Callable[..., Path]
 DOMAINS = ("art_painting", "cartoon", "photo", "sketch")
@@ -293,7 +293,7 @@ def test_labels_that_florals_users_do_not_train_on_are_said_and_not_refused(
     """Once, however many runs use the task; for tasks made in Python too."""
     task = make_task("mnist", seed=0, users=8, clusters=4, fraction=0.01, path=make_folder("mnist", labels=10))
     assert not caplog.messages
-    TASKS.materials(task)
+    TASK_KIND.materials(task)
     lacking = [u for u in task.users if set(u.test.targets.tolist()) - set(u.train.targets.tolist())]
     assert len(lacking) > 3
     (line,) = caplog.messages
@@ -303,7 +303,7 @@ def test_labels_that_florals_users_do_not_train_on_are_said_and_not_refused(
     assert all(f"{user.name!r} on " in line for user in lacking[:3])
     assert line.endswith(f"; and {len(lacking) - 3} more users")
     caplog.clear()
-    TASKS.materials(make_task("mlp", seed=0, users=4))
+    TASK_KIND.materials(make_task("mlp", seed=0, users=4))
     assert not caplog.messages
 
 

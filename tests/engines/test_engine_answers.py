@@ -16,7 +16,6 @@ from torch import Tensor
 
 from comingle.data.answers import Answers, Question, UserAnswers, as_answers, encode
 from comingle.data.batches import PAD
-from comingle.data.pack import UserData
 from comingle.data.seeds import generator
 from comingle.engines.checkpoints import list_checkpoints
 from comingle.engines.client import Clients
@@ -25,6 +24,7 @@ from comingle.engines.training import Portions, Training
 from comingle.errors import RecipeError
 from comingle.kinds.base import Materials, kind_of
 from comingle.kinds.conversations.feed import AnswerFeed
+from comingle.kinds.conversations.kind import training_tokens
 from comingle.kinds.questions.sets import LABELS
 from comingle.methods.client import Phase
 from comingle.models.adapted import AdaptedModel
@@ -124,9 +124,7 @@ def present(windows: Tensor) -> list[tuple[int, ...]]:
 def test_training_tokens_are_those_of_all_passes_without_padding(ask: Ask) -> None:
     sim = ask("fedavg", [make_user("ann"), make_user("bob", train=3)], **{"training.local_epochs": 3}).clients
     own = [len(user.train.tokens(number)) for user in sim.trainers for number in range(len(user.train))]
-    assert experiment.training_tokens(sim.trainers, sim.training) == 2 * 3 * sum(own)
-    text = UserData(name="eve", **{split: torch.zeros(99, dtype=torch.int32) for split in ("train", "valid", "test")})
-    assert experiment.training_tokens([text] * 3, sim.training) == 3 * 2 * sim.training.local_steps * 2 * 24
+    assert training_tokens(sim.trainers, sim.training) == 2 * 3 * sum(own)
 
 
 def test_batches_are_as_wide_as_their_longest_question_unless_tokens_are_routed(ask: Ask) -> None:

@@ -55,7 +55,7 @@ class AnswersKind(LanguageKind):
         users, trainers = self.trainers(materials, method)
         base = materials.base
         assert base is not None
-        tokens = 0 if materials.unread else _training_tokens(trainers, training)
+        tokens = 0 if materials.unread else training_tokens(trainers, training)
         size = batch_size(method, training, len(users))
         even = method.placement.routed and training.balance_weight > 0
         return Clients(
@@ -165,7 +165,7 @@ def _as_text(user: UserConversations) -> UserText:
     return UserText(name=user.name, **parts)
 
 
-def _training_tokens(trainers: Sequence[UserAnswers], training: Training) -> int:
+def training_tokens(trainers: Sequence[UserAnswers], training: Training) -> int:
     """How many tokens trainers who are there in every round train on."""
     every = sum(int((trainer.train.windows != PAD).sum()) for trainer in trainers)
     return training.rounds * training.local_epochs * every

@@ -20,12 +20,16 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bin
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a row has its messages; ``named`` says that a recipe names prompt or response, which are then read."""
+    """Where a row has its messages."""
 
     messages: str = "messages"
     prompt: str = "prompt"
     response: str = "response"
-    named: bool = False
+
+    @property
+    def named(self) -> bool:
+        """Whether prompt or response have names of their own, which are then read and not the messages."""
+        return (self.prompt, self.response) != ("prompt", "response")
 
     @property
     def told(self) -> str:

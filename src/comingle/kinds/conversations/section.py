@@ -91,8 +91,7 @@ class ConversationsSection(DataSection):
     @property
     def columns(self) -> Columns:
         """Where the messages are in a row."""
-        named = bool({"prompt", "response"} & self.model_fields_set)
-        return Columns(self.messages, self.prompt, self.response, named=named)
+        return Columns(self.messages, self.prompt, self.response)
 
     def anchored(self, anchor: Anchor) -> dict[str, Any]:
         """Users' files, and those of a data set."""
