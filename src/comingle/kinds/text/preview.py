@@ -34,10 +34,9 @@ def preview(recipe: Recipe, materials: Materials, *, everybody: bool) -> list[Re
     for name, cells in rows:
         table.add_row(words(name), *cells)
     listed = {name for name, _ in rows}
-    beginnings = [
-        line for one in summaries if one["user"] in listed for line in beginnings(one["user"], one["samples"])
-    ]
-    return [table, *left_out(materials, "too little text", everybody), *beginnings]
+    shown = [one for one in summaries if one["user"] in listed]
+    lines = [line for one in shown for line in beginnings(one["user"], one["samples"])]
+    return [table, *left_out(materials, "too little text", everybody), *lines]
 
 
 def left_out(materials: Materials, why: str, everybody: bool) -> list[RenderableType]:
