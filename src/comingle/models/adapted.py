@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Int64
@@ -122,7 +122,7 @@ class AdaptedModel(Model):
         """As "generalist", "specialist 1", "specialist 2", in their order."""
         return watching.expert_names(self.adapters, user)
 
-    def without_weights(self, fakes: Any) -> tuple[Self, int]:
+    def without_weights(self, fakes: Any) -> tuple[AdaptedModel, int]:
         """Nobody trains the base."""
         size, head = fakes.size_of(self.network), fakes.of_head(self.head, self.device)
         fakes.replace(self.network, self.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int, Int64
@@ -89,7 +89,7 @@ class MixedLanguageModel(StackedModel):
         """The base's parameters."""
         return self.base.model.num_parameters()
 
-    def without_weights(self, fakes: Any) -> tuple[Self, int]:
+    def without_weights(self, fakes: Any) -> tuple[MixedLanguageModel, int]:
         """Nobody trains the base."""
         size, head = fakes.size_of(self.base.model), fakes.of_head(self.head, self.device)
         fakes.replace(self.net, self.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Int64
@@ -114,7 +114,7 @@ class Model(ABC):
 
     # ---------------------------------------------------------------- costs
 
-    def without_weights(self, fakes: Any) -> tuple[Self, int]:
+    def without_weights(self, fakes: Any) -> tuple[Model, int]:
         """The model with ``fakes`` (:class:`comingle.evaluation.costs.memory.Fakes`) in the place of what is frozen and
         not a user's, and how many bytes that was."""
         return self, 0
