@@ -25,10 +25,11 @@ from comingle.adapters import kernels, native
 from comingle.adapters.inject import AdapterSettings, ExpertCounts
 from comingle.adapters.layouts import decoder_layers
 from comingle.data.pack import UserData
-from comingle.engines.client import Clients
+from comingle.engines.client import Clients, batch_size
 from comingle.engines.local import train
 from comingle.engines.runtime import keep_buffers, peak_memory_bytes
 from comingle.engines.training import Training
+from comingle.kinds.text.feed import TextFeed
 from comingle.methods import make
 from comingle.models.adapted import adapt
 from comingle.models.language import backbone, lm_head, load_base
@@ -95,7 +96,8 @@ def clients_of(args: argparse.Namespace, name: str) -> Clients:
         users_per_step=args.users_per_step,
         micro_batch=args.micro_batch,
     )
-    return Clients(model, method, training, trainers=users, users=users)
+    feed = TextFeed(users, training, batch_size(method, training, len(users)))
+    return Clients(model, method, training, trainers=users, users=users, feed=feed)
 
 
 def base_pass(args: argparse.Namespace, name: str, sequences: int) -> Callable[[], None]:

@@ -18,7 +18,6 @@ DOCS = Path(__file__).parent
 SOURCE = DOCS.parent / "src" / "comingle"
 
 GROUPS = {
-    "experiment": ("experiment", "nets", "materials", "texts", "opening", "folders", "progress"),
     "errors": ("errors", "records", "trees", "inputs", "locks", "plugins", "terminal"),
 }
 """Single modules of one storey, drawn as one box."""
@@ -27,7 +26,9 @@ WORDS = {
     "papers": "tables, theory",
     "cli": "one file per verb",
     "costing": "what a run will cost",
-    "experiment": "with nets, materials, texts, opening, folders and progress",
+    "runs": "session.py: prepare, build, execute",
+    "progress": "lines and bars",
+    "kinds": "text, questions, tasks: a folder each",
     "recipes": "the YAML",
     "transports": "move messages",
     "reports": "tables, pages",

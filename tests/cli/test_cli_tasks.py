@@ -74,9 +74,12 @@ ON_TASKS = {
     "a rank of LoRA": ("adapters.rank=4", "adapters.rank: got 4, which is not read for data.task; the section floral "),
     "a limit on tokens": (
         "data.max_train_tokens=40",
-        "data.max_train_tokens: got 40, which is not read for data.task; data.task.fraction ",
+        "--set: data: max_train_tokens is not read for data.task; data.task.fraction makes train samples",
     ),
-    "fractions of text": ("data.split.valid=0.3", "data.split.valid: got 0.3, which is not read for data.task; "),
+    "fractions of text": (
+        "data.split.valid=0.3",
+        "--set: data: split is not read for data.task; a ",
+    ),
     "a batch of one": (
         "training.batch_size=1",
         "training.batch_size: got 1; net:mlp-norm has batch norm, which needs 2",

@@ -20,7 +20,6 @@ from documents import DOCS, PAGES, README, REPOSITORY, blocks, read, table_at
 from typer.testing import CliRunner
 
 from comingle.cli import app
-from comingle.kinds.conversations.section import ConversationsSection as SECTION
 from comingle.recipes import parse_recipe
 
 # What a command gets on top where it would need the pretrained model, or minutes.
@@ -199,13 +198,3 @@ def test_conversations_become_personal_models_as_their_page_says(place: Path) ->
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=place, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()
-
-
-def test_every_key_of_conversations_is_documented_with_its_default() -> None:
-    table = table_at(read("recipes.md"), "| key of `data` |")
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[2:]]
-    defaults = {name: field.get_default(call_default_factory=True) for name, field in SECTION.model_fields.items()}
-    told = {
-        key: f"`{d}`" if isinstance(d, str) else f"`{json.dumps(d)}`" for key, d in defaults.items() if key != "split"
-    }
-    assert {row[0].strip("` "): row[2] for row in rows} == {**told, "split": "section"}

@@ -19,6 +19,7 @@ from comingle.methods import REGISTRY, make, settings_of
 from comingle.methods.base import Method
 from comingle.methods.mixtures import Entropic
 from comingle.recipes import Recipe
+from comingle.recipes.data import kinds, load_section
 
 RECIPE_KEYS, PAPERS, COMPARING = read("recipes.md"), read("papers.md"), read("comparing.md")
 
@@ -144,7 +145,10 @@ def test_every_recipe_key_is_documented_with_its_default() -> None:
     tables = [table for table in RECIPE_KEYS.split("\n\n") if table.startswith("| key |")]
     rows = [row for table in tables for row in table_rows(table)]
     documented = {key: row[2] for row in rows for key in re.findall(r"`([^`]+)`", row[0])}
-    assert documented == dict(recipe_keys(Recipe))
+    keys = dict(recipe_keys(Recipe))
+    for kind in kinds():
+        keys |= recipe_keys(load_section(kind), "data.")
+    assert documented == keys | {"data.kind": "by its keys"}
     assert {"data.users.NAME.path", "training.router.schedule", "adapters.targets.gate"} <= documented.keys()
 
 

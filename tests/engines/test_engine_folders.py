@@ -153,7 +153,7 @@ for moment in sys.argv[3:]:
         elif moment == "half of the recipe":
             os.fsync = lambda handle: list((out / moment).glob(".recipe.yaml.*")) and die()
         elif moment == "recipe":
-            session.execute = die
+            session.execute = api.execute = die
         api.run(recipe, out=out / moment)
         os._exit(1)
     _, status = os.waitpid(child, 0)

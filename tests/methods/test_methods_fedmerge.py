@@ -321,7 +321,7 @@ def test_other_servers_do_not_forgive(federate_nets: Any) -> None:
 )
 def test_settings_out_of_range_are_one_line(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(RecipeError) as error:
-        make(**settings)
+        make(settings.pop("name"), **settings)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from comingle.errors import LARGEST, PluginError, RecipeError, did_you_mean, is_number
+from comingle.errors import PluginError, RecipeError, did_you_mean
 from comingle.methods.base import Method
 from comingle.methods.centralized import centralized
 from comingle.methods.comigs import comigs, comigs_1g1s, comigs_1gxs, comigs_2g, comigs_2s, comigs_tr
@@ -27,6 +27,7 @@ from comingle.methods.moe import fedavg_moe, fedavg_moe_tr, local_moe, local_moe
 from comingle.methods.pcl import pcl
 from comingle.methods.pfedmoe import pfedmoe
 from comingle.methods.pretrained import pretrained
+from comingle.methods.settings import allowed, by_type
 from comingle.plugins import Registry
 
 Make = Callable[..., Method]
@@ -115,12 +116,14 @@ def make(method: str | Method | Make, /, **settings: Any) -> Method:
         PluginError: a plug-in that cannot be used.
     """
     constructor, name, known = _constructor(method), _called(method), settings_of(method)
-    allowed_of = _allowed if constructor in _OWN.values() else _alike
+    ranges = allowed(constructor)
     for key, value in settings.items():
         if key not in known:
-            allowed = ", ".join(sorted(known)) or "no settings"
-            raise RecipeError(f"method {name}: no setting {key!r}.{did_you_mean(key, known)} Allowed: {allowed}")
-        _check(name, key, value, *allowed_of(key, known[key]))
+            names = ", ".join(sorted(known)) or "no settings"
+            raise RecipeError(f"method {name}: no setting {key!r}.{did_you_mean(key, known)} Allowed: {names}")
+        words, fits = ranges.get(key) or by_type(type(known[key]))
+        if not fits(value):
+            raise RecipeError(f"method {name}: {key} is {value!r}; allowed: {words}")
     made = constructor(**settings)
     if not isinstance(made, Method):
         raise PluginError(f"method {name}: its function returned {type(made).__name__}; allowed: a Method")
@@ -146,46 +149,3 @@ def _called(method: str | Method | Make) -> str:
     if isinstance(method, Method):
         return method.name
     return method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)
-
-
-def _check(name: str, key: str, value: Any, allowed: str, fits: Callable[[Any], bool]) -> None:
-    """``specialists`` may be a list of numbers."""
-    values = value if key == "specialists" and isinstance(value, list | tuple) else [value]
-    if not values or not all(fits(v) for v in values):
-        raise RecipeError(f"method {name}: {key} is {value!r}; allowed: {allowed}")
-
-
-def _alike(_key: str, default: Any) -> tuple[str, Callable[[Any], bool]]:
-    """What a setting of a method from elsewhere may be, which checks its ranges itself: of the kind of its default."""
-    if isinstance(default, bool):
-        return "true, false", lambda v: isinstance(v, bool)
-    if isinstance(default, int):
-        return "whole numbers", lambda v: isinstance(v, int) and not isinstance(v, bool)
-    if isinstance(default, float):
-        return "numbers", is_number
-    if isinstance(default, str):
-        return "text", lambda v: isinstance(v, str)
-    return "anything", lambda v: True
-
-
-def _allowed(key: str, default: Any) -> tuple[str, Callable[[Any], bool]]:
-    """What a setting may be, in words and as a test."""
-    if isinstance(default, str):
-        words = ("head", "all") if default in ("head", "all") else ("train", "valid")
-        return ", ".join(words), lambda v: v in words
-    if isinstance(default, bool):
-        return "true, false", lambda v: isinstance(v, bool)
-    if key == "temperature":
-        return f"numbers above 0, up to {LARGEST:.0e}", lambda v: is_number(v) and v > 0
-    if isinstance(default, float):
-        below_one = key in ("gamma", "outer_momentum")
-        words = "numbers from 0" + (", below 1" if below_one else f" to {LARGEST:.0e}")
-        return words, lambda v: is_number(v) and v >= 0 and not (below_one and v >= 1)
-    least = 0 if key in ("generalists", "specialists", "warmup_steps") else 1
-    most = next((most for keys, most in _MOST.items() if key in keys), 10_000_000)
-    words = f"whole numbers from {least} to {most:,}"
-    return words, lambda v: isinstance(v, int) and not isinstance(v, bool) and least <= v <= most
-
-
-_MOST = {("generalists", "specialists"): 1_000, ("clusters", "models", "chosen"): 10_000}
-"""How many experts each block may have, and how many components or models a federation."""

@@ -6,20 +6,19 @@ arXiv:2409.13931, Algorithm 1 and App. B.1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Stream, alternating
 from comingle.methods.server import Mean, Server
+from comingle.methods.settings import Count, Experts, ExpertsOfUsers
 
 
 def comigs(
     *,
-    generalists: int = 1,
-    specialists: int | Sequence[int] = 1,
-    router_every: int = 30,
-    router_steps: int = 10,
+    generalists: Experts = 1,
+    specialists: ExpertsOfUsers = 1,
+    router_every: Count = 30,
+    router_steps: Count = 10,
     router_stream: Stream = "valid",
     name: str = "comigs",
 ) -> Method:
@@ -48,7 +47,7 @@ def comigs(
     )
 
 
-def comigs_1g1s(*, router_every: int = 30, router_steps: int = 10) -> Method:
+def comigs_1g1s(*, router_every: Count = 30, router_steps: Count = 10) -> Method:
     """CoMiGS with one generalist and one specialist: the paper's main setting.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2.
@@ -59,7 +58,7 @@ def comigs_1g1s(*, router_every: int = 30, router_steps: int = 10) -> Method:
     return comigs(router_every=router_every, router_steps=router_steps, name="comigs-1g1s")
 
 
-def comigs_2g(*, router_every: int = 30, router_steps: int = 10) -> Method:
+def comigs_2g(*, router_every: Count = 30, router_steps: Count = 10) -> Method:
     """CoMiGS with two generalists: everything but the routers is shared.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2, ablation.
@@ -70,7 +69,7 @@ def comigs_2g(*, router_every: int = 30, router_steps: int = 10) -> Method:
     return comigs(generalists=2, specialists=0, router_every=router_every, router_steps=router_steps, name="comigs-2g")
 
 
-def comigs_2s(*, router_every: int = 30, router_steps: int = 10) -> Method:
+def comigs_2s(*, router_every: Count = 30, router_steps: Count = 10) -> Method:
     """CoMiGS with two specialists: nothing is shared.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2, ablation.
@@ -81,7 +80,7 @@ def comigs_2s(*, router_every: int = 30, router_steps: int = 10) -> Method:
     return comigs(generalists=0, specialists=2, router_every=router_every, router_steps=router_steps, name="comigs-2s")
 
 
-def comigs_1gxs(*, specialists: int | Sequence[int] = 3, router_every: int = 30, router_steps: int = 10) -> Method:
+def comigs_1gxs(*, specialists: ExpertsOfUsers = 3, router_every: Count = 30, router_steps: Count = 10) -> Method:
     """CoMiGS with one generalist and a number of specialists that each user can afford.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.3.
@@ -92,7 +91,7 @@ def comigs_1gxs(*, specialists: int | Sequence[int] = 3, router_every: int = 30,
     return comigs(specialists=specialists, router_every=router_every, router_steps=router_steps, name="comigs-1gxs")
 
 
-def comigs_tr(*, router_every: int = 30, router_steps: int = 10) -> Method:
+def comigs_tr(*, router_every: Count = 30, router_steps: Count = 10) -> Method:
     """CoMiGS-1G1S for users without validation text: router steps on newly sampled training batches.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part iii.

@@ -7,6 +7,7 @@ from comingle.methods.client import ROUTERS, Phase
 from comingle.methods.mfl import MODELS, SHARED_MODELS
 from comingle.methods.mixtures import TRAINED, client_mixture
 from comingle.methods.server import Mean
+from comingle.methods.settings import Models, Positive
 from comingle.routers.mixtures import ClientMixture
 from comingle.trees import BASE, BASE_STATISTICS
 
@@ -30,7 +31,7 @@ def local_adaptor(*, precondition: bool = True) -> Method:
     )
 
 
-def ensemble(*, clusters: int = 4, temperature: float = 1.0) -> Method:
+def ensemble(*, clusters: Models = 4, temperature: Positive = 1.0) -> Method:
     """C whole models, federated; each user mixes their outputs by a router of its own.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), section 6, Ensemble.
@@ -43,7 +44,7 @@ def ensemble(*, clusters: int = 4, temperature: float = 1.0) -> Method:
     return client_mixture("ensemble", mixture, phases=(phase,), shared=SHARED_MODELS)
 
 
-def ensemble_optimal(*, clusters: int = 4) -> Method:
+def ensemble_optimal(*, clusters: Models = 4) -> Method:
     """C whole models, one for each true cluster: FedAvg within the clusters.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), Table 1, optimal routing.

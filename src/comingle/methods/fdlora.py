@@ -13,10 +13,11 @@ from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Cohort, Part, joint
 from comingle.methods.server import MODEL, Mean, Received, ServerSetup
+from comingle.methods.settings import BelowOne, Count, NotNegative
 from comingle.trees import Tree
 
 
-def fdlora(*, outer_rate: float = 0.7, outer_momentum: float = 0.9, fusion_steps: int = 30) -> Method:
+def fdlora(*, outer_rate: NotNegative = 0.7, outer_momentum: BelowOne = 0.9, fusion_steps: Count = 30) -> Method:
     """FDLoRA: a global LoRA that is averaged and a personal one that is not, fused at the end on validation text.
 
     Source: Qi et al. 2024, "FDLoRA: Personalized Federated Learning of Large Language Model via Dual LoRA Tuning",

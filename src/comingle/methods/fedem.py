@@ -5,11 +5,12 @@ from __future__ import annotations
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Cohort, Part, Phase
 from comingle.methods.server import Mean
+from comingle.methods.settings import Models
 from comingle.routers.mixtures import ClientMixture
 from comingle.trees import ADAPTOR, STATISTICS
 
 
-def fedem(*, models: int = 3) -> Method:
+def fedem(*, models: Models = 3) -> Method:
     """FedEM: M whole models; every sample says how much it belongs to each, and every user mixes their predictions.
 
     Source: Marfoq et al. 2021, "Federated Multi-Task Learning under a Mixture of Distributions", arXiv:2108.10252,

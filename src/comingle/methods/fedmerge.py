@@ -7,20 +7,21 @@ from dataclasses import replace
 from comingle.errors import RecipeError
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import MODEL, Client, Proximal, joint
+from comingle.methods.settings import Count, Models, NotNegative, Which
 from comingle.methods.soup_server import Merge
 
 
 def fedmerge(
     *,
-    models: int = 5,
+    models: Models = 5,
     softmax: bool = True,
     column_normalize: bool = True,
     models_first: bool = True,
-    inner_product_keys: str = "head",
-    weight_step: float = 0.01,
-    global_rate: float = 1.0,
-    global_iterations: int = 1,
-    proximal: float = 0.0,
+    inner_product_keys: Which = "head",
+    weight_step: NotNegative = 0.01,
+    global_rate: NotNegative = 1.0,
+    global_iterations: Count = 1,
+    proximal: NotNegative = 0.0,
 ) -> Method:
     """FedMerge: d models and everybody's merging weights live on the server; one merged model travels each way.
 
@@ -58,7 +59,7 @@ def fedmerge(
     )
 
 
-def fedmerge_fixed(*, models: int = 15, chosen: int = 5, global_rate: float = 1.0) -> Method:
+def fedmerge_fixed(*, models: Models = 15, chosen: Models = 5, global_rate: NotNegative = 1.0) -> Method:
     """FedMerge with frozen merging weights: each user merges some models, drawn at random, in equal parts.
 
     Source: Chen et al. 2025 (FedMerge, arXiv:2504.06768), Table 4, "Fixed (``chosen`` / ``models``)".

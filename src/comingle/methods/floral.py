@@ -6,20 +6,21 @@ from comingle.errors import RecipeError
 from comingle.methods.base import Method
 from comingle.methods.client import ROUTERS, Phase
 from comingle.methods.mixtures import TRAINED, ClusterSteps, Entropic, WarmUp, client_mixture
+from comingle.methods.settings import CountOrNone, Models, NotNegative, Positive
 from comingle.routers.mixtures import ClientMixture
 
 
 def floral(
     *,
-    clusters: int = 4,
-    temperature: float = 1.0,
-    noise: float = 0.0,
+    clusters: Models = 4,
+    temperature: Positive = 1.0,
+    noise: NotNegative = 0.0,
     precondition: bool = True,
     centre: bool = False,
     stateless: bool = False,
-    warmup_steps: int = 0,
-    base_server_rate: float = 1.0,
-    adaptor_server_rate: float = 1.0,
+    warmup_steps: CountOrNone = 0,
+    base_server_rate: NotNegative = 1.0,
+    adaptor_server_rate: NotNegative = 1.0,
 ) -> Method:
     """FLoRAL with learned routers: the base and C adaptor sets are federated, each user mixes the adaptors by itself.
 
@@ -53,7 +54,7 @@ def floral(
     )
 
 
-def floral_optimal(*, clusters: int = 4, precondition: bool = True, centre: bool = False) -> Method:
+def floral_optimal(*, clusters: Models = 4, precondition: bool = True, centre: bool = False) -> Method:
     """FLoRAL whose routers know the true clusters: what learning them could reach.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), Table 1, optimal routing.
@@ -65,7 +66,7 @@ def floral_optimal(*, clusters: int = 4, precondition: bool = True, centre: bool
     return client_mixture("floral-optimal", mixture, phases=(Phase(roles=TRAINED),))
 
 
-def floral_mfl(*, clusters: int = 4, precondition: bool = True, centre: bool = False) -> Method:
+def floral_mfl(*, clusters: Models = 4, precondition: bool = True, centre: bool = False) -> Method:
     """FLoRAL with the mixture outside of the loss, and routers out of the losses of the components.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (MFL-WS), eq. 4, 5, 25 and 34.

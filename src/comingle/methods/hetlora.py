@@ -13,10 +13,11 @@ from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Cohort, Part, joint
 from comingle.methods.server import MODEL, Mean, Received
+from comingle.methods.settings import BelowOne, NotNegative
 from comingle.trees import Tree, lora_pairs
 
 
-def hetlora(*, regularisation: float = 5e-3, gamma: float = 0.99, prune: bool = True) -> Method:
+def hetlora(*, regularisation: NotNegative = 5e-3, gamma: BelowOne = 0.99, prune: bool = True) -> Method:
     """HetLoRA: users of different ranks; matrices with a larger change weigh more; ranks that are not used are pruned.
 
     Source: Cho et al. 2023, "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models",

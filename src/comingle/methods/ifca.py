@@ -13,11 +13,12 @@ from comingle.data.seeds import generator
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import MODEL, Client, Cohort, Part, joint
 from comingle.methods.server import Mean, Received, ServerSetup, mix
+from comingle.methods.settings import Models
 from comingle.methods.soups import soup_of, start_soup
 from comingle.trees import Tree
 
 
-def ifca(*, models: int = 5) -> Method:
+def ifca(*, models: Models = 5) -> Method:
     """IFCA: every user takes the one of k models with the lowest loss on its training data, and trains it.
 
     Source: Ghosh et al. 2020, "An Efficient Framework for Clustered Federated Learning", arXiv:2006.04088, Algorithm 1

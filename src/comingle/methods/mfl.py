@@ -5,6 +5,7 @@ from __future__ import annotations
 from comingle.methods.base import Method
 from comingle.methods.client import ROUTERS, Phase
 from comingle.methods.mixtures import Entropic, client_mixture
+from comingle.methods.settings import Models, Positive
 from comingle.routers.mixtures import ClientMixture
 from comingle.trees import ADAPTOR, STATISTICS
 
@@ -15,7 +16,7 @@ SHARED_MODELS = MODELS | {STATISTICS}
 """They travel with their running statistics, which are averaged as they are."""
 
 
-def mfl(*, clusters: int = 4) -> Method:
+def mfl(*, clusters: Models = 4) -> Method:
     """C whole models, each trained on its own loss, mixed outside of the loss: what Theorem 4.5 is about.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (MFL), eq. 4 and 5, Theorem 4.5.
@@ -31,7 +32,7 @@ def mfl(*, clusters: int = 4) -> Method:
     return client_mixture("mfl", mixture, phases=phases, parts=parts, shared=SHARED_MODELS)
 
 
-def fml(*, clusters: int = 4, temperature: float = 1.0) -> Method:
+def fml(*, clusters: Models = 4, temperature: Positive = 1.0) -> Method:
     """C whole models, mixed in their weights into one that each user trains and uses.
 
     Source: FLoRAL (Almansoori et al. 2024, arXiv:2410.03497), (FML) and Algorithm 1 where all is a component.

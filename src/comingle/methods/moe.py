@@ -6,6 +6,7 @@ from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, alternating, joint
 from comingle.methods.server import Mean, Server
+from comingle.methods.settings import Count
 
 _LOCAL = Placement(generalists=0, specialists=2, routed=True)
 _SHARED = Placement(generalists=2, routed=True, shared=frozenset({ATTENTION, GENERALIST}))
@@ -36,7 +37,7 @@ def fedavg_moe() -> Method:
     return Method(name="fedavg-moe", placement=_SHARED, client=Client(phases=joint(routed=True)), server=Mean())
 
 
-def local_moe_tr(*, router_every: int = 30, router_steps: int = 10) -> Method:
+def local_moe_tr(*, router_every: Count = 30, router_steps: Count = 10) -> Method:
     """Every user alone, the router in alternation with 2 experts, on fresh training batches.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part iii.
@@ -48,7 +49,7 @@ def local_moe_tr(*, router_every: int = 30, router_steps: int = 10) -> Method:
     return Method(name="local-moe-tr", placement=_LOCAL, client=Client(phases=phases), server=Server())
 
 
-def fedavg_moe_tr(*, router_every: int = 30, router_steps: int = 10) -> Method:
+def fedavg_moe_tr(*, router_every: Count = 30, router_steps: Count = 10) -> Method:
     """FedAvg of 2 experts, a local router in alternation with them, on fresh training batches.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part iii.

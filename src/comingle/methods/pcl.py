@@ -13,6 +13,7 @@ from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Cohort, Part, joint
 from comingle.methods.server import Received, Server
+from comingle.methods.settings import Count
 from comingle.trees import Tree
 
 
@@ -66,7 +67,7 @@ SENDERS = "senders"
 """Whose uploads these are."""
 
 
-def pcl(*, exchange_from: int = 5, exchange_every: int = 2) -> Method:
+def pcl(*, exchange_from: Count = 5, exchange_every: Count = 2) -> Method:
     """Personalised collaborative fine-tuning with a graph of who helps whom, found on validation text.
 
     Source: Wagner et al. 2024, "Personalized Collaborative Fine-Tuning for On-Device Large Language Models",

@@ -122,7 +122,7 @@ class AdaptedModel(Model):
         """As "generalist", "specialist 1", "specialist 2", in their order."""
         return watching.expert_names(self.adapters, user)
 
-    def without_weights(self, fakes: Any) -> tuple[AdaptedModel, int]:
+    def without_weights(self, fakes: Any) -> tuple[Model, int]:
         """Nobody trains the base."""
         size, head = fakes.size_of(self.network), fakes.of_head(self.head, self.device)
         fakes.replace(self.network, self.device)

@@ -23,6 +23,7 @@ from comingle.models.copying import own_copy, share_weights
 from comingle.models.greedy import continue_greedily
 from comingle.models.language import Head, backbone, lm_head
 from comingle.models.loss import cross_entropy
+from comingle.models.model import Model
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.stacked import StackedModel, stack
 from comingle.routers.mixtures import ClientMixture
@@ -89,7 +90,7 @@ class MixedLanguageModel(StackedModel):
         """The base's parameters."""
         return self.base.model.num_parameters()
 
-    def without_weights(self, fakes: Any) -> tuple[MixedLanguageModel, int]:
+    def without_weights(self, fakes: Any) -> tuple[Model, int]:
         """Nobody trains the base."""
         size, head = fakes.size_of(self.base.model), fakes.of_head(self.head, self.device)
         fakes.replace(self.net, self.device)

@@ -104,7 +104,7 @@ def section_of(content: Mapping[str, Any]) -> type[DataSection]:
         return load_section(kind)
     marks = {mark: section for section in _loadable() for mark in section.marks}
     given = [mark for mark in marks if content.get(mark) is not None]
-    if len(given) != 1:
+    if len({marks[mark] for mark in given}) != 1:
         *others, last = marks
         raise ValueError(f"give one of {', '.join(others)} and {last}")
     return marks[given[0]]

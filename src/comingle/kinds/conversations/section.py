@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from comingle.kinds.conversations.rows import Columns
 from comingle.kinds.text.section import UserFiles, UsersRows, anchored_sources, named_sources
@@ -34,8 +34,8 @@ class ConversationsSection(DataSection):
     loss_on: Literal["responses", "all"] = "responses"
     too_long: Literal["cut", "leave_out"] = "cut"
     on_small_user: Literal["refuse", "skip"] = "refuse"
-    scores: list[Measure] = Field(default_factory=list)
-    labels: list[Source] = Field(default_factory=list)
+    scores: tuple[Measure, ...] = ()
+    labels: tuple[Source, ...] = ()
 
     label: ClassVar[str] = "conversations"
     implementation: ClassVar[str] = "comingle.kinds.conversations.kind:KIND"

@@ -1,0 +1,96 @@
+"""What a method's settings may be: ranges as annotations of the function that makes it, in words and as a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from comingle.errors import LARGEST, is_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Numbers from ``least`` to ``most``; ``above`` leaves the least out, ``below`` the most."""
+
+    least: float = -LARGEST
+    most: float = LARGEST
+    above: bool = False
+    below: bool = False
+
+    def words(self, kind: type) -> str:
+        """What is allowed."""
+        if kind is int:
+            return f"whole numbers from {self.least:,} to {self.most:,}"
+        if self.least == -LARGEST and self.most == LARGEST:
+            return "numbers"
+        most = f"{self.most:.0e}" if self.most == LARGEST else f"{self.most:g}"
+        if self.above:
+            return f"numbers above {self.least:g}, {'below' if self.below else 'up to'} {most}"
+        return f"numbers from {self.least:g}{', below' if self.below else ' to'} {most}"
+
+    def fits(self, kind: type, value: Any) -> bool:
+        """Whether a value is allowed; a truth value is no number."""
+        if not is_number(value) or (kind is int and not isinstance(value, int)):
+            return False
+        low = value > self.least if self.above else value >= self.least
+        return low and (value < self.most if self.below else value <= self.most)
+
+
+Count = Annotated[int, Range(least=1, most=10_000_000)]
+CountOrNone = Annotated[int, Range(least=0, most=10_000_000)]
+"""A count that may be 0."""
+Models = Annotated[int, Range(least=1, most=10_000)]
+"""How many components or models a federation has."""
+Experts = Annotated[int, Range(least=0, most=1_000)]
+"""How many experts each block has."""
+ExpertsOfUsers = Annotated[int | Sequence[int], Range(least=0, most=1_000)]
+"""The same, or a list with a number for each user."""
+NotNegative = Annotated[float, Range(least=0)]
+Positive = Annotated[float, Range(least=0, above=True)]
+BelowOne = Annotated[float, Range(least=0, most=1, below=True)]
+Which = Literal["head", "all"]
+"""The last layer of a net, or all of it."""
+
+Fits = Callable[[Any], bool]
+
+
+def allowed(make: Callable[..., Any]) -> dict[str, tuple[str, Fits]]:
+    """What each setting of a function that makes a method may be: in words, and as a test.
+
+    Without a range, a setting is of the type that it is annotated with, or else of its default's.
+    """
+    hints = get_type_hints(make, include_extras=True)
+    return {key: _allowed(hint) for key, hint in hints.items() if key != "return"}
+
+
+def _allowed(hint: Any) -> tuple[str, Fits]:
+    limit = next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Range)), None)
+    plain = hint.__origin__ if hasattr(hint, "__metadata__") else hint
+    if get_origin(plain) is Literal:
+        words = get_args(plain)
+        return ", ".join(map(str, words)), lambda v: v in words
+    if limit is None:
+        return by_type(plain)
+    kinds = get_args(plain) or (plain,)
+    kind, many = int if int in kinds else float, len(kinds) > 1
+    return limit.words(kind), lambda v: _fits(limit, kind, v, many)
+
+
+def _fits(limit: Range, kind: type, value: Any, many: bool) -> bool:
+    """A list, where there may be one, has at least one value, and all of them fit."""
+    values = list(value) if many and isinstance(value, list | tuple) else [value]
+    return bool(values) and all(limit.fits(kind, one) for one in values)
+
+
+def by_type(kind: Any) -> tuple[str, Fits]:
+    """What a setting without a range may be: of its type."""
+    if kind is bool:
+        return "true, false", lambda v: isinstance(v, bool)
+    if kind is int:
+        return "whole numbers", lambda v: isinstance(v, int) and not isinstance(v, bool)
+    if kind is float:
+        return "numbers", is_number
+    if kind is str:
+        return "text", lambda v: isinstance(v, str)
+    return "anything", lambda v: True

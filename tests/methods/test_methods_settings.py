@@ -1,0 +1,70 @@
+"""What a method's settings may be is said by the annotations of the function that makes it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from comingle.errors import RecipeError
+from comingle.methods import REGISTRY, make, settings_of
+from comingle.methods.base import Method
+from comingle.methods.fedavg import fedavg
+from comingle.methods.settings import Range, allowed
+
+
+def mine(
+    *,
+    share: Annotated[float, Range(least=0, most=1, below=True)] = 0.5,
+    rate: Annotated[float, Range(least=0, above=True)] = 1.0,
+    steps: Annotated[int, Range(least=2, most=5)] = 3,
+    side: Literal["left", "right"] = "left",
+    bold: bool = False,
+    word: str = "a",
+    many: int = 1,
+    loose=7,  # type: ignore[no-untyped-def]
+) -> Method:
+    """A method of somebody else's."""
+    return fedavg()
+
+
+WRONG = {
+    "share": (1.0, "numbers from 0, below 1"),
+    "rate": (0, "numbers above 0, up to 1e+38"),
+    "steps": (6, "whole numbers from 2 to 5"),
+    "side": ("up", "left, right"),
+    "bold": (1, "true, false"),
+    "word": (3, "text"),
+    "many": (True, "whole numbers"),
+    "loose": (0.5, "whole numbers"),
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_a_setting_out_of_range_is_refused_in_one_line(key: str) -> None:
+    value, words = WRONG[key]
+    with pytest.raises(RecipeError) as error:
+        make(mine, **{key: value})
+    assert str(error.value) == f"method mine: {key} is {value!r}; allowed: {words}"
+
+
+def test_settings_in_their_ranges_are_taken() -> None:
+    right: dict[str, Any] = {
+        "share": 0,
+        "rate": 1e-9,
+        "steps": 5,
+        "side": "right",
+        "bold": True,
+        "word": "",
+        "many": -1,
+    }
+    assert make(mine, **right).name == "fedavg"
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_every_setting_has_a_range_that_its_default_lies_in(name: str) -> None:
+    ranges = allowed(REGISTRY[name])
+    for key, default in settings_of(name).items():
+        words, fits = ranges[key]
+        assert fits(default), (name, key)
+        assert words not in ("anything", "numbers", "whole numbers", "text"), (name, key)
