@@ -43,7 +43,7 @@ _DISK = {
     if hasattr(errno, name)
 }
 
-MEASURES = {"perplexity": "lower", "accuracy": "higher", "rouge1": "higher", "loss": "lower"}
+MEASURES = {"perplexity": "lower", "accuracy": "higher", "exact_match": "higher", "rouge1": "higher", "loss": "lower"}
 """What models are compared by, and which way is better."""
 GEOMETRIC = "geometric_mean_test_perplexity"
 """Beside ``mean_test_perplexity``: the exponential of the mean loss over users, which one bad user does not rule."""

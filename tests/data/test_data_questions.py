@@ -15,11 +15,18 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from comingle.data.answers import Question, UserAnswers, as_answers, check_answers, encode, pool_answers
+from comingle.data.answers import Encoded, Question, UserAnswers, as_answers, check_answers, encode, pool_answers
 from comingle.data.batches import PAD, hide, inputs_of
 from comingle.errors import DataError, RecipeError
 from comingle.kinds.questions.sets import LABELS, QUESTIONS, ask, make_questions
 from comingle.models.byte_tokenizer import EOS, byte_tokenizer
+
+
+def parted(one: Encoded) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The prompt and the answer of a question."""
+    ((start, stop),) = one.responses
+    return one.tokens[:start], one.tokens[start:stop]
+
 
 TWO = [Question(prompt="a b", answer="c"), Question(prompt="d", answer="c b a")]
 
@@ -83,14 +90,14 @@ def problem(kind: type[Exception], name: str, path: str | Path | None, **setting
 
 def test_a_window_hides_the_prompt_and_shows_the_answer(word_tokenizer: PreTrainedTokenizerFast) -> None:
     first, second = encode(TWO, word_tokenizer)
-    assert (first.prompt, first.answer, first.reference) == ((1, 2), (3, 5), "c")
-    assert (second.prompt, second.answer) == ((4,), (3, 2, 1, 5))
-    answers = as_answers([first, second], limit=4, labels=False)
+    assert (first.tokens, first.responses, first.references) == ((1, 2, 3, 5), ((2, 4),), ("c",))
+    assert (second.tokens, second.responses) == ((4, 3, 2, 1, 5), ((1, 5),))
+    answers = as_answers([first, second], limit=4, measures=("loss",), ends=(5,))
     assert answers.windows.tolist() == [[-3, -4, 3, 5, PAD], [-6, 3, 2, 1, 5]]
     assert [answers.tokens(i).tolist() for i in range(2)] == [[1, 2, 3, 5], [4, 3, 2, 1, 5]]
     assert [answers.prompt(i).tolist() for i in range(2)] == [[1, 2], [4]]
     assert inputs_of(answers.windows).tolist() == [[1, 2, 3, 5], [4, 3, 2, 1]]
-    shown = as_answers([first, second], limit=4, labels=False, prompts=True)
+    shown = as_answers([first, second], limit=4, measures=("loss",), ends=(5,), prompts=True)
     assert shown.windows.tolist() == [[1, 2, 3, 5, PAD], [4, 3, 2, 1, 5]]
     assert shown.prompt(0).tolist() == [1, 2]
 
@@ -104,16 +111,15 @@ def test_hiding_is_undone_by_hiding_and_never_looks_like_padding() -> None:
 
 def test_texts_begin_as_the_tokenizer_begins_them(make_word_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> None:
     tokenizer = make_word_tokenizer(eos_token="<eos>", bos_token="<bos>")
-    assert encode(TWO, tokenizer)[0].prompt == (1, 2)  # <bos> exists, but no text begins with it
+    assert parted(encode(TWO, tokenizer)[0])[0] == (1, 2)  # <bos> exists, but no text begins with it
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 6)])
-    assert [one.prompt for one in encode(TWO, tokenizer)] == [(6, 1, 2), (6, 4)]
-    assert [one.answer for one in encode(TWO, tokenizer)] == [(3, 5), (3, 2, 1, 5)]
+    assert [parted(one)[0] for one in encode(TWO, tokenizer)] == [(6, 1, 2), (6, 4)]
+    assert [parted(one)[1] for one in encode(TWO, tokenizer)] == [(3, 5), (3, 2, 1, 5)]
 
 
 def test_special_tokens_in_a_question_are_text() -> None:
     (found,) = encode([Question(prompt="<|eos|>", answer="<|bos|>")], byte_tokenizer())
-    assert found.prompt == tuple(b"<|eos|>")
-    assert found.answer == (*b"<|bos|>", EOS)
+    assert parted(found) == (tuple(b"<|eos|>"), (*b"<|bos|>", EOS))
 
 
 def test_answers_need_an_end(make_word_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> None:
@@ -140,7 +146,7 @@ def test_everybody_is_asked_the_same_in_a_language_of_their_own(folder: Path) ->
         QUESTIONS["xnli"].instruction, f"Premise: en {number}\nHypothesis: {'x' * number}"
     )
     assert en.train.references[0] == LABELS[number % 3]
-    assert en.train.labels
+    assert en.train.measures == ("accuracy", "rouge1", "loss")
 
 
 def test_which_questions_follow_from_the_seed_alone(folder: Path) -> None:
@@ -177,7 +183,7 @@ def test_what_is_too_long_in_one_language_is_left_out_for_all(folder: Path) -> N
 def test_the_rest_is_tested_on_where_that_is_published(folder: Path) -> None:
     en, el = make("xquad", folder, train=2, valid=1)
     assert [len(part) for part in (en.train, en.valid, en.test)] == [2, 1, 3]
-    assert [who.test.labels for who in (en, el)] == [False, False]
+    assert [who.test.measures for who in (en, el)] == [("rouge1", "loss")] * 2
     answer = el.train.references[0]
     paragraph = answer.split()[1][0]
     assert asked(el, "train")[0] == ask(QUESTIONS["xquad"].instruction, f"Text: el text {paragraph}\nQuestion: el?")

@@ -35,6 +35,7 @@ TINY = {
     "training.context": 16,
     "runtime.threads": 1,
 }
+NOT_OF_CHATS = {key for key in TINY if key.startswith("data.")} | {"training.local_steps", "training.context"}
 SMALL_THEORY = {
     "quadratic": {"instances": 2, "mismatches": [0], "steps": 8},
     "linear": {"instances": 1, "samples": 8, "losses": ["squared"], "decays": [1.0], "steps": 4},
@@ -69,7 +70,8 @@ def shortened(words: tuple[str, ...]) -> list[str]:
     elif verb in ("run", "compare", "data", "cost"):
         given = {words[i + 1].partition("=")[0] for i, word in enumerate(words) if word == "--set"}
         fitting = TINY if "photos.yaml" not in words else {"training.rounds": 1, "runtime.threads": 1}
-        tiny = {key: value for key, value in fitting.items() if key not in given}
+        chats = "chats.yaml" in words
+        tiny = {k: v for k, v in fitting.items() if k not in given and not (chats and k in NOT_OF_CHATS)}
         extra = [part for key, value in tiny.items() for part in ("--set", f"{key}={value}")]
     elif verb == "report":
         extra = ["--force", *([] if "--no-tokens" in words else ["--tokens", "4", "--users", "ada"])]
@@ -103,6 +105,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ):
         (tmp_path / "photos" / image).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (20, 20), (6 * number, 0, 0)).save(tmp_path / "photos" / image)
+    (tmp_path / "chats").mkdir()
+    for name in ("ada", "ben"):
+        rows = [{"prompt": f"{name} asks {i}", "response": f"{i * i}"} for i in range(12)]
+        (tmp_path / "chats" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for path in re.findall(r"`([\w/]+\.jsonl\.xz)`", table_at(read("results.md"), "| path | rows |")):
         (tmp_path / "FOLDER" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "FOLDER" / path).touch()  # enough for --dry-run
@@ -174,17 +180,29 @@ def test_the_python_examples_run_as_they_are_printed(tmp_path: Path) -> None:
 
 
 def test_no_other_page_has_python_examples_that_nobody_runs() -> None:
-    """Those in methods.md are pieces of files: see ``test_docs_readme.py``."""
+    """Those in methods.md are pieces of files: see ``test_docs_readme.py``; for conversations.md see below."""
     assert {page.name for page in PAGES if shown(page, "python")} == {
         "README.md",
         "python.md",
         "methods.md",
         "samples.md",
+        "conversations.md",
     }
 
 
 def test_every_yaml_is_a_recipe_or_a_piece_of_one() -> None:
     found = [yaml.safe_load(block) for page in PAGES for block in shown(page, "yaml")]
-    read = [parse_recipe({"data": {"task": "mnist"}, **content}).data for content in found]
-    assert len(read) > 5
-    assert not all(data.in_distribution for data in read)
+    data = [parse_recipe({"data": {"task": "mnist"}, **content}).data for content in found]
+    held_out = [getattr(one, "held_out", "") for one in data]
+    assert len(held_out) > 5
+    assert "mixture" in held_out
+
+
+def test_conversations_become_personal_models_as_their_page_says(place: Path) -> None:
+    page = DOCS / "conversations.md"
+    for words in commands(page):
+        runs(words)
+    (code,) = shown(page, "python")
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=place, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip()

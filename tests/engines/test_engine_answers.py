@@ -22,10 +22,9 @@ from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.engines.training import Portions, Training
 from comingle.errors import RecipeError
-from comingle.kinds.base import Materials
-from comingle.kinds.questions.feed import AnswerFeed
-from comingle.kinds.questions.kind import KIND as QUESTIONS_KIND
-from comingle.kinds.questions.kind import training_tokens
+from comingle.kinds.base import Materials, kind_of
+from comingle.kinds.conversations.feed import AnswerFeed
+from comingle.kinds.conversations.kind import training_tokens
 from comingle.kinds.questions.sets import LABELS
 from comingle.methods.client import Phase
 from comingle.models.adapted import AdaptedModel
@@ -54,7 +53,8 @@ def answers(name: str, split: str, count: int, letters: int, *, prompts: bool = 
         return bytes((97 + torch.randint(26, (size,), generator=random)).tolist()).decode()
 
     questions = [Question(prompt=text(i, "prompt", letters), answer=text(i, "answer", 4)) for i in range(count)]
-    return as_answers(encode(questions, byte_tokenizer()), limit=5, labels=False, prompts=prompts)
+    encoded = encode(questions, byte_tokenizer())
+    return as_answers(encoded, limit=5, measures=("rouge1", "loss"), ends=(EOS,), prompts=prompts)
 
 
 def make_user(name: str, *, train: int = 5, prompts: bool = False) -> UserAnswers:
@@ -87,7 +87,7 @@ def ask() -> Ask:
             }
         ).with_changes(changes)
         people = tuple(user if isinstance(user, UserAnswers) else make_user(user) for user in users)
-        return session.build(recipe, Materials(kind=QUESTIONS_KIND, base=base, users=people))
+        return session.build(recipe, Materials(kind=kind_of(recipe), base=base, users=people))
 
     return make
 
@@ -352,9 +352,9 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
     ("key", "value", "said"),
     [
         ("training.local_steps", 3, "training.local_steps: got 3, which is not read for data.questions; passes over"),
-        ("data.split.test", 0.3, "data: split is not read for data.questions; data.questions.train, valid and test"),
-        ("data.held_out", "mixture", "data: held_out is not read for data.questions; all users"),
-        ("data.max_train_tokens", 9, "data: max_train_tokens is not read for data.questions; data.quest"),
+        ("data.split.test", 0.3, "recipe: data: split is not read for data.questions; data.questions.train"),
+        ("data.held_out", "mixture", "recipe: data: held_out is not read for data.questions; all users"),
+        ("data.max_train_tokens", 9, "recipe: data: max_train_tokens is not read for data.questions; data.quest"),
         ("floral.rank", 2, "floral.rank: got 2, which is not read for data.questions; adaptors on a language model"),
         ("training.weighting", "tokens", "training.weighting: got 'tokens' for data.questions; allowed: uniform, sam"),
         ("data.questions.languages", ["en", "xx"], "xnli: no language 'xx'; allowed: ar, bg, de,"),
@@ -363,4 +363,4 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
 def test_what_questions_never_read_is_refused(tmp_path: Path, key: str, value: Any, said: str) -> None:
     with pytest.raises(RecipeError) as found:
         prepare(recipe_of(tmp_path, **{key: value}))
-    assert str(found.value).removeprefix("recipe: ").startswith(said)
+    assert str(found.value).startswith(said)

@@ -85,13 +85,17 @@ def test_a_label_is_right_but_for_case_and_punctuation() -> None:
 
 
 def test_an_answer_is_judged_beside_its_loss() -> None:
-    plain = score_answers(Score(loss_nats=6.0, tokens=4), 2)
+    score = Score(loss_nats=6.0, tokens=4)
+    plain = score_answers(score, 2, ("rouge1", "loss"))
     assert plain.measures == {"loss": 1.5}
     assert (plain.mean_loss, plain.samples) == (1.5, 2)
-    free = judge(plain, ["the cat", "no"], ["cat", "no"], labels=False)
+    free = judge(plain, ["the cat", "no"], ["cat", "no"])
     assert free.measures == {"rouge1": pytest.approx((2 / 3 + 1) / 2), "loss": 1.5}
-    assert list(judge(plain, ["the cat", "no"], ["cat", "no"], labels=True).measures) == ["accuracy", "rouge1", "loss"]
-    assert judge(plain, ["the cat", "no"], ["cat", "no"], labels=True).accuracy == 0.5
-    empty = AnswerScore(loss_nats=0.0, tokens=0, samples=0)
+    every = score_answers(score, 2, ("accuracy", "exact_match", "rouge1", "perplexity", "loss_nats"))
+    told = judge(every, ["the cat", "no"], ["cat", "no"]).measures
+    assert list(told) == ["accuracy", "exact_match", "rouge1", "perplexity", "loss_nats"]
+    assert (told["accuracy"], told["exact_match"]) == (0.5, 0.5)
+    assert told["perplexity"] == pytest.approx(math.exp(1.5))
+    empty = AnswerScore(loss_nats=0.0, tokens=0, samples=0, names=("loss",))
     assert math.isnan(empty.mean_loss)
-    assert judge(empty, [], [], labels=True) == empty
+    assert judge(empty, [], []) == empty

@@ -1,3 +1,3 @@
-"""The tests of the command line run it within their process."""
+"""Kinds of data are also run on the command line, within the process of the tests."""
 
 from commands import comingle as comingle

@@ -24,10 +24,11 @@ def test_every_measure_says_its_unit_and_which_way_is_better() -> None:
     assert {name: rule(name) for name in MEASURES} == {
         "perplexity": "lower is better",
         "accuracy": "per cent, higher is better",
+        "exact_match": "per cent, higher is better",
         "rouge1": "from 0 to 1, higher is better",
         "loss": "lower is better",
     }
-    labels = ["test perplexity", "test accuracy, %", "test rouge1", "test loss"]
+    labels = ["test perplexity", "test accuracy, %", "test exact_match, %", "test rouge1", "test loss"]
     assert [axis_label(name) for name in MEASURES] == labels
 
 

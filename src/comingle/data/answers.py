@@ -1,9 +1,13 @@
-"""Questions with answers as tokens: the loss is on the answer, and the model is to give it by itself."""
+"""Conversations as tokens: the loss is on the responses, and a model may be asked to give them by itself.
+
+A question with its answer is a conversation of one turn.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -27,30 +31,39 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """A question's tokens; the answer ends with the end-of-text token."""
+    """A conversation's tokens; each response is a span of them, from its first to behind the token that ends it."""
 
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
-    reference: str
+    tokens: tuple[int, ...]
+    responses: tuple[tuple[int, int], ...]
+    references: tuple[str, ...]
+    """What the responses are, as text."""
 
     def __len__(self) -> int:
-        return len(self.prompt) + len(self.answer)
+        return len(self.tokens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest response, its end included."""
+        return max(stop - start for start, stop in self.responses)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """Questions of one user, one a row: ``windows`` hold prompt, answer and end, filled with ``PAD``.
+    """Conversations of one user, one a row of ``windows``, filled with ``PAD``.
 
-    The first ``prompt_tokens`` of a row are the prompt; where it carries no loss it is hidden
-    (:func:`comingle.data.batches.hide`). ``limit`` is how many tokens the longest answer of the user has, its end
-    included. ``labels`` says that answers are one of a few words, so that they are right or wrong.
+    Tokens that carry no loss, which is on responses, are hidden (:func:`comingle.data.batches.hide`). Response i,
+    ``references[i]`` as text, is in row ``owners[i]``, after ``prompt_tokens[i]`` tokens. ``limit`` is how many tokens
+    the longest response of the user has, its end included; ``ends`` are the tokens that end one. ``measures`` is what
+    is reported of it, first that by which models are compared: see :mod:`comingle.evaluation.answers`.
     """
 
     windows: Int64[Tensor, "n window"]
-    prompt_tokens: Int64[Tensor, " n"]
+    owners: Int64[Tensor, " m"]
+    prompt_tokens: Int64[Tensor, " m"]
     references: tuple[str, ...]
     limit: int
-    labels: bool
+    measures: tuple[str, ...]
+    ends: tuple[int, ...]
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -58,14 +71,14 @@ class Answers:
     @property
     def contents(self) -> tuple[Any, ...]:
         """What a digest is taken of."""
-        return self.windows, self.prompt_tokens, [self.references, self.limit, self.labels]
+        return self.windows, self.owners, self.prompt_tokens, [self.references, self.limit, self.measures, self.ends]
 
     def prompt(self, number: int) -> Int64[Tensor, " tokens"]:
-        """The tokens that question ``number`` asks with."""
-        return self.tokens(number)[: int(self.prompt_tokens[number])]
+        """The tokens before response ``number``: the earlier turns, as they are."""
+        return self.tokens(int(self.owners[number]))[: int(self.prompt_tokens[number])]
 
     def tokens(self, number: int) -> Int64[Tensor, " tokens"]:
-        """All tokens of question ``number``: prompt, answer and end."""
+        """All tokens of conversation ``number``."""
         row = self.windows[number]
         row = row[row != PAD]
         return torch.where(row < 0, hide(row), row)
@@ -73,7 +86,7 @@ class Answers:
 
 @dataclass(frozen=True, kw_only=True)
 class UserAnswers:
-    """The questions of one user; valid may be empty."""
+    """The conversations of one user; valid may be empty."""
 
     name: str
     train: Answers
@@ -99,16 +112,21 @@ def encode(questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase) ->
         raise DataError(
             "the base's tokenizer has no end-of-text token, so answers would have no end; give another base"
         )
-    begin = _begin(tokenizer)
+    begin = begin_of(tokenizer)
     prompts = _tokens([question.prompt for question in questions], tokenizer)
     answers = _tokens([question.answer for question in questions], tokenizer)
     return [
-        Encoded(prompt=(*begin, *prompt), answer=(*answer, end), reference=question.answer)
+        _one_turn((*begin, *prompt), (*answer, end), question.answer)
         for prompt, answer, question in zip(prompts, answers, questions, strict=True)
     ]
 
 
-def _begin(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def _one_turn(prompt: tuple[int, ...], answer: tuple[int, ...], reference: str) -> Encoded:
+    tokens = (*prompt, *answer)
+    return Encoded(tokens=tokens, responses=((len(prompt), len(tokens)),), references=(reference,))
+
+
+def begin_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The begin-of-text token where the tokenizer begins every text with it, which others keep for roles of a chat."""
     ids: Any = tokenizer("")["input_ids"]
     return tuple(ids[:1]) if ids and ids[0] == tokenizer.bos_token_id else ()
@@ -127,20 +145,31 @@ def _tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[li
     return encoded["input_ids"]
 
 
-def as_answers(encoded: Sequence[Encoded], *, limit: int, labels: bool, prompts: bool = False) -> Answers:
-    """The questions as windows; with ``prompts`` the loss is on the prompts too."""
+def as_answers(
+    encoded: Sequence[Encoded],
+    *,
+    limit: int,
+    measures: Sequence[str],
+    ends: Sequence[int],
+    prompts: bool = False,
+) -> Answers:
+    """The conversations as windows; with ``prompts`` the loss is on all of their tokens."""
     width = max((len(one) for one in encoded), default=2)
     windows = torch.full((len(encoded), width), PAD, dtype=torch.int64)
     for row, one in zip(windows, encoded, strict=True):
-        prompt, answer = torch.tensor(one.prompt, dtype=torch.int64), torch.tensor(one.answer)
-        row[: len(prompt)] = prompt if prompts else hide(prompt)
-        row[len(prompt) : len(one)] = answer
+        tokens = torch.tensor(one.tokens)
+        row[: len(one)] = tokens if prompts else hide(tokens)
+        for start, stop in one.responses:
+            row[start:stop] = tokens[start:stop]
+    starts = [(number, start) for number, one in enumerate(encoded) for start, _ in one.responses]
     return Answers(
         windows=windows,
-        prompt_tokens=torch.tensor([len(one.prompt) for one in encoded], dtype=torch.int64),
-        references=tuple(one.reference for one in encoded),
+        owners=torch.tensor([number for number, _ in starts], dtype=torch.int64),
+        prompt_tokens=torch.tensor([start for _, start in starts], dtype=torch.int64),
+        references=tuple(reference for one in encoded for reference in one.references),
         limit=limit,
-        labels=labels,
+        measures=tuple(measures),
+        ends=tuple(ends),
     )
 
 
@@ -158,18 +187,21 @@ def check_answers(user: UserAnswers, *, needs_validation: bool) -> None:
 
 
 def pool_answers(users: Sequence[UserAnswers]) -> UserAnswers:
-    """One user named "everyone" that has the questions of all: the centralized baseline."""
+    """One user named "everyone" that has the conversations of all: the centralized baseline."""
     train, valid, test = (_join([user.split(split) for user in users]) for split in ("train", "valid", "test"))
     return UserAnswers(name="everyone", train=train, valid=valid, test=test)
 
 
 def _join(parts: Sequence[Answers]) -> Answers:
+    before = accumulate((len(part) for part in parts), initial=0)
     return Answers(
         windows=torch.cat(widen([part.windows for part in parts])),
+        owners=torch.cat([part.owners + first for part, first in zip(parts, before, strict=False)]),
         prompt_tokens=torch.cat([part.prompt_tokens for part in parts]),
         references=tuple(reference for part in parts for reference in part.references),
         limit=max(part.limit for part in parts),
-        labels=parts[0].labels,
+        measures=parts[0].measures,
+        ends=tuple(dict.fromkeys(end for part in parts for end in part.ends)),
     )
 
 

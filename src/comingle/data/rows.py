@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from comingle.errors import DataError, did_you_mean
@@ -23,7 +24,7 @@ def iterate_rows(rows: Rows, columns: Sequence[str], where: str) -> Iterator[tup
             raise DataError(f"{where}: no column {column!r}; found: {list_names(names)}.{did_you_mean(column, names)}")
     heads = list(dict.fromkeys(_head(column, names) for column in columns))
     for batch in iterate_batches(rows.select_columns(heads), where):
-        for document, *others in zip(*(_values(batch, column, rows) for column in columns), strict=True):
+        for document, *others in zip(*(values_of(batch, column, rows) for column in columns), strict=True):
             if document is None or any(other is None for other in others):
                 continue
             if not isinstance(document, str):
@@ -55,7 +56,8 @@ def _head(column: str, there: Sequence[str]) -> str:
     return column if column in there else column.partition(".")[0]
 
 
-def _values(batch: Mapping[str, Any], column: str, rows: Rows) -> Sequence[Any]:
+def values_of(batch: Mapping[str, Any], column: str, rows: Rows) -> Sequence[Any]:
+    """A column of a batch of rows, or a field of one; class labels by their names."""
     if column in batch:
         return _name_labels(batch[column], rows, column)
     head, _, field = column.partition(".")
@@ -78,3 +80,19 @@ def list_names(names: Any) -> str:
     """Names in one line, the first twenty in full."""
     listed = [str(name) for name in names]
     return ", ".join(listed[:_LISTED]) + (f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else "")
+
+
+def choose_users(groups: dict[str, Any], users: Sequence[str] | int | None, where: str) -> dict[str, Any]:
+    """Those of all who are wanted: by name, or the first so many.
+
+    Raises:
+        DataError: somebody is not there, or there are too few.
+    """
+    if isinstance(users, int):
+        if len(groups) < users:
+            raise DataError(f"{where}: {users} users wanted, found {len(groups)}: {list_names(groups)}")
+        return dict(islice(groups.items(), users))
+    for wanted in users or ():
+        if wanted not in groups:
+            raise DataError(f"{where}: no user {wanted!r}; found: {list_names(groups)}.{did_you_mean(wanted, groups)}")
+    return groups if users is None else {wanted: groups[wanted] for wanted in users}

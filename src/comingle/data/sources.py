@@ -21,7 +21,7 @@ from comingle.data.files import check_regular, read_text_file, read_text_folder,
 from comingle.data.formats import BUILDERS, COMPRESSIONS, builder_of, is_saved, looks_like_path
 from comingle.data.hub import HUB_PREFIX, parse_hub_name
 from comingle.data.names import name_problem
-from comingle.data.rows import Rows, choose_columns, describe, iterate_batches, iterate_rows, list_names
+from comingle.data.rows import Rows, choose_columns, choose_users, describe, iterate_batches, iterate_rows, list_names
 from comingle.errors import DataError, NoTextError, did_you_mean
 
 _DEMO_PREFIX = "demo:"
@@ -115,7 +115,7 @@ def read_dataset(
     named = set(users) if isinstance(users, Sequence) else None
     number = users if named is None else len(named)
     columns = [text, user] if split is None else [text, user, split]
-    with _open_splits(source, name=name, data_files=data_files, stream=max_documents is not None) as splits:
+    with open_splits(source, name=name, data_files=data_files, stream=max_documents is not None) as splits:
         for own_split, rows in splits:
             complete: set[str] = set()  # those who are wanted and have all they may have of this split
             for document, owner, *row_split in iterate_rows(rows, columns, where):
@@ -130,7 +130,7 @@ def read_dataset(
                         break
     if not groups:
         raise DataError(f"{where}: no row has both text in column {text!r} and a user in column {user!r}")
-    groups = groups if users is None else _choose(groups, users, where)
+    groups = choose_users(groups, users, where)
     if problem := name_problem(groups):
         raise DataError(f"{where}: column {user!r}: {problem}")
     return groups
@@ -144,7 +144,7 @@ def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str)
     Raises:
         DataError: an unknown source or split, none of the names of a group, or rows that cannot be read.
     """
-    with _open_splits(source) as splits:
+    with open_splits(source) as splits:
         for own_split, rows in splits:
             if own_split == split:
                 chosen = choose_columns(rows.column_names, columns, source)
@@ -160,22 +160,11 @@ def make_rows(columns: Mapping[str, Sequence[Any]]) -> Rows:
     return _import_datasets().Dataset.from_dict(dict(columns))
 
 
-def _choose(groups: dict[str, Any], users: Sequence[str] | int, where: str) -> dict[str, Any]:
-    if isinstance(users, int):
-        if len(groups) < users:
-            raise DataError(f"{where}: {users} users wanted, found {len(groups)}: {list_names(groups)}")
-        return groups
-    for wanted in users:
-        if wanted not in groups:
-            raise DataError(f"{where}: no user {wanted!r}; found: {list_names(groups)}.{did_you_mean(wanted, groups)}")
-    return {wanted: groups[wanted] for wanted in users}
-
-
 def _read_rows(source: str, column: str, count: int | None, most: int | None) -> list[str]:
     """The documents of the first ``count`` rows (None: of all rows) of a data set, of about ``most`` bytes at most."""
     documents: list[str] = []
     left = math.inf if most is None else most
-    with _open_splits(source, stream=count is not None) as splits:
+    with open_splits(source, stream=count is not None) as splits:
         rows = (document for _, rows in splits for (document,) in iterate_rows(rows, [column], source))
         for document in islice(rows, count):
             if left <= 0:
@@ -196,7 +185,7 @@ def _read_path(path: Path, column: str, most: int | None) -> Iterator[str]:
 
 
 @contextmanager
-def _open_splits(
+def open_splits(
     source: str | Path | Sequence[str | Path],
     *,
     name: str | None = None,

@@ -1,54 +1,73 @@
-"""What a user's model makes of questions: the loss of the answers, and how good those are that it gives by itself."""
+"""What a user's model makes of conversations: the loss of the responses, and how good those are that it gives itself.
+
+perplexity        exp of the mean loss of a token of the responses
+loss, loss_nats   that mean, in nats
+rouge1            of a response that the model gives by itself, see :mod:`comingle.evaluation.rouge`
+exact_match       whether it says the words of the reference
+accuracy          the same, of references that are one of a few labels
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from comingle.evaluation.perplexity import Score
+from comingle.evaluation.perplexity import Score, perplexity_of
 from comingle.evaluation.rouge import rouge1, same_words
+
+JUDGES: Mapping[str, Callable[[str, str], float]] = {
+    "accuracy": same_words,
+    "exact_match": same_words,
+    "rouge1": rouge1,
+}
+"""How good a response is beside its reference, in [0, 1], by the name of the measure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerScore:
-    """Sum of losses in nats over the ``tokens`` of the answers to ``samples`` questions.
+    """Sum of losses in nats over the ``tokens`` of the responses of ``samples`` conversations.
 
-    ``rouge1`` is the mean over the questions of what the model said by itself, in [0, 1], and ``accuracy``, where
-    answers are labels, how many of them were right; both are None where it was not asked. ``expert_scores`` as in
+    ``judged`` are means over the responses that the model gave by itself, by the names of :data:`JUDGES`; empty where
+    it was not asked. ``names`` is what is reported, as far as it is known. ``expert_scores`` as in
     :class:`comingle.evaluation.perplexity.Score`.
     """
 
     loss_nats: float
     tokens: int
     samples: int
-    rouge1: float | None = None
-    accuracy: float | None = None
+    names: tuple[str, ...]
+    judged: Mapping[str, float] = field(default_factory=dict)
     expert_scores: tuple[tuple[float, ...], ...] = ()
 
     @property
     def mean_loss(self) -> float:
-        """Mean loss of a token of the answers, in nats; NaN without questions."""
+        """Mean loss of a token of the responses, in nats; NaN without conversations."""
         return self.loss_nats / self.tokens if self.tokens else math.nan
 
     @property
     def measures(self) -> dict[str, float]:
         """What is reported; the first is what models are compared by."""
-        by_name = {"accuracy": self.accuracy, "rouge1": self.rouge1, "loss": self.mean_loss}
-        return {name: value for name, value in by_name.items() if value is not None}
+        loss = self.mean_loss
+        by_name = {**self.judged, "perplexity": perplexity_of(loss), "loss": loss, "loss_nats": loss}
+        return {name: by_name[name] for name in self.names if name in by_name}
 
 
-def score_answers(score: Score, samples: int) -> AnswerScore:
-    """The score of ``samples`` questions from the losses of their answers alone."""
+def score_answers(score: Score, samples: int, names: Sequence[str]) -> AnswerScore:
+    """The score of ``samples`` conversations from the losses of their responses alone."""
     return AnswerScore(
-        loss_nats=score.loss_nats, tokens=score.tokens, samples=samples, expert_scores=score.expert_scores
+        loss_nats=score.loss_nats,
+        tokens=score.tokens,
+        samples=samples,
+        names=tuple(names),
+        expert_scores=score.expert_scores,
     )
 
 
-def judge(score: AnswerScore, given: Sequence[str], wanted: Sequence[str], *, labels: bool) -> AnswerScore:
-    """The score with how good the answers are that were ``given`` instead of those ``wanted``."""
+def judge(score: AnswerScore, given: Sequence[str], wanted: Sequence[str]) -> AnswerScore:
+    """The score with how good the responses are that were ``given`` instead of those ``wanted``."""
     if not given:
         return score
     pairs = list(zip(given, wanted, strict=True))
-    right = sum(same_words(*pair) for pair in pairs) / len(pairs)
-    return replace(score, rouge1=sum(rouge1(*pair) for pair in pairs) / len(pairs), accuracy=right if labels else None)
+    names = [name for name in score.names if name in JUDGES]
+    return replace(score, judged={name: sum(JUDGES[name](*pair) for pair in pairs) / len(pairs) for name in names})

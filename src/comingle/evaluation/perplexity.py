@@ -44,7 +44,12 @@ class Score:
     @property
     def perplexity(self) -> float:
         """``exp`` of the mean loss; infinite where that overflows."""
-        return math.exp(self.mean_loss) if self.mean_loss < 700 else math.inf
+        return perplexity_of(self.mean_loss)
+
+
+def perplexity_of(mean_loss: float) -> float:
+    """``exp`` of a mean loss in nats; infinite where that overflows."""
+    return math.inf if mean_loss >= 700 else math.exp(mean_loss)
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,12 @@ from comingle.models.sampling import Sampling, as_tuple
 
 @torch.no_grad()
 def continue_texts(
-    network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], sampling: Sampling
+    network: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str | Sequence[int]],
+    sampling: Sampling,
 ) -> list[str]:
-    """What follows each prompt, without the prompt; an empty one starts from the token between documents.
+    """What follows each prompt (text or tokens), without it; an empty one starts from the token between documents.
 
     Raises:
         DataError: a prompt with its continuation is longer than the base can read.
@@ -50,7 +53,9 @@ def continue_texts(
     return [_cut(text, sampling.stop) for text in said]
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int]) -> list[int]:
+    if not isinstance(prompt, str):
+        return list(prompt)
     ids = cast(list[int], list(tokenizer(prompt, add_special_tokens=False)["input_ids"]))
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     return ids or [cast(int, start)]

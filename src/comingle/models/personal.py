@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from comingle.adapters import watching
 from comingle.adapters.clustered import FloralModel
+from comingle.data.templates import ROLES, ChatTemplate, Message
 from comingle.errors import DataError, RecipeError
 from comingle.evaluation.perplexity import Score, score_streams
 from comingle.evaluation.routing import Routing, pieces, route
@@ -79,7 +80,9 @@ class PersonalModel:
         return merge_adapters(self.model, self.tensors, self.row)
 
     @overload
-    def generate(self, prompt: str, generation_config: GenerationConfig | None = None, **options: Any) -> str: ...
+    def generate(
+        self, prompt: str | Sequence[Message], generation_config: GenerationConfig | None = None, **options: Any
+    ) -> str: ...
 
     @overload
     def generate(
@@ -88,7 +91,7 @@ class PersonalModel:
 
     def generate(
         self,
-        prompt: str | list[str] | tuple[str, ...],
+        prompt: str | Sequence[str] | Sequence[Message],
         generation_config: GenerationConfig | None = None,
         *,
         max_new_tokens: int | None = None,
@@ -102,6 +105,9 @@ class PersonalModel:
     ) -> str | list[str]:
         """Continue ``prompt``: a text for a text, a list for a list; the prompt itself is not returned.
 
+        Messages (a list of ``{"role": ..., "content": ...}``) are put into the base's chat template, or into
+        comingle's plain one (:mod:`comingle.data.templates`), and what is returned is the response.
+
         Each prompt of a list is continued as it is alone, with ``seed`` of its own. Greedy without ``do_sample`` and
         ``temperature``; otherwise sampled, with ``top_p`` 0.95 and ``top_k`` 50 unless given. ``stop`` ends a text and
         is cut off. ``options``: ``stop_strings`` (which stay), ``eos_token_id``, ``min_new_tokens``, ``min_p``,
@@ -110,18 +116,34 @@ class PersonalModel:
 
         Raises:
             RecipeError: a setting that is unknown, not supported or out of range.
-            DataError: not a text, or longer than the base can read.
+            DataError: not a text, longer than the base can read, or messages that its chat template refuses.
         """
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt) if isinstance(prompt, list | tuple) else [None]
-        if wrong := [p for p in prompts if not isinstance(p, str)]:
-            raise DataError(f"user {self.name!r}: a prompt is a text or a list of texts, got {wrong[0]!r:.40}")
+        tokenizer, chats = self.model.base.tokenizer, _is_chat(prompt)
+        assert tokenizer is not None
+        if chats:
+            template = ChatTemplate(tokenizer)
+            if generation_config is None or generation_config.eos_token_id is None:
+                options.setdefault("eos_token_id", list(template.ends()))
+            prompts: list[Any] = [template.prompt(self._messages(prompt))]
+        else:
+            prompts = (
+                [prompt] if isinstance(prompt, str) else list(prompt) if isinstance(prompt, list | tuple) else [None]
+            )
+            if wrong := [p for p in prompts if not isinstance(p, str)]:
+                raise DataError(f"user {self.name!r}: a prompt is a text or a list of texts, got {wrong[0]!r:.40}")
         named = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "temperature": temperature, "top_p": top_p}
         sampling = read_sampling(generation_config, **named, top_k=top_k, stop=stop, seed=seed, **options)
-        tokenizer = self.model.base.tokenizer
-        assert tokenizer is not None
         with self.generating() as network:
-            said = continue_texts(network, tokenizer, cast(list[str], prompts), sampling)
-        return said[0] if isinstance(prompt, str) else said
+            said = continue_texts(network, tokenizer, prompts, sampling)
+        return said[0] if chats or isinstance(prompt, str) else said
+
+    def _messages(self, prompt: Any) -> list[Message]:
+        for message in prompt:
+            role, content = (message.get(key) if isinstance(message, Mapping) else None for key in ("role", "content"))
+            if role not in ROLES or not isinstance(content, str):
+                told = f"a message has a role ({', '.join(ROLES)}) and content, got {message!r:.60}"
+                raise DataError(f"user {self.name!r}: {told}")
+        return list(prompt)
 
     def perplexity(self, text: str, *, context: int = 128) -> float:
         """Perplexity of ``text`` in windows of ``context`` tokens; NaN for fewer than two tokens.
@@ -186,3 +208,7 @@ class PersonalModel:
         with watching.watched(adapters), torch.compiler.set_stance("force_eager"):
             gates = route(forward, tokens, context=context)
         return Routing(tokens=tuple(pieces(tokenizer, tokens.tolist())), experts=tuple(names), gates=gates)
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list | tuple) and any(isinstance(one, Mapping) for one in prompt)

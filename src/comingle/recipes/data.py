@@ -79,6 +79,7 @@ class SplitSection(Section):
 
 _OWN = {
     "text": "comingle.kinds.text.section:TextSection",
+    "conversations": "comingle.kinds.conversations.section:ConversationsSection",
     "samples": "comingle.kinds.samples.section:SamplesSection",
     "questions": "comingle.kinds.questions.section:QuestionsDataSection",
 }

@@ -11,29 +11,35 @@ from collections.abc import Sequence
 
 from comingle.records import MEASURES
 
+SHARES = ("accuracy", "exact_match")
+"""Measures from 0 to 1 that are read in per cent."""
+
 
 def number(value: float | None, measure: str = "perplexity") -> str:
     """A measure as people read it: accuracy in per cent, losses and ROUGE-1 with three digits."""
     if value is None:
         return "not finite"
-    told = {"accuracy": f"{100 * value:,.1f}%", "rouge1": f"{value:.3f}", "loss": f"{value:,.3g}"}
+    if measure in SHARES:
+        return f"{100 * value:,.1f}%"
+    told = {"rouge1": f"{value:.3f}", "loss": f"{value:,.3g}"}
     return told.get(measure, f"{value:,.2f}")
 
 
 def rule(measure: str) -> str:
     """What a reader must know of a measure's numbers: their unit, if they have one, and which way is better."""
     better = f"{MEASURES[measure]} is better"
-    return {"accuracy": "per cent, ", "rouge1": "from 0 to 1, "}.get(measure, "") + better
+    unit = {**dict.fromkeys(SHARES, "per cent, "), "rouge1": "from 0 to 1, "}
+    return unit.get(measure, "") + better
 
 
 def axis_label(measure: str) -> str:
     """A measure with its unit beside an axis."""
-    return "test accuracy, %" if measure == "accuracy" else f"test {measure}"
+    return f"test {measure}, %" if measure in SHARES else f"test {measure}"
 
 
 def tick(value: float, measure: str) -> str:
     """A measure at the tick of an axis."""
-    value = 100 * value if measure == "accuracy" else value
+    value = 100 * value if measure in SHARES else value
     return f"{value:,.2f}".rstrip("0").removesuffix(".") if value >= 10 else f"{value:g}"
 
 
@@ -50,7 +56,7 @@ def byte_unit(largest: float) -> tuple[float, str]:
 
 # -------------------------------------------------------------------- one user against a baseline
 
-_POINTS = {"accuracy": "percentage points", "rouge1": "points of 0.01"}
+_POINTS = {**dict.fromkeys(SHARES, "percentage points"), "rouge1": "points of 0.01"}
 """What shares differ by, which have values from 0 to 1."""
 
 

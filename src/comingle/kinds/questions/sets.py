@@ -31,6 +31,9 @@ from comingle.errors import DataError, RecipeError, did_you_mean
 
 logger = logging.getLogger("comingle")
 
+MEASURES = ("accuracy", "rouge1", "loss")
+"""What is reported of answers; accuracy where they are labels."""
+
 LABELS = ("entailment", "neutral", "contradiction")
 """By number, as the hub has them."""
 
@@ -121,7 +124,9 @@ def make_questions(
     numbers = [short[place] for place in order.tolist()]
     ends = (train, train + valid, len(numbers) if test is None else train + valid + test)
     parts = numbers[: ends[0]], numbers[ends[0] : ends[1]], numbers[ends[1] : ends[2]]
-    return tuple(_user(who, questions, parts, setting.labels, train_on_prompts) for who, questions in encoded.items())
+    end: Any = tokenizer.eos_token_id
+    settings = {"measures": MEASURES if setting.labels else MEASURES[1:], "ends": (end,)}
+    return tuple(_user(who, questions, parts, settings, train_on_prompts) for who, questions in encoded.items())
 
 
 def choose_languages(name: str, languages: Sequence[str] | None) -> tuple[str, ...]:
@@ -164,12 +169,16 @@ def _check_counts(
 
 
 def _user(
-    name: str, encoded: Sequence[Encoded], parts: Sequence[Sequence[int]], labels: bool, prompts: bool
+    name: str,
+    encoded: Sequence[Encoded],
+    parts: Sequence[Sequence[int]],
+    settings: Mapping[str, Any],
+    prompts: bool,
 ) -> UserAnswers:
-    limit = max(len(encoded[number].answer) for part in parts for number in part)
+    limit = max(encoded[number].longest for part in parts for number in part)
     chosen = [[encoded[number] for number in part] for part in parts]
     train, valid, test = (
-        as_answers(part, limit=limit, labels=labels, prompts=prompts and i == 0) for i, part in enumerate(chosen)
+        as_answers(part, limit=limit, prompts=prompts and i == 0, **settings) for i, part in enumerate(chosen)
     )
     return UserAnswers(name=name, train=train, valid=valid, test=test)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from comingle.data.pack import UserData
@@ -33,25 +34,27 @@ def preview(recipe: Recipe, materials: Materials, *, everybody: bool) -> list[Re
     for name, cells in rows:
         table.add_row(words(name), *cells)
     listed = {name for name, _ in rows}
-    beginnings = [line for one in summaries if one["user"] in listed for line in _beginnings(one)]
-    return [table, *_left_out(materials, everybody), *beginnings]
+    shown = [one for one in summaries if one["user"] in listed]
+    lines = [line for one in shown for line in beginnings(one["user"], one["samples"])]
+    return [table, *left_out(materials, "too little text", everybody), *lines]
 
 
-def _left_out(materials: Materials, everybody: bool) -> list[RenderableType]:
+def left_out(materials: Materials, why: str, everybody: bool) -> list[RenderableType]:
+    """Who was left out, and why."""
     if not materials.skipped:
         return []
     shown = list(materials.skipped.items())[: None if everybody else LISTED_USERS]
-    told = f"left out, as they have too little text: {len(materials.skipped):,}"
-    return [words(told), *(words(f"  {name}: {why}") for name, why in shown)]
+    told = f"left out, as they have {why}: {len(materials.skipped):,}"
+    return [words(told), *(words(f"  {name}: {what}") for name, what in shown)]
 
 
-def _beginnings(summary: dict[str, Any]) -> list[RenderableType]:
+def beginnings(name: str, samples: Mapping[str, str]) -> list[RenderableType]:
+    """A line for the beginning of a document of each split."""
     from rich.text import Text
 
     return [
-        Text.assemble(words(summary["user"], "bold"), " ", (f"{split}:", "dim"), " ")
-        + Text(printable(sample, keep="\n\t"))
-        for split, sample in summary["samples"].items()
+        Text.assemble(words(name, "bold"), " ", (f"{split}:", "dim"), " ") + Text(printable(sample, keep="\n\t"))
+        for split, sample in samples.items()
     ]
 
 
@@ -68,10 +71,11 @@ def summarise(text: UserText, data: UserData) -> dict[str, Any]:
         "documents": {split: len(documents[split]) for split in _SPLITS},
         "characters": {split: sum(map(len, documents[split])) for split in _SPLITS},
         "tokens": {split: len(getattr(data, split)) for split in _SPLITS},
-        "samples": {split: _shorten(documents[split][0]) for split in ("train", "test") if documents[split]},
+        "samples": {split: shorten(documents[split][0]) for split in ("train", "test") if documents[split]},
     }
 
 
-def _shorten(document: str) -> str:
+def shorten(document: str) -> str:
+    """Its beginning in one line."""
     line = " ".join(document.split())
     return line if len(line) <= _SAMPLE_CHARACTERS else line[: _SAMPLE_CHARACTERS - 1] + "…"

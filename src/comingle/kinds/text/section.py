@@ -12,21 +12,16 @@ from comingle.recipes.data import Anchor, DataSection, SplitSection
 from comingle.recipes.fields import Count, Section, Source, TokenLimit
 
 
-class UserSource(Section):
-    """One user's text: one source to be split, or the splits one by one. ``column`` is for files with rows.
-
-    ``max_train_tokens`` is this user's own and comes before ``data.max_train_tokens``.
-    """
+class UserFiles(Section):
+    """One user's data: one source to be split, or the splits one by one."""
 
     path: Source | None = None
     train: Source | None = None
     valid: Source | None = None
     test: Source | None = None
-    column: str = "text"
-    max_train_tokens: Count | None = None
 
     @model_validator(mode="after")
-    def _one_or_splits(self) -> UserSource:
+    def _one_or_splits(self) -> UserFiles:
         if (self.path is None) == (self.train is None) or (self.path and (self.valid or self.test)):
             raise ValueError("give either path alone, or train and test (and valid)")
         if self.train is not None and self.test is None:
@@ -34,16 +29,24 @@ class UserSource(Section):
         return self
 
 
-class DatasetSource(Section):
+class UserSource(UserFiles):
+    """One user's text. ``column`` is for files with rows.
+
+    ``max_train_tokens`` is this user's own and comes before ``data.max_train_tokens``.
+    """
+
+    column: str = "text"
+    max_train_tokens: Count | None = None
+
+
+class UsersRows(Section):
     """Rows of a data set (files, a folder, or a hub name), grouped into users by a column."""
 
     path: Source | Annotated[list[Source], Field(min_length=1)]
     user: str
-    text: str = "text"
     split: str | None = None
     users: list[str] | Count | None = None
     config: str | None = None
-    max_documents: Count | None = None
 
     @field_validator("users")
     @classmethod
@@ -51,6 +54,13 @@ class DatasetSource(Section):
         if isinstance(users, list) and (problem := name_problem(users) or ("" if users else "zero users; name one")):
             raise ValueError(problem)
         return users
+
+
+class DatasetSource(UsersRows):
+    """Rows that hold text."""
+
+    text: str = "text"
+    max_documents: Count | None = None
 
 
 PATHS = ("path", "train", "valid", "test")

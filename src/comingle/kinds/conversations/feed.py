@@ -1,9 +1,10 @@
-"""Batches of whole questions with answers, and the answers that models give by themselves."""
+"""Batches of whole conversations, and the responses that models give by themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -16,16 +17,16 @@ from comingle.data.batches import PAD
 from comingle.engines.feeds import SCORED_PER_SLOT, Generate, Predict
 from comingle.engines.passes import PassFeed
 from comingle.engines.training import Portions, Training, portions
-from comingle.evaluation.answers import AnswerScore, judge, score_answers
+from comingle.evaluation.answers import JUDGES, AnswerScore, judge, score_answers
 from comingle.evaluation.perplexity import Gates, score_windows
 from comingle.methods.client import Phase, Stream
 
 
 class AnswerFeed(PassFeed):
-    """Passes over questions, in batches as wide as the longest of them; the loss is on the answers' tokens.
+    """Passes over conversations, in batches as wide as the longest of them; the loss is on the responses' tokens.
 
     With ``even`` all batches are ``context`` wide. Padding has no loss, but a load-balancing penalty sees where it is
-    routed: with even batches a user's does not depend on how long the questions of others are.
+    routed: with even batches a user's does not depend on how long the conversations of others are.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class AnswerFeed(PassFeed):
         self.tokenizer, self.even = tokenizer, even
 
     def count(self, trainer: int, stream: Stream) -> int:
-        """How many questions a trainer has."""
+        """How many conversations a trainer has."""
         return len(self._set(trainer, stream))
 
     def _set(self, trainer: int, stream: Stream) -> Answers:
@@ -49,7 +50,7 @@ class AnswerFeed(PassFeed):
         return owner.valid if stream == "valid" else owner.train
 
     def portions(self, device: torch.device, columns: int) -> Portions:
-        """By tokens, as if all questions were as long as the longest."""
+        """By tokens, as if all conversations were as long as the longest."""
         longest = max(trainer.train.windows.shape[1] for trainer in self.trainers)
         context = self.training.context if self.even else longest
         return portions(replace(self.training, context=context), device, self.batch_size)
@@ -57,11 +58,11 @@ class AnswerFeed(PassFeed):
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int64[Tensor, "users batch window"]:
-        """The windows of the next batch of each trainer's shuffled pass; ``PAD`` alone stands for no question."""
+        """The windows of the next batch of each trainer's shuffled pass; ``PAD`` alone stands for none."""
         return self._windows(trainers, phase.stream, self.numbers(trainers, phase, round_number, step, repeat))
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch window"]]:
-        """All train questions of each trainer, in order."""
+        """All train conversations of each trainer, in order."""
         for numbers in self.every(trainers):
             yield self._windows(trainers, "train", numbers)
 
@@ -78,17 +79,19 @@ class AnswerFeed(PassFeed):
         return torch.nn.functional.pad(windows, (0, missing), value=PAD)[..., :width]
 
     def counted(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
-        """Targets that are neither hidden nor padding: the answers' tokens."""
+        """Targets that are neither hidden nor padding: the responses' tokens."""
         return (drawn[..., 1:] >= 0).flatten(1).sum(1)
 
     def score(
         self, predict: Predict, sets: Sequence[Any], rows: Sequence[int], portions: Portions, gates: Gates | None
     ) -> list[AnswerScore]:
-        """Losses of the answers of every set under its row's model, each token once."""
+        """Losses of the responses of every set under its row's model, each token once."""
         batch, slots = portions.slots(SCORED_PER_SLOT)
         parts = [[_trim(part.windows[at]) for at in _by_width(part.windows).split(batch)] for part in sets]
         windows_scores = score_windows(predict, parts, rows, slots=slots, gates=gates)
-        return [score_answers(score, len(part)) for score, part in zip(windows_scores, sets, strict=True)]
+        return [
+            score_answers(score, len(part), part.measures) for score, part in zip(windows_scores, sets, strict=True)
+        ]
 
     def examine(
         self,
@@ -99,20 +102,22 @@ class AnswerFeed(PassFeed):
         portions: Portions,
         gates: Gates | None,
     ) -> list[AnswerScore]:
-        """The same, and what the models answer by themselves."""
-        scores, given = self.score(predict, sets, rows, portions, gates), self.answers(generate, sets, rows, portions)
-        scored_sets = zip(scores, given, sets, strict=True)
-        return [judge(score, texts, part.references, labels=part.labels) for score, texts, part in scored_sets]
+        """The same, and what the models respond by themselves, where a measure asks for it."""
+        scores = self.score(predict, sets, rows, portions, gates)
+        if not any(name in JUDGES for part in sets for name in part.measures):
+            return scores
+        given = self.answers(generate, sets, rows, portions)
+        return [judge(score, texts, part.references) for score, texts, part in zip(scores, given, sets, strict=True)]
 
     def answers(
         self, generate: Generate, sets: Sequence[Answers], rows: Sequence[int], portions: Portions
     ) -> list[list[str]]:
-        """What the model of row ``rows[i]`` answers to each question of set i: its likeliest tokens, one by one.
+        """What the model of row ``rows[i]`` says after each prompt of set i: its likeliest tokens, one by one.
 
-        An answer ends where the model ends it, or at the length of the longest answer that its user has.
+        A response ends where the model ends it, or at the length of the longest response that its user has.
         """
         batch, slots = portions.slots(SCORED_PER_SLOT)
-        texts = [[""] * len(part) for part in sets]
+        texts = [[""] * len(part.references) for part in sets]
         jobs = [
             _Job(i, at) for i, part in enumerate(sets) for at in part.prompt_tokens.argsort(stable=True).split(batch)
         ]
@@ -123,26 +128,25 @@ class AnswerFeed(PassFeed):
             said = generate([rows[job.owner] for job in group], _prompts(group, sets), limit)
             for job, continuation in zip(group, said, strict=True):
                 for number, tokens in zip(job.numbers.tolist(), continuation, strict=False):
-                    texts[job.owner][number] = self._text(tokens[: sets[job.owner].limit])
+                    texts[job.owner][number] = self._text(tokens[: sets[job.owner].limit], sets[job.owner].ends)
         return texts
 
-    def _text(self, tokens: Int64[Tensor, " new"]) -> str:
-        """The text up to the end of text."""
-        said, end = tokens.tolist(), self.tokenizer.eos_token_id
-        said = said[: said.index(end)] if end in said else said
+    def _text(self, tokens: Int64[Tensor, " new"], ends: Sequence[int]) -> str:
+        """The text up to the first token that ends it."""
+        said = list(takewhile(lambda token: token not in ends, tokens.tolist()))
         return str(self.tokenizer.decode(said, skip_special_tokens=True)).strip()
 
 
 @dataclass(frozen=True)
 class _Job:
-    """Questions of one set for one pass through one slot."""
+    """Responses of one set for one pass through one slot."""
 
     owner: int
     numbers: Int64[Tensor, " n"]
 
 
 def _prompts(group: Sequence[_Job], sets: Sequence[Answers]) -> Int64[Tensor, "slots batch prompt"]:
-    """The prompts of each job, filled with ``PAD`` on the left; a job with fewer questions repeats its last."""
+    """The prompts of each job, filled with ``PAD`` on the left; a job with fewer repeats its last."""
     rows = max(len(job.numbers) for job in group)
     prompts_of_jobs = [[sets[job.owner].prompt(number) for number in job.numbers.tolist()] for job in group]
     width = max(len(prompt) for prompts in prompts_of_jobs for prompt in prompts)
@@ -165,5 +169,5 @@ def _trim(windows: Int64[Tensor, "n window"]) -> Int64[Tensor, "n width"]:
 
 
 def _by_width(windows: Int64[Tensor, "n window"]) -> Int64[Tensor, " n"]:
-    """Numbers of the questions, the shortest first."""
+    """Numbers of the conversations, the shortest first."""
     return (windows != PAD).sum(1).argsort(stable=True)

@@ -1,0 +1,131 @@
+"""Users' conversations as tokens of the base, none longer than the context."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from comingle.data.answers import Encoded, UserAnswers, as_answers
+from comingle.data.pack import list_small
+from comingle.data.samples import SPLITS
+from comingle.data.templates import ChatTemplate
+from comingle.errors import DataError
+from comingle.kinds.conversations.reading import Placed, UserConversations
+from comingle.kinds.conversations.section import ConversationsSection
+
+logger = logging.getLogger("comingle")
+
+
+def encode_users(
+    data: ConversationsSection,
+    users: Sequence[UserConversations],
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+) -> list[UserAnswers]:
+    """Everybody's conversations as windows; a warning counts those that were longer than ``context`` tokens.
+
+    Raises:
+        DataError: the base's template refuses somebody's messages.
+    """
+    template, counts = ChatTemplate(tokenizer), Counter[str]()
+    ends = template.ends()
+    encoded = [_encode_user(data, user, template, ends, context, counts) for user in users]
+    if counts["cut"] or counts["left out"]:
+        logger.warning(
+            "%d of %d conversations are longer than %d tokens (training.context): %d cut at whole turns, %d left out",
+            counts["cut"] + counts["left out"],
+            counts["all"],
+            context,
+            counts["cut"],
+            counts["left out"],
+        )
+    return encoded
+
+
+def _encode_user(
+    data: ConversationsSection,
+    user: UserConversations,
+    template: ChatTemplate,
+    ends: Sequence[int],
+    context: int,
+    counts: Counter[str],
+) -> UserAnswers:
+    parts = {
+        split: [
+            fitting
+            for placed in getattr(user, split)
+            if (fitting := _fit(_encode(user.name, placed, template), context, data.too_long == "cut", counts))
+        ]
+        for split in SPLITS
+    }
+    limit = max((one.longest for part in parts.values() for one in part), default=1)
+    train, valid, test = (
+        as_answers(
+            part,
+            limit=limit,
+            measures=data.measures,
+            ends=ends,
+            prompts=data.loss_on == "all" and split == "train",
+        )
+        for split, part in parts.items()
+    )
+    return UserAnswers(name=user.name, train=train, valid=valid, test=test)
+
+
+def _encode(name: str, placed: Placed, template: ChatTemplate) -> Encoded:
+    where, messages = placed
+    try:
+        return template.encode(messages)
+    except DataError as error:
+        raise DataError(f"user {name!r}: {where}: {error}") from None
+
+
+def _fit(encoded: Encoded, context: int, cuts: bool, counts: Counter[str]) -> Encoded | None:
+    """The conversation, or its first turns, in at most ``context`` tokens; None where that leaves no response."""
+    counts["all"] += 1
+    if len(encoded) <= context:
+        return encoded
+    kept = [(start, stop) for start, stop in encoded.responses if stop <= context] if cuts else []
+    counts["cut" if kept else "left out"] += 1
+    if not kept:
+        return None
+    tokens, references = encoded.tokens[: kept[-1][1]], encoded.references[: len(kept)]
+    return Encoded(tokens=tokens, responses=tuple(kept), references=references)
+
+
+def find_small(users: Sequence[UserAnswers], *, needs_validation: bool) -> dict[str, str]:
+    """Who lacks conversations that will be used, and which."""
+    wanted = ("train", "valid", "test") if needs_validation else ("train", "test")
+    small = {user.name: [split for split in wanted if not len(getattr(user, split))] for user in users}
+    return {name: f"no conversations in {' and '.join(splits)}" for name, splits in small.items() if splits}
+
+
+def check_small(users: Sequence[UserAnswers], *, needs_validation: bool) -> None:
+    """Whether everybody has the conversations that will be used; all who have not are named at once.
+
+    Raises:
+        DataError: some have not.
+    """
+    if small := find_small(users, needs_validation=needs_validation):
+        skip = ", or leave such users out with data.on_small_user: skip" if len(small) < len(users) else ""
+        count = f"{len(small)} of {len(users)} users have too few conversations: " if len(small) > 1 else "user "
+        advice = "; give more of them, other fractions, or a longer training.context" + skip
+        raise DataError(f"{count}{list_small(small)}{advice}")
+
+
+def leave_out(users: Sequence[UserAnswers], *, needs_validation: bool) -> tuple[list[UserAnswers], Mapping[str, str]]:
+    """Users with enough conversations, and what each of the others lacks, which a warning says.
+
+    Raises:
+        DataError: nobody has enough.
+    """
+    small = find_small(users, needs_validation=needs_validation)
+    if len(small) == len(users):
+        raise DataError(f"all {len(users)} users have too few conversations: {list_small(small)}")
+    if small:
+        told = f"{len(small)} of {len(users)} users are left out, as they have too few conversations"
+        logger.warning("%s: %s", told, list_small(small))
+    return [user for user in users if user.name not in small], small

@@ -1,0 +1,174 @@
+"""Users with conversations: read, put into the base's template, trained on in passes, scored on the responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import TYPE_CHECKING, Any, cast
+
+from comingle.data.answers import UserAnswers, check_answers, pool_answers
+from comingle.data.batches import PAD
+from comingle.data.partition import UserText
+from comingle.data.records import field_of, read_records
+from comingle.data.samples import SPLITS
+from comingle.engines.client import Clients, batch_size
+from comingle.engines.training import Training
+from comingle.errors import DataError
+from comingle.kinds.base import LoadBase, Materials, always_there
+from comingle.kinds.conversations.encoding import check_small, encode_users, leave_out
+from comingle.kinds.conversations.feed import AnswerFeed
+from comingle.kinds.conversations.preview import preview_answers, preview_conversations
+from comingle.kinds.conversations.reading import UserConversations, adopt_users, has_messages, read_users
+from comingle.kinds.conversations.rows import Columns
+from comingle.kinds.conversations.section import ConversationsSection
+from comingle.kinds.language import language_model, tokenizer_of
+from comingle.kinds.text.kind import LanguageKind
+from comingle.methods import make
+from comingle.methods.base import Method
+from comingle.recipes import Recipe
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+NOTE = "Conversations count as long as the context, the most that training on them can cost."
+
+
+class AnswersKind(LanguageKind):
+    """What kinds have in common whose users' loss is on responses."""
+
+    user = UserAnswers
+
+    def check_enough(self, users: Sequence[UserAnswers], method: Method) -> None:
+        """Whether everybody has what the method will use.
+
+        Raises:
+            DataError: somebody has not.
+        """
+        for user in users:
+            check_answers(user, needs_validation=method.client.needs_validation)
+
+    def clients(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Clients:
+        """Batches are as wide as their longest conversation, or all equally wide where tokens' routes are balanced."""
+        training = always_there(method, training)
+        if not materials.unread:
+            self.check_enough(materials.users, method)
+        users, trainers = self.trainers(materials, method)
+        base = materials.base
+        assert base is not None
+        tokens = 0 if materials.unread else training_tokens(trainers, training)
+        size = batch_size(method, training, len(users))
+        even = method.placement.routed and training.balance_weight > 0
+        return Clients(
+            language_model(recipe, base, method, len(trainers), tokens),
+            method,
+            training,
+            trainers=trainers,
+            users=users,
+            feed=AnswerFeed(trainers, training, size, tokenizer=tokenizer_of(base), even=even),
+            reads=not materials.unread,
+            skipped=materials.skipped,
+        )
+
+    def pooled(self, users: Sequence[Any]) -> UserAnswers:
+        """The conversations of all."""
+        return pool_answers(users)
+
+    def preview(self, recipe: Recipe, materials: Materials, *, everybody: bool) -> list[RenderableType]:
+        """How many each user has, and how long they are: whole, and the responses alone."""
+        return preview_answers(recipe, materials, self.name, everybody=everybody)
+
+    def sample(self, user: Any) -> Any:
+        """The first of the test set."""
+        return user.test.tokens(0)
+
+
+class ConversationsKind(AnswersKind):
+    """Messages, or prompts with responses."""
+
+    name = "conversations"
+
+    def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
+        """Conversations are read before the base is loaded, as more can be wrong with them."""
+        return self._encoded(recipe, read_users(section(recipe), recipe.seed), load_base, validates)
+
+    def takes(self, data: Any) -> bool:
+        """Rows with messages, or with a prompt and a response."""
+        return has_messages(data, Columns())
+
+    def adopt(
+        self, recipe: Recipe, given: Mapping[str, Any], load_base: LoadBase, *, validates: bool, net: Any = None
+    ) -> Materials:
+        """Lists of rows, data sets of ``datasets``, either of them by split, or paths of files."""
+        return self._encoded(recipe, adopt_users(section(recipe), given, recipe.seed), load_base, validates)
+
+    def _encoded(
+        self, recipe: Recipe, read: Sequence[UserConversations], load_base: LoadBase, validates: bool
+    ) -> Materials:
+        data, base = section(recipe), load_base()
+        users = encode_users(data, read, tokenizer_of(base), recipe.training.context)
+        users, skipped = leave_out(users, needs_validation=validates) if data.on_small_user == "skip" else (users, {})
+        texts = tuple(_as_text(user) for user in read if user.name not in skipped)
+        return Materials(kind=self, base=base, users=tuple(users), texts=texts, skipped=skipped)
+
+    def check_enough(self, users: Sequence[UserAnswers], method: Method) -> None:
+        """All who have too few are named at once."""
+        check_small(users, needs_validation=method.client.needs_validation)
+
+    def preview(self, recipe: Recipe, materials: Materials, *, everybody: bool) -> list[RenderableType]:
+        """The same, and the beginning of a train and of a test conversation."""
+        return preview_conversations(recipe, materials, everybody=everybody)
+
+    def names_of(self, recipe: Recipe) -> tuple[str, ...]:
+        """Rows of a data set are read where it alone knows its users."""
+        source = section(recipe).dataset
+        if source is None:
+            return tuple(recipe.data.names)
+        if isinstance(source.users, list):
+            return tuple(source.users)
+        try:
+            owners = (field_of(row, source.user) for _, _, row in read_records(source.path, config=source.config))
+            return tuple(dict.fromkeys(str(owner) for owner in owners if owner is not None))[: source.users]
+        except DataError as error:
+            raise DataError(f"{error}; to count without the rows, say how many users there are: --users N") from None
+
+    def as_text(self, recipe: Recipe) -> tuple[Recipe, str]:
+        """Users with text as long as the context, and as many steps of it as the one with most conversations has.
+
+        That is the most that conversations can cost: a batch is as wide as its longest, and none is wider than the
+        context.
+        """
+        users = read_users(section(recipe), recipe.seed)
+        pooled = make(recipe.method.name, **recipe.method.settings).placement.pooled
+        counts = [len(user.train) for user in users]
+        steps = ceil((sum(counts) if pooled else max(counts)) / recipe.training.batch_size)
+        text = {"users": {user.name: "not read" for user in users}}
+        return as_steps(recipe, text, max(1, steps)), NOTE
+
+
+def as_steps(recipe: Recipe, text: Mapping[str, Any], batches: int) -> Recipe:
+    """The recipe with text instead of data that is passed over in so many batches."""
+    steps = batches * recipe.training.local_epochs
+    return recipe.with_changes({"data": text, "training.local_steps": steps})
+
+
+def section(recipe: Recipe) -> ConversationsSection:
+    """The recipe's data, which is conversations."""
+    return cast(ConversationsSection, recipe.data)
+
+
+def _as_text(user: UserConversations) -> UserText:
+    """What a user's conversations say, to find what is there twice."""
+    parts = {
+        split: tuple(" ".join(m["content"] for m in messages) for _, messages in getattr(user, split))
+        for split in SPLITS
+    }
+    return UserText(name=user.name, **parts)
+
+
+def training_tokens(trainers: Sequence[UserAnswers], training: Training) -> int:
+    """How many tokens trainers who are there in every round train on."""
+    every = sum(int((trainer.train.windows != PAD).sum()) for trainer in trainers)
+    return training.rounds * training.local_epochs * every
+
+
+KIND = ConversationsKind()

@@ -1,0 +1,98 @@
+"""The section ``data`` of users who have conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import field_validator, model_validator
+
+from comingle.kinds.conversations.rows import Columns
+from comingle.kinds.text.section import UserFiles, UsersRows, anchored_sources, named_sources
+from comingle.recipes.data import Anchor, DataSection, SplitSection
+from comingle.recipes.fields import Count, Source
+
+Measure = Literal["rouge1", "exact_match", "accuracy"]
+
+
+class ConversationRows(UsersRows):
+    """Rows that hold conversations; the first ``max_conversations`` of each user and split are kept."""
+
+    max_conversations: Count | None = None
+
+
+class ConversationsSection(DataSection):
+    """Users with conversations of their own, or rows of a data set."""
+
+    kind: Literal["conversations"] = "conversations"
+    users: dict[str, UserFiles] | None = None
+    dataset: ConversationRows | None = None
+    messages: str = "messages"
+    prompt: str = "prompt"
+    response: str = "response"
+    split: SplitSection = SplitSection()
+    loss_on: Literal["responses", "all"] = "responses"
+    too_long: Literal["cut", "leave_out"] = "cut"
+    on_small_user: Literal["refuse", "skip"] = "refuse"
+    scores: tuple[Measure, ...] = ()
+    labels: tuple[Source, ...] = ()
+
+    label: ClassVar[str] = "conversations"
+    implementation: ClassVar[str] = "comingle.kinds.conversations.kind:KIND"
+    unread: ClassVar[Mapping[str, str]] = {
+        "training.local_steps": "passes over a user's conversations are counted by training.local_epochs",
+        "floral": "adaptors on a language model take adapters.rank and adapters.alpha",
+        "data.held_out": "everybody is tested on conversations of their own",
+        "data.max_train_tokens": "give fewer rows, or data.dataset.max_conversations",
+        "data.max_valid_tokens": "give fewer rows, or data.dataset.max_conversations",
+        "data.max_test_tokens": "give fewer rows, or data.dataset.max_conversations",
+    }
+    accepted: ClassVar[Mapping[str, str]] = {
+        "users": "a mapping of names to files, as {alice: path/to/chats.jsonl}",
+        "users.*": "a path, or a mapping with path, or with train and test (and valid)",
+        "dataset.path": "a path or a hub name, or a list of them",
+        "dataset.users": "a list of names, or how many to take",
+    }
+
+    @field_validator("users", mode="before")
+    @classmethod
+    def _plain_paths(cls, users: Any) -> Any:
+        return named_sources(users)
+
+    @model_validator(mode="after")
+    def _somebody(self) -> ConversationsSection:
+        if [self.users, self.dataset, self.given].count(None) != 2:
+            raise ValueError("give one of users and dataset")
+        if self.users is not None and self.split.given:
+            raise ValueError("split.given is for dataset; for users give train, valid and test of each user instead")
+        if self.users is not None and not self.users:
+            raise ValueError("zero users; name at least one, as `users: {alice: path/to/chats.jsonl}`")
+        return self
+
+    @model_validator(mode="after")
+    def _labels_are_scored(self) -> ConversationsSection:
+        if ("accuracy" in self.scores) != bool(self.labels):
+            raise ValueError("scores: [accuracy] and labels need each other: labels are the responses that there are")
+        for key, listed in (("scores", self.scores), ("labels", self.labels)):
+            if len(set(listed)) < len(listed):
+                raise ValueError(f"{key} has something twice; name each once")
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """Those who are named one by one."""
+        return list(self.users or {})
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """What is reported of test sets; models are compared by the first."""
+        return (*self.scores, "perplexity", "loss_nats")
+
+    @property
+    def columns(self) -> Columns:
+        """Where the messages are in a row."""
+        return Columns(self.messages, self.prompt, self.response)
+
+    def anchored(self, anchor: Anchor) -> dict[str, Any]:
+        """Users' files, and those of a data set."""
+        return anchored_sources(self, anchor)

@@ -1,0 +1,230 @@
+"""Conversations out of files, data sets and real rows; and what is wrong with one, in one line."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comingle.errors import DataError, RecipeError
+from comingle.kinds.conversations.kind import section
+from comingle.kinds.conversations.reading import UserConversations, read_users
+from comingle.models.byte_tokenizer import EOS
+from comingle.recipes import Recipe, parse_recipe
+from comingle.runs.session import build, prepare
+
+GOOD = {"prompt": "a", "response": "b"}
+
+
+def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def recipe_of(data: Mapping[str, Any], **changes: Any) -> Recipe:
+    content = {
+        "base": "random:llama?layers=1&dim=32",
+        "method": "fedavg",
+        "data": {"kind": "conversations", **data},
+        "adapters": {"rank": 2},
+        "training": {"rounds": 1, "batch_size": 4, "context": 64},
+        "runtime": {"dtype": "float32", "device": "cpu", "threads": 1},
+    }
+    return parse_recipe(content).with_changes(changes)
+
+
+def read(data: Mapping[str, Any]) -> list[UserConversations]:
+    return read_users(section(recipe_of(data)), 0)
+
+
+def said(user: UserConversations, split: str) -> list[list[str]]:
+    return [[message["content"] for message in messages] for _, messages in getattr(user, split)]
+
+
+def test_three_spellings_are_the_same_conversation(tmp_path: Path) -> None:
+    turns = [("user", "human", "a"), ("assistant", "gpt", "b")]
+    rows = {
+        "one": {"messages": [{"role": role, "content": text} for role, _, text in turns]},
+        "two": {"conversations": [{"from": who, "value": text} for _, who, text in turns]},
+        "three": GOOD,
+    }
+    files = {name: str(write(tmp_path / f"{name}.jsonl", [row])) for name, row in rows.items()}
+    found = read({"users": files, "split": {"valid": 0, "test": 0}})
+    assert [messages for user in found for _, messages in user.train] == [
+        ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+    ] * 3
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "json"])
+def test_tables_have_prompts_and_responses_by_names_of_their_own(tmp_path: Path, suffix: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"q": f"q{i}", "a": f"a{i}", "messages": "no"} for i in range(10)])
+    path = tmp_path / f"ada.{suffix}"
+    getattr(rows, f"to_{suffix}")(str(path))
+    (ada,) = read({"users": {"ada": str(path)}, "prompt": "q", "response": "a", "split": {"valid": 0.2, "test": 0.1}})
+    parts = [said(ada, split) for split in ("train", "valid", "test")]
+    assert [len(part) for part in parts] == [7, 2, 1]
+    assert sorted(pair for part in parts for pair in part) == sorted([f"q{i}", f"a{i}"] for i in range(10))
+
+
+def test_splits_given_as_files_are_kept_and_valid_is_cut_from_train(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{i}", "response": "a"} for i in range(12)]
+    old, new = write(tmp_path / "old.jsonl", rows[:10]), write(tmp_path / "new.jsonl", rows[10:])
+    (ada,) = read({"users": {"ada": {"train": str(old), "test": str(new)}}, "split": {"valid": 0.2}})
+    assert said(ada, "test") == [["q10", "a"], ["q11", "a"]]
+    assert (len(ada.train), len(ada.valid)) == (8, 2)
+    (ada,) = read({"users": {"ada": {"train": str(old), "valid": str(new), "test": str(new)}}})
+    assert (len(ada.train), said(ada, "valid")) == (10, said(ada, "test"))
+
+
+def test_rows_are_grouped_by_a_column(tmp_path: Path) -> None:
+    rows = [{"who": {"id": f"u{i % 3}"}, "part": "dev" if i % 4 == 0 else "main", **GOOD} for i in range(24)]
+    path = write(tmp_path / "all.jsonl", rows)
+    dataset = {"path": str(path), "user": "who.id", "split": "part"}
+    split = {"given": True, "train_name": "main", "test_name": "dev", "valid": 0}
+    found = read({"dataset": {**dataset, "users": ["u2", "u0"]}, "split": split})
+    assert [(user.name, len(user.train), len(user.test)) for user in found] == [("u2", 6, 2), ("u0", 6, 2)]
+    found = read({"dataset": {**dataset, "users": 2, "max_conversations": 1}, "split": split})
+    assert [(user.name, len(user.train), len(user.test)) for user in found] == [("u0", 1, 1), ("u1", 1, 1)]
+    with pytest.raises(DataError, match="no user 'u9'; found: u0, u1, u2"):
+        read({"dataset": {**dataset, "users": ["u9"]}, "split": split})
+    with pytest.raises(DataError, match="no row has a user in column 'whom'; found: who, part, prompt, response"):
+        read({"dataset": {**dataset, "user": "whom"}})
+
+
+def chat(*roles: str, content: Any = "x") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role in roles]}
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    [
+        ({"text": "a"}, "no column 'prompt'; found: text; allowed: 'messages', or 'prompt' and 'response', or 'conv"),
+        ({"prompt": "a", "response": " "}, "an empty response; allowed: text in every message of the assistant"),
+        ({"prompt": "a", "response": 3}, "response is 3; allowed: text"),
+        (chat("user"), "no response in it; allowed: at least one message of the assistant"),
+        (chat("assistant"), "it begins with a response; allowed: a message of user or system first"),
+        (chat("user", "robot"), "messages[1] has the role 'robot'; allowed: system, user, assistant, tool (and human,"),
+        (chat("user", "assistant", content=None), "messages[0].content is None; allowed: text"),
+        ({"messages": "a"}, "messages is 'a'; allowed: a list of messages with role and content"),
+        ({"messages": []}, "no response in it; allowed"),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_named(tmp_path: Path, row: Mapping[str, Any], wrong: str) -> None:
+    path = write(tmp_path / "ada.jsonl", [GOOD, row])
+    with pytest.raises(DataError) as found:
+        read({"users": {"ada": str(path)}})
+    assert str(found.value).startswith(f"user 'ada': {path}: line 2: {wrong}")
+    assert "\n" not in str(found.value)
+
+
+def test_a_response_that_is_no_label_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "ada.jsonl", [GOOD, {"prompt": "a", "response": "maybe"}])
+    with pytest.raises(DataError) as found:
+        read({"users": {"ada": str(path)}, "scores": ["accuracy"], "labels": ["b", "c"]})
+    assert str(found.value) == f"user 'ada': {path}: line 2: the response 'maybe' is no label; allowed: b, c"
+
+
+@pytest.mark.parametrize(
+    ("data", "wrong"),
+    [
+        ({"scores": ["accuracy"]}, "scores: [accuracy] and labels need each other"),
+        ({"labels": ["a"]}, "scores: [accuracy] and labels need each other"),
+        ({"scores": ["rouge1", "rouge1"]}, "scores has something twice"),
+        ({"loss_on": "prompts"}, "loss_on"),
+        ({"held_out": "mixture"}, "held_out is not read for conversations; everybody is tested on conversations of"),
+    ],
+)
+def test_a_wrong_section_is_refused(data: Mapping[str, Any], wrong: str) -> None:
+    with pytest.raises(RecipeError) as found:
+        recipe_of({"users": {"ada": "ada.jsonl"}, **data})
+    assert wrong in str(found.value)
+
+
+def test_what_a_template_refuses_names_user_file_and_row(tmp_path: Path) -> None:
+    recipe = recipe_of({"users": {"ada": str(write(tmp_path / "ada.jsonl", [GOOD] * 4 + [chat("user", "assistant")]))}})
+    materials = prepare(recipe)
+    assert materials.base is not None and materials.base.tokenizer is not None  # noqa: PT018
+    materials.base.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['content'] == 'x' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(DataError) as found:
+        prepare(recipe, base=materials.base)
+    said = str(found.value)
+    assert said.startswith(f"user 'ada': {tmp_path / 'ada.jsonl'}: line 5: the base's chat template refuses the roles")
+    assert said.endswith("roles must alternate")
+
+
+def test_long_conversations_are_cut_at_whole_turns_or_left_out(tmp_path: Path, caplog: Any) -> None:
+    turns = [{"role": role, "content": text} for role, text in [("user", "a"), ("assistant", "b" * 9)] * 3]
+    rows: list[Any] = [{"messages": turns}, {"prompt": "a", "response": "b" * 99}, *[GOOD] * 8]
+    data = {"users": {"ada": str(write(tmp_path / "ada.jsonl", rows))}, "split": {"valid": 0, "test": 0.2}}
+    with caplog.at_level(logging.WARNING, logger="comingle"):
+        (ada,) = prepare(recipe_of(data, **{"training.context": 96})).users
+    assert "2 of 10 conversations are longer than 96 tokens (training.context): 1 cut at whole turns, 1 left out" in (
+        caplog.text
+    )
+    assert len(ada.train) + len(ada.test) == 9
+    every = [part.tokens(i).tolist() for part in (ada.train, ada.test) for i in range(len(part))]
+    whole = max(every, key=len)
+    assert whole.count(EOS) == 2 and whole[-1] == EOS  # noqa: PT018
+    (ada,) = prepare(recipe_of({**data, "too_long": "leave_out"}, **{"training.context": 96})).users
+    assert len(ada.train) + len(ada.test) == 8
+
+
+def test_users_with_too_little_are_refused_or_left_out(tmp_path: Path) -> None:
+    few, many = write(tmp_path / "few.jsonl", [GOOD]), write(tmp_path / "many.jsonl", [GOOD] * 9)
+    none = write(tmp_path / "none.jsonl", [])
+    recipe = recipe_of({"users": {"few": str(few), "many": str(many)}})
+    with pytest.raises(DataError, match=r"^user 'few' \(no conversations in test\); give more of them.*on_small_user"):
+        build(recipe, prepare(recipe))
+    recipe = recipe_of({"users": {"few": str(few), "many": str(many), "none": str(none)}, "on_small_user": "skip"})
+    materials = prepare(recipe)
+    assert [user.name for user in materials.users] == ["many"]
+    assert dict(materials.skipped) == {"few": "no conversations in test", "none": "no conversations in train and test"}
+    with pytest.raises(DataError, match="user 'none': no conversations; a user needs at least one"):
+        prepare(recipe_of({"users": {"many": str(many), "none": str(none)}}))
+
+
+# -------------------------------------------------------------------- real rows
+
+
+def test_posts_of_real_users_are_responses(shared_data: Path) -> None:
+    path = shared_data / "users" / "stackexchange_users.jsonl.xz"
+    dataset = {"path": str(path), "user": "user", "users": 5}
+    recipe = recipe_of({"dataset": dataset, "prompt": "kind", "response": "text"}, **{"training.context": 2000})
+    materials = prepare(recipe.with_changes({"data.on_small_user": "skip"}))
+    assert len(materials.users) + len(materials.skipped) == 5
+    for user in materials.users:
+        assert len(user.train) and len(user.test)  # noqa: PT018
+        assert all(
+            b"### User:" in bytes(t for t in user.test.tokens(i).tolist() if t < 256) for i in range(len(user.test))
+        )
+
+
+def test_real_questions_are_conversations_too(shared_data: Path) -> None:
+    path = shared_data / "xnli" / "xnli_dev.jsonl.xz"
+    labels = ["entailment", "neutral", "contradiction"]
+    dataset = {"path": str(path), "user": "lang", "users": ["en", "el"], "max_conversations": 30}
+    recipe = recipe_of(
+        {"dataset": dataset, "prompt": "premise", "response": "label", "scores": ["accuracy"], "labels": labels},
+        **{"training.context": 512},
+    )
+    users = prepare(recipe).users
+    assert [(user.name, len(user.train), len(user.valid), len(user.test)) for user in users] == [
+        ("en", 24, 3, 3),
+        ("el", 24, 3, 3),
+    ]
+    assert all(reference in labels for user in users for reference in user.test.references)
+
+
+def test_real_paragraphs_are_read_from_xquad(shared_data: Path) -> None:
+    path = shared_data / "xquad" / "xquad.jsonl.xz"
+    dataset = {"path": str(path), "user": "lang", "users": ["zh", "ar"], "max_conversations": 10}
+    found = read({"dataset": dataset, "prompt": "title", "response": "context"})
+    assert [(user.name, len(user.train)) for user in found] == [("zh", 8), ("ar", 8)]
