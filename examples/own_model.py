@@ -40,12 +40,13 @@ def main() -> None:
         for n, name in enumerate(("ada", "ben", "cem", "dora"))
     }
     sgd = {"name": "sgd", "learning_rate": 0.05, "momentum": 0.9, "weight_decay": 0.0}
-    recipe = {"training": {"rounds": 5, "local_epochs": 2, "batch_size": 20, "experts": sgd}, "floral": {"budget": 0.1}}
-    for method in ("local", "fedavg", {"name": "floral", "clusters": 2}):
-        run = comingle.run(recipe, users=users, base=make_net, method=method)
+    recipe = {"training": {"rounds": 5, "local_epochs": 2, "batch_size": 20, "experts": sgd}}
+    mixture = {"floral": {"budget": 0.1}}
+    for method, more in (("local", {}), ("fedavg", {}), ({"name": "floral", "clusters": 2}, mixture)):
+        run = comingle.run({**recipe, **more}, users=users, base=make_net, method=method)
         print(run)
     pictures, labels = users["ada"]["test"].tensors
-    right = (run.user("ada").predict(pictures[:20]) == labels[:20]).sum()
+    right = (run.user("ada").predict(pictures[:20]).argmax(1) == labels[:20]).sum()
     print(f"ada's own model names {right} of 20 new pictures")
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from comingle.recipes.data import kinds
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SOURCES = Path(__file__).parents[2] / "src"
 
@@ -65,13 +63,11 @@ def test_own_method(tmp_path: Path) -> None:
     assert re.search(r"^Run\(near on random:llama", told, re.MULTILINE)
 
 
-@pytest.mark.skipif("conversations" not in kinds(), reason="the kind conversations is not here yet")
 def test_own_conversations(tmp_path: Path) -> None:
     told = printed("own_conversations.py", tmp_path)
     assert len(numbers(told, r"^\w+: test perplexity of responses ([\d.]+)$")) == 3
 
 
-@pytest.mark.skipif("samples" not in kinds(), reason="the kind samples is not here yet")
 def test_own_model(tmp_path: Path) -> None:
     told = printed("own_model.py", tmp_path)
     accuracies = numbers(told, r"^Run\(.* mean test accuracy ([\d.]+)\)$")
