@@ -16,6 +16,7 @@ from comingle.adapters.clustered import floral
 from comingle.data.samples import Samples
 from comingle.engines.client import Clients
 from comingle.errors import DataError
+from comingle.evaluation.losses import LOSSES
 from comingle.models.nets import make_net
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import MixtureOfModels, PersonalNet, personal_net
@@ -152,7 +153,7 @@ def test_inputs_of_another_dtype_and_no_samples_are_fine(federate_nets: Any) -> 
 
 def test_classes_are_scored_by_accuracy() -> None:
     net = nn.Linear(4, 3)
-    person = PersonalNet(name="ann", model=net.eval())
+    person = PersonalNet(name="ann", model=net.eval(), loss=LOSSES["cross_entropy"])
     inputs = torch.randn(600, 4, generator=torch.Generator().manual_seed(1))
     targets = net(inputs).argmax(-1)
     targets[:60] = (targets[:60] + 1) % 3
