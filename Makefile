@@ -34,7 +34,7 @@ test: unit laws
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 # Whole programs, and every method in turn: what is slow first, so that no process is left alone with it at the end.
-LAWS := tests/test_real_data.py tests/docs tests/cli/test_cli_reproduce.py tests/papers/reproduce/test_reproduce_figures.py \
+LAWS := tests/test_real_data.py tests/docs tests/papers/reproduce/test_reproduce_verb.py tests/papers/reproduce/test_reproduce_figures.py \
 	tests/papers/reproduce/test_reproduce_published.py tests/engines/test_engine_resume_nets.py \
 	tests/engines/test_engine_answers.py tests/evaluation/test_costs_stacked.py tests/laws tests/methods
 
