@@ -238,8 +238,8 @@ class Recipe(Section):
 
 def _section(data: Any) -> type[DataSection] | None:
     try:
-        return section_of(data)
-    except (ValueError, AttributeError):  # which is what is wrong with the recipe
+        return section_of(data) if isinstance(data, Mapping) else None
+    except ValueError:  # which is what is wrong with the recipe
         return None
 
 
