@@ -295,9 +295,7 @@ def test_the_demo_ends_with_a_table_a_sample_of_each_user_and_what_next(comingle
     }
     options = [word for key, value in tiny.items() for word in ("--set", f"{key}={value}")]
     answer = comingle("demo", "--out", tmp_path / "demo", *options)
-    # Which licences there are, and whether some say nearly the same, depends on what is installed.
-    said = [one for one in answer.err.splitlines() if not one.startswith("warning: user licences: ")]
-    assert (answer.code, said) == (0, [])
+    assert (answer.code, answer.err) == (0, "")
     table = json.loads((tmp_path / "demo" / "table.json").read_text())
     assert [row["method"] for row in table["methods"]] == METHODS == ["pretrained", "local", "fedavg", "comigs-1g1s"]
     after_table = answer.out.partition("Each user's own model speaks")[2]

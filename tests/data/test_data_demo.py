@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from comingle.data import demo
-from comingle.data.partition import UserText, find_overlap
+from comingle.data.partition import UserText, find_overlap, split_by_fractions
 from comingle.data.sources import read_demo, read_documents
 from comingle.errors import DataError
 
@@ -24,6 +24,13 @@ def test_a_demo_user_is_bounded_and_does_not_repeat_itself(name: str):
     for half in (0, 1):
         text = UserText(name=name, train=tuple(documents[half::2]), test=tuple(documents[1 - half :: 2]))
         assert find_overlap(text).total == 0
+
+
+@pytest.mark.parametrize("name", demo.DEMO_USERS)
+def test_a_document_cut_by_a_split_does_not_repeat_the_rest_of_its_demo_user(name: str):
+    documents = read_demo(name)
+    for seed in range(20):
+        assert find_overlap(split_by_fractions(documents, valid=0.1, test=0.1, seed=seed, name=name)).total == 0
 
 
 @pytest.mark.parametrize(

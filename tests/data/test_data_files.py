@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from comingle.data.files import cut_paragraphs
+from comingle.data.files import join_paragraphs, split_paragraphs
 from comingle.data.sources import read_documents
 from comingle.errors import DataError
 
@@ -54,8 +54,10 @@ def test_a_text_file_becomes_blocks_of_whole_paragraphs(tmp_path: Path):
 
 
 def test_cutting_keeps_indentation_and_single_line_ends():
-    assert cut_paragraphs("\n\n  def f():\n    pass\n\n\n  end\n") == ["  def f():\n    pass\n\n  end"]
-    assert cut_paragraphs(" \n\n\t\n") == []
+    assert join_paragraphs(split_paragraphs("\n\n  def f():\n    pass\n\n\n  end\n")) == [
+        "  def f():\n    pass\n\n  end"
+    ]
+    assert join_paragraphs(split_paragraphs(" \n\n\t\n")) == []
 
 
 @pytest.mark.parametrize(("suffix", "opener"), [(".txt.xz", lzma.open), (".txt.gz", gzip.open), (".XZ", lzma.open)])

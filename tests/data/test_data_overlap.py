@@ -90,6 +90,25 @@ def test_after_dropping_no_part_repeats_the_rest():
         assert find_overlap(UserText(name="anna", train=rest, test=(document,))).total == 0
 
 
+def test_after_dropping_no_part_of_a_document_cut_in_two_repeats_the_rest():
+    source = random.Random(2)
+    own = [words(5000 + 100 * number, source.randrange(1, 60)) for number in range(60)]
+    # A quarter begins, and a quarter ends, with what others have too; one says a sentence twice.
+    shared = words(0, 20)
+    documents = [f"{shared} {one}" for one in own[:15]] + [f"{one} {shared}" for one in own[15:30]] + own[30:]
+    documents.append(f"{words(3000, 15)} {words(4000, 60)} {words(3000, 15)}")
+    kept = drop_near_duplicates(documents)
+    assert set(own[30:]) <= set(kept)
+    assert documents[-1] not in kept
+    for index, document in enumerate(kept):
+        rest = kept[:index] + kept[index + 1 :]
+        for at in range(1, len(document.split())):
+            halves = " ".join(document.split()[:at]), " ".join(document.split()[at:])
+            for held_out, trained in (halves, halves[::-1]):
+                user = UserText(name="anna", train=(*rest, trained), test=(held_out,))
+                assert find_overlap(user).total == 0
+
+
 def test_real_text_overlaps_only_where_it_was_copied(shared_data):
     documents = read_documents(shared_data / "slim4" / "stackexchange.jsonl.xz")
     user = split_by_fractions(documents, valid=0.1, test=0.1, seed=0, name="stackexchange")

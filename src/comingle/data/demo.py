@@ -18,8 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from comingle.data.files import cut_paragraphs
-from comingle.data.shingles import drop_near_duplicates
+from comingle.data.files import join_paragraphs, split_paragraphs
+from comingle.data.shingles import drop_near_duplicates, split_words
 from comingle.errors import DataError
 
 _USER_CHARACTERS = 400_000
@@ -53,10 +53,17 @@ def read_numpy() -> list[str]:
 def read_licences() -> list[str]:
     """Licences of the installed distributions and of Python itself, in blocks of paragraphs.
 
-    Blocks, because the longest files are collections of licences that other files hold one by one.
+    A paragraph that many of them have is read once. Blocks, because the longest files are collections of licences that
+    other files hold one by one.
     """
-    texts = (_read_or_none(path) for path in _licence_files())
-    return _select({block: block for text in texts if text for block in cut_paragraphs(text)})
+    texts = {text for path in _licence_files() if (text := _read_or_none(path))}
+    known: set[str] = set()
+    blocks: list[str] = []
+    for text in sorted(texts, key=lambda text: (len(text), text)):
+        paragraphs = {" ".join(split_words(paragraph)): paragraph for paragraph in split_paragraphs(text)}
+        blocks += join_paragraphs(paragraphs[words] for words in paragraphs if words not in known)
+        known.update(paragraphs)
+    return _select({block: block for block in blocks})
 
 
 DEMO_USERS: Mapping[str, Callable[[], list[str]]] = {

@@ -6,7 +6,7 @@ import codecs
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def read_text_file(path: Path, *, most: int | None = None) -> list[str]:
         raise DataError(f"{path}: {reason}") from None
     if longer and most is not None:
         warn_longer(path, most)
-    return cut_paragraphs(text)
+    return join_paragraphs(split_paragraphs(text))
 
 
 def read_text_folder(folder: Path, *, most: int | None = None) -> list[str]:
@@ -94,14 +94,18 @@ def warn_longer(source: str | Path, most: int) -> None:
     _LOG.warning("%s: longer than what is kept of it; its first %s bytes are read", source, f"{most:,}")
 
 
-def cut_paragraphs(text: str) -> list[str]:
+def split_paragraphs(text: str) -> Iterator[str]:
+    """What stands between blank lines."""
+    return (paragraph.strip("\n") for paragraph in _BLANK_LINES.split(text) if paragraph.strip())
+
+
+def join_paragraphs(paragraphs: Iterable[str]) -> list[str]:
     """Blocks of whole paragraphs, each of 2,000 characters or more save the last."""
     blocks: list[list[str]] = [[]]
-    for paragraph in _BLANK_LINES.split(text):
+    for paragraph in paragraphs:
         if sum(map(len, blocks[-1])) >= _BLOCK_CHARACTERS:
             blocks.append([])
-        if paragraph.strip():
-            blocks[-1].append(paragraph.strip("\n"))
+        blocks[-1].append(paragraph)
     return ["\n\n".join(block) for block in blocks if block]
 
 
