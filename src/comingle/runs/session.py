@@ -288,5 +288,5 @@ def restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:
     state, kept = load_checkpoint(checkpoints[-1], clients.model.layout, clients.state, server.state)
     clients.state = reorder(state, was, names)
     clients.resized()
-    server.restore(reorder_kept(kept, was, names, clients.method.server.by_user))
+    server.restore(reorder_kept(kept, was, names, server.by_user))
     return progress

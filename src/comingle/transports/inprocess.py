@@ -31,8 +31,7 @@ class InProcess(Federation):
         names = self.server.answers([self.clients.trainers[member].name for member in behind])
         if not names:
             return
-        ranks = self.clients.state.ranks[self.clients.numbers(names)].cpu()
-        message = self.server.download(names, ranks)
+        message = self.server.download(names)
         self.download_bytes += sum(packed_bytes(message))
         self.clients.receive(_downloaded(message.split()) if self.serialise else message)
 
