@@ -57,5 +57,6 @@ def download_of(federation: InProcess, user: int, names: Sequence[str]) -> Downl
 
 def count_exchanges(federation: InProcess) -> int:
     """How many there are in a whole run."""
-    rounds = federation.clients.training.rounds if federation.clients.method.trains else 0
-    return sum(exchanged_after(federation.clients, done) for done in range(1, rounds + 1))
+    clients, method, training = federation.clients, federation.clients.method, federation.clients.training
+    rounds = training.rounds if method.trains else 0
+    return sum(exchanged_after(method, training, clients.shares, done) for done in range(1, rounds + 1))
