@@ -17,7 +17,7 @@ import pytest
 from comingle.errors import MessageError
 from comingle.transports.flower.calling import ADDRESS, FOLDER, BrokenOff, Keeper, call, connect
 
-WORKER = Path(__file__).with_name("toy_worker.py")
+WORKER = Path(__file__).with_name("toy") / "toy_worker.py"
 
 
 @pytest.fixture
