@@ -1,6 +1,6 @@
 """The coordinator's side as processes: a SuperLink, and in it the app, until the app says that the run is done.
 
-Whatever dies is started again: the app goes on from its run folder, the SuperLink begins anew and nodes come back to it.
+Whatever dies is started again: the app goes on from its run folder, the SuperLink begins anew and nodes come back.
 """
 
 from __future__ import annotations
