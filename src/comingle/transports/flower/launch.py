@@ -14,6 +14,8 @@ import threading
 import time
 from importlib import import_module
 
+from comingle.transports.flower import quick
+
 PROGRAMS = {
     "flower-superlink": ("flwr.superlink.cli", "flower_superlink"),
     "flower-supernode": ("flwr.supernode.cli", "flower_supernode"),
@@ -70,6 +72,7 @@ def main() -> None:
     end_with_parent()
     if program == "flower-supernode" and os.environ.get(POLL):
         hurry(float(os.environ[POLL]))
+        quick.offer()
     sys.argv = [program, *sys.argv[2:]]
     getattr(import_module(module), name)()
 
