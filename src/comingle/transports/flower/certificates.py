@@ -1,0 +1,160 @@
+"""Certificates and keys for trying: an authority of our own, the server's certificate, and a key for each user.
+
+    FOLDER/ca.pem            who has signed: goes to every user
+    FOLDER/server.pem .key   the coordinator's alone
+    FOLDER/users/ada.key     goes to Ada, and to nobody else
+    FOLDER/users/ada.pub     the coordinator's: who holds the key to it is Ada
+
+The authority's own key is thrown away: nobody can sign anything with it later.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.x509.oid import NameOID
+
+from comingle.errors import RecipeError
+
+AUTHORITY, CERTIFICATE, KEY, USERS = "ca.pem", "server.pem", "server.key", "users"
+
+_DAYS = 825
+"""Longer, and some programs do not believe a certificate."""
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """A folder of certificates, with the public keys of users by name."""
+
+    authority: Path
+    certificate: Path
+    key: Path
+    users: Mapping[str, Path]
+
+
+def read_certificates(folder: Path) -> Files:
+    """What :func:`make_certificates` has written.
+
+    Raises:
+        RecipeError: something of it is missing.
+    """
+    for name in (AUTHORITY, CERTIFICATE, KEY):
+        if not (folder / name).is_file():
+            raise RecipeError(f"certificates: {folder / name} does not exist; --make-certificates writes it")
+    users = {path.stem: path for path in sorted((folder / USERS).glob("*.pub"))}
+    return Files(authority=folder / AUTHORITY, certificate=folder / CERTIFICATE, key=folder / KEY, users=users)
+
+
+def make_certificates(folder: Path, hosts: Sequence[str], users: Sequence[str] = ()) -> Files:
+    """Writes an authority and a server's certificate for these names and addresses; keys for users who have none yet.
+
+    Raises:
+        RecipeError: there is a certificate already, and hosts are given; no host for the first one; a user's name.
+    """
+    for user in users:
+        if not _NAME.fullmatch(user):
+            raise RecipeError(f"certificates: {user!r} as a user's name; allowed: letters, digits, '_', '.' and '-'")
+    (folder / USERS).mkdir(parents=True, exist_ok=True)
+    if (folder / CERTIFICATE).exists():
+        if hosts:
+            raise RecipeError(
+                f"certificates: {folder} has a server's certificate; leave --host out, or use a new folder"
+            )
+    else:
+        _make_server(folder, hosts)
+    for user in users:
+        if not (folder / USERS / f"{user}.pub").exists():
+            _make_user(folder / USERS, user)
+    return read_certificates(folder)
+
+
+def _make_server(folder: Path, hosts: Sequence[str]) -> None:
+    """An authority that signs one certificate, for these hosts and for this machine itself."""
+    if not hosts:
+        raise RecipeError("certificates: no --host; give the name or address under which users find the server")
+    authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+    issuer = _name("comingle's authority")
+    root = (
+        _certificate(issuer, issuer, authority)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(authority.public_key()), critical=False)
+        .sign(authority, hashes.SHA384())
+    )
+    known = [_alternative(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
+    leaf = (
+        _certificate(_name(hosts[0]), issuer, server)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs=False), critical=True)
+        .add_extension(x509.SubjectAlternativeName(known), critical=False)
+        .add_extension(x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
+        .sign(authority, hashes.SHA384())
+    )
+    _write(folder / AUTHORITY, root.public_bytes(Encoding.PEM))
+    private = server.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    _write(folder / KEY, private, secret=True)
+    _write(folder / CERTIFICATE, leaf.public_bytes(Encoding.PEM))
+
+
+def _make_user(folder: Path, user: str) -> None:
+    """A pair of keys, in the form that Flower reads."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    _write(folder / f"{user}.key", key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), secret=True)
+    _write(folder / f"{user}.pub", key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
+
+
+def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))  # clocks of machines differ
+        .not_valid_after(now + datetime.timedelta(days=_DAYS))
+    )
+
+
+def _usage(*, signs: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+
+
+def _alternative(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _write(path: Path, data: bytes, *, secret: bool = False) -> None:
+    """A file that is never replaced; a secret one for its owner alone."""
+    mode = 0o600 if secret else 0o644
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(data)

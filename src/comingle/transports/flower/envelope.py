@@ -1,0 +1,92 @@
+"""What is put into Flower's messages: bytes as they are, or one line that says why there are none.
+
+Bytes travel as one array: Flower cuts arrays into pieces and sends those piece by piece, so that nothing has to be
+in one request. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+
+from comingle.errors import MessageError
+
+FORMAT = 1
+"""Raised when these records change their meaning."""
+
+HELLO, REFUSED, TRAIN = "query.hello", "query.refused", "train"
+"""Kinds of messages: who are you; you may not take part; here is a request."""
+
+_BYTES, _KEY, _HELLO, _LINE = "message", "bytes", "hello", "line"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """Who a node says it is; ``instance`` is another one for each state folder."""
+
+    name: str
+    instance: str
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why there is no reply, in one line; after an accident another try may go well, after a refusal it does not."""
+
+    line: str
+    accident: bool
+
+
+def wrap(data: bytes) -> RecordDict:
+    """Bytes as the content of a message."""
+    return RecordDict({_BYTES: ArrayRecord({_KEY: Array("uint8", (len(data),), "comingle", data)})})
+
+
+def wrap_failure(failure: Failure) -> RecordDict:
+    """The same of what goes back where there is no reply."""
+    return RecordDict({_LINE: ConfigRecord({"line": failure.line, "accident": failure.accident})})
+
+
+def wrap_hello(hello: Hello) -> RecordDict:
+    """The same of a node's answer to :data:`HELLO`."""
+    return RecordDict({_HELLO: ConfigRecord({"name": hello.name, "instance": hello.instance, "format": hello.format})})
+
+
+def unwrap(message: Message) -> bytes | Failure:
+    """What :func:`wrap` or :func:`wrap_failure` has put in; an error of Flower's own is an accident."""
+    if message.has_error():
+        return Failure(line=" ".join(f"{message.error.reason or message.error.code}".split()), accident=True)
+    content = message.content
+    if _LINE in content.config_records:
+        record = content.config_records[_LINE]
+        return Failure(line=" ".join(str(record["line"]).split()), accident=bool(record["accident"]))
+    try:
+        return content.array_records[_BYTES][_KEY].data
+    except KeyError:
+        return Failure(line=f"a message without {_BYTES!r}; it has {sorted(content)}", accident=False)
+
+
+def unwrap_hello(message: Message) -> Hello | Failure:
+    """Who has answered."""
+    if message.has_error() or _LINE in message.content.config_records:
+        failure = unwrap(message)
+        assert isinstance(failure, Failure)
+        return failure
+    try:
+        record = message.content.config_records[_HELLO]
+        return Hello(name=str(record["name"]), instance=str(record["instance"]), format=int(str(record["format"])))
+    except (KeyError, ValueError):
+        return Failure(line="its app is not comingle's", accident=False)
+
+
+def request_of(message: Message) -> bytes:
+    """The bytes of a request.
+
+    Raises:
+        MessageError: there are none.
+    """
+    data = unwrap(message)
+    if isinstance(data, Failure):
+        raise MessageError(f"request: {data.line}")
+    return data

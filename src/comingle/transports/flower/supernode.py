@@ -1,0 +1,93 @@
+"""A participant's side as processes: a SuperNode, which is started again when it dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from comingle.errors import RecipeError
+from comingle.transports.flower.calling import ADDRESS
+from comingle.transports.flower.calling import FOLDER as WORKER
+from comingle.transports.flower.processes import LOOPBACK, Service, command, environment, free_port
+from comingle.transports.flower.users import User
+
+FOLDER = "flower"
+
+
+@dataclass(kw_only=True)
+class SuperNode:
+    """A user's SuperNode. ``authority`` is the file of who has signed the server's certificate; ``key`` is the user's.
+
+    Raises:
+        RecipeError: the server is on another machine and there is no authority, or there is a key without one.
+    """
+
+    user: User
+    server: str
+    say: Callable[[str], None]
+    authority: Path | None = None
+    key: Path | None = None
+    poll_seconds: float = 0.2
+    service: Service = field(init=False)
+
+    def __post_init__(self) -> None:
+        host = self.server.rpartition(":")[0].strip("[]")
+        if not self.authority and (self.key or host not in (LOOPBACK, "localhost", "::1")):
+            what = "a key" if self.key else f"the server {self.server}"
+            raise RecipeError(
+                f"{self.user.name}: {what} without certificates; give the server's with --certificates FILE"
+            )
+        self.user.state.mkdir(parents=True, exist_ok=True)
+        self.service = Service(
+            name=f"{self.user.name}'s SuperNode",
+            arguments=lambda: command("flower-supernode", *self._options()),
+            log=self.user.state / FOLDER / "supernode.log",
+            environment=environment(self.user.state / FOLDER, poll_seconds=self.poll_seconds),
+            say=self.say,
+        )
+
+    def tend(self) -> None:
+        """Starts it, or starts it again.
+
+        Raises:
+            RunError: it dies again and again.
+        """
+        self.service.tend()
+
+    def stop(self) -> None:
+        """Ends it, and the worker."""
+        self.service.stop()
+        try:
+            said = json.loads((self.user.state / WORKER / ADDRESS).read_text(encoding="utf-8"))
+            os.kill(int(said["process"]), signal.SIGTERM)
+            (self.user.state / WORKER / ADDRESS).unlink()
+        except (OSError, ValueError, KeyError):
+            return  # there is none
+
+    def _options(self) -> list[str]:
+        secure = ["--root-certificates", str(self.authority)] if self.authority else ["--insecure"]
+        known = ["--auth-supernode-private-key", str(self.key)] if self.key else []
+        settings = {"name": self.user.name, "state": str(self.user.state)}
+        settings |= {"config": str(self.user.config)} if self.user.config else {}
+        node_config = " ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in settings.items())
+        place = ["--host", LOOPBACK, "--port", str(free_port())]  # of its own executor; another one after each start
+        return ["--superlink", self.server, *secure, *known, *place, "--node-config", node_config]
+
+
+def participate(node: SuperNode, until: Callable[[], bool] = lambda: False) -> None:
+    """Keeps a SuperNode at work until it is enough.
+
+    Raises:
+        RunError: it dies again and again.
+    """
+    try:
+        while not until():
+            node.tend()
+            time.sleep(0.3)
+    finally:
+        node.stop()

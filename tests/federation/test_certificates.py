@@ -1,0 +1,92 @@
+"""Certificates for trying: what is written, who may read it, and that it is believed by whom it should."""
+
+from __future__ import annotations
+
+import http.server
+import ssl
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cryptography")
+
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+
+from comingle.errors import RecipeError
+from comingle.transports.flower.certificates import make_certificates, read_certificates
+
+
+def fetch(folder: Path, authority: Path, host: str) -> int:
+    """The status of a page that a server with this folder's certificate gives to who believes the authority."""
+    files = read_certificates(folder)
+    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    secure = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    secure.load_cert_chain(files.certificate, files.key)
+    server.socket = secure.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.handle_request, daemon=True).start()
+    try:
+        trusting = ssl.create_default_context(cafile=authority)
+        with urllib.request.urlopen(f"https://{host}:{server.server_port}/", context=trusting, timeout=10) as page:
+            return page.status
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+    finally:
+        server.server_close()
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_the_servers_certificate_is_believed_by_who_has_its_authority(tmp_path: Path, host: str) -> None:
+    files = make_certificates(tmp_path, ["example.org"])
+    assert fetch(tmp_path, files.authority, host) == 501  # it has answered, that it knows no such thing
+
+
+def test_and_not_by_who_has_another(tmp_path: Path) -> None:
+    make_certificates(tmp_path / "one", ["localhost"])
+    other = make_certificates(tmp_path / "two", ["localhost"])
+    with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+        fetch(tmp_path / "one", other.authority, "localhost")
+
+
+def test_secrets_are_for_their_owner_alone(tmp_path: Path) -> None:
+    make_certificates(tmp_path, ["localhost"], ["ada"])
+    for secret in (tmp_path / "server.key", tmp_path / "users" / "ada.key"):
+        assert secret.stat().st_mode & 0o077 == 0
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [
+        "ada.key",
+        "ada.pub",
+        "ca.pem",
+        "server.key",
+        "server.pem",
+    ]
+
+
+def test_a_users_keys_belong_together(tmp_path: Path) -> None:
+    files = make_certificates(tmp_path, ["localhost"], ["ada", "bob"])
+    assert list(files.users) == ["ada", "bob"]
+    private = load_ssh_private_key((tmp_path / "users" / "ada.key").read_bytes(), None)
+    assert private.public_key() == load_ssh_public_key(files.users["ada"].read_bytes())
+
+
+def test_users_may_come_later_and_nobodys_key_is_replaced(tmp_path: Path) -> None:
+    first = make_certificates(tmp_path, ["localhost"], ["ada"])
+    before = first.users["ada"].read_bytes(), first.certificate.read_bytes()
+    later = make_certificates(tmp_path, [], ["ada", "bob"])
+    assert list(later.users) == ["ada", "bob"]
+    assert (later.users["ada"].read_bytes(), later.certificate.read_bytes()) == before
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"^certificates: no --host; give the name or address"):
+        make_certificates(tmp_path, [])
+    with pytest.raises(RecipeError, match=r"^certificates: '../eve' as a user's name"):
+        make_certificates(tmp_path, ["localhost"], ["../eve"])
+    make_certificates(tmp_path, ["localhost"])
+    with pytest.raises(RecipeError, match=r"has a server's certificate; leave --host out"):
+        make_certificates(tmp_path, ["localhost"])
+    (tmp_path / "ca.pem").unlink()
+    with pytest.raises(RecipeError, match=r"ca.pem does not exist; --make-certificates writes it"):
+        read_certificates(tmp_path)

@@ -1,0 +1,226 @@
+"""Bytes by name over Flower's grid, inside one process: the real ClientApp, ServerApp and channel."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from tests.federation.grid import LocalGrid, run_app
+
+from comingle.errors import MessageError
+from comingle.transports.channel import Channel
+from comingle.transports.flower.calling import BrokenOff
+from comingle.transports.flower.client_app import make_client_app
+from comingle.transports.flower.fate import read_state
+from comingle.transports.flower.grid_channel import GridChannel
+from comingle.transports.flower.server_app import make_server_app
+from comingle.transports.flower.users import User
+
+
+@pytest.fixture
+def grid() -> LocalGrid:
+    return LocalGrid()
+
+
+def shout(user: User, request: bytes, timeout: float) -> bytes:
+    return user.name.encode() + b": " + request.upper()
+
+
+def join(
+    grid: LocalGrid, folder: Path, name: str, ask: Callable[[User, bytes, float], bytes] = shout, **how: Any
+) -> int:
+    return grid.join(make_client_app(ask), name=name, state=str(folder / name), **how)
+
+
+def talk(
+    grid: LocalGrid, requests: Mapping[str, bytes], *, timeout: float = 10, **settings: Any
+) -> dict[str, bytes | str]:
+    channel = GridChannel(grid, lambda line: None, **settings)
+    channel.present()
+    return dict(channel.exchange(requests, timeout=timeout))
+
+
+def test_each_user_gets_its_own_request(grid: LocalGrid, tmp_path: Path) -> None:
+    for name in ("ada", "bob"):
+        join(grid, tmp_path, name)
+    assert talk(grid, {"ada": b"one", "bob": b"two"}) == {"ada": b"ada: ONE", "bob": b"bob: TWO"}
+
+
+def test_the_app_runs_a_coordinator_and_says_how_it_fares(grid: LocalGrid, tmp_path: Path) -> None:
+    join(grid, tmp_path, "ada")
+    got = {}
+
+    def coordinate(channel: Channel, config: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> None:
+        assert channel.present() == ["ada"]
+        got.update(channel.exchange({"ada": config["word"].encode()}, timeout=10))
+
+    run_app(make_server_app(coordinate), grid, out=str(tmp_path / "run"), word="hello")
+    assert got == {"ada": b"ada: HELLO"}
+    state = read_state(tmp_path / "run")
+    assert state is not None
+    assert state.state == "finished"
+
+
+@pytest.mark.parametrize(("error", "state"), [(MessageError("no such base"), "failed"), (KeyError("x"), "broken")])
+def test_a_persons_mistake_is_told_from_another(grid: LocalGrid, tmp_path: Path, error: Exception, state: str) -> None:
+    def coordinate(*_: Any) -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        run_app(make_server_app(coordinate), grid, out=str(tmp_path))
+    found = read_state(tmp_path)
+    assert found is not None
+    assert found.state == state
+
+
+def test_a_refusal_of_the_node_is_one_line_and_final(grid: LocalGrid, tmp_path: Path) -> None:
+    asked = []
+
+    def refuse(user: User, request: bytes, timeout: float) -> bytes:
+        asked.append(request)
+        raise MessageError("round 3: comes\ntoo late")
+
+    join(grid, tmp_path, "ada", refuse)
+    assert talk(grid, {"ada": b""}) == {"ada": "round 3: comes too late"}
+    assert len(asked) == 1
+
+
+def test_after_an_accident_the_request_is_sent_again_but_not_for_ever(grid: LocalGrid, tmp_path: Path) -> None:
+    asked = []
+
+    def break_off(user: User, request: bytes, timeout: float) -> bytes:
+        asked.append(user.name)
+        if user.name == "ada" and asked.count("ada") == 2:
+            return b"at last"
+        raise BrokenOff(f"{user.name}: the worker ended in the middle")
+
+    for name in ("ada", "bob"):
+        join(grid, tmp_path, name, break_off)
+    assert talk(grid, {"ada": b"", "bob": b""}) == {"ada": b"at last", "bob": "bob: the worker ended in the middle"}
+    assert (asked.count("ada"), asked.count("bob")) == (2, 3)
+
+
+def test_a_user_who_comes_back_under_another_number_gets_the_request_again(grid: LocalGrid, tmp_path: Path) -> None:
+    begun = threading.Event()
+
+    def hang(user: User, request: bytes, timeout: float) -> bytes:
+        begun.set()
+        time.sleep(60)
+        return b"never heard"
+
+    first = join(grid, tmp_path, "ada", hang)
+
+    def restart() -> None:
+        begun.wait()
+        join(grid, tmp_path, "ada")  # the dead node is still listed for a while
+        time.sleep(1)
+        grid.leave(first)
+
+    threading.Thread(target=restart, daemon=True).start()
+    assert talk(grid, {"ada": b"again"}, timeout=20) == {"ada": b"ada: AGAIN"}
+
+
+def test_who_does_not_answer_in_time_holds_nobody_up(grid: LocalGrid, tmp_path: Path) -> None:
+    join(grid, tmp_path, "ada")
+    join(grid, tmp_path, "bob", lambda *_: time.sleep(30) or b"")
+    channel = GridChannel(grid, lambda line: None)
+    channel.present()
+    began = time.monotonic()
+    answers = channel.exchange({"ada": b"x", "bob": b"x"}, timeout=3)
+    assert next(answers) == ("ada", b"ada: X")
+    assert time.monotonic() - began < 2
+    assert list(answers) == [("bob", "no reply within 3 s")]
+    assert time.monotonic() - began < 4
+
+
+def test_a_reply_to_an_older_request_is_never_yielded(grid: LocalGrid, tmp_path: Path) -> None:
+    def slow(user: User, request: bytes, timeout: float) -> bytes:
+        time.sleep(2 if request == b"first" else 0)
+        return request
+
+    join(grid, tmp_path, "ada", slow)
+    channel = GridChannel(grid, lambda line: None)
+    channel.present()
+    assert dict(channel.exchange({"ada": b"first"}, timeout=1)) == {"ada": "no reply within 1 s"}
+    time.sleep(1.5)
+    assert dict(channel.exchange({"ada": b"second"}, timeout=5)) == {"ada": b"second"}
+
+
+def test_who_never_comes_is_given_up(grid: LocalGrid, tmp_path: Path) -> None:
+    began = time.monotonic()
+    assert talk(grid, {"ada": b""}, timeout=60, grace=1.0) == {"ada": "cannot be reached for 1 s"}
+    assert time.monotonic() - began < 3
+
+
+class TestNames:
+    def look(self, grid: LocalGrid, **settings: Any) -> tuple[list[str], list[str]]:
+        said: list[str] = []
+        channel = GridChannel(grid, said.append, **settings)
+        return list(channel.present()), [line for line in said if line.startswith("refused")]
+
+    def test_two_users_of_one_name(self, grid: LocalGrid, tmp_path: Path) -> None:
+        join(grid, tmp_path / "one", "ada")
+        join(grid, tmp_path / "two", "ada")
+        names, refused = self.look(grid)
+        assert names == ["ada"]
+        assert refused == [
+            "refused: ada: two users have this name; the first keeps it, so give the other one a name of its own"
+        ]
+        time.sleep(0.5)
+        assert sum((tmp_path / folder / "ada" / "refused").exists() for folder in ("one", "two")) == 1
+
+    def test_the_other_one_may_come_when_the_first_has_gone(self, grid: LocalGrid, tmp_path: Path) -> None:
+        first = join(grid, tmp_path / "one", "ada", lambda *_: b"first")
+        channel = GridChannel(grid, lambda line: None)
+        channel.present()
+        join(grid, tmp_path / "two", "ada", lambda *_: b"second")
+        time.sleep(0.6)
+        channel.present()
+        assert dict(channel.exchange({"ada": b""}, timeout=5)) == {"ada": b"first"}
+        grid.leave(first)
+        time.sleep(0.6)
+        assert dict(channel.exchange({"ada": b""}, timeout=5)) == {"ada": b"second"}
+
+    def test_a_key_is_registered_for_another_name(self, grid: LocalGrid, tmp_path: Path) -> None:
+        join(grid, tmp_path, "ada", registered="bob")
+        names, refused = self.look(grid)
+        assert (names, refused) == (
+            [],
+            ["refused: ada: the key of this node is registered for 'bob'; allowed: that name alone"],
+        )
+
+    def test_a_name_that_is_not_of_the_federation(self, grid: LocalGrid, tmp_path: Path) -> None:
+        join(grid, tmp_path, "eve")
+        names, refused = self.look(grid, allowed=["bob", "ada"])
+        assert (names, refused) == ([], ["refused: eve: is not of this federation; allowed: ada, bob"])
+
+    def test_a_node_without_a_name(self, grid: LocalGrid) -> None:
+        grid.join(make_client_app(shout))
+        names, refused = self.look(grid)
+        assert names == []
+        assert refused == ['refused: node-config: no name; give name="NAME", or config="FILE" that has \'name\'']
+
+    def test_name_and_state_may_stand_in_the_participants_file(self, grid: LocalGrid, tmp_path: Path) -> None:
+        (tmp_path / "ada.yaml").write_text("name: ada\nstate: private\n")
+        grid.join(make_client_app(shout), config=str(tmp_path / "ada.yaml"))
+        assert talk(grid, {"ada": b"x"}) == {"ada": b"ada: X"}
+        assert (tmp_path / "private" / "instance").is_file()
+
+
+def test_a_large_message_is_not_much_larger_on_the_wire(grid: LocalGrid, tmp_path: Path) -> None:
+    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+
+    data = random.Random(7).randbytes(20_000_000)
+    join(grid, tmp_path, "ada", lambda user, request, timeout: request)
+    assert talk(grid, {"ada": data}) == {"ada": data}
+    request = next(message for message in grid.sent if message.metadata.message_type == "train")
+    sent = sum(len(part.deflate()) for part in get_all_nested_objects(request).values())
+    assert len(data) < sent < 1.001 * len(data)

@@ -1,0 +1,208 @@
+"""A federation of real processes: SuperLink, ServerApp, SuperNodes and workers; and what happens when one is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("flwr")
+
+from comingle.errors import RecipeError, RunError
+from comingle.transports.flower.calling import ADDRESS
+from comingle.transports.flower.calling import FOLDER as WORKER
+from comingle.transports.flower.fate import read_state
+from comingle.transports.flower.processes import Service
+from comingle.transports.flower.superlink import SuperLink, coordinate
+from comingle.transports.flower.supernode import SuperNode
+from comingle.transports.flower.users import User
+
+TOY = Path(__file__).with_name("toy")
+LIMIT_SECONDS = 240
+
+
+class Federation:
+    """A coordinator and users on this machine; ``then`` is what to do once the first round is done."""
+
+    def __init__(self, folder: Path, *names: str) -> None:
+        self.folder, self.said = folder, []
+        self.link = SuperLink(folder=folder / "run", say=self.said.append, project=TOY)
+        server = f"127.0.0.1:{self.link.port}"
+        self.nodes = [
+            SuperNode(user=User(name=name, state=folder / name), server=server, say=self.said.append) for name in names
+        ]
+
+    @property
+    def rounds(self) -> list[dict[str, Any]]:
+        path = self.folder / "run" / "rounds.json"
+        return json.loads(path.read_text()) if path.exists() else []
+
+    def worker(self, name: str) -> int:
+        return json.loads((self.folder / name / WORKER / ADDRESS).read_text())["process"]
+
+    def app(self) -> int:
+        state = read_state(self.folder / "run")
+        assert state is not None
+        return state.process.pid
+
+    def run(self, then: Callable[[], None] | None = None, **config: Any) -> None:
+        began, waiting = time.monotonic(), [then] if then else []
+
+        def beside() -> None:
+            assert time.monotonic() - began < LIMIT_SECONDS, self.said
+            for node in self.nodes:
+                node.tend()
+            if waiting and self.rounds:
+                waiting.pop()()
+
+        users = " ".join(node.user.name for node in self.nodes)
+        coordinate(self.link, {"users": users, **config}, beside)
+        assert not waiting, "nothing was killed: the run was too short"
+
+    def replies(self) -> list[dict[str, str]]:
+        return [{name: reply.split()[0] for name, reply in one["replies"].items()} for one in self.rounds]
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> Iterator[Federation]:
+    federation = Federation(tmp_path, "ada", "bob")
+    yield federation
+    federation.link.service.stop()
+    for node in federation.nodes:
+        node.stop()
+    assert wait_until(lambda: not left_of(tmp_path)), left_of(tmp_path)
+
+
+def left_of(folder: Path) -> list[str]:
+    """Processes that have to do with a folder and still live."""
+    return [
+        " ".join(process.info["cmdline"])
+        for process in psutil.process_iter(["cmdline", "status"])
+        if any(str(folder) in part for part in process.info["cmdline"] or ())
+        and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 20) -> bool:
+    until = time.monotonic() + seconds
+    while not (is_true := true()) and time.monotonic() < until:
+        time.sleep(0.2)
+    return is_true
+
+
+BOTH = {"ada": "ada", "bob": "bob"}
+
+
+def test_rounds_with_the_same_workers_throughout(federation: Federation) -> None:
+    federation.run(rounds=3, request="who")
+    assert federation.replies() == [BOTH] * 3
+    assert len({one["replies"]["ada"] for one in federation.rounds}) == 1
+    assert "round 3 is done" in federation.said
+    assert not [line for line in federation.said if "starting it again" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["worker", "app", "supernode", "superlink"])
+def test_the_run_goes_on_when_something_is_killed(federation: Federation, what: str) -> None:
+    def kill() -> None:
+        time.sleep(1.0)  # in the middle of the second round
+        process = {
+            "worker": lambda: federation.worker("ada"),
+            "app": federation.app,
+            "supernode": lambda: federation.nodes[0].service.pid,
+            "superlink": lambda: federation.link.service.pid,
+        }[what]()
+        os.kill(process, signal.SIGKILL)
+
+    federation.run(kill, rounds=3, request="sleep 2", timeout=120)
+    assert federation.replies() == [BOTH] * 3
+
+
+def test_a_worker_that_dies_while_it_answers_is_started_again_and_asked_again(federation: Federation) -> None:
+    federation.run(rounds=1, request="die-once")
+    assert federation.replies() == [BOTH]
+
+
+def test_a_mistake_of_the_persons_ends_the_run_with_its_line(federation: Federation) -> None:
+    federation.nodes.pop()
+    with pytest.raises(RunError, match=r"^users: ada came; wanted: ada, eve$"):
+        coordinate(federation.link, {"users": "ada eve", "timeout": 20}, federation.nodes[0].tend)
+
+
+def test_all_children_end_when_whoever_has_started_them_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import time
+from pathlib import Path
+from comingle.transports.flower.superlink import SuperLink
+from comingle.transports.flower.supernode import SuperNode
+from comingle.transports.flower.users import User
+link = SuperLink(folder=Path({str(tmp_path)!r}) / "run", say=print)
+link.tend()
+node = SuperNode(user=User(name="ada", state=Path({str(tmp_path)!r}) / "ada"), server=link.address, say=print)
+node.tend()
+print("started", flush=True)
+time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "started\n"
+    time.sleep(3)
+    children = psutil.Process(parent.pid).children(recursive=True)
+    assert len(children) >= 2
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert wait_until(lambda: not [child for child in children if child.is_running()]), children
+
+
+class TestServices:
+    def service(self, folder: Path, code: str, said: list[str]) -> Service:
+        return Service(
+            name="it",
+            arguments=lambda: [sys.executable, "-c", code],
+            log=folder / "it.log",
+            environment=dict(os.environ),
+            say=said.append,
+        )
+
+    def test_it_is_started_again_later_and_later(self, tmp_path: Path) -> None:
+        said: list[str] = []
+        service = self.service(tmp_path, "print('no such thing'); raise SystemExit(3)", said)
+        began = time.monotonic()
+        while service.starts < 3:
+            service.tend()
+            time.sleep(0.05)
+        assert 3.0 < time.monotonic() - began < 6.0  # after 1 s, then after 2
+        assert said == ["it: no such thing; starting it again"] * 2
+        service.stop()
+
+    def test_but_not_for_ever(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("comingle.transports.flower.processes._FIRST_WAIT_SECONDS", 0.0)
+        service = self.service(tmp_path, "raise SystemExit('nothing to be done')", [])
+
+        def tend() -> None:
+            while True:
+                service.tend()
+                time.sleep(0.01)
+
+        with pytest.raises(RunError, match=r"^it: ended 10 times, and is not started again \(nothing to be done\)"):
+            tend()
+
+
+class TestOtherMachines:
+    def test_a_superlink_listens_to_them_with_certificates_only(self, tmp_path: Path) -> None:
+        with pytest.raises(RecipeError, match=r"^server: listening on 0.0.0.0 without certificates"):
+            SuperLink(folder=tmp_path, say=print, host="0.0.0.0")
+
+    def test_a_supernode_goes_to_them_with_certificates_only(self, tmp_path: Path) -> None:
+        with pytest.raises(RecipeError, match=r"^ada: the server example.org:9000 without certificates"):
+            SuperNode(user=User(name="ada", state=tmp_path), server="example.org:9000", say=print)

@@ -1,0 +1,119 @@
+"""The long-lived worker of a user: started when it is needed, asked many times, ends with whom it works for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from comingle.errors import MessageError
+from comingle.transports.flower.calling import ADDRESS, FOLDER, BrokenOff, Keeper, call, connect
+
+WORKER = Path(__file__).with_name("toy") / "toy_worker.py"
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "ada"
+    yield folder
+    if (folder / FOLDER / ADDRESS).exists():
+        process = json.loads((folder / FOLDER / ADDRESS).read_text())["process"]
+        if psutil.pid_exists(process):
+            os.kill(process, signal.SIGKILL)
+
+
+def ask(state: Path, request: bytes, *, timeout: float = 30, keeper: Keeper | None = None) -> bytes:
+    command = [sys.executable, str(WORKER), "--name", "ada", "--state", str(state)]
+    return call(state, command, request, timeout=timeout, keeper=keeper or Keeper.of(os.getpid()))
+
+
+def test_the_same_process_answers_again(state: Path) -> None:
+    first = ask(state, b"who")
+    began = time.monotonic()
+    assert ask(state, b"who") == first
+    assert time.monotonic() - began < 0.5
+
+
+def test_many_bytes_go_there_and_back(state: Path) -> None:
+    data = os.urandom(30_000_000)
+    assert ask(state, b"echo " + data) == data
+
+
+def test_a_refusal_is_its_line(state: Path) -> None:
+    with pytest.raises(MessageError, match=r"^refused, as was wished$"):
+        ask(state, b"refuse")
+
+
+def test_settings_that_are_wrong_are_said_and_may_be_mended(state: Path) -> None:
+    state.mkdir()
+    (state / "broken").touch()
+    with pytest.raises(MessageError, match=r"^ada: broken settings$"):
+        ask(state, b"who")
+    (state / "broken").unlink()
+    time.sleep(1.5)
+    assert ask(state, b"who").startswith(b"ada ")
+
+
+def test_a_worker_that_dies_in_the_middle_is_said_and_the_next_message_starts_another(state: Path) -> None:
+    before = ask(state, b"who")
+    with pytest.raises(BrokenOff, match=r"the worker ended in the middle"):
+        ask(state, b"die-once")
+    after = ask(state, b"die-once")
+    assert after.startswith(b"ada ")
+    assert after != before
+
+
+def test_a_worker_that_is_too_slow_is_waited_for_no_longer(state: Path) -> None:
+    ask(state, b"who")
+    began = time.monotonic()
+    with pytest.raises(BrokenOff, match=r"has not answered within 0.5 s"):
+        ask(state, b"sleep 3", timeout=0.5)
+    assert time.monotonic() - began < 1.5
+
+
+def test_only_the_user_may_read_where_it_listens_and_nobody_without_the_key_is_answered(state: Path) -> None:
+    ask(state, b"who")
+    path = state / FOLDER / ADDRESS
+    assert path.stat().st_mode & 0o077 == 0
+    said = json.loads(path.read_text())
+    path.write_text(json.dumps(said | {"key": "00" * 32}))
+    assert connect(state) is None
+    path.write_text(json.dumps(said))
+    assert ask(state, b"who")
+
+
+def test_of_two_workers_in_one_folder_the_second_ends(state: Path) -> None:
+    who = ask(state, b"who")
+    command = [sys.executable, str(WORKER), "--name", "ada", "--state", str(state)]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert second.returncode == 2
+    assert "writes to it" in second.stderr
+    assert second.stderr.count("\n") == 1
+    assert ask(state, b"who") == who
+
+
+def test_it_ends_when_nobody_is_left_to_work_for(state: Path) -> None:
+    supernode = subprocess.Popen(["sleep", "600"])
+    process = int(ask(state, b"who", keeper=Keeper.of(supernode.pid)).split()[1])
+    supernode.kill()
+    supernode.wait()
+    end = time.monotonic() + 20
+    while psutil.pid_exists(process) and psutil.Process(process).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+def test_the_process_of_a_message_imports_no_torch() -> None:
+    pytest.importorskip("flwr")
+    heavy = "[name for name in ('torch', 'transformers') if name in sys.modules]"
+    code = f"import sys, comingle.transports.flower.client_app; print({heavy})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
