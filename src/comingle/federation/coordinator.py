@@ -100,14 +100,19 @@ class Coordinator:
             self.local_steps = max(self.local_steps, int(answer.told["steps"]))
 
     def ask(
-        self, steps: Mapping[str, Sequence[str]], number: int, *, about: Mapping[str, Any] | None = None
+        self,
+        steps: Mapping[str, Sequence[str]],
+        number: int,
+        *,
+        about: Mapping[str, Any] | None = None,
+        seconds: float | None = None,
     ) -> dict[str, Answer]:
         """Have these users do these steps, behind whatever they have not heard of yet; who answers, and what.
 
         Steps that nobody can take without a download of the newest version begin with "receive".
         """
         tasks = {name: self._with_messages(name, todo, number, about or {}) for name, todo in steps.items()}
-        answers = self._exchange(tasks, self.patience.round_timeout)
+        answers = self._exchange(tasks, self.patience.round_timeout if seconds is None else seconds)
         for name in answers:
             task = tasks[name]
             self.serials[name] = task.serial

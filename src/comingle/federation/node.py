@@ -10,6 +10,7 @@ A task is a list of steps, done in its order:
     finish     what users do once, after the last exchange
     evaluate   score the model on the user's own test data
     choose     end with the models of the best round
+    end        the federation is over: keep the user's own model where it can be opened
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from comingle.engines.local import finetuned, finish, train
 from comingle.errors import ComingleError, DivergenceError, MessageError
 from comingle.federation.checking import check_download
 from comingle.federation.home import Home, known_public, open_home
+from comingle.federation.keeping import MODEL, keep_model
 from comingle.federation.own import Own
 from comingle.federation.public import read_public
 from comingle.protocol.messages import LOSS, LOWEST, Download, validation_report
@@ -95,6 +97,7 @@ class Node:
         try:
             answer = Work(home, self.own, task).done().pack()
             home.keep(task.serial, data, answer)
+            self.say(_account(home, task, answer))
         except BaseException:
             home.forget()
             raise
@@ -200,6 +203,9 @@ class Work:
     def _choose(self) -> None:
         self.clients.choose()
 
+    def _end(self) -> None:
+        keep_model(self.home, self.own)
+
     STEPS: ClassVar[dict[str, Callable[[Work], None]]] = {
         "receive": _receive,
         "hear": _hear,
@@ -208,6 +214,7 @@ class Work:
         "finish": _finish,
         "evaluate": _evaluate,
         "choose": _choose,
+        "end": _end,
     }
 
 
@@ -221,6 +228,14 @@ def what_leaves(home: Home) -> str:
     shared = ", ".join(sorted(method.shared & clients.model.layout.roles) or sorted(method.shared))
     size = f"{clients.upload_bytes()[0]:,} bytes"
     return f"user {clients.users[0].name!r}: {shared} ({size}) leave this machine each round you take part in{stays}"
+
+
+def _account(home: Home, task: Task, answer: bytes) -> str:
+    """What was done, and how many bytes leave this machine for it."""
+    if "end" in task.todo:
+        return f"the federation has ended; {home.folder / MODEL} is the model of user {task.user!r}"
+    done = f"round {task.round + 1}" if "train" in task.todo else ", ".join(task.todo)
+    return f"{done}: {len(answer):,} bytes leave this machine"
 
 
 def _refusal(task: Task, error: ComingleError) -> Answer:
