@@ -12,7 +12,8 @@ import yaml
 from comingle.engines.local import train
 from comingle.evaluation.costs.measured import counted
 from comingle.kinds.questions.kind import NOTE
-from comingle.kinds.questions.sets import LABELS, QUESTIONS, ask
+from comingle.kinds.questions.rows import LABELS, ask
+from comingle.kinds.questions.sets import QUESTIONS
 from comingle.recipes import load_recipe
 from comingle.runs.session import build, prepare
 
