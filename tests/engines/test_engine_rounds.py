@@ -6,13 +6,13 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 
 from comingle.engines.checkpoints import list_checkpoints
-from comingle.engines.evaluations import mean_measure
 from comingle.engines.local import train
 from comingle.engines.rounds import run_rounds
 from comingle.errors import ComingleError, DivergenceError
@@ -45,7 +45,7 @@ def test_rounds_evaluations_and_checkpoints_come_when_they_are_due(federate: Any
     ]  # fmt: skip
     assert saved == [3, 5]
     assert [score.perplexity for score in scores] == [u["test_perplexity"] for u in events[-1]["users"].values()]
-    assert events[-1]["mean_test_perplexity"] == mean_measure(scores)
+    assert events[-1]["mean_test_perplexity"] == fmean(score.perplexity for score in scores)
 
 
 def test_the_first_evaluation_is_that_of_the_base_and_can_be_left_out(federate: Any) -> None:

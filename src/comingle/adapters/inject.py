@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import islice
 
@@ -87,19 +87,26 @@ class AdapterSettings:
 class Adapters:
     """The injected modules, the layout of a user's trainable tensors, and which experts and rank each user has.
 
-    ``scales`` are the users' LoRA scales ``alpha / sqrt(rank)``. The modules multiply by the smallest of them.
+    ``scales`` are the users' LoRA scales ``alpha / sqrt(rank)``. The modules multiply by ``scale``, the smallest of
+    everybody's.
     """
 
     layout: Layout
     present: Bool[Tensor, "users experts"]
     ranks: Int[Tensor, " users"]
     scales: Float[Tensor, " users"]
+    scale: float
     attention: dict[str, LoraLinear]
     experts: dict[str, RoutedMLP]
 
+    def only(self, users: Sequence[int]) -> Adapters:
+        """Of some users, numbered anew; the modules stay as wide as everybody's."""
+        at = list(users)
+        return replace(self, present=self.present[at], ranks=self.ranks[at], scales=self.scales[at])
+
     def bind(self, tensors: Tree, users: Sequence[int]) -> None:
         """Hand ``tensors`` (leading dimension ``len(users)``) to the modules for the next forward passes."""
-        if len(self.ranks.unique()) > 1:
+        if bool((self.scales != self.scale).any()):
             tensors = self._scaled(tensors, users)
         for name, lora in self.attention.items():
             lora.factors = (tensors[f"{name}.a"], tensors[f"{name}.b"])
@@ -112,7 +119,7 @@ class Adapters:
 
     def _scaled(self, tensors: Tree, users: Sequence[int]) -> Tree:
         """What a user's own scale differs from the modules' goes into A."""
-        ratio = (self.scales / self.scales.min())[list(users)]
+        ratio = (self.scales / self.scale)[list(users)]
         a = {name: t for name, t in tensors.items() if name.endswith(".a")}
         return tensors | {name: t * ratio.to(t).view(-1, *[1] * (t.dim() - 1)) for name, t in a.items()}
 
@@ -176,11 +183,13 @@ def inject(model: nn.Module, settings: AdapterSettings, counts: ExpertCounts, *,
     slots = [_a_slot(*linear) for linear in linears] + [_b_slot(*linear) for linear in linears]
     if routed and counts.width > 1:
         slots += [_router_slot(name, mlp, counts) for name, mlp in experts.items()]
+    scales = settings.alpha / ranks.double().sqrt()
     return Adapters(
         layout=Layout(slots=tuple(slots)),
         present=counts.present(),
         ranks=ranks,
-        scales=settings.alpha / ranks.double().sqrt(),
+        scales=scales,
+        scale=float(scales.min()),
         attention=attention,
         experts=experts,
     )

@@ -48,15 +48,15 @@ def upload_of(federation: InProcess, user: int) -> Upload:
 def download_of(federation: InProcess, user: int, names: Sequence[str]) -> Download:
     """What a user receives once all of ``names`` have taken part; between peers in shapes alone."""
     clients, server = federation.clients, federation.server
-    ranks = clients.state.ranks[[user]].cpu()
     if not clients.method.server.peer_to_peer:
-        return server.download([clients.trainers[user].name], ranks)
+        return server.download([clients.trainers[user].name])
     sent = {name: t.to("meta") for name, t in upload_of(federation, user).tensors.items()}
     tensors = {name: t.unsqueeze(1).expand(1, len(names), *t.shape[1:]) for name, t in sent.items()}
-    return Download(version=1, users=(names[user],), tensors=tensors, ranks=ranks, senders=tuple(names))
+    return Download(version=1, users=(names[user],), tensors=tensors, ranks=server.ranks[[user]], senders=tuple(names))
 
 
 def count_exchanges(federation: InProcess) -> int:
     """How many there are in a whole run."""
-    rounds = federation.clients.training.rounds if federation.clients.method.trains else 0
-    return sum(exchanged_after(federation.clients, done) for done in range(1, rounds + 1))
+    clients, method, training = federation.clients, federation.clients.method, federation.clients.training
+    rounds = training.rounds if method.trains else 0
+    return sum(exchanged_after(method, training, clients.shares, done) for done in range(1, rounds + 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -15,6 +15,9 @@ from comingle.engines.local import finetuned
 from comingle.engines.mixing import mixtures
 from comingle.engines.runtime import peak_memory_bytes
 from comingle.engines.scoring import AnyScore
+from comingle.engines.training import Training
+from comingle.methods.base import Method
+from comingle.models.model import Model
 from comingle.records import Metrics, geometric
 
 
@@ -31,20 +34,22 @@ def evaluate(federation: Federation, done: int, observe: Observer) -> Sequence[A
     with finetuned(clients, done):  # once for both
         scores, losses = clients.evaluate(), clients.validate() if clients.state.best else {}
     _check_finite(clients, scores, done)
-    users = {user.name: _measured(score) for user, score in zip(clients.users, scores, strict=True)}
-    event = {
-        "event": "evaluation",
-        "round": done,
-        "iterations": done * clients.steps.local_steps,
-        "users": users,
-        f"mean_test_{measure_of(scores)}": mean_measure(scores),
-        **geometric(users, measure_of(scores)),
-    }
+    users = {user.name: measured(score) for user, score in zip(clients.users, scores, strict=True)}
+    event = evaluation_event(users, measure_of(scores), done=done, iterations=done * clients.steps.local_steps)
     if losses:
         federation.select(done, losses)
         event["mean_valid_loss"] = fmean(losses.values())
     observe(event | _experts(clients, scores) | mixtures(clients, federation.server))
     return scores
+
+
+def evaluation_event(
+    users: Mapping[str, Mapping[str, float]], measure: str, *, done: int, iterations: int
+) -> dict[str, Any]:
+    """What an event tells of users' scores after so many rounds."""
+    of_users = {name: dict(of_user) for name, of_user in users.items()}
+    event = {"event": "evaluation", "round": done, "iterations": iterations, "users": of_users}
+    return event | {f"mean_test_{measure}": mean_of(users, measure)} | geometric(of_users, measure)
 
 
 def _check_finite(clients: Clients, scores: Sequence[AnyScore], done: int) -> None:
@@ -67,7 +72,8 @@ def _experts(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Any]:
     return {"experts": names, "expert_scores": by_user}
 
 
-def _measured(score: AnyScore) -> dict[str, float]:
+def measured(score: AnyScore) -> dict[str, float]:
+    """A score as events and metrics have it."""
     return {f"test_{name}": value for name, value in score.measures.items()}
 
 
@@ -90,19 +96,18 @@ def measure_of(scores: Sequence[AnyScore]) -> str:
     return next(iter(scores[0].measures))
 
 
-def mean_measure(scores: Sequence[AnyScore]) -> float:
+def mean_of(users: Mapping[str, Mapping[str, Any]], measure: str) -> float:
     """Mean over users of what they are compared by, as in the papers' tables."""
-    measure = measure_of(scores)
-    return sum(s.measures[measure] for s in scores) / len(scores)
+    return sum(of_user[f"test_{measure}"] for of_user in users.values()) / len(users) if users else math.nan
 
 
-def summarise(clients: Clients, scores: Sequence[AnyScore], clock: Clock, *, base: str) -> Metrics:
-    """The metrics of a finished run."""
+def users_metrics(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, dict[str, Any]]:
+    """What a finished run's metrics say of each user."""
     parameters, sent = clients.trainable_parameters(), clients.upload_bytes()
     unit = clients.feed.unit
-    users: dict[str, Any] = {
+    return {
         user.name: {
-            **_measured(score),
+            **measured(score),
             f"test_{unit}": getattr(score, unit),
             f"train_{unit}": len(user.train),
             f"valid_{unit}": len(user.valid),
@@ -111,22 +116,50 @@ def summarise(clients: Clients, scores: Sequence[AnyScore], clock: Clock, *, bas
         }
         for i, (user, score) in enumerate(zip(clients.users, scores, strict=True))
     }
-    return Metrics(
-        method=clients.method.name,
-        seed=clients.training.seed,
-        base=base,
-        rounds=clients.training.rounds if clients.method.trains else 0,
-        selected_round=clients.chosen_round,
+
+
+def summarise(clients: Clients, scores: Sequence[AnyScore], clock: Clock) -> Metrics:
+    """The metrics of a finished run."""
+    return metrics_of(
+        users_metrics(clients, scores),
+        clients.model,
+        clients.method,
+        clients.training,
+        clock,
+        selected=clients.chosen_round,
         measure=measure_of(scores),
+        unit=clients.feed.unit,
+    )
+
+
+def metrics_of(
+    users: dict[str, dict[str, Any]],
+    model: Model,
+    method: Method,
+    training: Training,
+    clock: Clock,
+    *,
+    selected: int,
+    measure: str,
+    unit: str,
+) -> Metrics:
+    """The same out of what is known of each user."""
+    return Metrics(
+        method=method.name,
+        seed=training.seed,
+        base=model.name,
+        rounds=training.rounds if method.trains else 0,
+        selected_round=selected,
+        measure=measure,
         unit=unit,
         users=users,
-        mean=mean_measure(scores),
+        mean=mean_of(users, measure),
         upload_bytes_per_user_round=clock.upload_bytes / max(1, clock.user_rounds),
         download_bytes_per_user_round=clock.download_bytes / max(1, clock.user_rounds),
-        trainable_parameters=max(parameters),
+        trainable_parameters=max((of_user["trainable_parameters"] for of_user in users.values()), default=0),
         per_second=clock.tokens / clock.train_seconds if clock.train_seconds else 0.0,
         wall_seconds=clock.wall_seconds,
         peak_memory_bytes=peak_memory_bytes(),
-        dtype=str(clients.model.dtype).removeprefix("torch."),
-        device=str(clients.model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
     )

@@ -24,7 +24,8 @@ from comingle.engines.events import Observer
 from comingle.engines.faults import diverged
 from comingle.engines.local import LocalRound, finetuned, finish, train
 from comingle.engines.scoring import AnyScore
-from comingle.engines.training import participants
+from comingle.engines.training import Training, participants
+from comingle.methods.base import Method
 
 logger = logging.getLogger("comingle")
 
@@ -62,7 +63,7 @@ def run_rounds(
         federation.download(everyone)
         scores = evaluate(federation, 0, observe)  # where every curve starts: the pretrained model
     for number in range(first_round, rounds):
-        due = _due(clients, number)
+        due = due_in(clients.method, training, clients.shares, number)
         members = participants(training, number, names)
         federation.download(members)  # 1 and 2
         work = _train(clients, members, number, observe)  # 3
@@ -92,8 +93,8 @@ def run_rounds(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Due:
-    """What there is to do in a round besides local steps."""
+class Due:
+    """What there is to do in a round besides local steps; where local models are evaluated, before the exchange."""
 
     ends: bool
     exchanges: bool
@@ -101,27 +102,27 @@ class _Due:
     saves: bool
 
 
-def _due(clients: Clients, number: int) -> _Due:
-    """What is due in round ``number`` (from 0)."""
-    training, done = clients.training, number + 1
-    ends, counts = done == training.rounds, "exchanged" if counts_exchanged(clients) else "local"
-    return _Due(
+def due_in(method: Method, training: Training, shares: bool, number: int) -> Due:
+    """What is due in round ``number`` (from 0); ``shares`` says whether users have anything to send."""
+    done = number + 1
+    ends, counts = done == training.rounds, "exchanged" if counts_exchanged(method, training) else "local"
+    return Due(
         ends=ends,
-        exchanges=exchanged_after(clients, done),
+        exchanges=exchanged_after(method, training, shares, done),
         evaluates=counts if ends or done % training.evaluate_every == 0 else None,
         saves=ends or done % training.checkpoint_every == 0,
     )
 
 
-def counts_exchanged(clients: Clients) -> bool:
+def counts_exchanged(method: Method, training: Training) -> bool:
     """Whether the models that count are those behind the exchange that ends a round, not the local ones before it."""
-    return clients.training.evaluate == "exchanged" or clients.method.client.ends_exchanged
+    return training.evaluate == "exchanged" or method.client.ends_exchanged
 
 
-def exchanged_after(clients: Clients, done: int) -> bool:
+def exchanged_after(method: Method, training: Training, shares: bool, done: int) -> bool:
     """Whether there is an exchange after round ``done`` of a run: none after the last where local models count."""
-    wanted = done < clients.training.rounds or counts_exchanged(clients)
-    return wanted and clients.shares and clients.method.server.exchanges(done)
+    wanted = done < training.rounds or counts_exchanged(method, training)
+    return wanted and shares and method.server.exchanges(done)
 
 
 def _train(clients: Clients, members: list[int], number: int, observe: Observer) -> LocalRound:

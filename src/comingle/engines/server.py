@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.engines.state import draw
@@ -20,8 +20,8 @@ from comingle.models.model import Model
 from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Upload, fill_ranks
 from comingle.trees import ADAPTOR, STATISTICS, Layout, Tree, restrict
 
-VERSION = "version"
-"""By which name its state holds :attr:`ServerHalf.version`; ``LOWEST`` is that of :attr:`ServerHalf.lowest_loss`."""
+VERSION, RANKS = "version", "ranks"
+"""By which names its state holds what it knows besides its method's; ``LOWEST`` is that of the lowest loss."""
 
 
 @dataclass(kw_only=True)
@@ -29,14 +29,16 @@ class ServerHalf:
     """A method's server at work, with what it keeps.
 
     ``users`` are the names of all who may take part. ``scales`` are their LoRA factors, which follow from settings that
-    everybody knows. ``version`` is the number of rounds after which it last aggregated, ``lowest_loss`` the lowest
-    mean validation loss that users have reported, where the best round is selected.
+    everybody knows; ``ranks`` are their LoRA ranks, as of the last upload of each. ``version`` is the number of rounds
+    after which it last aggregated, ``lowest_loss`` the lowest mean validation loss that users have reported, where the
+    best round is selected.
     """
 
     method: Method
     layout: Layout
     users: tuple[str, ...]
     scales: Float[Tensor, " users"]
+    ranks: Int[Tensor, " users"]
     weighted: bool
     clustered: frozenset[str]
     centred: Callable[[Tree, Float[Tensor, " clusters"]], Tree]
@@ -48,12 +50,12 @@ class ServerHalf:
     def state(self) -> Tree:
         """Everything that it goes on from."""
         lowest = torch.tensor(self.lowest_loss, dtype=torch.float64)
-        return {**self.kept, VERSION: torch.tensor(self.version), LOWEST: lowest}
+        return {**self.kept, VERSION: torch.tensor(self.version), RANKS: self.ranks.clone(), LOWEST: lowest}
 
     def restore(self, state: Tree) -> None:
         """Go on from there."""
-        self.kept = {name: t for name, t in state.items() if name not in (VERSION, LOWEST)}
-        self.version, self.lowest_loss = int(state[VERSION]), float(state[LOWEST])
+        self.kept = {name: t for name, t in state.items() if name not in (VERSION, RANKS, LOWEST)}
+        self.version, self.ranks, self.lowest_loss = int(state[VERSION]), state[RANKS].cpu(), float(state[LOWEST])
 
     def answers(self, users: Sequence[str]) -> list[str]:
         """Those of some users for whom there is something; peers answer nobody who has sent nothing."""
@@ -62,7 +64,12 @@ class ServerHalf:
         senders = {self.users[sender] for sender in self.method.server.senders(self.kept)}
         return [user for user in users if user in senders]
 
-    def download(self, users: Sequence[str], ranks: Tensor) -> Download:
+    @property
+    def by_user(self) -> frozenset[str]:
+        """What of its state has the users on its leading dimension."""
+        return self.method.server.by_user | {RANKS}
+
+    def download(self, users: Sequence[str]) -> Download:
         """What these users get now."""
         numbers = [self.users.index(user) for user in users]
         senders = self.method.server.senders(self.kept)
@@ -70,7 +77,7 @@ class ServerHalf:
             version=self.version,
             users=tuple(users),
             tensors=self.method.server.download(self.kept, numbers),
-            ranks=ranks,
+            ranks=self.ranks[numbers],
             senders=tuple(self.users[sender] for sender in senders),
         )
 
@@ -89,6 +96,7 @@ class ServerHalf:
             centred=self.centred,
         )
         self.method.server.aggregate(self.kept, received)
+        self.ranks[numbers] = upload.ranks
         self.version = upload.round
 
     def judge(self, report: Upload) -> Download:
@@ -141,7 +149,8 @@ def start_server(model: Model, method: Method, users: Sequence[str], *, seed: in
         method=method,
         layout=model.layout,
         users=tuple(users),
-        scales=model.scales.cpu() if len(model.scales) == len(users) else model.scales.cpu().expand(len(users)),
+        scales=_of_each(model.scales, len(users)),
+        ranks=_of_each(model.ranks, len(users)),
         weighted=weighted,
         clustered=clustered(model, method),
         centred=model.centre,
@@ -151,6 +160,11 @@ def start_server(model: Model, method: Method, users: Sequence[str], *, seed: in
         kept = method.server.start(ServerSetup(models=models, users=half.users, scales=half.scales, seed=seed))
         half.kept = {name: t.to(model.device) for name, t in kept.items()}
     return half
+
+
+def _of_each(values: Tensor, users: int) -> Tensor:
+    """Everybody's own, where one number may be that of all."""
+    return values.cpu().expand(users).clone()
 
 
 def _first_models(model: Model, method: Method, seed: int) -> Float[Tensor, "models columns"]:

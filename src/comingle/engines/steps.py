@@ -36,6 +36,8 @@ class Steps:
     trainers: int
     source: Feed | Callable[[], Feed]
     """The trainers' data, or what makes it a feed when something needs it."""
+    most_steps: int | None = None
+    """Local iterations of a round, of whoever has most; where some users are elsewhere, as somebody else says."""
     blamed: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Optimisers that made a row leave the real numbers, in this round."""
 
@@ -49,9 +51,13 @@ class Steps:
         """What goes through the model at once."""
         return self.feed.portions(self.model.device, self.model.layout.columns)
 
-    @cached_property
+    @property
     def local_steps(self) -> int:
         """Local iterations of a round, of the trainer who has most."""
+        return self._steps_here if self.most_steps is None else self.most_steps
+
+    @cached_property
+    def _steps_here(self) -> int:
         return max(self.feed.steps(i) for i in range(self.trainers))
 
     @property

@@ -47,6 +47,8 @@ class Materials:
     common: Any = None
     """What all users have in common besides the base: a task."""
     unread: bool = False
+    here: tuple[int, ...] | None = None
+    """The numbers of those whose data is on this machine, where others have theirs elsewhere; None: everybody's is."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Users who were left out, as ``data.on_small_user`` asks for, and what they have too little of."""
 
@@ -54,6 +56,11 @@ class Materials:
     def digests(self) -> dict[str, dict[str, str]]:
         """By which everybody's splits are known again."""
         return {user.name: {split: digest_split(getattr(user, split)) for split in SPLITS} for user in self.users}
+
+    @property
+    def present(self) -> tuple[Any, ...]:
+        """The users whose data is on this machine."""
+        return self.users if self.here is None else tuple(self.users[number] for number in self.here)
 
     def overlaps(self) -> list[Overlap]:
         """Users whose held-out documents also occur in their training text."""
@@ -106,8 +113,21 @@ class Kind(ABC):
         raise DataError(f"users: {self.name} is read where a recipe says, and not handed over")
 
     @abstractmethod
+    def model(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Model:
+        """The model that all users train, be they here or not; looks at no data.
+
+        Raises:
+            ComingleError: settings and base do not fit each other.
+        """
+
+    def model_here(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Model:
+        """The same, of the users who are here."""
+        model = self.model(recipe, materials, method, training)
+        return model if materials.here is None else model.only(materials.here)
+
+    @abstractmethod
     def clients(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Clients:
-        """The users, with the model that they train.
+        """The users who are here, with the model that they train.
 
         Raises:
             ComingleError: settings, data and base do not fit each other.
@@ -118,8 +138,8 @@ class Kind(ABC):
         raise NotImplementedError
 
     def trainers(self, materials: Materials, method: Method) -> tuple[list[Any], list[Any]]:
-        """Everybody, and those who train: all of them, or the one who has what all have."""
-        users = list(materials.users)
+        """Everybody who is here, and those who train: all of them, or the one who has what all have."""
+        users = list(materials.present)
         if not method.placement.pooled:
             return users, users
         if materials.unread:
@@ -189,6 +209,11 @@ def kind_of(recipe: Recipe) -> Kind:
 def always_there(method: Method, training: Training) -> Training:
     """The one trainer of pooled data takes part in every round."""
     return replace(training, participation=1.0) if method.placement.pooled else training
+
+
+def count_trainers(materials: Materials, method: Method) -> int:
+    """How many train, here and elsewhere."""
+    return 1 if method.placement.pooled else len(materials.users)
 
 
 class _Later:

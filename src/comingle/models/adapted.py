@@ -63,6 +63,10 @@ class AdaptedModel(Model):
         """True where a user really has a parameter, on the base's device; ``ranks`` as in :meth:`Adapters.mask`."""
         return self.adapters.mask(ranks).to(self.base.device)
 
+    def only(self, users: Sequence[int]) -> AdaptedModel:
+        """Some users, in adapters as wide as everybody's."""
+        return replace(self, adapters=self.adapters.only(users))
+
     def losses(
         self,
         tensors: Tree,

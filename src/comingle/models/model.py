@@ -46,6 +46,10 @@ class Model(ABC):
     def base_parameters(self) -> int:
         """How many parameters the base has, or one copy of the net."""
 
+    @abstractmethod
+    def only(self, users: Sequence[int]) -> Model:
+        """The same model of some of its users, numbered anew in this order; layout, scales and weights stay."""
+
     # ---------------------------------------------------------------- passes
 
     def tensors(self, rows: Float[Tensor, "users columns"]) -> Tree:

@@ -5,7 +5,7 @@ Nothing else passes between the two halves: a :class:`Download` from the server,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -72,6 +72,17 @@ class Upload:
     def split(self) -> list[Upload]:
         """Each user's own."""
         return [self.of(at) for at in range(len(self.users))]
+
+
+def validation_report(losses: Mapping[str, float], done: int) -> Upload:
+    """What users say of their models after ``done`` rounds: each its mean validation loss, and no tensors."""
+    return Upload(
+        round=done,
+        users=tuple(losses),
+        tensors={},
+        ranks=torch.zeros(len(losses), dtype=torch.int64),
+        reports={VALIDATION: torch.tensor(list(losses.values()), dtype=torch.float64)},
+    )
 
 
 def join_uploads(parts: Sequence[Upload]) -> Upload:

@@ -252,7 +252,7 @@ def execute(
         observe(start_event(clients))
     try:
         scores = run_rounds(federation, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
-        metrics = summarise(clients, scores, clock, base=clients.model.name).as_dict() | clients.left_out
+        metrics = summarise(clients, scores, clock).as_dict() | clients.left_out
         measure = f"mean_test_{metrics['measure']}"
         observe({"event": "end"} | {key: metrics[key] for key in (measure, GEOMETRIC) if key in metrics})
     except DivergenceError as error:
@@ -288,5 +288,5 @@ def restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:
     state, kept = load_checkpoint(checkpoints[-1], clients.model.layout, clients.state, server.state)
     clients.state = reorder(state, was, names)
     clients.resized()
-    server.restore(reorder_kept(kept, was, names, clients.method.server.by_user))
+    server.restore(reorder_kept(kept, was, names, server.by_user))
     return progress

@@ -10,7 +10,7 @@ import torch
 from comingle.engines.client import Clients
 from comingle.engines.clock import Federation
 from comingle.engines.server import ServerHalf, start_server
-from comingle.protocol.messages import LOSS, VALIDATION, Download, Upload, join_downloads, join_uploads
+from comingle.protocol.messages import LOSS, Download, Upload, join_downloads, join_uploads, validation_report
 from comingle.protocol.wire import pack, packed_bytes, unpack
 
 
@@ -31,8 +31,7 @@ class InProcess(Federation):
         names = self.server.answers([self.clients.trainers[member].name for member in behind])
         if not names:
             return
-        ranks = self.clients.state.ranks[self.clients.numbers(names)].cpu()
-        message = self.server.download(names, ranks)
+        message = self.server.download(names)
         self.download_bytes += sum(packed_bytes(message))
         self.clients.receive(_downloaded(message.split()) if self.serialise else message)
 
@@ -53,13 +52,7 @@ class InProcess(Federation):
 
     def select(self, done: int, losses: dict[str, float]) -> None:
         """Users report validation losses after round ``done``; if their mean is the lowest, all keep what they have."""
-        message = Upload(
-            round=done,
-            users=tuple(losses),
-            tensors={},
-            ranks=torch.zeros(len(losses), dtype=torch.int64),
-            reports={VALIDATION: torch.tensor(list(losses.values()), dtype=torch.float64)},
-        )
+        message = validation_report(losses, done)
         self.upload_bytes += sum(packed_bytes(message))
         verdict = self.server.judge(_uploaded(message.split()) if self.serialise else message)
         self.download_bytes += sum(packed_bytes(verdict))

@@ -14,7 +14,7 @@ from comingle.data.samples import SPLITS
 from comingle.engines.client import Clients, batch_size
 from comingle.engines.training import Training
 from comingle.errors import DataError
-from comingle.kinds.base import LoadBase, Materials, always_there
+from comingle.kinds.base import LoadBase, Materials, always_there, count_trainers
 from comingle.kinds.conversations.encoding import check_small, encode_users, leave_out
 from comingle.kinds.conversations.feed import AnswerFeed
 from comingle.kinds.conversations.preview import preview_answers, preview_conversations
@@ -25,6 +25,7 @@ from comingle.kinds.language import language_model, tokenizer_of
 from comingle.kinds.text.kind import LanguageKind
 from comingle.methods import make
 from comingle.methods.base import Method
+from comingle.models.model import Model
 from comingle.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -47,24 +48,29 @@ class AnswersKind(LanguageKind):
         for user in users:
             check_answers(user, needs_validation=method.client.needs_validation)
 
+    def model(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Model:
+        """How much there is to train on is known of those who are here."""
+        assert materials.base is not None
+        read = not materials.unread and materials.present
+        tokens = training_tokens(self.trainers(materials, method)[1], training) if read else 0
+        return language_model(recipe, materials.base, method, count_trainers(materials, method), tokens)
+
     def clients(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Clients:
         """Batches are as wide as their longest conversation, or all equally wide where tokens' routes are balanced."""
         training = always_there(method, training)
         if not materials.unread:
-            self.check_enough(materials.users, method)
+            self.check_enough(materials.present, method)
         users, trainers = self.trainers(materials, method)
-        base = materials.base
-        assert base is not None
-        tokens = 0 if materials.unread else training_tokens(trainers, training)
+        assert materials.base is not None
         size = batch_size(method, training, len(users))
         even = method.placement.routed and training.balance_weight > 0
         return Clients(
-            language_model(recipe, base, method, len(trainers), tokens),
+            self.model_here(recipe, materials, method, training),
             method,
             training,
             trainers=trainers,
             users=users,
-            feed=AnswerFeed(trainers, training, size, tokenizer=tokenizer_of(base), even=even),
+            feed=AnswerFeed(trainers, training, size, tokenizer=tokenizer_of(materials.base), even=even),
             reads=not materials.unread,
             skipped=materials.skipped,
         )

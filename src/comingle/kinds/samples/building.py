@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -26,40 +28,54 @@ from comingle.trees import ADAPTOR, BASE, STATISTICS
 
 
 def build_nets(
-    recipe: Recipe, population: Population, method: Method, training: Training, *, unread: bool = False
+    recipe: Recipe,
+    population: Population,
+    method: Method,
+    training: Training,
+    *,
+    unread: bool = False,
+    here: Sequence[int] | None = None,
 ) -> Clients:
     """Everybody's copy of the net, with adaptors where the method mixes them.
 
-    ``unread`` leaves the users' samples where they are until something asks for them.
+    ``unread`` leaves the users' samples where they are until something asks for them; ``here`` are the numbers of those
+    whose samples are on this machine.
 
     Raises:
         RecipeError: a base that is no net, a method for language models, fewer components than true clusters for
             optimal routing, or batches that batch norm cannot take.
         DataError: users whose samples cannot share a net.
     """
+    training = always_there(method, training)
+    everybody, numbers = population, range(len(population.users)) if here is None else here
+    population = replace(population, users=tuple(population.users[number] for number in numbers))
     users = list(population.users)
     if not unread:
         _check_users(population)
-    check_on_nets(method)
-    _check_clusters(population, method)
-    training = always_there(method, training)
-    device = resolve_device(recipe.runtime.device)
-    dtype = torch.float32 if recipe.runtime.dtype == "auto" else resolve_dtype(recipe.runtime.dtype, device)
+    model = net_model(recipe, everybody, method)
+    model = model if here is None else model.only(numbers)
     pooled = later(UserSamples, "everyone", lambda: pool_samples(users)) if unread else None
     trainers = [pooled or pool_samples(users)] if method.placement.pooled else users
-    model = _model(recipe, population, method, len(trainers), device, dtype)
     size = batch_size(method, training, len(users))
     least = _least_batch(model, training, size)
     augment = None if method.placement.pooled else population.augmentation
-    options = {"device": device, "dtype": dtype, "loss": population.measure, "augment": augment, "least": least}
-    feed = partial(SampleFeed, trainers, training, size, **options)
+    like = {"device": model.device, "dtype": model.dtype}
+    feed = partial(SampleFeed, trainers, training, size, loss=population.measure, augment=augment, least=least, **like)
     source = feed if unread else feed()
     return Clients(model, method, training, trainers=trainers, users=users, feed=source, reads=not unread)
 
 
-def _model(
-    recipe: Recipe, population: Population, method: Method, users: int, device: torch.device, dtype: torch.dtype
-) -> StackedModel:
+def net_model(recipe: Recipe, population: Population, method: Method) -> StackedModel:
+    """The net as everybody trains it.
+
+    Raises:
+        RecipeError: as :func:`build_nets`.
+    """
+    check_on_nets(method)
+    _check_clusters(population, method)
+    device = resolve_device(recipe.runtime.device)
+    dtype = torch.float32 if recipe.runtime.dtype == "auto" else resolve_dtype(recipe.runtime.dtype, device)
+    users = 1 if method.placement.pooled else len(population.users)
     name, mixture = net_name(recipe, population), method.placement.mixture
     make = net_maker(recipe, population)
     many = mixture.clusters if mixture is not None and mixture.of == "models" else method.server.server_models

@@ -13,7 +13,7 @@ from comingle.engines.training import Training
 from comingle.errors import DataError, RecipeError
 from comingle.evaluation.losses import CROSS_ENTROPY, MSE, Loss, find_loss
 from comingle.kinds.base import Kind, LoadBase, Materials
-from comingle.kinds.samples.building import build_nets, check_on_nets
+from comingle.kinds.samples.building import build_nets, check_on_nets, net_model
 from comingle.kinds.samples.given import TAKEN, read_given, takes
 from comingle.kinds.samples.nets import net_name
 from comingle.kinds.samples.population import MakeNet, Population
@@ -44,9 +44,14 @@ class NetKind(Kind):
         """Adapters in a language model and routers of tokens are none of nets."""
         check_on_nets(method)
 
+    def model(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Model:
+        """The net, or the nets that are mixed."""
+        return net_model(recipe, materials.common, method)
+
     def clients(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Clients:
         """Everybody's copy of the net."""
-        return build_nets(recipe, materials.common, method, training, unread=materials.unread)
+        unread, here = materials.unread, materials.here
+        return build_nets(recipe, materials.common, method, training, unread=unread, here=here)
 
     def pooled(self, users: Sequence[Any]) -> UserSamples:
         """The samples of all."""

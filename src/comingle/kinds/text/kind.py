@@ -11,7 +11,7 @@ from comingle.data.sources import read_dataset
 from comingle.engines.client import Clients, batch_size
 from comingle.engines.training import Training
 from comingle.errors import DataError
-from comingle.kinds.base import Kind, LoadBase, Materials, always_there
+from comingle.kinds.base import Kind, LoadBase, Materials, always_there, count_trainers
 from comingle.kinds.language import check_on_language, language_model
 from comingle.kinds.text.checking import check_texts
 from comingle.kinds.text.feed import TextFeed
@@ -72,16 +72,21 @@ class TextKind(LanguageKind):
         users = tokenise_users(data, texts, base, known=[text.name for text in texts] + list(skipped))
         return Materials(kind=self, base=base, users=tuple(users), texts=tuple(texts), skipped=skipped)
 
+    def model(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Model:
+        """Everybody trains on as many tokens."""
+        assert materials.base is not None
+        trainers = count_trainers(materials, method)
+        tokens = trainers * training.iterations * training.batch_size * training.context
+        return language_model(recipe, materials.base, method, trainers, tokens)
+
     def clients(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Clients:
         """Every stream that will be used must be long enough."""
         training = always_there(method, training)
         if not materials.unread:
-            check(materials.users, context=training.context, needs_validation=method.client.needs_validation)
+            check(materials.present, context=training.context, needs_validation=method.client.needs_validation)
         users, trainers = self.trainers(materials, method)
-        assert materials.base is not None
-        tokens = len(trainers) * training.iterations * training.batch_size * training.context
         return Clients(
-            language_model(recipe, materials.base, method, len(trainers), tokens),
+            self.model_here(recipe, materials, method, training),
             method,
             training,
             trainers=trainers,

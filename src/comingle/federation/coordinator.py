@@ -1,0 +1,290 @@
+"""The server's side of a federation whose users are elsewhere: who is asked what, who is waited for, what is kept.
+
+The rounds are those of :func:`comingle.engines.rounds.run_rounds`; what is said between two of them is in tasks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from comingle.engines.clock import Clock
+from comingle.engines.events import Observer
+from comingle.engines.server import ServerHalf, start_server
+from comingle.errors import MessageError, RunError
+from comingle.federation.channel import Channel, Failure
+from comingle.federation.checking import check_upload
+from comingle.federation.public import House, Public
+from comingle.models.model import Model
+from comingle.protocol.messages import LOSS, VALIDATION, Download, Upload, join_uploads, validation_report
+from comingle.protocol.tasks import Answer, Task, unpack_answer
+from comingle.protocol.wire import pack, unpack
+
+logger = logging.getLogger("comingle")
+
+_JOIN = ("join",)
+AGAIN_SECONDS = 1.0
+"""So long is waited before somebody who failed, or is not there, is asked again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long the server waits, and for how many.
+
+    A round ends when everybody who was asked has answered, or after ``round_timeout`` seconds with those who have, if
+    they are ``min_participants``; else the run ends, to be gone on with. ``join_timeout`` is how long the first round
+    waits for everybody.
+    """
+
+    min_participants: int = 1
+    round_timeout: float = 3600.0
+    join_timeout: float = 300.0
+
+
+@dataclass(kw_only=True)
+class Coordinator:
+    """The server half at work with users elsewhere.
+
+    ``serials`` are the numbers of the users' last tasks, ``versions`` what each has last downloaded, ``verdicts`` what
+    each is still to hear of its models; ``local_steps`` are those of the user who has most, in a round.
+    """
+
+    run: str
+    public: Public
+    house: House
+    model: Model
+    server: ServerHalf
+    channel: Channel
+    observe: Observer
+    patience: Patience = field(default_factory=Patience)
+    clock: Clock = field(default_factory=Clock)
+    serials: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
+    verdicts: dict[str, bytes] = field(default_factory=dict)
+    away: set[str] = field(default_factory=set)
+    """Who was waited for in vain, and is not waited for again before it is there."""
+    joined: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    local_steps: int = 0
+    best_round: int = 0
+    """After how many rounds the mean validation loss was lowest, where that is looked for."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether users have anything to send."""
+        return bool(self.model.layout.mask(self.house.method.shared).any())
+
+    # ---------------------------------------------------------------- asking
+
+    def join(self) -> None:
+        """Tell everybody what the federation is about; wait for all of them, or for enough.
+
+        Raises:
+            RunError: too few take part; says why.
+        """
+        tasks = {name: self._task(name, _JOIN, serial=0, about=self._about) for name in self.public.users}
+        for name, answer in self._exchange(tasks, self.patience.join_timeout).items():
+            self._welcome(name, answer)
+        if len(self.joined) < self.patience.min_participants:
+            there = f"{len(self.joined)} of {len(self.public.users)} users are there"
+            raise RunError(f"{there} after {self.patience.join_timeout:g} s; needed: {self.patience.min_participants}")
+
+    def _welcome(self, name: str, answer: Answer) -> None:
+        self.joined[name] = answer.told
+        self.observe({"event": "joined", "user": name})
+        if self.serials.get(name, 0) == 0 and not any(self.serials.values()):
+            self.local_steps = max(self.local_steps, int(answer.told["steps"]))
+
+    def ask(
+        self, steps: Mapping[str, Sequence[str]], number: int, *, about: Mapping[str, Any] | None = None
+    ) -> dict[str, Answer]:
+        """Have these users do these steps, behind whatever they have not heard of yet; who answers, and what.
+
+        Steps that nobody can take without a download of the newest version begin with "receive".
+        """
+        tasks = {name: self._with_messages(name, todo, number, about or {}) for name, todo in steps.items()}
+        answers = self._exchange(tasks, self.patience.round_timeout)
+        for name in answers:
+            task = tasks[name]
+            self.serials[name] = task.serial
+            if "receive" in task.todo:
+                self.versions[name] = self.server.version
+            if "hear" in task.todo:
+                self.verdicts.pop(name, None)
+            self.clock.download_bytes += sum(len(message) for message in task.messages)
+        return answers
+
+    def _with_messages(self, name: str, todo: Sequence[str], number: int, about: Mapping[str, Any]) -> Task:
+        messages, steps = [], list(todo)
+        if "receive" in steps:
+            if self._is_behind(name):
+                messages.append(pack(self.server.download([name])))
+            else:
+                steps.remove("receive")
+        if name in self.verdicts:
+            messages.insert(0, self.verdicts[name])
+            steps.insert(0, "hear")
+        return self._task(name, tuple(steps), number=number, about=about, messages=tuple(messages))
+
+    def _is_behind(self, name: str) -> bool:
+        if not self.shares or self.versions[name] >= self.server.version:
+            return False
+        return bool(self.server.answers([name]))
+
+    def _task(
+        self,
+        name: str,
+        todo: tuple[str, ...],
+        *,
+        serial: int | None = None,
+        number: int = 0,
+        about: Mapping[str, Any],
+        messages: tuple[bytes, ...] = (),
+    ) -> Task:
+        serial = self.serials.get(name, 0) + 1 if serial is None else serial
+        about = {**about, "local_steps": self.local_steps} if self.local_steps else about
+        return Task(run=self.run, serial=serial, user=name, todo=todo, round=number, about=about, messages=messages)
+
+    # ---------------------------------------------------------------- waiting
+
+    def _exchange(self, tasks: Mapping[str, Task], seconds: float) -> dict[str, Answer]:
+        """The answers that come in time. Who fails is asked again until then, once it is there."""
+        packed = {name: task.pack() for name, task in tasks.items()}
+        answers: dict[str, Answer] = {}
+        failed: dict[str, str] = {}
+        ends, pending = time.monotonic() + seconds, set(tasks)
+        while pending:
+            here = self._admitted(pending & set(self.channel.present()), tasks)
+            self.away -= here
+            left = ends - time.monotonic()
+            for name, got in self.channel.exchange({n: packed[n] for n in sorted(here)}, timeout=max(0.0, left)):
+                answer = self._understood(name, tasks[name], got)
+                if isinstance(answer, str):  # it did not get there, or back
+                    self._complain(failed, name, answer)
+                    continue
+                pending.discard(name)
+                if answer.refused:
+                    self._complain(failed, name, answer.refused, gone=True)
+                    continue
+                answers[name] = answer
+                self.observe({"event": "step", "advance": 1, "round": tasks[name].round + 1, "user": name})
+            if not pending - self.away or time.monotonic() + AGAIN_SECONDS > ends:
+                break
+            if pending:
+                time.sleep(AGAIN_SECONDS)
+        for name in sorted(pending):
+            if name not in self.away:
+                self._complain(failed, name, failed.get(name, f"no answer in {seconds:g} s"), gone=True)
+            self.away.add(name)
+        return answers
+
+    def _admitted(self, here: Collection[str], tasks: Mapping[str, Task]) -> set[str]:
+        """Those of some users who have joined; who has come after the others is told what the federation is about."""
+        new = [name for name in here if name not in self.joined and tasks[name].todo != _JOIN]
+        joins = {name: self._task(name, _JOIN, serial=0, about=self._about) for name in new}
+        packed = {name: task.pack() for name, task in joins.items()}
+        for name, got in self.channel.exchange(packed, timeout=self.patience.join_timeout) if joins else ():
+            answer = self._understood(name, joins[name], got)
+            if isinstance(answer, Answer) and not answer.refused:
+                self._welcome(name, answer)
+            else:
+                self._complain({}, name, answer if isinstance(answer, str) else answer.refused)
+        return {name for name in here if name in self.joined or tasks[name].todo == _JOIN}
+
+    @property
+    def _about(self) -> dict[str, Any]:
+        return {"public": self.public.as_dict()}
+
+    def _understood(self, name: str, task: Task, got: bytes | Failure) -> Answer | str:
+        if isinstance(got, Failure):
+            return got.why
+        try:
+            answer = unpack_answer(got)
+        except MessageError as error:
+            return str(error)
+        if (answer.run, answer.serial, answer.user) != (task.run, task.serial, name):
+            return f"answers task {answer.serial} of run {answer.run} as {answer.user!r}; asked was task {task.serial}"
+        return answer
+
+    def _complain(self, failed: dict[str, str], name: str, why: str, *, gone: bool = False) -> None:
+        """Once for each reason."""
+        if gone or failed.get(name) != why:
+            logger.warning("user %r: %s", name, f"{why}; the others go on" if gone else why)
+            self.observe({"event": "failed", "user": name, "reason": why})
+        failed[name] = why
+
+    # ---------------------------------------------------------------- uploads
+
+    def validation_losses(self, answers: Mapping[str, Answer], done: int) -> dict[str, float]:
+        """What users report of their models after ``done`` rounds, where that decides which round's are kept."""
+        losses: dict[str, float] = {}
+        for name in self.public.users:
+            for data in answers[name].messages if name in answers else ():
+                message = unpack(data)
+                if isinstance(message, Upload) and set(message.reports) == {VALIDATION} and not message.tensors:
+                    losses[name] = float(message.reports[VALIDATION])
+                    self.clock.upload_bytes += len(data)
+        return losses
+
+    def take_in(self, answers: Mapping[str, Answer], number: int) -> list[str]:
+        """Aggregate the uploads of a round (from 1) that are as they must be; whose they are."""
+        uploads = {name: upload for name, answer in answers.items() if (upload := self._upload(name, answer, number))}
+        if not uploads:
+            raise RunError(f"round {number}: nobody's upload can be used")
+        names = [name for name in self.public.users if name in uploads]
+        self.server.aggregate(join_uploads([uploads[name] for name in names]))
+        return names
+
+    def _upload(self, name: str, answer: Answer, number: int) -> Upload | None:
+        try:
+            if "left_out" in answer.told or not answer.messages:
+                raise MessageError(str(answer.told.get("left_out", "no upload in the answer")))
+            message = unpack(answer.messages[0])
+            if not isinstance(message, Upload):
+                raise MessageError("a download where an upload belongs")
+            check_upload(message, self.model.layout, self.house.method.shared, user=name, number=number)
+        except MessageError as error:
+            logger.warning("user %r is left out of round %d: %s", name, number, error)
+            self.observe({"event": "rejected", "round": number, "user": name, "reason": str(error)})
+            return None
+        self.clock.upload_bytes += len(answer.messages[0])
+        message.reports.pop(LOSS, None)  # which not everybody tells
+        return message
+
+
+def new_coordinator(
+    run: str, public: Public, house: House, channel: Channel, observe: Observer, patience: Patience
+) -> Coordinator:
+    """The server before the first round.
+
+    Raises:
+        RecipeError: the method's server cannot serve such users.
+    """
+    model = house.model()
+    weighted = house.training.weighting != "uniform"
+    server = start_server(model, house.method, public.users, seed=house.training.seed, weighted=weighted)
+    first = -1 if house.method.server.first_download else 0
+    return Coordinator(
+        run=run,
+        public=public,
+        house=house,
+        model=model,
+        server=server,
+        channel=channel,
+        observe=observe,
+        patience=patience,
+        versions=dict.fromkeys(public.users, first),
+        serials=dict.fromkeys(public.users, 0),
+    )
+
+
+def verdicts_of(server: ServerHalf, losses: Mapping[str, float], done: int, names: Sequence[str]) -> dict[str, bytes]:
+    """What everybody is to hear of the validation losses after round ``done``."""
+    said = server.judge(validation_report(losses, done))
+    flag = {name: t[:1] for name, t in said.tensors.items()}
+    ranks = torch.zeros(1, dtype=torch.int64)
+    return {n: pack(Download(version=done, users=(n,), tensors=flag, ranks=ranks)) for n in names}

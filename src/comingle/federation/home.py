@@ -1,0 +1,224 @@
+"""A user's own part of a run: the model that it trains, and its private state on disk.
+
+Everything lies in ``STATE/run-RUN/``: ``public.json`` (what the server said of the federation), ``checkpoints/`` (the
+user's tensors after each of its last tasks) and ``answers/`` (what it answered). A task that was done once is answered
+again without being done again; one that the server did not count is undone by the next of the same number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from comingle.engines.checkpoints import Progress, load_checkpoint, prune_checkpoints, save_checkpoint
+from comingle.engines.checksums import list_checkpoints
+from comingle.engines.client import Clients
+from comingle.engines.state import State
+from comingle.errors import MessageError, RunError
+from comingle.federation.own import Own
+from comingle.federation.public import Public, build_house, read_public
+from comingle.kinds.base import Materials
+from comingle.models.digests import digest_tokenizer
+from comingle.recipes import Recipe, parse_recipe
+from comingle.records import told_in_one_line, write_json
+from comingle.runs.session import prepare
+
+logger = logging.getLogger("comingle")
+
+PUBLIC = "public.json"
+KEPT = 4
+"""So many tasks can be undone, or answered again: more than the server asks for between two of its checkpoints."""
+
+
+@dataclass(kw_only=True)
+class Home:
+    """``serial`` is the number of the last task that was done."""
+
+    folder: Path
+    public: Public
+    recipe: Recipe
+    clients: Clients
+    first: State
+    """What the user had before its first task."""
+    serial: int = 0
+
+    # ---------------------------------------------------------------- answers
+
+    def answered(self, serial: int, task: bytes) -> bytes | None:
+        """What was answered to this very task, if it was done."""
+        if serial > self.serial:
+            return None
+        path = self._answer(serial, task)
+        return path.read_bytes() if path.exists() else None
+
+    def go_back_to(self, serial: int) -> None:
+        """Undo what was done after a task.
+
+        Raises:
+            RunError: that is not kept any more.
+        """
+        known = {_number(folder): folder for folder in list_checkpoints(self.folder)}
+        if serial and serial not in known:
+            raise RunError(
+                f"{self.folder}: the server goes back to task {serial}; known: {', '.join(map(str, known)) or 'none'}"
+            )
+        for path in (self.folder / "answers").glob("*.bin"):
+            if int(path.name.partition("-")[0]) > serial:  # before the states, which they would belie
+                path.unlink()
+        for number, folder in known.items():
+            if number > serial:
+                folder.rename(folder.with_name(f".{folder.name}.undone"))
+        prune_checkpoints(self.folder, KEPT)
+        self._restore(known.get(serial))
+        self.serial = serial
+
+    def keep(self, serial: int, task: bytes, answer: bytes) -> None:
+        """The state after a task, and what it is answered with; both or neither, whatever happens.
+
+        Raises:
+            RunError: the disk does not take it; the state of before stays.
+        """
+        with told_in_one_line(self.folder):
+            _write(self._answer(serial, task), answer)
+        progress = Progress(
+            round=serial,
+            fingerprint=self.public.digest,
+            trainers=[trainer.name for trainer in self.clients.trainers],
+            **dict.fromkeys(_COUNTS, 0),
+        )
+        save_checkpoint(self.folder, self.clients.model.layout, self.clients.state, {}, progress)
+        self.serial = serial
+        prune_checkpoints(self.folder, KEPT)
+        for path in (self.folder / "answers").glob("*.bin"):
+            if not serial - KEPT < int(path.name.partition("-")[0]) <= serial:
+                path.unlink()
+
+    def forget(self) -> None:
+        """Make the state what it was before a task that failed half way."""
+        self.go_back_to(self.serial)
+
+    def newest(self) -> None:
+        """Go on from the last task that was done."""
+        folders = list_checkpoints(self.folder)
+        self._restore(folders[-1] if folders else None)
+        self.serial = _number(folders[-1]) if folders else 0
+
+    def _restore(self, folder: Path | None) -> None:
+        if folder is None:
+            self.clients.state = self.first.copy()
+        else:
+            self.clients.state, _ = load_checkpoint(folder, self.clients.model.layout, self.first, {})
+        self.clients.resized()
+
+    def _answer(self, serial: int, task: bytes) -> Path:
+        return self.folder / "answers" / f"{serial:06d}-{hashlib.sha256(task).hexdigest()[:16]}.bin"
+
+
+_COUNTS = (
+    "events_bytes",
+    "train_seconds",
+    "wall_seconds",
+    "tokens",
+    "upload_bytes",
+    "download_bytes",
+    "told_upload_bytes",
+    "told_download_bytes",
+    "user_rounds",
+)
+
+
+def open_home(folder: Path, own: Own, public: Public) -> Home:
+    """The user's part of a run, as it was left.
+
+    Raises:
+        MessageError: server and user do not speak of the same federation; says what each has.
+        ComingleError: the user's data or base cannot be used.
+    """
+    recipe = _own_recipe(own, public)
+    _check_expected(own, public)
+    read = prepare(recipe)
+    _check_base(public, read)
+    house = build_house(public, recipe, read.base)
+    number = public.users.index(own.name)
+    _check_settings(own, public, read)
+    users = tuple(read.users[0] if i == number else user for i, user in enumerate(house.materials.users))
+    common = house.materials.common
+    common = None if common is None else replace(common, users=users)
+    materials = replace(house.materials, users=users, common=common, here=(number,), unread=False)
+    clients = materials.kind.clients(recipe, materials, house.method, house.training)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (folder / "answers").mkdir(exist_ok=True)
+    write_json(folder / PUBLIC, public.as_dict())
+    home = Home(folder=folder, public=public, recipe=recipe, clients=clients, first=clients.state.copy())
+    home.newest()
+    return home
+
+
+def known_public(folder: Path) -> Public | None:
+    """What the server said of a run's federation, if the user has taken part before."""
+    path = folder / PUBLIC
+    if not path.exists():
+        return None
+    try:
+        return read_public(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path}: damaged ({error}); delete {folder} to begin this run anew") from None
+
+
+def _own_recipe(own: Own, public: Public) -> Recipe:
+    if own.name not in public.users:
+        raise MessageError(f"user {own.name!r}: not among the participants: {', '.join(public.users)}")
+    content: dict[str, Any] = dict(public.recipe)
+    content["data"] = own.data_section(content["data"])
+    content["runtime"] = {**content.get("runtime", {}), **own.runtime}
+    return parse_recipe(content, where=f"user {own.name!r}")
+
+
+def _check_expected(own: Own, public: Public) -> None:
+    said: Mapping[str, str] = {"recipe": public.digest, "base": public.base}
+    for what, wanted in own.expects.items():
+        if said[what] != wanted:
+            raise MessageError(f"user {own.name!r}: expects {what} {wanted}; the server has {said[what]}")
+
+
+def _check_base(public: Public, read: Materials) -> None:
+    base = read.base
+    here = {
+        "base": base.digest if base is not None else "",
+        "tokenizer": digest_tokenizer(base.tokenizer) if base is not None else "",
+    }
+    for what, mine in here.items():
+        if mine != (theirs := getattr(public, what)):
+            raise MessageError(
+                f"{what}: the server's is {theirs or 'none'}, this user's {mine or 'none'}; use the same"
+            )
+
+
+def _check_settings(own: Own, public: Public, read: Materials) -> None:
+    """Nets fit each other where shapes and labels are the same."""
+    mine = read.kind.settings(read)
+    for key, value in public.settings.items():
+        if key == "classes" and isinstance(value, int) and mine.get(key, value) <= value:
+            continue  # who has not seen every class
+        if json.dumps(mine.get(key, value)) != json.dumps(value):
+            raise MessageError(f"user {own.name!r}: {key} of the data is {mine[key]}; the federation's is {value}")
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.removeprefix("round-"))
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all, and on disk."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with draft.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)

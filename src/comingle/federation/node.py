@@ -1,0 +1,228 @@
+"""A user of a federation: does the tasks that it is asked to do, each once, and answers.
+
+A task is a list of steps, done in its order:
+
+    join       learn what the federation is about, and say whether this user can take part
+    receive    take in a download
+    hear       keep the models as they are, if the server says that they are the best so far
+    train      the local steps of a round
+    upload     send what is shared
+    finish     what users do once, after the last exchange
+    evaluate   score the model on the user's own test data
+    choose     end with the models of the best round
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from comingle.engines.evaluations import measure_of, measured, users_metrics
+from comingle.engines.local import finetuned, finish, train
+from comingle.errors import ComingleError, DivergenceError, MessageError
+from comingle.federation.checking import check_download
+from comingle.federation.home import Home, known_public, open_home
+from comingle.federation.own import Own
+from comingle.federation.public import read_public
+from comingle.protocol.messages import LOSS, LOWEST, Download, validation_report
+from comingle.protocol.tasks import Answer, Task, unpack_task
+from comingle.protocol.wire import pack, unpack
+
+logger = logging.getLogger("comingle")
+
+Say = Callable[[str], None]
+"""Takes a line for the person at this machine."""
+
+
+class Node:
+    """One user, with a folder for all that is private; what it knows of a run it keeps between tasks."""
+
+    def __init__(self, folder: Path, own: Own, *, say: Say = lambda line: None):
+        self.folder, self.own, self.say = folder, own, say
+        self._home: Home | None = None
+        self._run = ""
+
+    def handle(self, data: bytes) -> bytes:
+        """The answer to a task; a mistake that somebody can correct is an answer too.
+
+        Raises:
+            MessageError: no task of comingle's, or another user's.
+        """
+        task = unpack_task(data)
+        if task.user != self.own.name:
+            raise MessageError(f"task: for user {task.user!r}, and this is {self.own.name!r}")
+        if not task.run.isalnum():
+            raise MessageError(f"task: of run {task.run!r}; a run is called by letters and digits")
+        try:
+            answer = self._join(task) if task.todo == ("join",) else self._answer(task, data)
+        except ComingleError as error:
+            self.say(str(error))
+            answer = _refusal(task, error)
+        return answer if isinstance(answer, bytes) else answer.pack()
+
+    # ---------------------------------------------------------------- which task
+
+    def _join(self, task: Task) -> Answer:
+        public = read_public(task.about["public"])
+        known = known_public(self._folder(task.run))
+        if known is not None and known.digest != public.digest:
+            raise MessageError(
+                f"run {task.run}: its recipe was {known.digest} when user {self.own.name!r} joined, and is "
+                f"{public.digest} now"
+            )
+        home = self._enter(task.run, public.as_dict())
+        self.say(what_leaves(home))
+        told: dict[str, Any] = {"unit": home.clients.feed.unit, "steps": home.clients.steps.local_steps}
+        if self.own.tells == "all":
+            trainer, unit = home.clients.trainers[0], home.clients.feed.unit
+            told["amounts"] = {f"train_{unit}": len(trainer.train), f"test_{unit}": len(trainer.test)}
+        return Answer(run=task.run, serial=task.serial, user=task.user, told=told)
+
+    def _answer(self, task: Task, data: bytes) -> Answer | bytes:
+        home = self._known(task.run)
+        if (answer := home.answered(task.serial, data)) is not None:
+            return answer
+        if task.serial <= home.serial:  # the server has not counted what was done, and asks for something else
+            home.go_back_to(task.serial - 1)
+        if task.serial != home.serial + 1:
+            raise MessageError(f"task {task.serial}: user {self.own.name!r} has done {home.serial}, so the next is")
+        try:
+            answer = Work(home, self.own, task).done().pack()
+            home.keep(task.serial, data, answer)
+        except BaseException:
+            home.forget()
+            raise
+        return answer
+
+    def _folder(self, run: str) -> Path:
+        return self.folder / f"run-{run}"
+
+    def _known(self, run: str) -> Home:
+        if self._home is not None and self._run == run:
+            return self._home
+        public = known_public(self._folder(run))
+        if public is None:
+            raise MessageError(f"run {run}: user {self.own.name!r} has not joined it")
+        return self._enter(run, public.as_dict())
+
+    def _enter(self, run: str, public: Mapping[str, Any]) -> Home:
+        if self._home is None or self._run != run:
+            self._home, self._run = open_home(self._folder(run), self.own, read_public(public)), run
+        return self._home
+
+
+class Work:
+    """The steps of one task."""
+
+    def __init__(self, home: Home, own: Own, task: Task):
+        self.home, self.own, self.task, self.clients = home, own, task, home.clients
+        self.told: dict[str, Any] = {}
+        self.sent: list[bytes] = []
+        self.received = list(task.messages)
+        if steps := int(task.about.get("local_steps", 0)):
+            self.clients.steps.most_steps = steps
+
+    def done(self) -> Answer:
+        """Do them all.
+
+        Raises:
+            MessageError: an unknown step, or a message that is not as it must be.
+            ComingleError: a step cannot be done.
+        """
+        started = time.perf_counter()
+        for step in self.task.todo:
+            if step not in self.STEPS:
+                raise MessageError(f"task: no step {step!r}; allowed: join, {', '.join(self.STEPS)}")
+            self.STEPS[step](self)
+        self.told["seconds"] = time.perf_counter() - started
+        task = self.task
+        return Answer(run=task.run, serial=task.serial, user=task.user, told=self.told, messages=tuple(self.sent))
+
+    def _next(self) -> Download:
+        if not self.received:
+            raise MessageError("task: a step needs a message that is not there")
+        message = unpack(self.received.pop(0))
+        if not isinstance(message, Download):
+            raise MessageError("task: an upload where a download belongs")
+        return message
+
+    def _receive(self) -> None:
+        download, clients = self._next(), self.clients
+        check_download(download, clients.model.layout, clients.method.shared, user=self.own.name)
+        clients.receive(download)
+
+    def _hear(self) -> None:
+        verdict = self._next()
+        if set(verdict.tensors) != {LOWEST} or verdict.users != (self.own.name,):
+            raise MessageError("task: a verdict on validation losses is something else")
+        self.clients.hear(verdict)
+
+    def _train(self) -> None:
+        before = self.clients.state.copy()
+        try:
+            work = train(self.clients, [0], self.task.round)
+        except DivergenceError as error:
+            self.told["left_out"] = str(error)
+            self.clients.state = before
+            self.clients.resized()
+            return
+        self.told |= {"tokens": work.tokens, "train_seconds": work.seconds}
+        if work.rejected:
+            self.told["left_out"] = work.rejected[0]
+        elif self.own.tells != "nothing":
+            self.told["train_loss"] = work.losses[0]
+
+    def _upload(self) -> None:
+        if "left_out" in self.told:
+            return
+        told = {} if (loss := self.told.get("train_loss")) is None else {LOSS: torch.tensor([loss])}
+        self.sent.append(pack(self.clients.upload([0], self.task.round + 1, told)))
+
+    def _finish(self) -> None:
+        finish(self.clients)
+
+    def _evaluate(self) -> None:
+        clients, done = self.clients, self.task.about.get("done")
+        with finetuned(clients, done):
+            scores, losses = clients.evaluate(), clients.validate() if clients.state.best else {}
+        if losses and done is not None:
+            self.sent.append(pack(validation_report(losses, done)))
+        self.told |= {"measure": measure_of(scores), "evaluated": True}
+        if self.own.tells == "all" and math.isfinite(scores[0].mean_loss):
+            self.told |= {"score": measured(scores[0]), "metrics": users_metrics(clients, scores)[self.own.name]}
+
+    def _choose(self) -> None:
+        self.clients.choose()
+
+    STEPS: ClassVar[dict[str, Callable[[Work], None]]] = {
+        "receive": _receive,
+        "hear": _hear,
+        "train": _train,
+        "upload": _upload,
+        "finish": _finish,
+        "evaluate": _evaluate,
+        "choose": _choose,
+    }
+
+
+def what_leaves(home: Home) -> str:
+    """In one line what of this user leaves the machine in a round."""
+    clients, method = home.clients, home.clients.method
+    local = sorted(clients.model.layout.roles & method.client.trained - method.shared)
+    stays = f"; {', '.join(local)}, text and optimiser state stay" if local else "; text and optimiser state stay"
+    if not clients.shares:
+        return f"user {clients.users[0].name!r}: method {method.name} sends nothing but what you let it tell{stays}"
+    shared = ", ".join(sorted(method.shared & clients.model.layout.roles) or sorted(method.shared))
+    size = f"{clients.upload_bytes()[0]:,} bytes"
+    return f"user {clients.users[0].name!r}: {shared} ({size}) leave this machine each round you take part in{stays}"
+
+
+def _refusal(task: Task, error: ComingleError) -> Answer:
+    told = {"refused": str(error), "kind": type(error).__name__}
+    return Answer(run=task.run, serial=task.serial, user=task.user, told=told)

@@ -1,0 +1,42 @@
+"""What a user says of itself, for its own machine: its name, where its data is, and what it tells of itself."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import field_validator
+
+from comingle.data.names import name_problem
+from comingle.recipes.fields import Section
+
+Tells = Literal["all", "losses", "nothing"]
+
+
+class Own(Section):
+    """A participant's own part.
+
+    ``data`` is what a recipe has under ``data.users.NAME``, or a mapping with ``dataset`` of which the user takes its
+    own rows. ``runtime`` are keys of a recipe's ``runtime``. ``tells`` says which numbers about the user the server
+    may see: "all" (losses, test scores, amounts of data), "losses" or "nothing". ``expects`` are digests without which
+    the user takes no part: ``recipe``, ``base``.
+    """
+
+    name: str
+    data: Any
+    runtime: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
+    tells: Tells = "all"
+    expects: dict[Literal["recipe", "base"], str] = {}  # noqa: RUF012
+
+    @field_validator("name")
+    @classmethod
+    def _a_name(cls, name: str) -> str:
+        if problem := name_problem([name]):
+            raise ValueError(problem)
+        return name
+
+    def data_section(self, public: dict[str, Any]) -> dict[str, Any]:
+        """The section ``data`` of the user's own recipe, whose options are the public ones."""
+        options = {key: value for key, value in public.items() if key != "given"}
+        if isinstance(self.data, dict) and "dataset" in self.data:
+            return {**options, "dataset": {**self.data["dataset"], "users": [self.name]}}
+        return {**options, "users": {self.name: self.data}}

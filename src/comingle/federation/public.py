@@ -1,0 +1,142 @@
+"""What everybody in a federation knows: the recipe without anybody's data, who may take part, and the base's digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from comingle import __version__
+from comingle.engines.training import Training
+from comingle.errors import DataError, MessageError, RecipeError
+from comingle.kinds.base import Materials, kind_of, later
+from comingle.methods import make
+from comingle.methods.base import Method
+from comingle.models.base import Base
+from comingle.models.digests import digest_tokenizer
+from comingle.models.model import Model
+from comingle.protocol.wire import FORMAT
+from comingle.recipes import Recipe, parse_recipe
+from comingle.runs.session import check_method, training_settings
+
+KINDS = ("text", "conversations", "samples")
+"""Kinds of data that users can have elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Public:
+    """``recipe`` is its content with ``data.given``; ``settings`` are what the kind says of nets and labels.
+
+    ``base`` and ``tokenizer`` are digests, empty where users train nets.
+    """
+
+    recipe: dict[str, Any]
+    users: tuple[str, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    base: str = ""
+    tokenizer: str = ""
+    version: str = __version__
+    format: int = FORMAT
+
+    @property
+    def digest(self) -> str:
+        """A short name of all of it, but for where and how fast it is computed."""
+        content = self.as_dict()
+        content["recipe"] = {key: value for key, value in self.recipe.items() if key != "runtime"}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {**asdict(self), "users": list(self.users)}
+
+    def whole_recipe(self) -> Recipe:
+        """The recipe, without data."""
+        return parse_recipe(self.recipe, where="the federation's recipe")
+
+
+def read_public(content: Mapping[str, Any]) -> Public:
+    """What :meth:`Public.as_dict` wrote.
+
+    Raises:
+        MessageError: something else.
+    """
+    try:
+        return Public(**{**content, "users": tuple(str(name) for name in content["users"])})
+    except (KeyError, TypeError) as error:
+        raise MessageError(f"the federation: what it says of itself cannot be read ({error})") from None
+
+
+def public_part(recipe: Recipe, users: tuple[str, ...], settings: Mapping[str, Any], base: Base | None) -> Public:
+    """The public part of a recipe: everything but whose data is where.
+
+    Raises:
+        RecipeError: something in it cannot be done with users elsewhere; says why.
+    """
+    check_possible(recipe)
+    content = recipe.model_dump(mode="json", exclude_unset=True)
+    options = {key: value for key, value in content["data"].items() if key not in ("users", "dataset", "given")}
+    return Public(
+        recipe={**content, "data": {**options, "kind": recipe.data.kind, "given": True}},
+        users=users,
+        settings=dict(settings),
+        base=base.digest if base is not None else "",
+        tokenizer=digest_tokenizer(base.tokenizer) if base is not None else "",
+    )
+
+
+def check_possible(recipe: Recipe) -> None:
+    """Whether users who are elsewhere can do what a recipe asks for.
+
+    Raises:
+        RecipeError: they cannot; says why.
+    """
+    check_method(recipe)
+    method = make(recipe.method.name, **recipe.method.settings)
+    kind, mixture = kind_of(recipe).name, method.placement.mixture
+    if kind not in KINDS:
+        raise RecipeError(f"data: {kind} is made or read for all users at once; allowed elsewhere: {', '.join(KINDS)}")
+    if method.placement.pooled:
+        raise RecipeError(f"method {method.name}: pools everybody's data, which stays with its users here")
+    if mixture is not None and mixture.optimal:
+        raise RecipeError(f"method {method.name}: needs users' true clusters, which only made tasks know")
+    if getattr(recipe.data, "held_out", "own") == "mixture":
+        raise RecipeError("data.held_out: mixture deals users' text out to others; allowed: own")
+    if getattr(recipe.data, "on_small_user", "refuse") == "skip":
+        raise RecipeError("data.on_small_user: skip needs to see everybody's data; allowed: refuse")
+
+
+# ---------------------------------------------------------------- what both sides build
+
+
+@dataclass(frozen=True, kw_only=True)
+class House:
+    """What both sides build from the public part, each for itself."""
+
+    recipe: Recipe
+    method: Method
+    training: Training
+    materials: Materials
+    """Everybody, none of whose data can be read but of those who are here."""
+
+    def model(self) -> Model:
+        """The model of all users."""
+        return self.materials.kind.model(self.recipe, self.materials, self.method, self.training)
+
+
+def build_house(public: Public, recipe: Recipe, base: Base | None) -> House:
+    """The recipe's method, training and materials, without data."""
+    kind = kind_of(recipe)
+    users = tuple(later(kind.user, name, lambda name=name: _elsewhere(name)) for name in public.users)
+    materials = kind.reopened(base, users, public.settings)
+    return House(
+        recipe=recipe,
+        method=make(recipe.method.name, **recipe.method.settings),
+        training=training_settings(recipe, list(public.users)),
+        materials=replace(materials, here=()),
+    )
+
+
+def _elsewhere(name: str) -> Any:
+    raise DataError(f"user {name!r}: the data is not on this machine")

@@ -1,0 +1,151 @@
+"""The rounds of a federation whose users are elsewhere: the same as in one process, asked for in tasks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from comingle.engines.evaluations import evaluation_event, metrics_of
+from comingle.engines.rounds import Due, due_in
+from comingle.engines.training import participants
+from comingle.errors import RunError
+from comingle.federation.coordinator import Coordinator, verdicts_of
+from comingle.protocol.tasks import Answer
+from comingle.records import Metrics
+
+Save = Callable[[int], None]
+"""Keeps the server's state after so many rounds."""
+
+Told = dict[str, Mapping[str, Any]]
+"""What users have told in their answers."""
+
+
+def run_tasks(coordinator: Coordinator, *, first_round: int = 0, save: Save) -> Metrics:
+    """Train from ``first_round`` (from 0) to the end; the run's metrics, of those who let them be known.
+
+    Raises:
+        RunError: too few users answered in time.
+    """
+    training, method = coordinator.house.training, coordinator.house.method
+    names, rounds = coordinator.public.users, training.rounds if method.trains else 0
+    coordinator.clock.started = time.perf_counter()
+    last: Told = {}
+    if rounds and first_round == 0 and training.evaluate_first:
+        last = _evaluate(coordinator, names, 0)
+    for number in range(first_round, rounds):
+        last = _play(coordinator, number, due_in(method, training, coordinator.shares, number)) or last
+        save(number + 1)
+    ended = rounds
+    if training.select == "best":
+        ended = coordinator.best_round
+        again = ("evaluate",) if ended != rounds else ()
+        answers = coordinator.ask(dict.fromkeys(names, ("choose", *again)), rounds)
+        last = {name: answer.told for name, answer in answers.items()} if again else last
+    return _summarise(coordinator, last or _evaluate(coordinator, names, rounds, silent=first_round > 0), ended)
+
+
+def _play(coordinator: Coordinator, number: int, due: Due) -> Told:
+    """One round; what users told of their models, if they were evaluated."""
+    names, done = coordinator.public.users, number + 1
+    members = [names[i] for i in participants(coordinator.house.training, number, names)]
+    local = ("evaluate",) if due.evaluates == "local" else ()
+    work = ("receive", "train", *(("upload",) if due.exchanges else ()), *local)
+    steps: dict[str, Sequence[str]] = dict.fromkeys(members, work)
+    if local:
+        steps |= {name: ("receive", "evaluate") for name in names if name not in steps}
+    answers = coordinator.ask(steps, number, about={"done": done})
+    worked = {name: answers[name] for name in members if name in answers}
+    _require_enough(coordinator, worked, members, done)
+    _tell(coordinator, worked, done)
+    told = _evaluated(coordinator, answers, done) if local else {}
+    if due.exchanges:
+        senders = coordinator.take_in(worked, done)
+        if coordinator.house.method.server.peer_to_peer:
+            coordinator.ask(dict.fromkeys(senders, ("receive",)), number)
+            coordinator.server.forget()
+    if due.evaluates == "exchanged":
+        told = _evaluate(coordinator, names, done, finishes=due.ends)
+    return told
+
+
+def _require_enough(coordinator: Coordinator, worked: Mapping[str, Answer], members: Sequence[str], done: int) -> None:
+    needed = min(coordinator.patience.min_participants, len(members))
+    if len(worked) < max(1, needed):
+        raise RunError(
+            f"round {done}: {len(worked)} of {len(members)} participants answered in "
+            f"{coordinator.patience.round_timeout:g} s; needed: {max(1, needed)}"
+        )
+
+
+def _tell(coordinator: Coordinator, worked: Mapping[str, Answer], done: int) -> None:
+    """Count the round, and its event."""
+    clock, told = coordinator.clock, {name: answer.told for name, answer in worked.items()}
+    sent, received = clock.upload_bytes - clock.told_upload_bytes, clock.download_bytes - clock.told_download_bytes
+    clock.told_upload_bytes, clock.told_download_bytes = clock.upload_bytes, clock.download_bytes
+    tokens = sum(int(one.get("tokens", 0)) for one in told.values())
+    seconds = max((float(one.get("train_seconds", 0.0)) for one in told.values()), default=0.0)
+    clock.train_seconds += seconds
+    clock.tokens += tokens
+    clock.user_rounds += len([one for one in told.values() if "left_out" not in one])
+    coordinator.observe(
+        {
+            "event": "round",
+            "round": done,
+            "train_loss_nats": {name: one["train_loss"] for name, one in told.items() if "train_loss" in one},
+            "upload_bytes": sent,
+            "download_bytes": received,
+            "tokens": tokens,
+            "seconds": seconds,
+        }
+    )
+
+
+def _evaluate(
+    coordinator: Coordinator, names: Sequence[str], done: int, *, finishes: bool = False, silent: bool = False
+) -> Told:
+    """Have everybody evaluate the model that it has now, behind whatever the server has for it."""
+    steps = ("receive", *(("finish",) if finishes else ()), "evaluate")
+    answers = coordinator.ask(dict.fromkeys(names, steps), max(0, done - 1), about={"done": done})
+    return _evaluated(coordinator, answers, done, silent=silent)
+
+
+def _evaluated(coordinator: Coordinator, answers: Mapping[str, Answer], done: int, *, silent: bool = False) -> Told:
+    """Tell of an evaluation, and let the server judge the validation losses."""
+    names = [name for name in coordinator.public.users if name in answers]
+    told = {name: answers[name].told for name in names if answers[name].told.get("evaluated")}
+    scores = {name: one["score"] for name, one in told.items() if "score" in one}
+    losses = coordinator.validation_losses(answers, done)
+    event = evaluation_event(scores, _measure(told), done=done, iterations=done * coordinator.local_steps)
+    if losses:
+        before = coordinator.server.lowest_loss
+        everyone = coordinator.public.users
+        coordinator.verdicts |= verdicts_of(coordinator.server, losses, done, everyone)
+        if coordinator.server.lowest_loss < before:
+            coordinator.best_round = done
+        event["mean_valid_loss"] = fmean(losses.values())
+    if not silent:
+        coordinator.observe(event)
+    return told
+
+
+def _measure(told: Told) -> str:
+    """By which scores are compared; users say so whether they tell theirs or not."""
+    return next((str(one["measure"]) for one in told.values() if "measure" in one), "loss")
+
+
+def _summarise(coordinator: Coordinator, told: Told, ended: int) -> Metrics:
+    users = {name: dict(one["metrics"]) for name, one in told.items() if "metrics" in one}
+    units = [str(one["unit"]) for one in coordinator.joined.values() if "unit" in one]
+    house = coordinator.house
+    return metrics_of(
+        users,
+        coordinator.model,
+        house.method,
+        house.training,
+        coordinator.clock,
+        selected=ended,
+        measure=_measure(told),
+        unit=units[0] if units else "tokens",
+    )

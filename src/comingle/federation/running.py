@@ -1,0 +1,225 @@
+"""A federation's run folder at the server: made, gone on with, and filled as ``comingle run`` fills one."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comingle.engines.checkpoints import (
+    Progress,
+    load_checkpoint,
+    prune_checkpoints,
+    read_progress,
+    save_checkpoint,
+)
+from comingle.engines.checksums import list_checkpoints
+from comingle.engines.clock import Clock
+from comingle.engines.events import EventLog, Observer
+from comingle.engines.state import State, initial_state
+from comingle.errors import RunError
+from comingle.federation.channel import Channel
+from comingle.federation.coordinator import Coordinator, Patience, new_coordinator
+from comingle.federation.public import House, Public, build_house, check_possible, public_part, read_public
+from comingle.federation.rounds import run_tasks
+from comingle.inputs import SPLITS, Inputs, UserInputs
+from comingle.kinds.base import kind_of
+from comingle.models.base import Base
+from comingle.models.language import load_base
+from comingle.protocol.messages import LOWEST, Download
+from comingle.protocol.wire import pack, unpack
+from comingle.recipes import Recipe
+from comingle.records import GEOMETRIC, write_json
+from comingle.runs.folders import open_folder
+from comingle.trees import Tree
+
+FEDERATION = "federation.json"
+_OWN = "federation/"
+KEPT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A federation that a server is to run: ``recipe`` has no data, only options; ``settings`` are of nets."""
+
+    recipe: Recipe
+    users: tuple[str, ...]
+    settings: dict[str, Any]
+    patience: Patience = field(default_factory=Patience)
+
+
+def coordinate(
+    plan: Plan,
+    channel: Channel,
+    folder: Path,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    observers: Sequence[Observer] = (),
+) -> dict[str, Any]:
+    """Run a federation from its run folder; its metrics. A run that was stopped goes on with ``resume``.
+
+    Raises:
+        ComingleError: the plan cannot be carried out with users elsewhere, the folder cannot be used, or too few users
+            answered.
+    """
+    check_possible(plan.recipe)
+    base = _load_base(plan.recipe)
+    public = public_part(plan.recipe, plan.users, plan.settings, base)
+    house = build_house(public, public.whole_recipe(), base)
+    inputs = Inputs(
+        kind=house.materials.kind.name,
+        base=public.base,
+        tokenizer=public.tokenizer,
+        users={name: UserInputs(counts={}, digests=dict.fromkeys(SPLITS, "")) for name in plan.users},
+        settings=plan.settings,
+    )
+    with open_folder(folder, house.recipe, inputs, resume=resume, force=force):
+        return _run(public, house, plan, channel, folder, observers)
+
+
+def _load_base(recipe: Recipe) -> Base | None:
+    if not kind_of(recipe).needs_base:
+        return None
+    runtime = recipe.runtime
+    return load_base(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
+
+
+def _run(
+    public: Public, house: House, plan: Plan, channel: Channel, folder: Path, observers: Sequence[Observer]
+) -> dict[str, Any]:
+    run, known = _named(folder, public)
+    newest = list_checkpoints(folder)[-1:] if known else []
+    progress = read_progress(newest[0]) if newest else None
+    log = EventLog(folder / "events.jsonl", keep_bytes=progress.events_bytes if progress else 0)
+    sinks = [log, *observers]
+
+    def observe(event: dict[str, Any]) -> None:
+        for sink in sinks:
+            sink(event)
+
+    try:
+        coordinator = new_coordinator(run, public, house, channel, observe, plan.patience)
+        if progress is not None:
+            _restore(coordinator, newest[0], progress)
+        coordinator.join()
+        if log.size_bytes == 0 or progress is None:
+            observe(_start_event(coordinator))
+
+        def save(done: int) -> None:
+            log.to_disk()
+            _save(coordinator, folder, done, log.size_bytes)
+
+        metrics = run_tasks(coordinator, first_round=progress.round if progress else 0, save=save).as_dict()
+        measure = f"mean_test_{metrics['measure']}"
+        observe({"event": "end"} | {key: metrics[key] for key in (measure, GEOMETRIC) if key in metrics})
+    finally:
+        log.close()
+    write_json(folder / "metrics.json", metrics)
+    return metrics
+
+
+def _named(folder: Path, public: Public) -> tuple[str, bool]:
+    """By which name users know this run, and whether it was there before."""
+    path = folder / FEDERATION
+    if path.exists():
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if (was := read_public(content["public"])).digest != public.digest:
+            raise RunError(f"{folder}: belongs to another federation ({was.digest}, not {public.digest})")
+        return str(content["run"]), True
+    run = secrets.token_hex(8)
+    write_json(path, {"run": run, "public": public.as_dict()})
+    return run, False
+
+
+def _start_event(coordinator: Coordinator) -> dict[str, Any]:
+    house = coordinator.house
+    amounts = {name: dict(told["amounts"]) for name, told in coordinator.joined.items() if "amounts" in told}
+    return {
+        "event": "start",
+        "method": house.method.name,
+        "seed": house.training.seed,
+        "base": coordinator.model.name,
+        "rounds": house.training.rounds if house.method.trains else 0,
+        "users": {name: amounts.get(name, {}) for name in coordinator.public.users},
+    }
+
+
+# ---------------------------------------------------------------- the server's own state
+
+
+def _save(coordinator: Coordinator, folder: Path, done: int, events_bytes: int) -> None:
+    clock = coordinator.clock
+    progress = Progress(
+        round=done,
+        fingerprint=coordinator.public.digest,
+        trainers=list(coordinator.public.users),
+        events_bytes=events_bytes,
+        wall_seconds=clock.wall_seconds,
+        **{key: getattr(clock, key) for key in Clock.COUNTS},
+    )
+    kept = coordinator.server.state | _own_tensors(coordinator)
+    save_checkpoint(folder, coordinator.model.layout, _no_rows(coordinator), kept, progress)
+    prune_checkpoints(folder, KEPT)
+
+
+def _own_tensors(coordinator: Coordinator) -> Tree:
+    names = coordinator.public.users
+    verdicts = [_flag(coordinator.verdicts.get(name)) for name in names]
+    numbers = {
+        "serials": [coordinator.serials[name] for name in names],
+        "versions": [coordinator.versions[name] + 1 for name in names],  # counts, which are never negative
+        "verdicts": verdicts,
+        "local_steps": coordinator.local_steps,
+        "best_round": coordinator.best_round,
+    }
+    return {_OWN + name: torch.tensor(value) for name, value in numbers.items()}
+
+
+def _flag(verdict: bytes | None) -> int:
+    """0: there is none; else one more than what it says."""
+    if verdict is None:
+        return 0
+    message = unpack(verdict)
+    assert isinstance(message, Download)
+    return 1 + int(next(iter(message.tensors.values())))
+
+
+def _restore(coordinator: Coordinator, checkpoint: Path, progress: Progress) -> None:
+    server, names = coordinator.server, coordinator.public.users
+    like = server.state | _own_tensors(coordinator)
+    _, kept = load_checkpoint(checkpoint, coordinator.model.layout, _no_rows(coordinator), like)
+    own = {name.removeprefix(_OWN): kept.pop(name) for name in list(kept) if name.startswith(_OWN)}
+    server.restore(kept)
+    coordinator.serials = dict(zip(names, own["serials"].tolist(), strict=True))
+    coordinator.versions = dict(zip(names, (own["versions"] - 1).tolist(), strict=True))
+    coordinator.local_steps, coordinator.best_round = int(own["local_steps"]), int(own["best_round"])
+    for name, flag in zip(names, own["verdicts"].tolist(), strict=True):
+        if flag:
+            coordinator.verdicts[name] = _verdict(name, flag - 1, progress.round)
+    counted = {key: getattr(progress, key) for key in Clock.COUNTS}
+    coordinator.clock = Clock(earlier_seconds=progress.wall_seconds, **counted)
+
+
+def _verdict(name: str, flag: int, done: int) -> bytes:
+    ranks = torch.zeros(1, dtype=torch.int64)
+    return pack(Download(version=done, users=(name,), tensors={LOWEST: torch.tensor([[flag]])}, ranks=ranks))
+
+
+def _no_rows(coordinator: Coordinator) -> State:
+    """The server has no user's row."""
+    layout = coordinator.model.layout
+    nothing = torch.zeros(0, layout.columns, dtype=torch.bool)
+    return initial_state(
+        layout,
+        nothing,
+        names=[],
+        local=nothing.new_zeros(layout.columns),
+        ranks=torch.zeros(0, dtype=torch.int64),
+        seed=0,
+    )

@@ -1,0 +1,50 @@
+"""A federation by hand: every user a :class:`Node` with a folder of its own, tasks handed over in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from comingle.federation.channel import Failure
+from comingle.federation.coordinator import Patience
+from comingle.federation.node import Node
+from comingle.federation.own import Own
+from comingle.federation.running import Plan, coordinate
+from comingle.federation.splitting import split_recipe
+from comingle.recipes import Recipe, parse_recipe
+
+
+class Direct:
+    """Nodes in this process; ``recorded`` is all that went to and fro."""
+
+    def __init__(self, nodes: Mapping[str, Node]):
+        self.nodes = dict(nodes)
+        self.recorded: list[tuple[str, bytes, bytes]] = []
+
+    def present(self) -> Sequence[str]:
+        """All who have a node."""
+        return list(self.nodes)
+
+    def exchange(self, tasks: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | Failure]]:
+        """One after the other."""
+        for name, task in tasks.items():
+            answer = self.nodes[name].handle(task)
+            self.recorded.append((name, task, answer))
+            yield name, answer
+
+
+def nodes_of(recipe: Recipe, folder: Path) -> tuple[Plan, dict[str, Node]]:
+    """What a server and its users have of an ordinary recipe, each its part."""
+    plan, owns = split_recipe(recipe)
+    return plan, {own.name: Node(folder / own.name, own) for own in owns}
+
+
+def federated(content: Mapping[str, Any], folder: Path, **options: Any) -> tuple[dict[str, Any], Direct]:
+    """The metrics of a recipe's federation, and what went to and fro."""
+    plan, nodes = nodes_of(parse_recipe(content), folder)
+    channel = Direct(nodes)
+    return coordinate(plan, channel, folder / "server", **options), channel
+
+
+__all__ = ["Direct", "Own", "Patience", "federated", "nodes_of"]
