@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from comingle.federation.channel import Failure
 from comingle.federation.coordinator import Patience
 from comingle.federation.node import Node
 from comingle.federation.own import Own
@@ -26,7 +25,7 @@ class Direct:
         """All who have a node."""
         return list(self.nodes)
 
-    def exchange(self, tasks: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | Failure]]:
+    def exchange(self, tasks: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
         """One after the other."""
         for name, task in tasks.items():
             answer = self.nodes[name].handle(task)

@@ -8,14 +8,17 @@ import sys
 
 import typer
 
+from comingle.cli.client import client
 from comingle.cli.compare import compare
 from comingle.cli.cost import cost
 from comingle.cli.data import data
 from comingle.cli.demo import demo
+from comingle.cli.federate import federate
 from comingle.cli.methods import methods
 from comingle.cli.plot import plot
 from comingle.cli.report import report
 from comingle.cli.run import run
+from comingle.cli.server import server
 from comingle.cli.show import show
 from comingle.cli.verbs import Verbs
 from comingle.errors import ComingleError
@@ -30,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (demo, run, compare, methods, data, cost, show, report, plot):
+for verb in (demo, run, compare, methods, data, cost, show, report, plot, federate, server, client):
     app.command()(verb)
 
 

@@ -17,13 +17,13 @@ from comingle.engines.clock import Clock
 from comingle.engines.events import Observer
 from comingle.engines.server import ServerHalf, start_server
 from comingle.errors import MessageError, RunError
-from comingle.federation.channel import Channel, Failure
 from comingle.federation.checking import check_upload
 from comingle.federation.public import House, Public
 from comingle.models.model import Model
 from comingle.protocol.messages import LOSS, VALIDATION, Download, Upload, join_uploads, validation_report
 from comingle.protocol.tasks import Answer, Task, unpack_answer
 from comingle.protocol.wire import pack, unpack
+from comingle.transports.channel import Channel
 
 logger = logging.getLogger("comingle")
 
@@ -199,9 +199,9 @@ class Coordinator:
     def _about(self) -> dict[str, Any]:
         return {"public": self.public.as_dict()}
 
-    def _understood(self, name: str, task: Task, got: bytes | Failure) -> Answer | str:
-        if isinstance(got, Failure):
-            return got.why
+    def _understood(self, name: str, task: Task, got: bytes | str) -> Answer | str:
+        if isinstance(got, str):
+            return got
         try:
             answer = unpack_answer(got)
         except MessageError as error:

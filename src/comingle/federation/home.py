@@ -176,6 +176,8 @@ def _own_recipe(own: Own, public: Public) -> Recipe:
         raise MessageError(f"user {own.name!r}: not among the participants: {', '.join(public.users)}")
     content: dict[str, Any] = dict(public.recipe)
     content["data"] = own.data_section(content["data"])
+    if own.base is not None:
+        content["base"] = own.base
     content["runtime"] = {**content.get("runtime", {}), **own.runtime}
     return parse_recipe(content, where=f"user {own.name!r}")
 

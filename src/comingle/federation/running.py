@@ -23,7 +23,6 @@ from comingle.engines.clock import Clock
 from comingle.engines.events import EventLog, Observer
 from comingle.engines.state import State, initial_state
 from comingle.errors import RunError
-from comingle.federation.channel import Channel
 from comingle.federation.coordinator import Coordinator, Patience, new_coordinator
 from comingle.federation.public import House, Public, build_house, check_possible, public_part, read_public
 from comingle.federation.rounds import run_tasks
@@ -36,6 +35,7 @@ from comingle.protocol.wire import pack, unpack
 from comingle.recipes import Recipe
 from comingle.records import GEOMETRIC, write_json
 from comingle.runs.folders import open_folder
+from comingle.transports.channel import Channel
 from comingle.trees import Tree
 
 FEDERATION = "federation.json"

@@ -15,7 +15,13 @@ from comingle.methods import make
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import DRAFT, check_name, told_in_one_line, write_text
 
+NETWORK = ("flower", "users")
+"""What a federation's processes keep in its run folder, before and besides the run itself."""
+
 RUN_FILES = (
+    *NETWORK,
+    "federation.json",
+    "federation.yaml",
     "recipe.yaml",
     INPUTS,
     "events.jsonl",
@@ -102,7 +108,7 @@ def _check_new(folder: Path, force: bool) -> None:
 def _content(folder: Path) -> set[str]:
     """The names in a folder, but for what a process leaves that was stopped before it had a recipe in there."""
     names = {path.name for path in folder.iterdir()} - {LOCK, HOLDER}
-    names -= set() if "recipe.yaml" in names else {INPUTS}  # which is written before it
+    names -= set() if "recipe.yaml" in names else {INPUTS, "federation.yaml", *NETWORK}  # which are written before it
     drafts = (".recipe.yaml.", f".{INPUTS}.", f".{HOLDER}.")
     return {n for n in names if not (n.startswith(drafts) and n.endswith(DRAFT))}
 
@@ -117,7 +123,7 @@ def _make(folder: Path) -> None:
 
 def _clear(folder: Path) -> None:
     for path in folder.iterdir():
-        if path.name in (LOCK, HOLDER):
+        if path.name in (LOCK, HOLDER, "federation.yaml", *NETWORK):
             continue
         if path.is_dir():
             shutil.rmtree(path)

@@ -7,9 +7,10 @@ the run folder. There it also says how it fares, for whoever has started it: see
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -19,7 +20,7 @@ from comingle.transports.channel import Channel
 from comingle.transports.flower.fate import Fate
 from comingle.transports.flower.grid_channel import GridChannel
 
-COORDINATE = "comingle.federation.coordinator", "coordinate_app"
+COORDINATE = "comingle.federation.app", "coordinate_app"
 """What runs the rounds; by name, since it stands above all transports, and Flower wants the app to lie here."""
 
 Coordinate = Callable[[Channel, Mapping[str, Any], Path, Callable[[str], None]], None]
@@ -57,8 +58,13 @@ def _folder(run_config: Mapping[str, Any]) -> Path:
 
 
 def _names(run_config: Mapping[str, Any]) -> list[str]:
-    """Who may take part: names with blanks between them; nothing for everybody."""
-    return str(run_config.get("users") or "").split()
+    """Who may take part: names as :func:`spell` writes them; nothing for everybody."""
+    return [unquote(name) for name in str(run_config.get("users") or "").split()]
+
+
+def spell(names: Sequence[str]) -> str:
+    """Names as a run config can have them, with blanks between them."""
+    return " ".join(quote(name, safe="") for name in names)
 
 
 def _coordinate(channel: Channel, run_config: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> None:

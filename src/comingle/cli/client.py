@@ -1,0 +1,44 @@
+"""``comingle client``: a participant of a federation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from comingle.cli.options import Quiet
+from comingle.errors import RecipeError
+
+_FILE = "participant.yaml"
+
+
+def client(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="The participant's own file.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Who takes part.")] = None,
+    data: Annotated[str | None, typer.Option("--data", metavar="PATH", help="Where the participant's data is.")] = None,
+    server: Annotated[str | None, typer.Option("--server", metavar="HOST:PORT", help="The coordinator.")] = None,
+    state: Annotated[
+        Path | None, typer.Option("--state", metavar="FOLDER", help="Folder for all that is private (default: NAME).")
+    ] = None,
+    certificates: Annotated[
+        Path | None, typer.Option("--certificates", metavar="FILE", help="The coordinator's ca.pem.")
+    ] = None,
+    key: Annotated[Path | None, typer.Option("--key", metavar="FILE", help="The participant's own key.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Take part in a federation: data, experts, routers and optimiser state stay on this machine."""
+    from comingle.cli.network import require_flower, speaker
+
+    require_flower()
+    given: dict[str, Any] = {
+        "name": name,
+        "data": str(Path(data).absolute()) if data is not None and Path(data).exists() else data,
+        "server": server,
+        **{k: str(v.absolute()) for k, v in (("state", state), ("certificates", certificates), ("key", key)) if v},
+    }
+    from comingle.federation.participating import take_part
+
+    if file is None and name is None:
+        raise RecipeError("client: nobody; give a participant's file, or --name and --data")
+    take_part(file, given, default=Path(name or "participant") / _FILE, say=speaker(quiet=quiet))

@@ -1,0 +1,35 @@
+"""``comingle federate``: a recipe with every user in processes of its own, on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from comingle.cli.options import Everybody, Force, Out, Quiet, RecipePath, Resume, Sets, default_folder, read_recipe
+
+
+def federate(
+    recipe: RecipePath,
+    sets: Sets = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Random seed (default: the recipe's).")] = None,
+    out: Out = None,
+    resume: Resume = False,
+    force: Force = False,
+    everybody: Everybody = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train the users of a recipe as a network would: a server, and for each user processes and a folder of its own."""
+    read = read_recipe(recipe, sets, seed)
+    from comingle.cli.network import require_flower, speaker
+
+    require_flower()
+    from comingle.cli.progress import console
+    from comingle.federation.local import federate as run
+    from comingle.reports.tables import render_run
+    from comingle.terminal import words
+
+    folder = out or default_folder(recipe, read.method.name, read.seed)
+    metrics = run(read, folder, resume=resume, force=force, say=speaker(quiet=quiet))
+    console.print(render_run(metrics, everybody=everybody))
+    console.print(words(f"{folder}/  metrics.json · events.jsonl · users/NAME/ (each user's own folder)", "dim"))

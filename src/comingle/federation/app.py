@@ -1,0 +1,49 @@
+"""What a ServerApp runs: the coordinator of a federation's file, in its run folder, from where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from comingle.errors import RecipeError
+from comingle.federation.files import load_plan
+from comingle.federation.running import coordinate
+from comingle.transports.channel import Channel
+
+
+def coordinate_app(channel: Channel, config: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> None:
+    """Run the federation of the file ``config["federation"]``; a run that was stopped goes on.
+
+    Raises:
+        ComingleError: the file or the folder cannot be used, or too few users answered.
+    """
+    if not (file := str(config.get("federation") or "").strip()):
+        raise RecipeError("run config: no 'federation'; give --run-config 'federation=\"FILE\"'")
+    coordinate(
+        load_plan(Path(file).expanduser()),
+        channel,
+        folder,
+        resume=(folder / "recipe.yaml").exists(),
+        observers=[lambda event: _tell(say, event)],
+    )
+
+
+def _tell(say: Callable[[str], None], event: Mapping[str, Any]) -> None:
+    """Each event worth a line."""
+    kind = event["event"]
+    if kind == "joined":
+        say(f"{event['user']} has joined")
+    elif kind in ("failed", "rejected"):
+        say(f"{event['user']}: {event['reason']}")
+    elif kind == "round":
+        say(f"round {event['round']}: {event['upload_bytes']:,} bytes up, {event['download_bytes']:,} down")
+    elif kind == "evaluation" and (mean := _mean(event)):
+        say(f"after round {event['round']}: {mean}")
+
+
+def _mean(event: Mapping[str, Any]) -> str:
+    if not event["users"]:
+        return ""
+    name = next(key for key in event if key.startswith("mean_test_"))
+    return f"mean test {name.removeprefix('mean_test_')} {event[name]:.4g} over {len(event['users'])} users"

@@ -1,0 +1,157 @@
+"""The two files of a federation: the coordinator's, which is public, and each participant's own.
+
+The coordinator's has the keys of a recipe, but whose data is where, and
+
+    participants: [ada, ben, cem]       who may take part
+    network: {min_participants: 2, round_timeout: 600, join_timeout: 300}
+    shapes: {...}                       of samples: what nets have to know of everybody's (see docs/federation.md)
+
+A participant's has ``name``, ``data``, ``state`` and the options of :class:`comingle.federation.own.Own`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field, ValidationError
+
+from comingle.data.names import name_problem
+from comingle.errors import RecipeError
+from comingle.federation.coordinator import Patience
+from comingle.federation.own import Own
+from comingle.federation.running import Plan
+from comingle.recipes import parse_recipe
+from comingle.recipes.fields import Count, Positive, Section
+from comingle.recipes.files import read_yaml
+from comingle.recipes.problems import first_problem
+from comingle.records import write_text
+
+_PATHS = ("path", "train", "valid", "test")
+
+
+class NetworkSection(Section):
+    """How long the server waits, in seconds, and for how many."""
+
+    min_participants: Count = 1
+    round_timeout: Positive = 3600.0
+    join_timeout: Positive = 300.0
+
+
+class Participant(Own):
+    """A participant's file: its own part, the folder for all that is private, and how to reach the server."""
+
+    state: Annotated[str, Field(min_length=1)]
+    server: str | None = None
+    certificates: str | None = None
+    key: str | None = None
+
+    @property
+    def own(self) -> Own:
+        """The part that says who it is and what it has."""
+        return Own(**{name: getattr(self, name) for name in Own.model_fields})
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a coordinator's file.
+
+    Raises:
+        RecipeError: no such file, or something in it is wrong.
+    """
+    content = _mapping(path)
+    names = content.pop("participants", None)
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise RecipeError(f"{path}: participants: got {names!r}; allowed: a list of names, as [ada, ben]")
+    if problem := name_problem(names):
+        raise RecipeError(f"{path}: participants: {problem}")
+    network = _section(NetworkSection, content.pop("network", {}), f"{path}: network")
+    if network.min_participants > len(names):
+        raise RecipeError(
+            f"{path}: network.min_participants: got {network.min_participants}; allowed: up to {len(names)}, the users"
+        )
+    shapes = content.pop("shapes", {})
+    data = content.get("data", {"kind": "text"})
+    if isinstance(data, Mapping):
+        if where := next((key for key in ("users", "dataset") if data.get(key) is not None), None):
+            raise RecipeError(
+                f"{path}: data.{where}: a coordinator has nobody's data; each participant says where its own is"
+            )
+        content["data"] = {"kind": "text", **data, "given": True}
+    recipe = parse_recipe(content, where=str(path))
+    if os.path.exists(path.parent / recipe.base):
+        recipe = recipe.with_changes({"base": str((path.parent / recipe.base).resolve())})
+    return Plan(recipe=recipe, users=tuple(names), settings=shapes, patience=Patience(**network.model_dump()))
+
+
+def save_plan(path: Path, plan: Plan) -> None:
+    """Write a coordinator's file, which :func:`load_plan` reads."""
+    content = plan.recipe.model_dump(mode="json", exclude_unset=True)
+    options = {key: value for key, value in content["data"].items() if key not in ("users", "dataset", "given")}
+    content |= {"data": {**options, "kind": plan.recipe.data.kind}, "participants": list(plan.users)}
+    content["network"] = asdict(plan.patience)
+    content |= {"shapes": plan.settings} if plan.settings else {}
+    write_text(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+
+
+def load_participant(path: Path, **changes: Any) -> Participant:
+    """Read a participant's file; ``changes`` come before what it says, where they are not None.
+
+    Raises:
+        RecipeError: no such file, or something in it is wrong.
+    """
+    content = _mapping(path) | {key: value for key, value in changes.items() if value is not None}
+    folder = path.parent
+    read = _section(Participant, content, str(path))
+    near = {key: _beside(folder, value) for key in ("state", "certificates", "key") if (value := getattr(read, key))}
+    base = str((folder / read.base).resolve()) if read.base and (folder / read.base).exists() else read.base
+    return read.model_copy(update={**near, "base": base, "data": _anchored(folder, read.data)})
+
+
+def save_participant(path: Path, participant: Participant) -> None:
+    """Write a participant's file, for its owner alone."""
+    text = yaml.safe_dump(participant.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_text(path, text)
+    path.chmod(0o600)
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise RecipeError(f"{path}: no such file")
+    content = read_yaml(path)
+    if not isinstance(content, Mapping):
+        raise RecipeError(f"{path}: got {type(content).__name__}; allowed: a mapping of keys to values")
+    return dict(content)
+
+
+def _section(kind: type[Any], content: Any, where: str) -> Any:
+    if not isinstance(content, Mapping):
+        raise RecipeError(f"{where}: got {type(content).__name__}; allowed: a mapping of keys to values")
+    try:
+        return kind(**content)
+    except ValidationError as error:
+        raise RecipeError(f"{where}: {first_problem(error, kind, None)}") from None
+
+
+def _anchored(folder: Path, data: Any) -> Any:
+    """Paths relative to the file; those with a scheme, and those of a data set's hub, as they are."""
+    if isinstance(data, str):
+        return _existing(folder, data)
+    if isinstance(data, Mapping):
+        inner = data.get("dataset")
+        found = {key: _existing(folder, data[key]) for key in _PATHS if isinstance(data.get(key), str)}
+        return {**data, **found, **({"dataset": _anchored(folder, inner)} if isinstance(inner, Mapping) else {})}
+    return data
+
+
+def _existing(folder: Path, source: str) -> str:
+    source = os.path.expandvars(os.path.expanduser(source))
+    return str((folder / source).resolve()) if os.path.exists(folder / source) else source
+
+
+def _beside(folder: Path, value: str) -> str:
+    return str((folder / os.path.expanduser(value)).absolute())

@@ -1,0 +1,69 @@
+"""A whole federation on one machine: a server, and for each user processes and a folder of its own."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from comingle.federation.coordinator import Patience
+from comingle.federation.files import Participant, save_participant, save_plan
+from comingle.federation.splitting import split_recipe
+from comingle.recipes import Recipe
+from comingle.records import read_metrics
+from comingle.runs.folders import check_folder
+from comingle.transports.flower.server_app import spell
+from comingle.transports.flower.superlink import SuperLink, coordinate
+from comingle.transports.flower.supernode import SuperNode
+from comingle.transports.flower.users import User
+
+USERS, PLAN, FILE = "users", "federation.yaml", "participant.yaml"
+
+
+def federate(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    patience: Patience | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Run a recipe with every user in processes of its own; the metrics that the server has of them.
+
+    The run folder is that of the server, ``FOLDER/users/NAME`` are the users' own.
+
+    Raises:
+        ComingleError: users elsewhere cannot do what the recipe asks for, the folder cannot be used, or a user or the
+            server cannot go on.
+    """
+    check_folder(folder, recipe, resume=resume, force=force)
+    plan, owns = split_recipe(recipe, patience)
+    if force:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    save_plan(folder / PLAN, plan)
+    for own in owns:
+        state = folder / USERS / own.name
+        save_participant(state / FILE, Participant(**own.model_dump(exclude_unset=True), state="."))
+    link = SuperLink(folder=folder, say=say)
+    nodes = [_node(folder / USERS / own.name, own.name, link.address, say) for own in owns]
+    settings = {"federation": str((folder / PLAN).absolute()), "users": spell(plan.users)}
+    try:
+        coordinate(link, settings, lambda: _tend(nodes))
+    finally:
+        for node in nodes:
+            node.stop()
+    return read_metrics(folder)
+
+
+def _node(state: Path, name: str, server: str, say: Callable[[str], None]) -> SuperNode:
+    state = state.absolute()
+    user = User(name=name, state=state, config=state / FILE)
+    return SuperNode(user=user, server=server, say=lambda line: say(f"{name}: {line}"))
+
+
+def _tend(nodes: Sequence[SuperNode]) -> None:
+    for node in nodes:
+        node.tend()

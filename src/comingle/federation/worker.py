@@ -1,0 +1,32 @@
+"""The process that answers a user's tasks: ``python -m comingle.federation.worker --name --state --config``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from comingle.errors import RecipeError
+from comingle.federation.files import load_participant
+from comingle.federation.node import Node
+from comingle.transports.flower.users import User
+from comingle.transports.flower.worker import main
+
+
+def load(user: User) -> Callable[[bytes], bytes]:
+    """The node of a user.
+
+    Raises:
+        RecipeError: its file is missing or wrong.
+    """
+    if user.config is None:
+        raise RecipeError(f'user {user.name!r}: no file that says where its data is; give config="FILE" to the node')
+    participant = load_participant(user.config, name=user.name, state=str(user.state))
+    return Node(user.state, participant.own, say=_say).handle
+
+
+def _say(line: str) -> None:
+    print(f"comingle: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(load)
