@@ -166,6 +166,19 @@ time.sleep(600)
     assert wait_until(lambda: not [child for child in children if child.is_running()]), children
 
 
+def test_what_forks_ends_although_its_parent_was_gone_before_it_looked(tmp_path: Path) -> None:
+    folder = tmp_path / "quick"
+    folder.mkdir()
+    code = f"""
+import os, subprocess, sys
+command = [sys.executable, "-m", "comingle.transports.flower.quick", {str(folder)!r}, str(os.getpid())]
+print(subprocess.Popen(command, stdout=subprocess.DEVNULL).pid)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert wait_until(lambda: not psutil.pid_exists(int(done.stdout))), done.stdout
+    assert not folder.exists()
+
+
 @pytest.mark.slow
 class TestKeys:
     """Who may come in, with real processes and TLS on loopback."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from comingle.errors import RunError
-from comingle.transports.flower.launch import POLL
+from comingle.transports.flower.launch import PARENT, POLL
 
 LOOPBACK = "127.0.0.1"
 
@@ -39,6 +39,7 @@ def environment(folder: Path, *, poll_seconds: float) -> dict[str, str]:
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": f"{min(poll_seconds, 1.0):g}",
         POLL: f"{poll_seconds:g}",
+        PARENT: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
     }
 
