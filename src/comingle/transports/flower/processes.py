@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,6 +50,23 @@ def environment(folder: Path, *, poll_seconds: float) -> dict[str, str]:
 def command(program: str, *arguments: str) -> list[str]:
     """One of Flower's programs, which ends with us."""
     return [sys.executable, "-m", "comingle.transports.flower.launch", program, *arguments]
+
+
+@contextmanager
+def ended_politely() -> Iterator[None]:
+    """A SIGTERM, as of a container that is stopped, is an interruption: children are ended, and nothing is left."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def free_port() -> int:

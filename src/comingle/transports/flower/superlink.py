@@ -19,6 +19,7 @@ from comingle.transports.flower.processes import (
     LOOPBACK,
     Service,
     command,
+    ended_politely,
     environment,
     free_port,
     last_line,
@@ -33,7 +34,7 @@ _BREAKS = 5
 """So often in a row the app may break off without being given up."""
 _HEALTHY_SECONDS = 120.0
 
-_PROJECT = """\
+PROJECT = """\
 [project]
 name = "comingle-federation"
 version = "1.0.0"
@@ -163,7 +164,7 @@ class SuperLink:
     def _write_project(self) -> Path:
         project = self.folder / FOLDER / "comingle-federation"
         project.mkdir(parents=True, exist_ok=True)
-        (project / "pyproject.toml").write_text(_PROJECT, encoding="utf-8")
+        (project / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
         return project
 
     def _flwr(self, *arguments: str) -> None:
@@ -267,8 +268,9 @@ def coordinate(
     """
     watch = Watch(link, {"out": str(link.folder.absolute()), **run_config})
     try:
-        while not watch.look():
-            beside()
-            time.sleep(_LOOK_SECONDS)
+        with ended_politely():
+            while not watch.look():
+                beside()
+                time.sleep(_LOOK_SECONDS)
     finally:
         link.service.stop()

@@ -12,7 +12,15 @@ from pathlib import Path
 
 from comingle.errors import RecipeError, RunError
 from comingle.transports.flower.calling import read_worker
-from comingle.transports.flower.processes import LOOPBACK, Diagnosis, Service, command, environment, free_port
+from comingle.transports.flower.processes import (
+    LOOPBACK,
+    Diagnosis,
+    Service,
+    command,
+    ended_politely,
+    environment,
+    free_port,
+)
 from comingle.transports.flower.users import REFUSAL, User
 
 FOLDER = "flower"
@@ -104,8 +112,9 @@ def participate(node: SuperNode, until: Callable[[], bool] = lambda: False) -> N
         RunError: it dies again and again.
     """
     try:
-        while not until():
-            node.tend()
-            time.sleep(0.3)
+        with ended_politely():
+            while not until():
+                node.tend()
+                time.sleep(0.3)
     finally:
         node.stop()
