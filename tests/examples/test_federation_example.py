@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +104,8 @@ def test_the_files_of_coordinator_and_participants_are_read() -> None:
         assert Path(participant.data).is_dir()
 
 
-def test_flower_takes_the_app() -> None:
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # flwr's
+def test_flower_takes_the_app_and_nobodys_files_travel_with_it() -> None:
     pytest.importorskip("flwr")
     from flwr.cli.build import build_fab_from_disk
     from flwr.cli.config_utils import load_and_validate
@@ -110,7 +113,8 @@ def test_flower_takes_the_app() -> None:
     from comingle.transports.flower.superlink import PROJECT
 
     load_and_validate(FOLDER / "pyproject.toml")
-    assert len(build_fab_from_disk(FOLDER)) < 100_000
+    with zipfile.ZipFile(io.BytesIO(build_fab_from_disk(FOLDER))) as packed:
+        assert {name for name in packed.namelist() if not name.startswith(".info")} == {"pyproject.toml"}
     own, shown = tomllib.loads(PROJECT), tomllib.loads((FOLDER / "pyproject.toml").read_text())
     assert own["tool"]["flwr"]["app"]["components"] == shown["tool"]["flwr"]["app"]["components"]
     assert own["tool"]["flwr"]["app"]["config"].keys() == shown["tool"]["flwr"]["app"]["config"].keys()
