@@ -196,12 +196,12 @@ class Service:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that says more than that all is well, without Flower's colours."""
+    """The last line of a log that says more than that all is well, without Flower's colours and frames."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    plain = [" ".join(_plain(line).split()) for line in lines]
+    plain = [" ".join(_plain(line).split()).strip("│╭╮╰╯─ ") for line in lines]
     return next((line for line in reversed(plain) if line and not line.startswith("INFO")), "")
 
 

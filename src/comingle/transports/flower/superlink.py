@@ -67,7 +67,7 @@ class Certificates:
     def options(self) -> list[str]:
         """As a SuperLink's command line has them."""
         files = ("--ssl-ca-certfile", self.authority), ("--ssl-certfile", self.certificate), ("--ssl-keyfile", self.key)
-        return [str(part) for pair in files for part in pair]
+        return [word for name, path in files for word in (name, str(path.absolute()))]
 
 
 @dataclass(kw_only=True)
@@ -94,6 +94,7 @@ class SuperLink:
             raise RecipeError(
                 f"server: {what} without certificates; make some with --make-certificates, or use {LOOPBACK}"
             )
+        self.folder = self.folder.absolute()  # programs look for relative paths elsewhere
         self.port = self.port or free_port()
         self.service = Service(
             name="SuperLink",
@@ -125,7 +126,7 @@ class SuperLink:
             time.sleep(_LOOK_SECONDS)
         self._write_home()
         for name, key in self.keys.items():
-            self._flwr("supernode", "register", str(key), "here", "--name", name)
+            self._flwr("supernode", "register", str(key.absolute()), "here", "--name", name)
         return True
 
     def run_app(self, run_config: Mapping[str, str | int | float | bool]) -> None:
@@ -147,7 +148,7 @@ class SuperLink:
         home = self.folder / FOLDER / "home"
         home.mkdir(parents=True, exist_ok=True)
         secure = (
-            f"root-certificates = {json.dumps(str(self.certificates.authority))}"
+            f"root-certificates = {json.dumps(str(self.certificates.authority.absolute()))}"
             if self.certificates
             else "insecure = true"
         )
@@ -266,7 +267,7 @@ def coordinate(
     Raises:
         RunError: as :meth:`Watch.look`.
     """
-    watch = Watch(link, {"out": str(link.folder.absolute()), **run_config})
+    watch = Watch(link, {"out": str(link.folder), **run_config})
     try:
         with ended_politely():
             while not watch.look():

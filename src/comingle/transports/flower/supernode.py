@@ -96,8 +96,8 @@ class SuperNode:
         return None
 
     def _options(self) -> list[str]:
-        secure = ["--root-certificates", str(self.authority)] if self.authority else ["--insecure"]
-        known = ["--auth-supernode-private-key", str(self.key)] if self.key else []
+        secure = ["--root-certificates", str(self.authority.absolute())] if self.authority else ["--insecure"]
+        known = ["--auth-supernode-private-key", str(self.key.absolute())] if self.key else []
         settings = {"name": self.user.name, "state": str(self.user.state)}
         settings |= {"config": str(self.user.config)} if self.user.config else {}
         node_config = " ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in settings.items())
