@@ -18,12 +18,12 @@ import pytest
 pytest.importorskip("flwr")
 
 from comingle.errors import RecipeError, RunError
-from comingle.transports.flower.calling import ADDRESS
-from comingle.transports.flower.calling import FOLDER as WORKER
+from comingle.transports.flower.calling import read_worker
+from comingle.transports.flower.certificates import make_certificates
 from comingle.transports.flower.fate import read_state
 from comingle.transports.flower.processes import Service
-from comingle.transports.flower.superlink import SuperLink, coordinate
-from comingle.transports.flower.supernode import SuperNode
+from comingle.transports.flower.superlink import Certificates, SuperLink, coordinate
+from comingle.transports.flower.supernode import SuperNode, participate
 from comingle.transports.flower.users import User
 
 TOY = Path(__file__).with_name("toy")
@@ -47,7 +47,7 @@ class Federation:
         return json.loads(path.read_text()) if path.exists() else []
 
     def worker(self, name: str) -> int:
-        return json.loads((self.folder / name / WORKER / ADDRESS).read_text())["process"]
+        return read_worker(self.folder / name).pid
 
     def app(self) -> int:
         state = read_state(self.folder / "run")
@@ -127,11 +127,13 @@ def test_the_run_goes_on_when_something_is_killed(federation: Federation, what: 
     assert federation.replies() == [BOTH] * 3
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_it_answers_is_started_again_and_asked_again(federation: Federation) -> None:
     federation.run(rounds=1, request="die-once")
     assert federation.replies() == [BOTH]
 
 
+@pytest.mark.slow
 def test_a_mistake_of_the_persons_ends_the_run_with_its_line(federation: Federation) -> None:
     federation.nodes.pop()
     with pytest.raises(RunError, match=r"^users: ada came; wanted: ada, eve$"):
@@ -143,7 +145,7 @@ def test_all_children_end_when_whoever_has_started_them_is_killed(tmp_path: Path
 import time
 from pathlib import Path
 from comingle.transports.flower.superlink import SuperLink
-from comingle.transports.flower.supernode import SuperNode
+from comingle.transports.flower.supernode import SuperNode, participate
 from comingle.transports.flower.users import User
 link = SuperLink(folder=Path({str(tmp_path)!r}) / "run", say=print)
 link.tend()
@@ -162,6 +164,95 @@ time.sleep(600)
     parent.wait()
     parent.stdout.close()
     assert wait_until(lambda: not [child for child in children if child.is_running()]), children
+
+
+def test_what_forks_ends_although_its_parent_was_gone_before_it_looked(tmp_path: Path) -> None:
+    folder = tmp_path / "quick"
+    folder.mkdir()
+    code = f"""
+import os, subprocess, sys
+command = [sys.executable, "-m", "comingle.transports.flower.quick", {str(folder)!r}, str(os.getpid())]
+print(subprocess.Popen(command, stdout=subprocess.DEVNULL).pid)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert wait_until(lambda: not psutil.pid_exists(int(done.stdout))), done.stdout
+    assert not folder.exists()
+
+
+@pytest.mark.slow
+class TestKeys:
+    """Who may come in, with real processes and TLS on loopback."""
+
+    @pytest.fixture
+    def guarded(self, tmp_path: Path) -> Iterator[Federation]:
+        files = make_certificates(tmp_path / "certificates", ["localhost"], ["ada", "bob"])
+        federation = Federation(tmp_path)
+        given = Certificates(authority=files.authority, certificate=files.certificate, key=files.key)
+        federation.link = SuperLink(
+            folder=tmp_path / "run", say=federation.said.append, project=TOY, certificates=given, keys=files.users
+        )
+        yield federation
+        federation.link.service.stop()
+        for node in federation.nodes:
+            node.stop()
+
+    def node(self, federation: Federation, name: str, key: Path | None, authority: Path | None = None) -> SuperNode:
+        state = federation.folder / f"state of {name}"
+        assert federation.link.certificates is not None
+        node = SuperNode(
+            user=User(name=name, state=state),
+            server=federation.link.address,
+            say=federation.said.append,
+            authority=authority or federation.link.certificates.authority,
+            key=key,
+        )
+        federation.nodes.append(node)
+        return node
+
+    def test_who_has_a_registered_key_takes_part_and_only_under_its_name(self, guarded: Federation) -> None:
+        keys = guarded.folder / "certificates" / "users"
+        self.node(guarded, "ada", keys / "ada.key")
+        mallory = self.node(guarded, "mallory", keys / "bob.key")
+        refused: list[str] = []
+
+        def beside() -> None:
+            guarded.nodes[0].tend()
+            try:
+                if not refused:
+                    mallory.tend()
+            except RunError as error:
+                refused.append(str(error))
+
+        coordinate(guarded.link, {"users": "ada", "rounds": 3, "request": "sleep 2"}, beside)
+        assert guarded.replies() == [{"ada": "ada"}] * 3
+        line = "refused: mallory: the key of this node is registered for 'bob'; allowed: that name alone"
+        assert refused == [line]
+        assert line in guarded.said
+
+    @pytest.mark.parametrize(
+        ("name", "why"),
+        [
+            ("stranger", "the key .*eve.key is not known, or another client uses it$"),
+            ("keyless", "nobody is let in without a key; give --key FILE$"),
+            (
+                "deceived",
+                "the certificate of 127.0.0.1:.* is not one that .*other.*ca.pem has signed for this address$",
+            ),
+        ],
+    )
+    def test_who_is_refused_hears_why_in_one_line(
+        self, guarded: Federation, name: str, why: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("comingle.transports.flower.supernode._LAPSE_SECONDS", 1.0)
+        other = make_certificates(guarded.folder / "other", ["localhost"], ["eve"])
+        eve = guarded.folder / "other" / "users" / "eve.key"
+        node = self.node(
+            guarded, name, None if name == "keyless" else eve, other.authority if name == "deceived" else None
+        )
+        guarded.link.tend()
+        with pytest.raises(RunError, match=rf"^{name}'s SuperNode: .*{why}") as refusal:
+            participate(node)
+        assert "\n" not in str(refusal.value)
 
 
 class TestServices:

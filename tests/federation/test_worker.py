@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from comingle.errors import MessageError
-from comingle.transports.flower.calling import ADDRESS, FOLDER, BrokenOff, Keeper, call, connect
+from comingle.transports.flower.calling import ADDRESS, FOLDER, BrokenOff, Keeper, call, connect, read_worker
 
 WORKER = Path(__file__).with_name("toy") / "toy_worker.py"
 
@@ -24,10 +24,8 @@ WORKER = Path(__file__).with_name("toy") / "toy_worker.py"
 def state(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "ada"
     yield folder
-    if (folder / FOLDER / ADDRESS).exists():
-        process = json.loads((folder / FOLDER / ADDRESS).read_text())["process"]
-        if psutil.pid_exists(process):
-            os.kill(process, signal.SIGKILL)
+    if (folder / FOLDER / ADDRESS).exists() and (worker := read_worker(folder)).lives():
+        os.kill(worker.pid, signal.SIGKILL)
 
 
 def ask(state: Path, request: bytes, *, timeout: float = 30, keeper: Keeper | None = None) -> bytes:

@@ -90,6 +90,11 @@ def connect(state: Path) -> Connection | None:
         return None  # there is none, or its address is that of one which has been killed
 
 
+def read_worker(state: Path) -> Keeper:
+    """The process of a state folder's worker; an OSError, ValueError or KeyError where there is none."""
+    return Keeper(**json.loads((state / FOLDER / ADDRESS).read_text(encoding="utf-8"))["process"])
+
+
 def _start(state: Path, command: Sequence[str]) -> Connection:
     """Starts a worker, which outlives us, and waits until it listens; of two that are started at once one stays."""
     folder = state / FOLDER

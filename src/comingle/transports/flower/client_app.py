@@ -12,9 +12,10 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from comingle.errors import ComingleError
+from comingle.records import write_text
 from comingle.transports.flower.calling import BrokenOff, call
 from comingle.transports.flower.envelope import Failure, Hello, request_of, wrap, wrap_failure, wrap_hello
-from comingle.transports.flower.users import User, instance_of, read_user
+from comingle.transports.flower.users import REFUSAL, User, instance_of, read_user
 
 WORKER = (sys.executable, "-m", "comingle.federation.worker")
 """Command that starts a user's worker; the user's options come after it."""
@@ -42,8 +43,7 @@ def make_client_app(ask: Ask) -> ClientApp:
         """The coordinator does not want this node, and says why: that is for the person at the node."""
         line = request_of(message).decode(errors="replace")
         print(f"comingle: refused: {line}", file=sys.stderr, flush=True)
-        state = read_user(context.node_config).state
-        (state / "refused").write_text(line + "\n", encoding="utf-8")
+        write_text(read_user(context.node_config).state / REFUSAL, line + "\n")
         return Message(wrap(b""), reply_to=message)
 
     @made.train()

@@ -25,6 +25,9 @@ PROGRAMS = {
 POLL = "COMINGLE_POLL_SECONDS"
 """Environment variable: how often a SuperNode looks for messages, where that is to be more often than Flower has it."""
 
+PARENT = "COMINGLE_PARENT"
+"""Environment variable: the process with which this one is to end; it may be gone before this one can look."""
+
 _WAITS_IN = "flwr.supernode.start_client_internal"
 _LOOK_SECONDS, _GRACE_SECONDS = 0.3, 8.0
 
@@ -53,7 +56,7 @@ def hurry(longest: float) -> bool:
 
 def end_with_parent() -> None:
     """Ends this process, politely first, when its parent is gone, however that ended."""
-    parent = os.getppid()
+    parent = int(os.environ.get(PARENT) or os.getppid())
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -51,14 +51,13 @@ def offer() -> None:
     program.write_text(_ASKING.format(python=sys.executable, script=script), encoding="utf-8")
     program.chmod(0o700)
     os.environ["PATH"] = os.pathsep.join([str(folder), os.environ["PATH"]])
-    subprocess.Popen([sys.executable, "-m", __name__, str(folder)], stdin=subprocess.DEVNULL)
+    subprocess.Popen([sys.executable, "-m", __name__, str(folder), str(os.getpid())], stdin=subprocess.DEVNULL)
 
 
-def serve(folder: Path) -> None:
+def serve(folder: Path, parent: int) -> None:
     """Forks a child for each program that asks, for as long as whoever has started this lives."""
     for module in _NEEDED:
         import_module(module)
-    parent = os.getppid()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(folder / SOCKET))
@@ -101,4 +100,4 @@ def _become(asking: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]))
+    serve(Path(sys.argv[1]), int(sys.argv[2]))

@@ -19,6 +19,7 @@ from comingle.transports.flower.processes import (
     LOOPBACK,
     Service,
     command,
+    ended_politely,
     environment,
     free_port,
     last_line,
@@ -33,7 +34,7 @@ _BREAKS = 5
 """So often in a row the app may break off without being given up."""
 _HEALTHY_SECONDS = 120.0
 
-_PROJECT = """\
+PROJECT = """\
 [project]
 name = "comingle-federation"
 version = "1.0.0"
@@ -66,7 +67,7 @@ class Certificates:
     def options(self) -> list[str]:
         """As a SuperLink's command line has them."""
         files = ("--ssl-ca-certfile", self.authority), ("--ssl-certfile", self.certificate), ("--ssl-keyfile", self.key)
-        return [str(part) for pair in files for part in pair]
+        return [word for name, path in files for word in (name, str(path.absolute()))]
 
 
 @dataclass(kw_only=True)
@@ -93,6 +94,7 @@ class SuperLink:
             raise RecipeError(
                 f"server: {what} without certificates; make some with --make-certificates, or use {LOOPBACK}"
             )
+        self.folder = self.folder.absolute()  # programs look for relative paths elsewhere
         self.port = self.port or free_port()
         self.service = Service(
             name="SuperLink",
@@ -124,7 +126,7 @@ class SuperLink:
             time.sleep(_LOOK_SECONDS)
         self._write_home()
         for name, key in self.keys.items():
-            self._flwr("supernode", "register", str(key), "here", "--name", name)
+            self._flwr("supernode", "register", str(key.absolute()), "here", "--name", name)
         return True
 
     def run_app(self, run_config: Mapping[str, str | int | float | bool]) -> None:
@@ -146,7 +148,7 @@ class SuperLink:
         home = self.folder / FOLDER / "home"
         home.mkdir(parents=True, exist_ok=True)
         secure = (
-            f"root-certificates = {json.dumps(str(self.certificates.authority))}"
+            f"root-certificates = {json.dumps(str(self.certificates.authority.absolute()))}"
             if self.certificates
             else "insecure = true"
         )
@@ -163,7 +165,7 @@ class SuperLink:
     def _write_project(self) -> Path:
         project = self.folder / FOLDER / "comingle-federation"
         project.mkdir(parents=True, exist_ok=True)
-        (project / "pyproject.toml").write_text(_PROJECT, encoding="utf-8")
+        (project / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
         return project
 
     def _flwr(self, *arguments: str) -> None:
@@ -265,10 +267,11 @@ def coordinate(
     Raises:
         RunError: as :meth:`Watch.look`.
     """
-    watch = Watch(link, {"out": str(link.folder.absolute()), **run_config})
+    watch = Watch(link, {"out": str(link.folder), **run_config})
     try:
-        while not watch.look():
-            beside()
-            time.sleep(_LOOK_SECONDS)
+        with ended_politely():
+            while not watch.look():
+                beside()
+                time.sleep(_LOOK_SECONDS)
     finally:
         link.service.stop()

@@ -10,13 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from comingle.errors import RecipeError
-from comingle.transports.flower.calling import ADDRESS
-from comingle.transports.flower.calling import FOLDER as WORKER
-from comingle.transports.flower.processes import LOOPBACK, Service, command, environment, free_port
-from comingle.transports.flower.users import User
+from comingle.errors import RecipeError, RunError
+from comingle.transports.flower.calling import read_worker
+from comingle.transports.flower.processes import (
+    LOOPBACK,
+    Diagnosis,
+    Service,
+    command,
+    ended_politely,
+    environment,
+    free_port,
+)
+from comingle.transports.flower.users import REFUSAL, User
 
 FOLDER = "flower"
+
+_LAPSE_SECONDS = 100.0
+"""A SuperLink misses a SuperNode that was killed for a minute, and lets nobody in with its key until then."""
 
 
 @dataclass(kw_only=True)
@@ -49,29 +59,45 @@ class SuperNode:
             log=self.user.state / FOLDER / "supernode.log",
             environment=environment(self.user.state / FOLDER, poll_seconds=self.poll_seconds),
             say=self.say,
+            diagnose=self._diagnose,
         )
+        self._refused = self.user.state / REFUSAL
+        self._refused.unlink(missing_ok=True)  # of an earlier time
 
     def tend(self) -> None:
         """Starts it, or starts it again.
 
         Raises:
-            RunError: it dies again and again.
+            RunError: it dies again and again, or the coordinator refuses it.
         """
+        if self._refused.exists():
+            raise RunError(f"refused: {self._refused.read_text(encoding='utf-8').strip()}")
         self.service.tend()
 
     def stop(self) -> None:
         """Ends it, and the worker."""
         self.service.stop()
         try:
-            said = json.loads((self.user.state / WORKER / ADDRESS).read_text(encoding="utf-8"))
-            os.kill(int(said["process"]), signal.SIGTERM)
-            (self.user.state / WORKER / ADDRESS).unlink()
+            worker = read_worker(self.user.state)
+            if worker.lives():
+                os.kill(worker.pid, signal.SIGTERM)
         except (OSError, ValueError, KeyError):
             return  # there is none
 
+    def _diagnose(self, printed: str) -> Diagnosis | None:
+        """What Flower's errors mean for whoever has started this."""
+        if "CERTIFICATE_VERIFY_FAILED" in printed or "SSL/TLS handshake error" in printed:
+            line = f"the certificate of {self.server} is not one that {self.authority} has signed for this address"
+            return Diagnosis(line=line, patience=0)
+        if "Failed to activate SuperNode" in printed or "must be registered" in printed:
+            key = f"the key {self.key} is not known" if self.key else "nobody is let in without a key; give --key FILE"
+            line = f"{self.server}: {key}" + (", or another client uses it" if self.key else "")
+            return Diagnosis(line=line, patience=_LAPSE_SECONDS if self.key else 0)
+        return None
+
     def _options(self) -> list[str]:
-        secure = ["--root-certificates", str(self.authority)] if self.authority else ["--insecure"]
-        known = ["--auth-supernode-private-key", str(self.key)] if self.key else []
+        secure = ["--root-certificates", str(self.authority.absolute())] if self.authority else ["--insecure"]
+        known = ["--auth-supernode-private-key", str(self.key.absolute())] if self.key else []
         settings = {"name": self.user.name, "state": str(self.user.state)}
         settings |= {"config": str(self.user.config)} if self.user.config else {}
         node_config = " ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in settings.items())
@@ -86,8 +112,9 @@ def participate(node: SuperNode, until: Callable[[], bool] = lambda: False) -> N
         RunError: it dies again and again.
     """
     try:
-        while not until():
-            node.tend()
-            time.sleep(0.3)
+        with ended_politely():
+            while not until():
+                node.tend()
+                time.sleep(0.3)
     finally:
         node.stop()

@@ -16,6 +16,9 @@ from comingle.errors import RecipeError
 INSTANCE = "instance"
 """File in a state folder: a random text that no other state folder has."""
 
+REFUSAL = "refused"
+"""File in a state folder: why the coordinator does not want this user."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class User:

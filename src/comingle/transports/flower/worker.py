@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -105,7 +105,7 @@ def _publish(path: Path, listener: Listener, key: bytes) -> None:
     """Says where it listens, to the user alone."""
     new = path.with_suffix(f".{os.getpid()}")
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        json.dump({"address": listener.address, "key": key.hex(), "process": os.getpid()}, file)
+        json.dump({"address": listener.address, "key": key.hex(), "process": asdict(Keeper.of(os.getpid()))}, file)
     new.replace(path)
 
 
