@@ -67,7 +67,9 @@ def shortened(words: tuple[str, ...]) -> list[str]:
     verb, extra = words[0], []
     if verb in ("demo", "server", "client"):  # which need the pretrained model, or somebody at the other end
         extra = ["--help"]
-    elif verb in ("run", "compare", "data", "cost", "federate"):
+    elif verb == "federate" and "--set" not in words:  # see below
+        extra = ["--help"]
+    elif verb in ("run", "compare", "data", "cost"):
         given = {words[i + 1].partition("=")[0] for i, word in enumerate(words) if word == "--set"}
         fitting = TINY if "photos.yaml" not in words else {"training.rounds": 1, "runtime.threads": 1}
         chats = "chats.yaml" in words
@@ -180,22 +182,43 @@ def test_the_python_examples_run_as_they_are_printed(tmp_path: Path) -> None:
 
 
 def test_no_other_page_has_python_examples_that_nobody_runs() -> None:
-    """Those in methods.md are pieces of files: see ``test_docs_readme.py``; for conversations.md see below."""
+    """Those in methods.md are pieces of files: see ``test_docs_readme.py``; for the last two see below."""
     assert {page.name for page in PAGES if shown(page, "python")} == {
         "README.md",
         "python.md",
         "methods.md",
         "samples.md",
         "conversations.md",
+        "federation.md",
     }
 
 
 def test_every_yaml_is_a_recipe_or_a_piece_of_one() -> None:
-    found = [yaml.safe_load(block) for page in PAGES for block in shown(page, "yaml")]
+    found = [yaml.safe_load(block) for page in PAGES for block in shown(page, "yaml") if page.name != "federation.md"]
     data = [parse_recipe({"data": {"task": "mnist"}, **content}).data for content in found]
     held_out = [getattr(one, "held_out", "") for one in data]
     assert len(held_out) > 5
     assert "mixture" in held_out
+
+
+def test_a_federation_is_run_and_its_files_are_read_as_its_page_says(place: Path) -> None:
+    """Of real processes: a server, and three users."""
+    pytest.importorskip("flwr")
+    from comingle.federation.files import load_participant, load_plan
+
+    page = DOCS / "federation.md"
+    coordinator, participant = shown(page, "yaml")
+    (place / "federation.yaml").write_text(coordinator, encoding="utf-8")
+    (place / "participant.yaml").write_text(participant, encoding="utf-8")
+    assert load_plan(place / "federation.yaml").users == ("ada", "ben", "cem")
+    assert load_participant(place / "participant.yaml").state == str(place)
+    words = commands(page)[0]
+    assert words[0] == "federate"
+    runs((*words, *(part for key, value in TINY.items() for part in ("--set", f"{key}={value}"))))
+    (code,) = shown(page, "python")
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=place, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip()
 
 
 def test_conversations_become_personal_models_as_their_page_says(place: Path) -> None:
