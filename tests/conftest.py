@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import sys
 
 import jaxtyping
 
 # Before anything of comingle is imported: every annotated signature becomes a check, shapes included. An int is a
 # float, as PEP 484 and pyright have it. COMINGLE_NO_TYPECHECK=1 turns it off (torch.compile cannot trace the checks).
 if os.environ.get("COMINGLE_NO_TYPECHECK") != "1":
-    _CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
-    jaxtyping.install_import_hook("comingle", _CHECKER)
+    # Where pytest-xdist has processes that run the tests, this one only hands them out.
+    _HANDS_OUT = "PYTEST_XDIST_WORKER" not in os.environ and re.search(r" -n ?([1-9]|auto|log)", " ".join(sys.argv))
+    if not _HANDS_OUT:
+        _CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+        jaxtyping.install_import_hook("comingle", _CHECKER)
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -150,12 +150,3 @@ def lora_pairs(tree: Tree) -> Iterator[tuple[str, Tensor, Tensor]]:
         if name.endswith(".a"):
             stem = name.removesuffix(".a")
             yield stem, a, tree[f"{stem}.b"]
-
-
-def head(tree: Tree) -> list[str]:
-    """The tensors of the last layer of a net; everything where the tensors are LoRA's, which have no last layer."""
-    if any(name.endswith(".a") for name in tree):
-        return list(tree)
-    trained = [name for name, t in tree.items() if not name.rpartition(".")[2].startswith("running")]
-    last = trained[-1].rpartition(".")[0]
-    return [name for name in trained if name.rpartition(".")[0] == last]

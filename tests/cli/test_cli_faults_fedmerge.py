@@ -20,7 +20,7 @@ from test_cli_mistakes import one_line
 
 from comingle.engines.checksums import seal
 from comingle.errors import ComingleError
-from comingle.kinds.questions.sets import LABELS
+from comingle.kinds.questions.rows import LABELS
 from comingle.runs import api
 
 Refuse = Callable[..., str]
@@ -337,8 +337,8 @@ ASKED = {
     "data.questions.languages=[en, en]": "xnli: language 'en' twice; allowed: each once, as it names a user",
     "data.questions.train=50": "xnli: 12 of 12 questions have at most 190 tokens (training.context) in each of en, de",
     "training.context=30": "xnli: 0 of 12 questions have at most 30 tokens (training.context) in each of en, de; train",
-    "base=net:mnist": "base: got 'net:mnist' for text; allowed: a language model, or data.task for a net",
-    "method=fedem": "method fedem: mixes whole models, which are small nets; give data.task",
+    "base=net:mnist": "base: got 'net:mnist' for text; allowed: a language model; nets are for users with samples",
+    "method=fedem": "method fedem: mixes whole models, which are small nets; nets are for users with samples",
     "adapters.rank=[2, 4]": "method fedmerge: adapters.rank differs between users; the server's models have one rank",
     "method=pcl": "user 'en': valid holds 0 questions, needs at least 1; give data.questions.valid, or choose a method",
 }

@@ -60,8 +60,10 @@ def test_the_overview_does_not_import_pydantic_either() -> None:
     )
 
 
-def test_an_interruption_exits_130_and_leaves_a_run_that_can_be_resumed(recipe_file: Path, tmp_path: Path) -> None:
-    run, rounds = tmp_path / "run", 150
+def test_an_interruption_exits_130_and_leaves_a_run_that_can_be_resumed(
+    comingle: Any, recipe_file: Path, tmp_path: Path
+) -> None:
+    run, rounds = tmp_path / "run", 50
     changes = {
         "training.rounds": rounds,
         "training.local_steps": 1,
@@ -69,8 +71,10 @@ def test_an_interruption_exits_130_and_leaves_a_run_that_can_be_resumed(recipe_f
         "evaluation.every": rounds,
     }
     options = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
-    command = [*COMINGLE, "run", str(recipe_file), "--out", str(run), "--quiet", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=quiet())
+    command = ["run", str(recipe_file), "--out", str(run), "--quiet", *options]
+    process = subprocess.Popen(
+        [*COMINGLE, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=quiet()
+    )
     while not list_checkpoints(run) and process.poll() is None:
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
@@ -79,8 +83,8 @@ def test_an_interruption_exits_130_and_leaves_a_run_that_can_be_resumed(recipe_f
     assert err.strip() == "comingle: stopped; the same command with --resume goes on from the last checkpoint"
     assert not (run / "metrics.json").exists()
 
-    resumed = subprocess.run([*command, "--resume"], capture_output=True, text=True, env=quiet())
-    assert (resumed.returncode, resumed.stderr) == (0, "")
+    resumed = comingle(*command, "--resume")
+    assert (resumed.code, resumed.err) == (0, "")
     done = json.loads((run / "metrics.json").read_text())
     assert [event["round"] for event in read_events(run) if event["event"] == "round"] == list(range(1, rounds + 1))
     whole = api.run(load_recipe(run))

@@ -17,6 +17,7 @@ import pytest
 
 import comingle as package
 from comingle import progress
+from comingle.cli import main
 from comingle.recipes import load_recipe
 from comingle.records import read_events
 from comingle.runs.session import build, prepare
@@ -100,12 +101,18 @@ def test_reproduce_says_a_line_a_round(comingle: Any, tmp_path: Path) -> None:
     assert (quiet.code, quiet.err, quiet.progress) == (0, "", ())
 
 
-def test_runs_side_by_side_say_a_line_a_round_too(tmp_path: Path) -> None:
-    command = [*COMINGLE, *SMOKE, "--jobs", "2", "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    assert "multilingual · local, seed 0 · round 1/" in done.stderr
-    assert "2/2 multilingual · " in done.stderr
+def test_runs_side_by_side_say_a_line_a_round_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """From processes of their own, whose stderr is this one's."""
+    words = [*SMOKE, "--jobs", "2", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["comingle", *words])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    told = capfd.readouterr().err
+    assert not stop.value.code, told
+    assert "multilingual · local, seed 0 · round 1/" in told
+    assert "2/2 multilingual · " in told
 
 
 # ---------------------------------------------------------------- Python

@@ -12,7 +12,8 @@ import yaml
 from comingle.engines.local import train
 from comingle.evaluation.costs.measured import counted
 from comingle.kinds.questions.kind import NOTE
-from comingle.kinds.questions.sets import LABELS, QUESTIONS, ask
+from comingle.kinds.questions.rows import LABELS, ask
+from comingle.kinds.questions.sets import QUESTIONS
 from comingle.recipes import load_recipe
 from comingle.runs.session import build, prepare
 
@@ -93,7 +94,11 @@ def test_what_was_interrupted_is_resumed_from_the_command_line(comingle: Any, re
         ("run", "training.context=20", "xnli: 0 of 9 questions have at most 20 tokens (training.context)"),
         ("run", "training.local_steps=3", "training.local_steps: got 3, which is not read for data.questions"),
         ("run", "base=net:mlp", "base: got 'net:mlp' for text; allowed: a language model"),
-        ("run", "method=ensemble", "method ensemble: mixes whole models, which are small nets; give data.task"),
+        (
+            "run",
+            "method=ensemble",
+            "method ensemble: mixes whole models, which are small nets; nets are for users",
+        ),
         ("cost", "data.questions.name=xnly", "no questions 'xnly'. Did you mean 'xnli'?"),
     ],
 )

@@ -114,8 +114,14 @@ ON_TEXT = {
         "floral.budget=0.1",
         "floral.budget: got 0.1, which is not read for text; adaptors on a language model take adapters.rank and ",
     ),
-    "a net": ("base=net:mlp", "base: got 'net:mlp' for text; allowed: a language model, or data.task for a net"),
-    "whole models": ("method=ensemble", "method ensemble: mixes whole models, which are small nets; give data.task"),
+    "a net": (
+        "base=net:mlp",
+        "base: got 'net:mlp' for text; allowed: a language model; nets are for users with samples",
+    ),
+    "whole models": (
+        "method=ensemble",
+        "method ensemble: mixes whole models, which are small nets; nets are for users with samples",
+    ),
     "true clusters": (
         "method=floral-optimal",
         "method floral-optimal: needs users whose true clusters are known, as in made tasks",

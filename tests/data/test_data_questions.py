@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from comingle.data.answers import Encoded, Question, UserAnswers, as_answers, check_answers, encode, pool_answers
 from comingle.data.batches import PAD, hide, inputs_of
 from comingle.errors import DataError, RecipeError
-from comingle.kinds.questions.sets import LABELS, QUESTIONS, ask, make_questions
+from comingle.kinds.questions.rows import LABELS, ask
+from comingle.kinds.questions.sets import QUESTIONS, make_questions
 from comingle.models.byte_tokenizer import EOS, byte_tokenizer
 
 

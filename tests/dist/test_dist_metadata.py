@@ -74,6 +74,8 @@ def test_there_is_one_version() -> None:
 def test_every_suite_that_the_makefile_names_is_there() -> None:
     """What has been moved would be left out of ``make unit`` in silence, or end ``make laws``."""
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
-    (named,) = (line.partition(":=")[2].split() for line in makefile.splitlines() if line.startswith("LAWS :="))
+    lists = dict(line.split(" := ") for line in makefile.splitlines() if line.startswith(("LAWS := ", "PROGRAMS := ")))
+    named = [path for paths in lists.values() for path in paths.split()]
+    assert len(lists) == 2
     assert len(named) > 5
     assert [path for path in named if not (REPOSITORY / path).exists()] == []

@@ -65,9 +65,9 @@ def shown(page: Path, language: str) -> list[str]:
 def shortened(words: tuple[str, ...]) -> list[str]:
     """The same command on toy models and little text."""
     verb, extra = words[0], []
-    if verb == "demo":  # needs the pretrained model
+    if verb in ("demo", "server", "client"):  # which need the pretrained model, or somebody at the other end
         extra = ["--help"]
-    elif verb in ("run", "compare", "data", "cost"):
+    elif verb in ("run", "compare", "data", "cost", "federate"):
         given = {words[i + 1].partition("=")[0] for i, word in enumerate(words) if word == "--set"}
         fitting = TINY if "photos.yaml" not in words else {"training.rounds": 1, "runtime.threads": 1}
         chats = "chats.yaml" in words

@@ -25,7 +25,7 @@ from comingle.errors import RecipeError
 from comingle.kinds.base import Materials, kind_of
 from comingle.kinds.conversations.feed import AnswerFeed
 from comingle.kinds.conversations.kind import training_tokens
-from comingle.kinds.questions.sets import LABELS
+from comingle.kinds.questions.rows import LABELS
 from comingle.methods.client import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.byte_tokenizer import EOS, byte_tokenizer

@@ -23,8 +23,8 @@ from comingle.records import read_events
 from comingle.runs import api
 from comingle.runs.folders import open_folder
 from comingle.runs.session import describe, prepare
+from commands import comingle as comingle
 
-COMINGLE = [sys.executable, "-c", "from comingle.cli import main; main()"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SLOW = """
 import sys, time
@@ -36,6 +36,28 @@ def wait(event):
         time.sleep(60)
 
 api.run(sys.argv[1], out=sys.argv[2], resume=len(sys.argv) > 3, observers=[wait])
+"""
+
+
+TWICE = """
+import os, signal, sys, time
+import transformers.models.llama.modeling_llama  # once, and not in each child
+from comingle.runs import api
+
+def wait(event):
+    if event["event"] == "round":
+        time.sleep(60)
+
+both = []
+for _ in range(2):
+    both.append(os.fork())
+    if both[-1] == 0:
+        api.run(sys.argv[1], out=sys.argv[2], resume=True, observers=[wait])
+loser, status = os.wait()
+assert os.waitstatus_to_exitcode(status) == 1
+(winner,) = set(both) - {loser}
+print(winner)
+os.kill(winner, signal.SIGKILL)
 """
 
 
@@ -67,7 +89,7 @@ def writer(recipe_file: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]
 
 
 def test_a_second_process_is_told_who_writes(
-    recipe: Recipe, recipe_file: Path, tmp_path: Path, writer: subprocess.Popen[str]
+    comingle: Any, recipe: Recipe, recipe_file: Path, tmp_path: Path, writer: subprocess.Popen[str]
 ) -> None:
     folder = tmp_path / "run"
     before = (folder / "events.jsonl").read_bytes()
@@ -76,12 +98,9 @@ def test_a_second_process_is_told_who_writes(
         message = refused(recipe, folder, **how)
         assert message.startswith(who)
         assert message.endswith(" writes to it; wait until that has ended, or use another --out")
-    done = subprocess.run(
-        [*COMINGLE, "run", str(recipe_file), "--out", str(folder), "--resume"],
-        capture_output=True, text=True, env=ENVIRONMENT,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"comingle: {who}")
+    answer = comingle("run", recipe_file, "--out", folder, "--resume")
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.startswith(f"comingle: {who}")
     assert (folder / "events.jsonl").read_bytes() == before
 
     writer.send_signal(signal.SIGKILL)
@@ -92,14 +111,13 @@ def test_a_second_process_is_told_who_writes(
 
 
 def test_compare_and_reproduce_are_refused_too(
-    recipe_file: Path, tmp_path: Path, writer: subprocess.Popen[str]
+    comingle: Any, recipe_file: Path, tmp_path: Path, writer: subprocess.Popen[str]
 ) -> None:
     (tmp_path / "all").mkdir()
     (tmp_path / "run").rename(tmp_path / "all" / "comigs-1g1s-seed0")  # the process writes on there
-    command = [*COMINGLE, "compare", str(recipe_file), "--methods", "comigs-1g1s", "--out", str(tmp_path / "all")]
-    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, env=ENVIRONMENT)
-    assert done.returncode == 2
-    assert f"process {writer.pid} on" in done.stderr
+    answer = comingle("compare", recipe_file, "--methods", "comigs-1g1s", "--out", tmp_path / "all", "--resume")
+    assert answer.code == 2
+    assert f"process {writer.pid} on" in answer.err
 
 
 def test_two_at_once_are_one_and_a_refusal(recipe_file: Path, tmp_path: Path) -> None:
@@ -108,16 +126,10 @@ def test_two_at_once_are_one_and_a_refusal(recipe_file: Path, tmp_path: Path) ->
     api.run(load_recipe(recipe_file), out=folder)
     (folder / "metrics.json").unlink()
     shutil.rmtree(folder / "checkpoints")
-    command = [sys.executable, "-c", SLOW, str(recipe_file), str(folder), "resume"]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENVIRONMENT}
-    both = [subprocess.Popen(command, **pipes) for _ in range(2)]
-    while all(process.poll() is None for process in both):
-        time.sleep(0.05)
-    (loser,) = [process for process in both if process.poll() is not None]
-    (winner,) = [process for process in both if process is not loser]
-    assert f"process {winner.pid} on" in loser.communicate()[1]
-    winner.kill()
-    winner.communicate()
+    command = [sys.executable, "-c", TWICE, str(recipe_file), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert f"process {done.stdout.strip()} on" in done.stderr
     api.run(load_recipe(recipe_file), out=folder, resume=True)
     assert [e["round"] for e in read_events(folder) if e["event"] == "round"] == [1, 2, 3, 4]
 

@@ -23,6 +23,7 @@ from comingle.records import read_events
 from comingle.runs import api
 from comingle.transports.inprocess import InProcess
 from federations import everyone, exchange, play_round
+from resuming import StoppedError, stop_in_round_3
 
 METHODS: dict[str, Any] = {
     "fedavg": "fedavg",
@@ -198,23 +199,15 @@ def test_peers_answer_those_alone_who_have_sent_something(federate: Any) -> None
     assert server.answers(names) == ["ann", "cem"]
 
 
-class StoppedError(Exception):
-    """Stands for whatever ends a run in the middle."""
-
-
 @pytest.mark.parametrize("method", [METHODS["pcl"], "fedavg", METHODS["fedmerge"]], ids=["pcl", "fedavg", "fedmerge"])
 def test_a_resumed_run_has_sent_and_received_what_the_undisturbed_one_has(
     recipe_file: Path, tmp_path: Path, method: Any
 ) -> None:
     recipe = load_recipe(recipe_file).with_changes({"method": method, "training.participation": 0.5})
 
-    def stop(event: dict[str, Any]) -> None:
-        if event["event"] == "step" and event["round"] == 3 and event["advance"]:
-            raise StoppedError
-
     whole = api.run(recipe, out=tmp_path / "whole")
     with pytest.raises(StoppedError):
-        api.run(recipe, out=tmp_path / "cut", observers=[stop])
+        api.run(recipe, out=tmp_path / "cut", observers=[stop_in_round_3])
     rest = api.run(recipe, out=tmp_path / "cut", resume=True)
     told = [
         [(e["round"], e["upload_bytes"], e["download_bytes"]) for e in read_events(folder) if e["event"] == "round"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -13,35 +12,15 @@ from typing import Any
 import pytest
 import torch
 from kill_driver import MOMENTS
-from safetensors.torch import load_file
 
-from comingle.engines.checkpoints import list_checkpoints
 from comingle.engines.checksums import seal
 from comingle.errors import RunError
 from comingle.recipes import Recipe, load_recipe
-from comingle.records import read_events
 from comingle.runs import api
+from resuming import final, state, told
 
-VOLATILE = {"wall_seconds", "tokens_per_second", "peak_memory_bytes"}
 # Two of three users take part in each round; checkpoints every round, of which two are kept.
 SETTINGS = {"training.participation": 0.6, "training.experts.clip_norm": 1.0, "training.weighting": "tokens"}
-
-
-def final(folder: Path) -> dict[str, Any]:
-    """What a finished run has found: its metrics, but for time and memory."""
-    metrics = json.loads((folder / "metrics.json").read_text())
-    return {key: value for key, value in metrics.items() if key not in VOLATILE}
-
-
-def told(folder: Path) -> list[dict[str, Any]]:
-    """Its events, but for time."""
-    return [{k: v for k, v in event.items() if k != "seconds"} for event in read_events(folder)]
-
-
-def state(folder: Path) -> dict[str, torch.Tensor]:
-    newest = list_checkpoints(folder)[-1]
-    assert newest.name == "round-0004"
-    return load_file(newest / "state.safetensors")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,14 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from comingle.engines.checkpoints import list_checkpoints
 from comingle.recipes import load_recipe, parse_recipe
-from comingle.records import read_events
 from comingle.runs import api
+from resuming import final, state, told
 
-VOLATILE = {"wall_seconds", "samples_per_second", "tokens_per_second", "peak_memory_bytes"}
 MOMENT = "in round 3"
 SGD = {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "weight_decay": 0}
 ADAMW = {"name": "adamw", "learning_rate": 0.01, "schedule": "cosine", "clip_norm": 1.0}
@@ -94,23 +91,6 @@ def killed(recipes: dict[str, Path]) -> Path:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return stage
-
-
-def final(folder: Path) -> dict[str, Any]:
-    """What a finished run has found: its metrics, but for time and memory."""
-    metrics = json.loads((folder / "metrics.json").read_text())
-    return {key: value for key, value in metrics.items() if key not in VOLATILE}
-
-
-def told(folder: Path) -> list[dict[str, Any]]:
-    """Its events, but for time."""
-    return [{k: v for k, v in event.items() if k != "seconds"} for event in read_events(folder)]
-
-
-def state(folder: Path) -> dict[str, torch.Tensor]:
-    newest = list_checkpoints(folder)[-1]
-    assert newest.name == "round-0004"
-    return load_file(newest / "state.safetensors")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed after a fork")

@@ -166,7 +166,11 @@ def test_rows_out_of_reach_ask_for_a_number_of_users(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("method", "changes", "message"),
     [
-        ("ensemble", {}, "method ensemble: mixes whole models, which are small nets; give data.task"),
+        (
+            "ensemble",
+            {},
+            "method ensemble: mixes whole models, which are small nets; nets are for users with samples",
+        ),
         ("floral", {"adapters.rank": [2, 2, 4]}, r"adapters.rank is \[2, 2, 4\]; components have one rank"),
     ],
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,23 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """What an example prints that leaves nothing behind in its process, which therefore is that of the tests."""
+
+    def run(name: str) -> str:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        capsys.readouterr()
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        assert not list(tmp_path.iterdir())
+        return capsys.readouterr().out
+
+    return run
+
+
 def printed(name: str, folder: Path) -> str:
-    """What an example prints."""
+    """What an example prints in a process of its own."""
     command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -42,9 +59,9 @@ def test_quickstart(tmp_path: Path) -> None:
     assert "ada's model goes on: '" in told
 
 
-def test_own_data(tmp_path: Path) -> None:
-    told = printed("own_data.py", tmp_path)
-    perplexities = numbers(told, r"^\w+ +[\d,]+ training tokens, test perplexity +([\d.]+)$")
+def test_own_data(told: Callable[[str], str]) -> None:
+    said = told("own_data.py")
+    perplexities = numbers(said, r"^\w+ +[\d,]+ training tokens, test perplexity +([\d.]+)$")
     assert len(perplexities) in (3, 4)  # without datasets, and with
     assert max(perplexities) < 1.1 * min(perplexities)
 
@@ -63,17 +80,17 @@ def test_own_method(tmp_path: Path) -> None:
     assert re.search(r"^Run\(near on random:llama", told, re.MULTILINE)
 
 
-def test_own_conversations(tmp_path: Path) -> None:
-    told = printed("own_conversations.py", tmp_path)
-    assert len(numbers(told, r"^\w+: test perplexity of responses ([\d.]+)$")) == 3
+def test_own_conversations(told: Callable[[str], str]) -> None:
+    said = told("own_conversations.py")
+    assert len(numbers(said, r"^\w+: test perplexity of responses ([\d.]+)$")) == 3
 
 
-def test_own_model(tmp_path: Path) -> None:
-    told = printed("own_model.py", tmp_path)
-    accuracies = numbers(told, r"^Run\(.* mean test accuracy ([\d.]+)\)$")
+def test_own_model(told: Callable[[str], str]) -> None:
+    said = told("own_model.py")
+    accuracies = numbers(said, r"^Run\(.* mean test accuracy ([\d.]+)\)$")
     assert len(accuracies) == 3
     assert max(accuracies) > 0.5
-    assert re.search(r"names \d+ of 20 new pictures", told)
+    assert re.search(r"names \d+ of 20 new pictures", said)
 
 
 def test_the_quickstart_is_a_notebook_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

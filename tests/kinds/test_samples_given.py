@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -139,6 +140,7 @@ def test_methods_of_nets_train_an_own_net(method: Any) -> None:
     ada = run.user("ada")
     assert isinstance(ada, PersonalNet)
     assert ada.predict(numbers(2, 1, 8, 8)).shape == (2, 3)
+    assert re.fullmatch(r"PersonalNet\('ada', \w+ of [\d,]+ parameters\)", repr(ada))
 
 
 @pytest.mark.parametrize(("base", "name"), [(None, "net:cnn"), ("net:linear", "net:linear")])

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from comingle.methods import REGISTRY, make, settings_of
 from comingle.methods.server import Mean, Server
+from comingle.transports.inprocess import InProcess
+
+Federate = Callable[..., InProcess]
 
 ROUTER_EVERY, ROUTER_STEPS = 3, 2
 
@@ -54,6 +59,12 @@ NETS = {
     "floral, the public code's rates": {"name": "floral", "clusters": 2, "adaptor_server_rate": 0.1},
 }
 """Methods on small nets that are trained whole."""
+
+
+@pytest.fixture(scope="session")
+def federate(federate: Federate) -> Federate:
+    """As elsewhere, on a base of one narrow layer: what laws say of users, methods and servers needs no more."""
+    return partial(federate, base="random:llama?layers=1&dim=32")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -18,7 +18,6 @@ from comingle.transports.inprocess import InProcess
 from comingle.trees import ADAPTOR, BASE, CLIENT_ROUTER
 from federations import download_all, local_round, play_round
 
-TINY = "random:llama?layers=1&dim=32"
 RANKED = {"fedavg", "comigs-1g1s", "hetlora", "flexlora", "pcl", "fdlora"}
 """Methods that are also tried with ranks per user."""
 
@@ -53,7 +52,7 @@ def soon(method: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_messages_on_a_wire_change_nothing(federate: Any, federated: dict[str, Any]) -> None:
-    one, two = (federate(soon(federated), base=TINY, dtype="float32", changes=HALF) for _ in range(2))
+    one, two = (federate(soon(federated), dtype="float32", changes=HALF) for _ in range(2))
     two.serialise = True
     equal(one, two)
 
@@ -67,7 +66,7 @@ def test_messages_of_nets_on_a_wire_change_nothing(federate_nets: Any, netted: d
 @pytest.mark.parametrize("name", sorted(RANKED))
 def test_messages_of_users_of_unequal_rank_on_a_wire_change_nothing(federate: Any, name: str) -> None:
     changes = {**HALF, "adapters.rank": [2, 3, 1]}
-    one, two = (federate(soon({"name": name}), base=TINY, dtype="float32", changes=changes) for _ in range(2))
+    one, two = (federate(soon({"name": name}), dtype="float32", changes=changes) for _ in range(2))
     two.serialise = True
     equal(one, two)
 
@@ -101,7 +100,7 @@ def heard(make_federation: Any, users: int) -> None:
 
 
 def test_only_participants_reach_the_server(federate: Any, federated: dict[str, Any]) -> None:
-    heard(lambda: federate(soon(federated), base=TINY), 3)
+    heard(lambda: federate(soon(federated)), 3)
 
 
 def test_only_participants_reach_the_server_with_nets(federate_nets: Any, netted: dict[str, Any]) -> None:
@@ -133,7 +132,7 @@ def by_name(make_federation: Any) -> None:
 
 
 def test_messages_count_by_name(federate: Any, federated: dict[str, Any]) -> None:
-    by_name(lambda: federate(soon(federated), base=TINY))
+    by_name(lambda: federate(soon(federated)))
 
 
 def test_messages_of_nets_count_by_name(federate_nets: Any, netted: dict[str, Any]) -> None:
@@ -142,11 +141,11 @@ def test_messages_of_nets_count_by_name(federate_nets: Any, netted: dict[str, An
 
 @pytest.mark.parametrize("name", sorted(RANKED))
 def test_messages_of_users_of_unequal_rank_count_by_name(federate: Any, name: str) -> None:
-    by_name(lambda: federate(soon({"name": name}), base=TINY, changes={"adapters.rank": [2, 3, 1]}))
+    by_name(lambda: federate(soon({"name": name}), changes={"adapters.rank": [2, 3, 1]}))
 
 
 def test_an_upload_is_of_those_who_took_part_and_a_copy(federate: Any, federated: dict[str, Any]) -> None:
-    clients = federate(federated, base=TINY).clients
+    clients = federate(federated).clients
     sent = clients.upload([2, 0], 1, {})
     assert sent.users == ("cem", "ann")
     assert all(len(t) == 2 for t in [*sent.tensors.values(), *sent.reports.values(), sent.ranks])
@@ -218,7 +217,7 @@ def test_an_upload_holds_nothing_local(federate: Any, federate_nets: Any, number
         small = {"seed": changes["seed"], "data.task.clusters": min(2, settings.get("clusters", 2))}
         federation = federate_nets(method, changes=small)
     else:
-        federation = federate(method, base=TINY, changes=changes)
+        federation = federate(method, changes=changes)
     check_upload(federation, number)
 
 
@@ -244,7 +243,7 @@ def check_upload(federation: InProcess, seed: int) -> None:
 
 def test_the_search_for_marks_finds_what_leaks(federate: Any) -> None:
     """The law can fail: an upload of everything is caught."""
-    federation = federate({"name": "comigs-1g1s"}, base=TINY)
+    federation = federate({"name": "comigs-1g1s"})
     marked(federation, 1)
     clients = federation.clients
     views = clients.model.layout.views(clients.state.rows)
@@ -280,7 +279,7 @@ def count_messages(federation: InProcess, monkeypatch: pytest.MonkeyPatch) -> No
 def test_bytes_counted_are_bytes_packed(
     federate: Any, federated: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count_messages(federate(soon(federated), base=TINY, dtype="float32"), monkeypatch)
+    count_messages(federate(soon(federated), dtype="float32"), monkeypatch)
 
 
 def test_bytes_counted_of_nets_are_bytes_packed(

@@ -17,7 +17,6 @@ from comingle.transports.inprocess import InProcess
 from comingle.trees import Tree
 from federations import local_round
 
-TINY = "random:llama?layers=1&dim=32"
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 LOSS = 0.5
 
@@ -104,7 +103,7 @@ def same(found: Tree, wanted: Tree) -> None:
 
 
 def test_a_sum_depends_on_weighted_sums_alone(federate: Any, federated: dict[str, Any]) -> None:
-    check_sum(federate(federated, base=TINY))
+    check_sum(federate(federated))
 
 
 def test_a_sum_of_nets_depends_on_weighted_sums_alone(federate_nets: Any, netted: dict[str, Any]) -> None:
@@ -137,7 +136,7 @@ def first_rate(method: dict[str, Any]) -> float:
 
 
 def test_a_mean_has_weights_that_no_upload_decides_on(federate: Any, federated: dict[str, Any]) -> None:
-    check_bound(federate(federated, base=TINY), first_rate(federated))
+    check_bound(federate(federated), first_rate(federated))
 
 
 def test_a_mean_of_nets_has_weights_that_no_upload_decides_on(federate_nets: Any, netted: dict[str, Any]) -> None:
@@ -146,18 +145,18 @@ def test_a_mean_of_nets_has_weights_that_no_upload_decides_on(federate_nets: Any
 
 @pytest.mark.parametrize("name", ["fedavg", "comigs-1g1s", "fdlora", "fedit", "fedavg+"])
 def test_methods_with_one_mean_say_so(federate: Any, name: str) -> None:
-    server = federate(name, base=TINY).server.method.server
+    server = federate(name).server.method.server
     assert (server.kind, server.clipped_mean) == ("sum", True)
 
 
 @pytest.mark.parametrize("name", ["hetlora", "flexlora", "pcl", "fedmerge"])
 def test_methods_that_look_at_each_upload_say_so(federate: Any, name: str) -> None:
-    server = federate(name, base=TINY).server.method.server
+    server = federate(name).server.method.server
     assert (server.kind, server.clipped_mean) == ("stack", False)
 
 
 def test_a_method_shares_something_if_its_server_does_something(federate: Any, method: dict[str, Any]) -> None:
-    made = federate(method, base=TINY).server.method
+    made = federate(method).server.method
     assert (made.server.kind == "none") == (not made.shared)
 
 

@@ -78,7 +78,7 @@ def run(federate: Any, federate_nets: Any, name: str, **settings: Any) -> list[T
     if make(name).placement.mixture is not None or name in ON_NETS:
         return outcome(federate_nets(method, changes={"training.rounds": ROUNDS}))
     ranks = {"adapters.rank": [2, 3, 4]} if name == "hetlora" else {}
-    return outcome(federate(method, base=TINY, changes={"training.rounds": ROUNDS, **ranks}))
+    return outcome(federate(method, changes={"training.rounds": ROUNDS, **ranks}))
 
 
 @cache

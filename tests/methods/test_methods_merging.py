@@ -12,6 +12,7 @@ from comingle.errors import RecipeError
 from comingle.methods.merging import (
     column_shares,
     fixed_step,
+    head,
     inner_products,
     logit_gradient,
     soup_gradient,
@@ -19,7 +20,7 @@ from comingle.methods.merging import (
 )
 from comingle.methods.server import mix
 from comingle.methods.soups import start_soup
-from comingle.trees import Tree, head
+from comingle.trees import Tree
 
 USERS, MODELS = 5, 3
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}

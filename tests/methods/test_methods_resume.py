@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from comingle.recipes import Recipe, load_recipe
 from comingle.runs import api
+from resuming import StoppedError, outcome, stop_in_round_3
 
 METHODS = {
     "hetlora": {"name": "hetlora", "regularisation": 100.0, "gamma": 0.6},
@@ -21,10 +19,6 @@ METHODS = {
     "ifca": {"name": "ifca", "models": 2},
     "fedavg+": {"name": "fedavg+"},
 }
-
-
-class StoppedError(Exception):
-    pass
 
 
 @pytest.fixture(params=METHODS.values(), ids=METHODS)
@@ -38,20 +32,10 @@ def recipe(request: pytest.FixtureRequest, recipe_file: Path) -> Recipe:
     return load_recipe(recipe_file).with_changes(changes)
 
 
-def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    metrics = json.loads((folder / "metrics.json").read_text())
-    kept = {key: metrics[key] for key in ("users", "upload_bytes_per_user_round", "download_bytes_per_user_round")}
-    return kept, load_file(folder / "checkpoints" / "round-0004" / "state.safetensors")
-
-
 def test_resuming_is_exact(recipe: Recipe, tmp_path: Path) -> None:
-    def stop(event: dict[str, Any]) -> None:
-        if event["event"] == "step" and event["round"] == 3 and event["advance"]:
-            raise StoppedError
-
     api.run(recipe, out=tmp_path / "whole")
     with pytest.raises(StoppedError):
-        api.run(recipe, out=tmp_path / "parts", observers=[stop])
+        api.run(recipe, out=tmp_path / "parts", observers=[stop_in_round_3])
     api.run(recipe, out=tmp_path / "parts", resume=True)
     (expected, tensors), (found, state) = outcome(tmp_path / "whole"), outcome(tmp_path / "parts")
     assert found == expected

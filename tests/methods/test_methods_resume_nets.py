@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from comingle.recipes import parse_recipe
 from comingle.runs import api
 from federations import exchange, local_round
+from resuming import StoppedError, outcome, stop_in_round_3
 
 SGD = {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "weight_decay": 0}
 METHODS: dict[str, dict[str, Any]] = {
@@ -25,16 +24,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "pfedmoe": {"name": "pfedmoe"},
 }
 KEPT = {"fedmerge": {"server/merging"}, "fedmerge-fixed": {"server/merging"}}
-
-
-class StoppedError(Exception):
-    pass
-
-
-def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    metrics = json.loads((folder / "metrics.json").read_text())
-    kept = {key: metrics[key] for key in ("users", "upload_bytes_per_user_round", "download_bytes_per_user_round")}
-    return kept, load_file(folder / "checkpoints" / "round-0004" / "state.safetensors")
 
 
 def images(folder: Path) -> dict[str, Any]:
@@ -60,13 +49,9 @@ def test_resuming_is_exact(name: str, task: str, tmp_path: Path) -> None:
         }
     ).with_changes(images(tmp_path) if task == "augmentation" else {})
 
-    def stop(event: dict[str, Any]) -> None:
-        if event["event"] == "step" and event["round"] == 3 and event["advance"]:
-            raise StoppedError
-
     whole = api.run(recipe, out=tmp_path / "whole")
     with pytest.raises(StoppedError):
-        api.run(recipe, out=tmp_path / "parts", observers=[stop])
+        api.run(recipe, out=tmp_path / "parts", observers=[stop_in_round_3])
     api.run(recipe, out=tmp_path / "parts", resume=True)
     (expected, tensors), (found, state) = outcome(tmp_path / "whole"), outcome(tmp_path / "parts")
     assert found == expected

@@ -227,7 +227,18 @@ def test_windows_are_never_longer_than_the_text(person: Person, monkeypatch: pyt
     exact = ann.perplexity(text, context=199)
     assert ann.perplexity(text, context=100_000) == exact
     assert seen == [(1, 1, 200)] * 2
-    assert math.isnan(ann.perplexity("", context=5))
+
+
+@pytest.mark.parametrize("text", ["", "x"])
+def test_a_text_of_which_nothing_is_predicted_has_no_perplexity(person: Person, text: str) -> None:
+    said = f"user 'ann': perplexity is of a text of at least 2 tokens, got {len(text)}"
+    with pytest.raises(DataError) as error:
+        person().perplexity(text)
+    assert str(error.value) == said
+
+
+def test_a_users_model_is_shown_in_one_line(person: Person) -> None:
+    assert repr(person()) == "PersonalModel('ann' on random:llama)"
 
 
 @pytest.mark.parametrize("context", [0, -3, True])

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from comingle.errors import RunError
-from comingle.reports.runs import find_runs, notices, read_entries, read_run
+from comingle.reports.notices import notices
+from comingle.reports.runs import find_runs, read_entries, read_run
 
 CURVE = {0: {"ann": 9.0, "bob": 7.0}, 2: {"ann": 4.0, "bob": 6.0}}
 

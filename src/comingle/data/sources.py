@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import islice
@@ -26,6 +26,9 @@ from comingle.errors import DataError, NoTextError, did_you_mean
 
 _DEMO_PREFIX = "demo:"
 _LOCAL_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
+
+Groups = dict[str, dict[str, list[str]]]
+"""Documents by user and split."""
 
 
 def read_documents(path: str | Path, *, column: str = "text", most: int | None = None) -> list[str]:
@@ -87,7 +90,7 @@ def read_dataset(
     name: str | None = None,
     data_files: str | Sequence[str] | Mapping[str, Any] | None = None,
     max_documents: int | None = None,
-) -> dict[str, dict[str, list[str]]]:
+) -> Groups:
     """Rows of a data set grouped by a column: documents by user and split.
 
     Args:
@@ -111,29 +114,40 @@ def read_dataset(
     where = str(source) if isinstance(source, str | Path) else ", ".join(map(str, source))
     if where.startswith(HUB_PREFIX) and parse_hub_name(where).documents:
         raise DataError(f"{where}: documents is for a single user's source; here, max_documents says how many")
-    groups: dict[str, dict[str, list[str]]] = {}
-    named = set(users) if isinstance(users, Sequence) else None
-    number = users if named is None else len(named)
     columns = [text, user] if split is None else [text, user, split]
+    groups: Groups = {}
     with open_splits(source, name=name, data_files=data_files, stream=max_documents is not None) as splits:
         for own_split, rows in splits:
-            complete: set[str] = set()  # those who are wanted and have all they may have of this split
-            for document, owner, *row_split in iterate_rows(rows, columns, where):
-                if isinstance(users, int) and owner not in groups and len(groups) == users:
-                    continue
-                documents = groups.setdefault(owner, {}).setdefault((row_split or [own_split])[0], [])
-                if max_documents is None or len(documents) < max_documents:
-                    documents.append(document)
-                if split is None and len(documents) == max_documents and (named is None or owner in named):
-                    complete.add(owner)
-                    if len(complete) == number:
-                        break
+            _group(groups, iterate_rows(rows, columns, where), own_split, users, max_documents)
     if not groups:
         raise DataError(f"{where}: no row has both text in column {text!r} and a user in column {user!r}")
     groups = choose_users(groups, users, where)
     if problem := name_problem(groups):
         raise DataError(f"{where}: column {user!r}: {problem}")
     return groups
+
+
+def _group(
+    groups: Groups,
+    rows: Iterable[Sequence[str]],
+    own_split: str,
+    users: Sequence[str] | int | None,
+    max_documents: int | None,
+) -> None:
+    """Put the rows of one split into ``groups``: documents with their owners, maybe each with a split of its own."""
+    named = set(users) if isinstance(users, Sequence) else None
+    number = users if named is None else len(named)
+    complete: set[str] = set()  # those who are wanted and have all they may have of this split
+    for document, owner, *row_split in rows:
+        if isinstance(users, int) and owner not in groups and len(groups) == users:
+            continue
+        documents = groups.setdefault(owner, {}).setdefault((row_split or [own_split])[0], [])
+        if max_documents is None or len(documents) < max_documents:
+            documents.append(document)
+        if not row_split and len(documents) == max_documents and (named is None or owner in named):
+            complete.add(owner)
+            if len(complete) == number:
+                return
 
 
 def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str) -> Iterator[tuple[Any, ...]]:

@@ -12,6 +12,8 @@ from pathlib import Path
 from comingle.errors import RunError
 
 SUMS = "SHA256SUMS"
+_FEDERATIONS = ("public.json", "federation.json")
+"""What is in a folder of a participant, or of a coordinator: neither is a run that a command resumes by its folder."""
 
 
 def list_checkpoints(run: Path) -> list[Path]:
@@ -49,7 +51,10 @@ def advise(folder: Path) -> str:
 
 def resume_command(checkpoint: Path) -> str:
     """What to type to go on with the run of a checkpoint."""
-    return f"`comingle run --resume {shlex.quote(str(checkpoint.parent.parent))}`"
+    run = checkpoint.parent.parent
+    if any((run / name).exists() for name in _FEDERATIONS):
+        return "the federation, started again,"
+    return f"`comingle run --resume {shlex.quote(str(run))}`"
 
 
 def _find_damage(folder: Path, name: str | None = None) -> str:

@@ -1,4 +1,7 @@
-"""Whether a message is what it says: from whom, of which round, with the right tensors, all of them finite."""
+"""Whether a message is what it says: from whom, of which round, with the right tensors, all of them finite.
+
+Whoever is on the other side may be mistaken or mean harm: nothing of a message is used before it has been looked at.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,22 @@ import torch
 from torch import Tensor
 
 from comingle.errors import MessageError
-from comingle.protocol.messages import Download, Upload
+from comingle.methods.base import Method
+from comingle.methods.server import Reported
+from comingle.protocol.messages import COUNT, LOSS, VALIDATION, Download, Upload
 from comingle.trees import Layout, Tree, restrict
 
 _FACTORS = (".a", ".b")
+_DTYPES = (torch.float32, torch.float64)
+_MOST_SAMPLES = 10**15
+_LARGEST = float(torch.finfo(torch.float32).max)
+_LOSS = Reported(least=-_LARGEST, most=_LARGEST)
 
 
-def check_upload(upload: Upload, layout: Layout, shared: frozenset[str], *, user: str, number: int) -> None:
-    """Whether an upload is a user's own of round ``number`` (from 1).
+def check_upload(
+    upload: Upload, layout: Layout, method: Method, *, user: str, number: int, rank: int, weighted: bool = False
+) -> None:
+    """Whether an upload is a user's own of round ``number`` (from 1); ``rank`` is the largest that the user may have.
 
     Raises:
         MessageError: it is not; says what is wrong.
@@ -22,21 +33,69 @@ def check_upload(upload: Upload, layout: Layout, shared: frozenset[str], *, user
         raise MessageError(f"upload: from user {user!r}, in the name of {upload.users[0]!r}")
     if upload.round != number:
         raise MessageError(f"upload: of round {upload.round}; now it is round {number}")
-    _check_tensors("upload", upload.tensors, layout, shared, leading=0, rank=int(upload.ranks[0]))
-    for name, t in upload.reports.items():
-        if t.is_floating_point() and not bool(t.isfinite().all()):
-            raise MessageError(f"upload: {name} is not finite")
+    _check_rank("upload", int(upload.ranks[0]), rank)
+    _check_tensors("upload", upload.tensors, layout, method.shared, leading=0, rank=int(upload.ranks[0]))
+    _check_reports(upload.reports, _reported(method, weighted=weighted))
 
 
-def check_download(download: Download, layout: Layout, shared: frozenset[str], *, user: str) -> None:
-    """Whether a download is for this user, of what its method shares.
+def check_download(
+    download: Download, layout: Layout, method: Method, *, user: str, users: tuple[str, ...], rounds: int, rank: int
+) -> None:
+    """Whether a download is for this user, one of ``users``, of what its method shares.
 
     Raises:
         MessageError: it is not.
     """
     if download.users != (user,):
         raise MessageError(f"download: for {download.users[0]!r}, and this is user {user!r}")
-    _check_tensors("download", download.tensors, layout, shared, leading=1, rank=int(download.ranks[0]))
+    if not 0 <= download.version <= rounds:
+        raise MessageError(f"download: of version {download.version}; allowed: 0 to {rounds}")
+    _check_rank("download", int(download.ranks[0]), rank)
+    _check_tensors("download", download.tensors, layout, method.shared, leading=1, rank=int(download.ranks[0]))
+    _check_models(download, users if method.server.peer_to_peer else (), user)
+
+
+def check_verdict(verdict: Download, name: str, *, user: str, rounds: int) -> None:
+    """Whether a download is what the server says of validation losses: 0 or 1, under a name.
+
+    Raises:
+        MessageError: it is not.
+    """
+    t = verdict.tensors.get(name)
+    if t is None or len(verdict.tensors) != 1 or t.numel() != 1 or verdict.users != (user,):
+        raise MessageError("task: a verdict on validation losses is something else")
+    if not 0 <= verdict.version <= rounds:
+        raise MessageError(f"verdict: after round {verdict.version}; allowed: 0 to {rounds}")
+
+
+def validation_loss(message: Download | Upload, *, user: str, done: int) -> float | None:
+    """What a user says of its model after ``done`` rounds; None where the message is about something else.
+
+    Raises:
+        MessageError: it is not the user's, or of another round, or no loss.
+    """
+    if not isinstance(message, Upload) or message.tensors:
+        return None
+    if message.users != (user,) or message.round != done:
+        raise MessageError(f"validation loss: of {message.users[0]!r} after round {message.round}; now it is {done}")
+    _check_reports(message.reports, {VALIDATION: _LOSS})
+    return float(message.reports[VALIDATION])
+
+
+def _check_rank(what: str, got: int, most: int) -> None:
+    if not min(1, most) <= got <= most:
+        raise MessageError(f"{what}: of rank {got}; allowed: {min(1, most)} to {most}")
+
+
+def _check_models(download: Download, peers: tuple[str, ...], user: str) -> None:
+    """As many models everywhere: one or more, or one for each of the others who have sent theirs."""
+    counts = {t.shape[1] for t in download.tensors.values()}
+    senders = download.senders
+    if len(set(senders)) != len(senders) or not set(senders) <= set(peers):
+        raise MessageError(f"download: its senders are {list(senders)[:9]}; allowed: {list(peers)[:9]}, each once")
+    wanted = len(set(senders) - {user}) if peers else None
+    if len(counts) != 1 or 0 in counts or (wanted is not None and counts != {wanted}):
+        raise MessageError(f"download: has {sorted(counts)} models; allowed: {wanted or 'the same number of each'}")
 
 
 def _check_tensors(
@@ -49,7 +108,9 @@ def _check_tensors(
         if name not in wanted or got not in wanted[name]:
             allowed = wanted[name][0] if name in wanted else "none of this name"
             raise MessageError(f"{what}: tensor {name!r} has shape {got}; allowed: {allowed}")
-        if not _is_finite(tensors[name]):
+        if tensors[name].dtype not in _DTYPES:
+            raise MessageError(f"{what}: tensor {name!r} is {_called(tensors[name])}; allowed: float32, float64")
+        if not bool(tensors[name].isfinite().all()):
             raise MessageError(f"{what}: tensor {name!r} is not finite")
 
 
@@ -69,5 +130,31 @@ def _cut(name: str, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
     return (*shape[:-2], min(rank, shape[-2]), shape[-1])
 
 
-def _is_finite(t: Tensor) -> bool:
-    return not t.is_floating_point() or bool(t.isfinite().all())
+def _reported(method: Method, *, weighted: bool) -> dict[str, Reported]:
+    """What goes with an upload besides the mean training loss, which not everybody tells."""
+    of_method = {name: one for part in method.client.parts for name, one in part.reports.items()}
+    return of_method | ({COUNT: Reported(least=1, most=_MOST_SAMPLES, whole=True)} if weighted else {})
+
+
+def _check_reports(reports: Tree, wanted: dict[str, Reported]) -> None:
+    """Each that was asked for, and no other."""
+    for name in sorted((wanted.keys() | reports.keys()) - ({LOSS} - wanted.keys())):
+        if name not in wanted or name not in reports:
+            raise MessageError(f"upload: report {name!r} {'is missing' if name in wanted else 'belongs to nothing'}")
+    for name, t in reports.items():
+        _check_numbers(name, t, wanted.get(name, _LOSS))
+
+
+def _check_numbers(name: str, t: Tensor, wanted: Reported) -> None:
+    if tuple(t.shape[1:]) != wanted.shape:
+        raise MessageError(f"upload: report {name!r} has shape {tuple(t.shape[1:])}; allowed: {wanted.shape}")
+    if (t.dtype not in _DTYPES) != wanted.whole or (wanted.whole and t.dtype != torch.int64):
+        raise MessageError(
+            f"upload: report {name!r} is {_called(t)}; allowed: {'int64' if wanted.whole else 'float32'}"
+        )
+    if not bool(((t >= wanted.least) & (t <= wanted.most)).all()):
+        raise MessageError(f"upload: report {name!r} is not finite, or not from {wanted.least:g} to {wanted.most:g}")
+
+
+def _called(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")

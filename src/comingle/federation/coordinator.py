@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,10 +17,11 @@ from comingle.engines.clock import Clock
 from comingle.engines.events import Observer
 from comingle.engines.server import ServerHalf, start_server
 from comingle.errors import MessageError, RunError
-from comingle.federation.checking import check_upload
+from comingle.federation.checking import check_upload, validation_loss
 from comingle.federation.public import House, Public
+from comingle.federation.telling import check_told
 from comingle.models.model import Model
-from comingle.protocol.messages import LOSS, VALIDATION, Download, Upload, join_uploads, validation_report
+from comingle.protocol.messages import LOSS, Download, Upload, join_uploads, validation_report
 from comingle.protocol.tasks import Answer, Task, unpack_answer
 from comingle.protocol.wire import pack, unpack
 from comingle.transports.channel import Channel
@@ -74,6 +75,16 @@ class Coordinator:
     """After how many rounds the mean validation loss was lowest, where that is looked for."""
 
     @property
+    def first_version(self) -> int:
+        """What users have who have not downloaded anything."""
+        return -1 if self.house.method.server.first_download else 0
+
+    def largest_rank(self, name: str) -> int:
+        """The LoRA rank that a user begins with, from which a method may take some away."""
+        ranks = self.model.ranks.expand(len(self.public.users))
+        return int(ranks[self.public.users.index(name)])
+
+    @property
     def shares(self) -> bool:
         """Whether users have anything to send."""
         return bool(self.model.layout.mask(self.house.method.shared).any())
@@ -97,17 +108,25 @@ class Coordinator:
         self.joined[name] = answer.told
         self.observe({"event": "joined", "user": name})
         if self.serials.get(name, 0) == 0 and not any(self.serials.values()):
-            self.local_steps = max(self.local_steps, int(answer.told["steps"]))
+            self.local_steps = max(self.local_steps, int(answer.told.get("steps", 1)))
+        if (done := int(answer.told.get("done", self.serials[name]))) < self.serials[name]:
+            logger.warning("user %r: has lost what it did after task %d, and goes on from there", name, done)
+            self.serials[name], self.versions[name] = done, self.first_version
 
     def ask(
-        self, steps: Mapping[str, Sequence[str]], number: int, *, about: Mapping[str, Any] | None = None
+        self,
+        steps: Mapping[str, Sequence[str]],
+        number: int,
+        *,
+        about: Mapping[str, Any] | None = None,
+        seconds: float | None = None,
     ) -> dict[str, Answer]:
         """Have these users do these steps, behind whatever they have not heard of yet; who answers, and what.
 
         Steps that nobody can take without a download of the newest version begin with "receive".
         """
         tasks = {name: self._with_messages(name, todo, number, about or {}) for name, todo in steps.items()}
-        answers = self._exchange(tasks, self.patience.round_timeout)
+        answers = self._exchange(tasks, self.patience.round_timeout if seconds is None else seconds)
         for name in answers:
             task = tasks[name]
             self.serials[name] = task.serial
@@ -204,10 +223,12 @@ class Coordinator:
             return got
         try:
             answer = unpack_answer(got)
+            answer = replace(answer, told=check_told(answer.told))
         except MessageError as error:
             return str(error)
         if (answer.run, answer.serial, answer.user) != (task.run, task.serial, name):
-            return f"answers task {answer.serial} of run {answer.run} as {answer.user!r}; asked was task {task.serial}"
+            of, user = answer.run[:70], answer.user[:70]
+            return f"answers task {answer.serial} of run {of!r} as {user!r}; asked was task {task.serial}"
         return answer
 
     def _complain(self, failed: dict[str, str], name: str, why: str, *, gone: bool = False) -> None:
@@ -223,10 +244,14 @@ class Coordinator:
         """What users report of their models after ``done`` rounds, where that decides which round's are kept."""
         losses: dict[str, float] = {}
         for name in self.public.users:
-            for data in answers[name].messages if name in answers else ():
-                message = unpack(data)
-                if isinstance(message, Upload) and set(message.reports) == {VALIDATION} and not message.tensors:
-                    losses[name] = float(message.reports[VALIDATION])
+            for data in answers[name].messages[-1:] if name in answers else ():  # behind an upload, if there is one
+                try:
+                    loss = validation_loss(unpack(data), user=name, done=done)
+                except MessageError as error:
+                    logger.warning("user %r: %s", name, error)
+                    continue
+                if loss is not None:
+                    losses[name] = loss
                     self.clock.upload_bytes += len(data)
         return losses
 
@@ -246,7 +271,15 @@ class Coordinator:
             message = unpack(answer.messages[0])
             if not isinstance(message, Upload):
                 raise MessageError("a download where an upload belongs")
-            check_upload(message, self.model.layout, self.house.method.shared, user=name, number=number)
+            check_upload(
+                message,
+                self.model.layout,
+                self.house.method,
+                user=name,
+                number=number,
+                rank=self.largest_rank(name),
+                weighted=self.server.weighted,
+            )
         except MessageError as error:
             logger.warning("user %r is left out of round %d: %s", name, number, error)
             self.observe({"event": "rejected", "round": number, "user": name, "reason": str(error)})
@@ -267,8 +300,7 @@ def new_coordinator(
     model = house.model()
     weighted = house.training.weighting != "uniform"
     server = start_server(model, house.method, public.users, seed=house.training.seed, weighted=weighted)
-    first = -1 if house.method.server.first_download else 0
-    return Coordinator(
+    coordinator = Coordinator(
         run=run,
         public=public,
         house=house,
@@ -277,9 +309,10 @@ def new_coordinator(
         channel=channel,
         observe=observe,
         patience=patience,
-        versions=dict.fromkeys(public.users, first),
         serials=dict.fromkeys(public.users, 0),
     )
+    coordinator.versions = dict.fromkeys(public.users, coordinator.first_version)
+    return coordinator
 
 
 def verdicts_of(server: ServerHalf, losses: Mapping[str, float], done: int, names: Sequence[str]) -> dict[str, bytes]:

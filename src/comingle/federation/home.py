@@ -25,8 +25,10 @@ from comingle.federation.own import Own
 from comingle.federation.public import Public, build_house, read_public
 from comingle.kinds.base import Materials
 from comingle.models.digests import digest_tokenizer
+from comingle.protocol.tasks import unpack_answer
+from comingle.protocol.wire import unpack
 from comingle.recipes import Recipe, parse_recipe
-from comingle.records import told_in_one_line, write_json
+from comingle.records import DRAFT, told_in_one_line, write_json
 from comingle.runs.session import prepare
 
 logger = logging.getLogger("comingle")
@@ -55,18 +57,21 @@ class Home:
         if serial > self.serial:
             return None
         path = self._answer(serial, task)
-        return path.read_bytes() if path.exists() else None
+        answer = path.read_bytes() if path.exists() else None
+        return answer if answer is not None and _is_whole(answer) else None
 
     def go_back_to(self, serial: int) -> None:
         """Undo what was done after a task.
 
         Raises:
-            RunError: that is not kept any more.
+            MessageError: that is not kept any more.
         """
         known = {_number(folder): folder for folder in list_checkpoints(self.folder)}
-        if serial and serial not in known:
-            raise RunError(
-                f"{self.folder}: the server goes back to task {serial}; known: {', '.join(map(str, known)) or 'none'}"
+        if (serial and serial not in known) or not 0 <= self.serial - serial <= KEPT:
+            back = [number for number in (0, *known) if 0 <= self.serial - number <= KEPT]
+            raise MessageError(
+                f"task {serial + 1}: another than was done; user {self.clients.users[0].name!r} can go back to what it "
+                f"had after task {', '.join(map(str, back))}"
             )
         for path in (self.folder / "answers").glob("*.bin"):
             if int(path.name.partition("-")[0]) > serial:  # before the states, which they would belie
@@ -98,6 +103,14 @@ class Home:
         for path in (self.folder / "answers").glob("*.bin"):
             if not serial - KEPT < int(path.name.partition("-")[0]) <= serial:
                 path.unlink()
+
+    def tidy(self) -> None:
+        """Remove what a process has left that was killed while it wrote."""
+        for draft in (self.folder / "answers").glob(".*"):
+            draft.unlink()
+        for draft in self.folder.glob(f".*{DRAFT}"):
+            draft.unlink()
+        prune_checkpoints(self.folder, KEPT)
 
     def forget(self) -> None:
         """Make the state what it was before a task that failed half way."""
@@ -140,6 +153,7 @@ def open_home(folder: Path, own: Own, public: Public) -> Home:
         MessageError: server and user do not speak of the same federation; says what each has.
         ComingleError: the user's data or base cannot be used.
     """
+    public.check()
     recipe = _own_recipe(own, public)
     _check_expected(own, public)
     read = prepare(recipe)
@@ -154,8 +168,10 @@ def open_home(folder: Path, own: Own, public: Public) -> Home:
     clients = materials.kind.clients(recipe, materials, house.method, house.training)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "answers").mkdir(exist_ok=True)
-    write_json(folder / PUBLIC, public.as_dict())
+    if not (folder / PUBLIC).exists():
+        write_json(folder / PUBLIC, public.as_dict())
     home = Home(folder=folder, public=public, recipe=recipe, clients=clients, first=clients.state.copy())
+    home.tidy()
     home.newest()
     return home
 
@@ -178,6 +194,8 @@ def _own_recipe(own: Own, public: Public) -> Recipe:
     content["data"] = own.data_section(content["data"])
     if own.base is not None:
         content["base"] = own.base
+    elif Path(base := public.whole_recipe().base).expanduser().exists():
+        raise MessageError(f"base: the server names {base!r}, which is a path here; `base` in your own file says where")
     content["runtime"] = {**content.get("runtime", {}), **own.runtime}
     return parse_recipe(content, where=f"user {own.name!r}")
 
@@ -219,8 +237,21 @@ def _number(folder: Path) -> int:
 def _write(path: Path, data: bytes) -> None:
     """Whole or not at all, and on disk."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+    try:
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def _is_whole(answer: bytes) -> bool:
+    try:
+        for message in unpack_answer(answer).messages:
+            unpack(message)
+    except MessageError:
+        return False
+    return True

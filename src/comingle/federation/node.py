@@ -10,6 +10,7 @@ A task is a list of steps, done in its order:
     finish     what users do once, after the last exchange
     evaluate   score the model on the user's own test data
     choose     end with the models of the best round
+    end        the federation is over: keep the user's own model where it can be opened
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ import torch
 from comingle.engines.evaluations import measure_of, measured, users_metrics
 from comingle.engines.local import finetuned, finish, train
 from comingle.errors import ComingleError, DivergenceError, MessageError
-from comingle.federation.checking import check_download
+from comingle.federation.asking import check_address, check_task
+from comingle.federation.checking import check_download, check_verdict
 from comingle.federation.home import Home, known_public, open_home
+from comingle.federation.keeping import MODEL, keep_model
 from comingle.federation.own import Own
 from comingle.federation.public import read_public
 from comingle.protocol.messages import LOSS, LOWEST, Download, validation_report
 from comingle.protocol.tasks import Answer, Task, unpack_task
 from comingle.protocol.wire import pack, unpack
+from comingle.records import told_in_one_line
 
 logger = logging.getLogger("comingle")
 
@@ -55,21 +59,23 @@ class Node:
             MessageError: no task of comingle's, or another user's.
         """
         task = unpack_task(data)
-        if task.user != self.own.name:
-            raise MessageError(f"task: for user {task.user!r}, and this is {self.own.name!r}")
-        if not task.run.isalnum():
-            raise MessageError(f"task: of run {task.run!r}; a run is called by letters and digits")
+        check_address(task, self.own.name)
         try:
-            answer = self._join(task) if task.todo == ("join",) else self._answer(task, data)
+            with told_in_one_line(self.folder):
+                answer = self._join(task) if task.todo == ("join",) else self._answer(task, data)
         except ComingleError as error:
             self.say(str(error))
+            answer = _refusal(task, error)
+        except Exception as error:  # a fault of ours, or a server that has found one: neither ends what the user runs
+            logger.exception("task %d of run %s", task.serial, task.run)
+            self.say(" ".join(f"task {task.serial}: {type(error).__name__}: {error}".split()))
             answer = _refusal(task, error)
         return answer if isinstance(answer, bytes) else answer.pack()
 
     # ---------------------------------------------------------------- which task
 
     def _join(self, task: Task) -> Answer:
-        public = read_public(task.about["public"])
+        public = read_public(task.about.get("public"))
         known = known_public(self._folder(task.run))
         if known is not None and known.digest != public.digest:
             raise MessageError(
@@ -78,7 +84,11 @@ class Node:
             )
         home = self._enter(task.run, public.as_dict())
         self.say(what_leaves(home))
-        told: dict[str, Any] = {"unit": home.clients.feed.unit, "steps": home.clients.steps.local_steps}
+        told: dict[str, Any] = {
+            "unit": home.clients.feed.unit,
+            "steps": home.clients.steps.local_steps,
+            "done": home.serial,
+        }
         if self.own.tells == "all":
             trainer, unit = home.clients.trainers[0], home.clients.feed.unit
             told["amounts"] = {f"train_{unit}": len(trainer.train), f"test_{unit}": len(trainer.test)}
@@ -88,6 +98,7 @@ class Node:
         home = self._known(task.run)
         if (answer := home.answered(task.serial, data)) is not None:
             return answer
+        check_task(task, home.clients.training, Work.STEPS)
         if task.serial <= home.serial:  # the server has not counted what was done, and asks for something else
             home.go_back_to(task.serial - 1)
         if task.serial != home.serial + 1:
@@ -95,6 +106,7 @@ class Node:
         try:
             answer = Work(home, self.own, task).done().pack()
             home.keep(task.serial, data, answer)
+            self.say(_account(home, task, answer))
         except BaseException:
             home.forget()
             raise
@@ -132,21 +144,17 @@ class Work:
         """Do them all.
 
         Raises:
-            MessageError: an unknown step, or a message that is not as it must be.
+            MessageError: a message that is not as it must be.
             ComingleError: a step cannot be done.
         """
         started = time.perf_counter()
         for step in self.task.todo:
-            if step not in self.STEPS:
-                raise MessageError(f"task: no step {step!r}; allowed: join, {', '.join(self.STEPS)}")
             self.STEPS[step](self)
         self.told["seconds"] = time.perf_counter() - started
         task = self.task
         return Answer(run=task.run, serial=task.serial, user=task.user, told=self.told, messages=tuple(self.sent))
 
     def _next(self) -> Download:
-        if not self.received:
-            raise MessageError("task: a step needs a message that is not there")
         message = unpack(self.received.pop(0))
         if not isinstance(message, Download):
             raise MessageError("task: an upload where a download belongs")
@@ -154,13 +162,20 @@ class Work:
 
     def _receive(self) -> None:
         download, clients = self._next(), self.clients
-        check_download(download, clients.model.layout, clients.method.shared, user=self.own.name)
+        check_download(
+            download,
+            clients.model.layout,
+            clients.method,
+            user=self.own.name,
+            users=self.home.public.users,
+            rounds=clients.training.rounds,
+            rank=int(clients.model.ranks.max()),
+        )
         clients.receive(download)
 
     def _hear(self) -> None:
         verdict = self._next()
-        if set(verdict.tensors) != {LOWEST} or verdict.users != (self.own.name,):
-            raise MessageError("task: a verdict on validation losses is something else")
+        check_verdict(verdict, LOWEST, user=self.own.name, rounds=self.clients.training.rounds)
         self.clients.hear(verdict)
 
     def _train(self) -> None:
@@ -172,7 +187,8 @@ class Work:
             self.clients.state = before
             self.clients.resized()
             return
-        self.told |= {"tokens": work.tokens, "train_seconds": work.seconds}
+        if self.own.tells == "all":
+            self.told |= {"tokens": work.tokens, "train_seconds": work.seconds}
         if work.rejected:
             self.told["left_out"] = work.rejected[0]
         elif self.own.tells != "nothing":
@@ -194,11 +210,14 @@ class Work:
         if losses and done is not None:
             self.sent.append(pack(validation_report(losses, done)))
         self.told |= {"measure": measure_of(scores), "evaluated": True}
-        if self.own.tells == "all" and math.isfinite(scores[0].mean_loss):
+        if self.own.tells == "all" and all(map(math.isfinite, measured(scores[0]).values())):
             self.told |= {"score": measured(scores[0]), "metrics": users_metrics(clients, scores)[self.own.name]}
 
     def _choose(self) -> None:
         self.clients.choose()
+
+    def _end(self) -> None:
+        keep_model(self.home, self.own)
 
     STEPS: ClassVar[dict[str, Callable[[Work], None]]] = {
         "receive": _receive,
@@ -208,6 +227,7 @@ class Work:
         "finish": _finish,
         "evaluate": _evaluate,
         "choose": _choose,
+        "end": _end,
     }
 
 
@@ -223,6 +243,26 @@ def what_leaves(home: Home) -> str:
     return f"user {clients.users[0].name!r}: {shared} ({size}) leave this machine each round you take part in{stays}"
 
 
-def _refusal(task: Task, error: ComingleError) -> Answer:
-    told = {"refused": str(error), "kind": type(error).__name__}
+def _account(home: Home, task: Task, answer: bytes) -> str:
+    """What was done, and how many bytes leave this machine for it."""
+    if "end" in task.todo:
+        return f"the federation has ended; {home.folder / MODEL} is the model of user {task.user!r}"
+    done = f"round {task.round + 1}" if "train" in task.todo else ", ".join(task.todo)
+    return f"{done}: {len(answer):,} bytes leave this machine"
+
+
+_PRIVATE = {
+    "RecipeError": "its own settings do not fit",
+    "DataError": "its data cannot be used",
+    "NoTextError": "its data cannot be used",
+    "BaseModelError": "its base cannot be used",
+    "RunError": "its own folder cannot be used",
+}
+
+
+def _refusal(task: Task, error: Exception) -> Answer:
+    """What the server is told: why, if it is about what it has sent; of what is the user's own nothing is quoted."""
+    kind = type(error).__name__
+    own = f"user {task.user!r}: {_PRIVATE.get(kind, 'something went wrong')}; it says on its own machine what is wrong"
+    told = {"refused": str(error) if isinstance(error, MessageError) else own, "kind": kind}
     return Answer(run=task.run, serial=task.serial, user=task.user, told=told)

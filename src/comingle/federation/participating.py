@@ -44,7 +44,8 @@ def _participant(file: Path | None, given: Mapping[str, Any], default: Path) -> 
         file = default
     if file is not None:
         return load_participant(file, **given)
-    content = {"state": str(default.parent.absolute())} | {k: v for k, v in given.items() if v is not None}
+    content: dict[str, Any] = {"state": str(default.parent.absolute())}
+    content |= {key: value for key, value in given.items() if value is not None}
     if "data" not in content:
         raise RecipeError(f"user {content['name']!r}: nothing says where its data is; give --data PATH, or a file")
     return Participant(**content)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from comingle import __version__
+from comingle.data.names import name_problem
 from comingle.engines.training import Training
 from comingle.errors import DataError, MessageError, RecipeError
 from comingle.kinds.base import Materials, kind_of, later
@@ -51,21 +52,49 @@ class Public:
         """As JSON has it."""
         return {**asdict(self), "users": list(self.users)}
 
+    def check(self) -> None:
+        """Whether a user may take part: both sides speak the same, and the recipe is one without anybody's data.
+
+        Raises:
+            MessageError: something is not so; says what both have.
+        """
+        for what, mine in (("format", FORMAT), ("version", __version__)):
+            if (theirs := getattr(self, what)) != mine:
+                raise MessageError(
+                    f"the federation: the server has {what} {theirs}; this user's is {mine}; use the same"
+                )
+        try:
+            recipe = self.whole_recipe()
+            check_possible(recipe)
+        except RecipeError as error:  # of what the server has sent, so that it may be told
+            raise MessageError(str(error)) from None
+        if recipe.data.given is None:
+            raise MessageError("the federation's recipe: data: says where it is; that is for each user to say")
+
     def whole_recipe(self) -> Recipe:
         """The recipe, without data."""
         return parse_recipe(self.recipe, where="the federation's recipe")
 
 
-def read_public(content: Mapping[str, Any]) -> Public:
+_TYPES = {"recipe": dict, "users": list, "settings": dict, "base": str, "tokenizer": str, "version": str, "format": int}
+
+
+def read_public(content: Any) -> Public:
     """What :meth:`Public.as_dict` wrote.
 
     Raises:
         MessageError: something else.
     """
-    try:
-        return Public(**{**content, "users": tuple(str(name) for name in content["users"])})
-    except (KeyError, TypeError) as error:
-        raise MessageError(f"the federation: what it says of itself cannot be read ({error})") from None
+    if not isinstance(content, Mapping) or not {"recipe", "users"} <= content.keys():
+        raise MessageError("the federation: does not say of itself what it is: no recipe, or no users")
+    for key, value in content.items():
+        if type(value) is not _TYPES.get(key):
+            allowed = _TYPES[key].__name__ if key in _TYPES else f"only {', '.join(_TYPES)}"
+            raise MessageError(f"the federation: {str(key)[:70]!r} is a {type(value).__name__}; allowed: {allowed}")
+    names = content["users"]
+    if not names or not all(isinstance(name, str) for name in names) or name_problem(names):
+        raise MessageError("the federation: its users are not names, each once")
+    return Public(**{**content, "users": tuple(names)})
 
 
 def public_part(recipe: Recipe, users: tuple[str, ...], settings: Mapping[str, Any], base: Base | None) -> Public:

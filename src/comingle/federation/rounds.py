@@ -18,6 +18,9 @@ from comingle.records import Metrics
 Save = Callable[[int], None]
 """Keeps the server's state after so many rounds."""
 
+END_SECONDS = 60.0
+"""So long is waited for users to hear that all is over."""
+
 Told = dict[str, Mapping[str, Any]]
 """What users have told in their answers."""
 
@@ -43,7 +46,9 @@ def run_tasks(coordinator: Coordinator, *, first_round: int = 0, save: Save) -> 
         again = ("evaluate",) if ended != rounds else ()
         answers = coordinator.ask(dict.fromkeys(names, ("choose", *again)), rounds)
         last = {name: answer.told for name, answer in answers.items()} if again else last
-    return _summarise(coordinator, last or _evaluate(coordinator, names, rounds, silent=first_round > 0), ended)
+    metrics = _summarise(coordinator, last or _evaluate(coordinator, names, rounds, silent=first_round > 0), ended)
+    coordinator.ask(dict.fromkeys(names, ("end",)), rounds, seconds=END_SECONDS)
+    return metrics
 
 
 def _play(coordinator: Coordinator, number: int, due: Due) -> Told:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from comingle.errors import RecipeError
@@ -26,7 +27,9 @@ def split_recipe(recipe: Recipe, patience: Patience | None = None) -> tuple[Plan
     names = kind.names_of(recipe)
     settings = {} if kind.needs_base else kind.settings(prepare(recipe))  # shapes and labels are all users' together
     plan = Plan(recipe=recipe, users=names, settings=settings, patience=patience or Patience())
-    return plan, [Own(name=name, data=_data(recipe, name)) for name in names]
+    # Nobody takes a path from a server; on this machine it is the same for all.
+    base = recipe.base if kind.needs_base and Path(recipe.base).expanduser().exists() else None
+    return plan, [Own(name=name, data=_data(recipe, name), base=base) for name in names]
 
 
 def _data(recipe: Recipe, name: str) -> Any:

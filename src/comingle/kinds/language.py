@@ -29,6 +29,8 @@ NETS = "net:"
 
 ADAPTOR_SETS = "adaptor sets"
 
+_FOR_NETS = "nets are for users with samples (data.kind: samples)"
+
 
 def tokenizer_of(base: Base) -> PreTrainedTokenizerBase:
     """The base's tokenizer.
@@ -48,15 +50,15 @@ def check_on_language(recipe: Recipe, method: Method) -> None:
         RecipeError: they are not.
     """
     if recipe.base.startswith(NETS):
-        raise RecipeError(f"base: got {recipe.base!r} for text; allowed: a language model, or data.task for a net")
+        raise RecipeError(f"base: got {recipe.base!r} for text; allowed: a language model; {_FOR_NETS}")
     if method.placement.mixture is None:
         return
     if method.placement.mixture.of != "adaptors":
-        raise RecipeError(f"method {method.name}: mixes whole models, which are small nets; give data.task")
+        raise RecipeError(f"method {method.name}: mixes whole models, which are small nets; {_FOR_NETS}")
     if method.placement.mixture.optimal:
         raise RecipeError(f"method {method.name}: needs users whose true clusters are known, as in made tasks")
     if method.placement.mixture.centre:
-        raise RecipeError(f"method {method.name}: centre moves a mean into the base, which is frozen; give data.task")
+        raise RecipeError(f"method {method.name}: centre moves a mean into the base, which is frozen; leave it out")
     if not isinstance(rank := recipe.adapters.rank, int):
         raise RecipeError(f"method {method.name}: adapters.rank is {rank}; components have one rank for all users")
 

@@ -6,7 +6,7 @@ Engines hand a part the :class:`Cohort` that it is about: users worked on in one
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.adapters.inject import ATTENTION, EXPERT_ROLES, GENERALIST, ROUTER
+from comingle.methods.server import Reported
 from comingle.trees import BASE, STATISTICS, Tree
 
 Stream = Literal["train", "valid"]
@@ -172,6 +173,11 @@ class Part:
 
     def report(self, cohort: Cohort) -> Tree:
         """Numbers ``(users, ...)`` that go with each upload."""
+        return {}
+
+    @property
+    def reports(self) -> Mapping[str, Reported]:
+        """What :meth:`report` says, so that a server can tell a report from anything else."""
         return {}
 
     def shares(self, cohort: Cohort) -> Float[Tensor, "users models"] | None:

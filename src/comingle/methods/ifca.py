@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from comingle.data.seeds import generator
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import MODEL, Client, Cohort, Part, joint
-from comingle.methods.server import Mean, Received, ServerSetup, mix
+from comingle.methods.server import Mean, Received, Reported, ServerSetup, mix
 from comingle.methods.settings import Models
 from comingle.methods.soups import soup_of, start_soup
 from comingle.trees import Tree
@@ -60,6 +60,11 @@ class Choose(Part):
     def report(self, cohort: Cohort) -> Tree:
         """The number of the model."""
         return {CHOICE: cohort.kept[CHOICE]}
+
+    @property
+    def reports(self) -> Mapping[str, Reported]:
+        """One of them."""
+        return {CHOICE: Reported(most=self.models - 1, whole=True)}
 
     def shares(self, cohort: Cohort) -> Float[Tensor, "users models"]:
         """All of the one that it has."""

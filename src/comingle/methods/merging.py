@@ -82,3 +82,12 @@ def fixed_step(
     if not largest > 0:  # no gradient at all, which has divided by zero above
         return torch.zeros_like(gradient)
     return step * min(int(size / largest) + 1, MOST_STEPS)
+
+
+def head(tree: Tree) -> list[str]:
+    """The tensors of the last layer of a net; everything where the tensors are LoRA's, which have no last layer."""
+    if any(name.endswith(".a") for name in tree):
+        return list(tree)
+    trained = [name for name, t in tree.items() if not name.rpartition(".")[2].startswith("running")]
+    last = trained[-1].rpartition(".")[0]
+    return [name for name in trained if name.rpartition(".")[0] == last]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Float
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import ROUTERS, Client, Cohort, Part, Phase
-from comingle.methods.server import MODEL, MeanByCluster, Received, Server, model_of
+from comingle.methods.server import MODEL, MeanByCluster, Received, Reported, Server, model_of
 from comingle.routers.mixtures import ClientMixture
 from comingle.trees import ADAPTOR, BASE, BASE_STATISTICS, CLIENT_ROUTER, Tree
 
@@ -49,6 +49,11 @@ class ReportMixture(Part):
     def report(self, cohort: Cohort) -> Tree:
         """Their vector pi."""
         return {"mixture": self.mixture.shares(cohort.tensors[CLIENT_ROUTER])}
+
+    @property
+    def reports(self) -> Mapping[str, Reported]:
+        """Shares of the components."""
+        return {"mixture": Reported(shape=(self.mixture.clusters,), most=1.0 + 1e-4)}
 
 
 @dataclass(frozen=True)

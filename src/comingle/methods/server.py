@@ -30,6 +30,16 @@ class ServerSetup:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reported:
+    """What each user reports under a name: numbers of this shape, from ``least`` to ``most``."""
+
+    shape: tuple[int, ...] = ()
+    least: float = 0.0
+    most: float
+    whole: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Received:
     """The uploads of a round: tensors ``(users, *shape)`` of those who took part.
 

@@ -13,6 +13,7 @@ from comingle.data.seeds import generator
 from comingle.methods.merging import (
     column_shares,
     fixed_step,
+    head,
     inner_products,
     logit_gradient,
     soup_gradient,
@@ -21,7 +22,7 @@ from comingle.methods.merging import (
 from comingle.methods.server import Received, Server, ServerSetup, mix
 from comingle.methods.soups import MERGING, soup_of, start_soup
 from comingle.routers.mixtures import NEVER, softmax_mixture
-from comingle.trees import Tree, head
+from comingle.trees import Tree
 
 
 @dataclass(frozen=True, kw_only=True)

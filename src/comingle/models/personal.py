@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ else:
     GenerationConfig = object  # as in comingle.models.base
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PersonalModel:
     """Speaks and scores as one user's model. ``row`` is the user's row in the federation."""
 
@@ -40,6 +39,9 @@ class PersonalModel:
     model: AdaptedModel | MixedLanguageModel
     tensors: Tree
     row: int
+
+    def __repr__(self) -> str:
+        return f"PersonalModel({self.name!r} on {self.model.base.name})"
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
@@ -146,10 +148,10 @@ class PersonalModel:
         return list(prompt)
 
     def perplexity(self, text: str, *, context: int = 128) -> float:
-        """Perplexity of ``text`` in windows of ``context`` tokens; NaN for fewer than two tokens.
+        """Perplexity of ``text`` in windows of ``context`` tokens.
 
         Raises:
-            DataError: not a text.
+            DataError: not a text, or fewer than two tokens, of which none is predicted.
             RecipeError: ``context`` is not a whole number from 1, or more than the base can read.
         """
         tokenizer = self.model.base.tokenizer
@@ -157,9 +159,9 @@ class PersonalModel:
         if not isinstance(text, str):
             raise DataError(f"user {self.name!r}: perplexity is of one text, got {text!r:.40}")
         ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int32)
+        self._window(context, len(ids))
         if len(ids) < 2:
-            self._window(context, len(ids))
-            return math.nan
+            raise DataError(f"user {self.name!r}: perplexity is of a text of at least 2 tokens, got {len(ids)}")
         return self.score(ids, context=context).perplexity
 
     def _window(self, context: int, tokens: int) -> int:

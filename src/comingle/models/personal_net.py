@@ -21,7 +21,7 @@ from comingle.trees import CLIENT_ROUTER, Tree
 SCORED_AT_ONCE = 512
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PersonalNet:
     """Predicts as one user's model.
 
@@ -33,6 +33,10 @@ class PersonalNet:
     model: nn.Module
     loss: Loss = MSE
     """What :meth:`evaluate` measures."""
+
+    def __repr__(self) -> str:
+        count = sum(p.numel() for p in self.model.parameters())
+        return f"PersonalNet({self.name!r}, {type(self.model).__name__} of {count:,} parameters)"
 
     @torch.no_grad()
     def predict(self, inputs: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:

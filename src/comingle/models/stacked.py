@@ -18,19 +18,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from comingle.adapters.clustered import FloralModel, centre, initialisers, precondition, roles
+from comingle.adapters.clustered import FloralModel, centre, precondition
 from comingle.adapters.clustered.layer import Pairs
-from comingle.adapters.inject import GENERALIST, ROUTER, SPECIALIST
-from comingle.adapters.lora import init_zero
 from comingle.data.seeds import derive
 from comingle.evaluation.losses import MSE, Loss
-from comingle.models.gated import GatedPair, place
+from comingle.models.columns import layout_of, row_of
 from comingle.models.model import Model
 from comingle.models.side_by_side import FusedNorms, channels_last
 from comingle.routers.mixtures import ClientMixture, merge_models, mix_probabilities, weigh_gradient
-from comingle.trees import ADAPTOR, BASE, CLIENT_ROUTER, STATISTICS, Init, Layout, Slot, Tree
-
-_ORDER = (BASE, ADAPTOR, GENERALIST, SPECIALIST, ROUTER, STATISTICS)
+from comingle.trees import BASE, CLIENT_ROUTER, STATISTICS, Layout, Tree
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """Inputs ``(users, batch, ...)``, targets ``(users, batch, ...)`` and presence ``(users, batch)``."""
@@ -241,19 +237,15 @@ def stack(
 ) -> StackedModel:
     """Copies of a net for ``users`` users.
 
-    ``nets`` holds one net, maybe a :class:`GatedPair`, or a :class:`FloralModel` where the mixture is of adaptors; or
+    ``nets`` holds one net, maybe a ``GatedPair``, or a :class:`FloralModel` where the mixture is of adaptors; or
     differently initialised ones: as many as there are clusters where the mixture is of whole models, or as the server
     begins with where there is none. All users start from their values, or from the first's.
     """
     device = device or torch.device("cpu")
     nets = [net.to(device, dtype) for net in nets]
     many = mixture is not None and mixture.of == "models"
-    slots = _models(nets) if many else _adapted(nets[0]) if isinstance(nets[0], FloralModel) else _plain(nets[0])
-    if many:
-        slots.append(_router(len(nets)))
-    slots.sort(key=lambda slot: _ORDER.index(slot.roles[0]))
-    layout = Layout(slots=tuple(slots))
-    others = None if many or len(nets) == 1 else torch.stack([_row(net, layout) for net in nets[1:]])
+    layout = layout_of(nets, side_by_side=many)
+    others = None if many or len(nets) == 1 else torch.stack([row_of(net, layout) for net in nets[1:]])
     return StackedModel(
         name=name,
         net=nets[0].requires_grad_(False),
@@ -265,54 +257,3 @@ def stack(
         others=others,
         loss=loss,
     )
-
-
-def _row(net: nn.Module, layout: Layout) -> Float[Tensor, " columns"]:
-    tensors = _tensors(net)
-    return torch.cat([tensors[slot.name][0].flatten().cpu() for slot in layout.slots])
-
-
-def _router(clusters: int) -> Slot:
-    return Slot(name=CLIENT_ROUTER, shape=(clusters,), roles=(ROUTER,), init=init_zero)
-
-
-def _tensors(net: nn.Module) -> dict[str, tuple[Tensor, str]]:
-    """Parameters and running statistics with their roles; other buffers stay the net's own."""
-    by_name = {name: (p.detach(), BASE) for name, p in net.named_parameters()}
-    return by_name | {name: (b, STATISTICS) for name, b in net.named_buffers() if b.is_floating_point()}
-
-
-def _plain(net: nn.Module) -> list[Slot]:
-    by_name = _tensors(net).items()
-    slots = [Slot(name=name, shape=tuple(t.shape), roles=(role,), init=_given(t)) for name, (t, role) in by_name]
-    return [place(slot) for slot in slots] if isinstance(net, GatedPair) else slots
-
-
-def _models(nets: Sequence[nn.Module]) -> list[Slot]:
-    """Whole models side by side: components in the mixture's sense, so that servers weigh each by its users."""
-    parts = [_tensors(net) for net in nets]
-    slots = []
-    for name, (_, role) in parts[0].items():
-        value = torch.stack([part[name][0] for part in parts])
-        kind = ADAPTOR if role == BASE else role
-        slots.append(Slot(name=name, shape=tuple(value.shape), roles=(kind,) * len(nets), init=_given(value)))
-    return slots
-
-
-def _adapted(model: FloralModel) -> list[Slot]:
-    """Base, adaptors, router and statistics of a net with adaptors in it."""
-    draws, values = initialisers(model), dict(model.named_parameters()) | dict(model.named_buffers())
-    slots, layers = [], model.layers()
-    for name, role in roles(model).items():
-        value = values[name].detach()
-        kinds = (role,) * (model.num_clusters if role == ADAPTOR else 1)
-        init = draws.get(name, _given(value))
-        # Whose statistics these are: an adapted norm's own, or those of a base, with adaptors or without.
-        factor = ("adaptor" if name.rpartition(".")[0] in layers else "base") if role == STATISTICS else ""
-        slots.append(Slot(name=name, shape=tuple(value.shape), roles=kinds, init=init, factor=factor))
-    return slots
-
-
-def _given(value: Tensor) -> Init:
-    kept = value.detach().clone().cpu()
-    return lambda shape, generator: kept

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from jaxtyping import Int
@@ -85,27 +86,29 @@ def validation_report(losses: Mapping[str, float], done: int) -> Upload:
     )
 
 
+Message = TypeVar("Message", Upload, Download)
+
+
 def join_uploads(parts: Sequence[Upload]) -> Upload:
     """Several users' uploads of one round as one, tensors of a smaller rank filled up with zeros."""
     first = parts[0]
     assert all(part.round == first.round for part in parts)
-    return replace(
-        first,
-        users=tuple(user for part in parts for user in part.users),
-        tensors={name: _together([part.tensors[name] for part in parts]) for name in first.tensors},
-        ranks=torch.cat([part.ranks for part in parts]),
-        reports={name: torch.cat([part.reports[name] for part in parts]) for name in first.reports},
-    )
+    reports = {name: torch.cat([part.reports[name] for part in parts]) for name in first.reports}
+    return replace(_join(parts), reports=reports)
 
 
 def join_downloads(parts: Sequence[Download]) -> Download:
     """Several users' downloads of one version as one, tensors of a smaller rank filled up with zeros."""
-    first = parts[0]
-    assert all(part.version == first.version for part in parts)
+    assert all(part.version == parts[0].version for part in parts)
+    return _join(parts)
+
+
+def _join(parts: Sequence[Message]) -> Message:
+    """The first, with what all messages have of every user."""
     return replace(
-        first,
+        parts[0],
         users=tuple(user for part in parts for user in part.users),
-        tensors={name: _together([part.tensors[name] for part in parts]) for name in first.tensors},
+        tensors={name: _together([part.tensors[name] for part in parts]) for name in parts[0].tensors},
         ranks=torch.cat([part.ranks for part in parts]),
     )
 

@@ -22,6 +22,9 @@ _PREFIX = struct.Struct("<4sHII")
 MAX_WORDS = 16 << 20
 """Longer words are refused before they are read."""
 
+_WRONG = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
+"""What words can be that are not those of a task or an answer."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -82,7 +85,7 @@ def unpack_task(data: bytes) -> Task:
             about=dict(words["about"]),
             messages=messages,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except _WRONG as error:
         raise MessageError(f"task: not one of comingle's ({type(error).__name__}: {error})") from None
 
 
@@ -101,7 +104,7 @@ def unpack_answer(data: bytes) -> Answer:
             told=dict(words["told"]),
             messages=messages,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except _WRONG as error:
         raise MessageError(f"answer: not one of comingle's ({type(error).__name__}: {error})") from None
 
 
@@ -123,11 +126,11 @@ def _unpack(kind: str, data: bytes) -> tuple[dict[str, Any], tuple[bytes, ...]]:
     if zlib.crc32(data[_PREFIX.size : start]) != check:
         raise MessageError(f"{kind}: its checksum is wrong, so something has changed on the way")
     try:
-        words = json.loads(data[_PREFIX.size : start])
+        words = json.loads(data[_PREFIX.size : start], parse_constant=_refuse)
         lengths = [int(one) for one in words["lengths"]]
         if words["kind"] != kind:
             raise MessageError(f"{kind}: got one of kind {words['kind']!r}")
-    except (KeyError, TypeError, ValueError) as error:
+    except _WRONG as error:
         if isinstance(error, MessageError):
             raise
         raise MessageError(f"{kind}: not one of comingle's ({type(error).__name__}: {error})") from None
@@ -135,3 +138,7 @@ def _unpack(kind: str, data: bytes) -> tuple[dict[str, Any], tuple[bytes, ...]]:
         raise MessageError(f"{kind}: has {len(data)} bytes and says that it has {start + sum(lengths)}")
     ends = [start + sum(lengths[: i + 1]) for i in range(len(lengths))]
     return words, tuple(data[end - size : end] for end, size in zip(ends, lengths, strict=True))
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")

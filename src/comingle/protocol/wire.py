@@ -61,7 +61,8 @@ def unpack(data: bytes) -> Download | Upload:
     header, tensors = _parts(data)
     try:
         return _read(json.loads(header), load(tensors))
-    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+    # Numbers that no tensor has are RuntimeErrors of torch's.
+    except (KeyError, TypeError, ValueError, SafetensorError, OverflowError, RecursionError, RuntimeError) as error:
         raise MessageError(f"message: not one of comingle's ({type(error).__name__}: {error})") from None
 
 

@@ -27,6 +27,11 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+def plain_name(section: Any) -> Any:
+    """A section that may be written as its name alone."""
+    return {"name": section} if isinstance(section, str) else section
+
+
 def number_in(value: Any) -> Any:
     """The number in a text such as "1e-3", which YAML 1.1 takes for text; anything else as it is."""
     exponential = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)

@@ -17,7 +17,8 @@ from comingle.reports.gains import bars_room, population_panels, users_panels
 from comingle.reports.heatmaps import scores_panels
 from comingle.reports.measures import level_text, number, rule
 from comingle.reports.mixtures import Mixtures, mixtures_figure, read_mixtures
-from comingle.reports.runs import Entry, notices
+from comingle.reports.notices import notices
+from comingle.reports.runs import Entry
 from comingle.reports.series import (
     Cost,
     Gain,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +13,6 @@ from comingle.data.records import field_of, read_records
 from comingle.data.samples import SPLITS
 from comingle.engines.client import Clients, batch_size
 from comingle.engines.training import Training
-from comingle.errors import DataError
 from comingle.kinds.base import LoadBase, Materials, always_there, count_trainers
 from comingle.kinds.conversations.encoding import check_small, encode_users, leave_out
 from comingle.kinds.conversations.feed import AnswerFeed
@@ -127,15 +126,13 @@ class ConversationsKind(AnswersKind):
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
         """Rows of a data set are read where it alone knows its users."""
         source = section(recipe).dataset
-        if source is None:
-            return tuple(recipe.data.names)
-        if isinstance(source.users, list):
-            return tuple(source.users)
-        try:
-            owners = (field_of(row, source.user) for _, _, row in read_records(source.path, config=source.config))
-            return tuple(dict.fromkeys(str(owner) for owner in owners if owner is not None))[: source.users]
-        except DataError as error:
-            raise DataError(f"{error}; to count without the rows, say how many users there are: --users N") from None
+
+        def owners() -> Iterator[str]:
+            assert source is not None
+            found = (field_of(row, source.user) for _, _, row in read_records(source.path, config=source.config))
+            return (str(owner) for owner in found if owner is not None)
+
+        return self.known_names(recipe, source, owners, "rows")
 
     def as_text(self, recipe: Recipe) -> tuple[Recipe, str]:
         """Users with text as long as the context, and as many steps of it as the one with most conversations has.

@@ -11,6 +11,7 @@ from comingle.kinds.conversations.rows import Columns
 from comingle.kinds.text.section import UserFiles, UsersRows, anchored_sources, named_sources
 from comingle.recipes.data import Anchor, DataSection, SplitSection
 from comingle.recipes.fields import Count, Source
+from comingle.recipes.unread import ON_LANGUAGE, keys_of_text, steps_of
 
 Measure = Literal["rouge1", "exact_match", "accuracy"]
 
@@ -40,12 +41,12 @@ class ConversationsSection(DataSection):
     label: ClassVar[str] = "conversations"
     implementation: ClassVar[str] = "comingle.kinds.conversations.kind:KIND"
     unread: ClassVar[Mapping[str, str]] = {
-        "training.local_steps": "passes over a user's conversations are counted by training.local_epochs",
-        "floral": "adaptors on a language model take adapters.rank and adapters.alpha",
-        "data.held_out": "everybody is tested on conversations of their own",
-        "data.max_train_tokens": "give fewer rows, or data.dataset.max_conversations",
-        "data.max_valid_tokens": "give fewer rows, or data.dataset.max_conversations",
-        "data.max_test_tokens": "give fewer rows, or data.dataset.max_conversations",
+        **steps_of("conversations"),
+        **ON_LANGUAGE,
+        **keys_of_text(
+            held_out="everybody is tested on conversations of their own",
+            limits="give fewer rows, or data.dataset.max_conversations",
+        ),
     }
     accepted: ClassVar[Mapping[str, str]] = {
         "users": "a mapping of names to files, as {alice: path/to/chats.jsonl}",

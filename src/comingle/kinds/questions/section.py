@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from comingle.recipes.data import Anchor, DataSection
-from comingle.recipes.fields import Count, Section, Source
+from comingle.recipes.fields import Count, Section, Source, plain_name
+from comingle.recipes.unread import ON_LANGUAGE, keys_of_text, steps_of
 
 
 class QuestionsSection(Section):
@@ -27,27 +28,26 @@ class QuestionsDataSection(DataSection):
     """Questions by name, the same for all users."""
 
     kind: Literal["questions"] = "questions"
-    questions: QuestionsSection
+    questions: Annotated[QuestionsSection, BeforeValidator(plain_name)]
 
     label: ClassVar[str] = "data.questions"
     marks: ClassVar[tuple[str, ...]] = ("questions",)
     implementation: ClassVar[str] = "comingle.kinds.questions.kind:KIND"
     accepted: ClassVar[Mapping[str, str]] = {"questions": "a name, or a mapping with name"}
     unread: ClassVar[Mapping[str, str]] = {
-        "training.local_steps": "passes over a user's samples are counted by training.local_epochs",
-        "floral": "adaptors on a language model take adapters.rank and adapters.alpha",
-        "data.split": "data.questions.train, valid and test say how many questions there are",
-        "data.held_out": "all users have the same questions",
-        "data.on_small_user": "all users have the same questions",
-        "data.max_train_tokens": "data.questions.train says how many questions there are",
-        "data.max_valid_tokens": "data.questions.valid says how many questions there are",
-        "data.max_test_tokens": "data.questions.test says how many questions there are",
+        **steps_of("questions"),
+        **ON_LANGUAGE,
+        **keys_of_text(
+            split="data.questions.train, valid and test say how many questions there are",
+            held_out="all users have the same questions",
+            on_small_user="all users have the same questions",
+            limits=(
+                "data.questions.train says how many questions there are",
+                "data.questions.valid says how many questions there are",
+                "data.questions.test says how many questions there are",
+            ),
+        ),
     }
-
-    @field_validator("questions", mode="before")
-    @classmethod
-    def _plain_name(cls, section: Any) -> Any:
-        return {"name": section} if isinstance(section, str) else section
 
     def anchored(self, anchor: Anchor) -> dict[str, Any]:
         """The questions' folder."""

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,12 @@ from comingle.data.json_lines import Row, read_json_lines
 from comingle.data.seeds import generator
 from comingle.data.sources import iterate_values
 from comingle.errors import DataError, RecipeError, did_you_mean
+from comingle.kinds.questions.rows import COLUMNS, QUESTIONS_OF
 
 logger = logging.getLogger("comingle")
 
 MEASURES = ("accuracy", "rouge1", "loss")
 """What is reported of answers; accuracy where they are labels."""
-
-LABELS = ("entailment", "neutral", "contradiction")
-"""By number, as the hub has them."""
 
 Found = dict[str, dict[str, Question]]
 """Every language's questions by their names, which are the same in all languages."""
@@ -183,11 +180,6 @@ def _user(
     return UserAnswers(name=name, train=train, valid=valid, test=test)
 
 
-def ask(instruction: str, text: str) -> str:
-    """The prompt for an instruction about a text."""
-    return f"### Instruction:\n{instruction}\n\n### Input:\n{text}\n\n### Response:\n"
-
-
 # -------------------------------------------------------------------- reading
 
 
@@ -209,7 +201,7 @@ def _read(name: str, setting: QuestionSet, path: str | Path | None, languages: S
         if (questions := by_language.get(str(row.get("lang")))) is None:
             continue
         try:
-            _note(questions, _QUESTIONS_OF[name](row, setting.instruction))
+            _note(questions, QUESTIONS_OF[name](row, setting.instruction))
         except ValueError as error:
             raise DataError(f"{source}: {place} is no row of {name}: {error}") from None
     for language, questions in by_language.items():
@@ -240,7 +232,7 @@ def _hub_rows(
     name: str, source: str, setting: QuestionSet, languages: Sequence[str], *, asked_for: bool
 ) -> Iterator[tuple[str, Row]]:
     """The hub's rows of each language, with the columns that local files have."""
-    columns = _COLUMNS[name]
+    columns = COLUMNS[name]
     for language in languages:
         address = f"{source}?config={setting.config.format(language)}&split=validation"
         try:
@@ -252,60 +244,3 @@ def _hub_rows(
                 raise
             instead = f"give data.questions.path or the folder ${FOLDER_VARIABLE}/{name}"
             raise DataError(f"{error}; without the hub, {instead}") from error
-
-
-_COLUMNS = {"xnli": ("premise", "hypothesis", "label"), "xquad": ("id", "context", "question", "answers")}
-
-
-def _xnli(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
-    """The question of a row; a label is a word, or its number.
-
-    Raises:
-        ValueError: what is wrong with the row.
-    """
-    label = row.get("label")
-    if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(LABELS):
-        label = LABELS[label]
-    if label not in LABELS:
-        raise ValueError(f"label is {reprlib.repr(label)}; allowed: {', '.join(LABELS)}, or their numbers 0 to 2")
-    text = f"Premise: {_text(row, 'premise')}\nHypothesis: {_text(row, 'hypothesis')}"
-    yield _id(row), Question(prompt=ask(instruction, text), answer=label)
-
-
-def _xquad(row: Row, instruction: str) -> Iterator[tuple[str, Question]]:
-    """The questions of a row: one with SQuAD's columns, or all of a paragraph under ``qas``.
-
-    Raises:
-        ValueError: what is wrong with the row.
-    """
-    asked = row.get("qas", [row])
-    if not isinstance(asked, list) or not all(isinstance(one, dict) for one in asked):
-        raise ValueError(f"qas is {reprlib.repr(asked)}; allowed: a list of questions")
-    for one in asked:
-        text = f"Text: {_text(row, 'context')}\nQuestion: {_text(one, 'question')}"
-        answer = _text(one if "answer" in one else {"answer": _first_answer(one.get("answers"))}, "answer")
-        yield _id(one), Question(prompt=ask(instruction, text), answer=answer)
-
-
-def _first_answer(answers: Any) -> Any:
-    """Of SQuAD's ``{"text": [...]}``."""
-    texts = answers.get("text") if isinstance(answers, dict) else None
-    return texts[0] if isinstance(texts, list) and texts else None
-
-
-def _id(row: Row) -> str:
-    if row.get("id") is None:
-        raise ValueError("no id; allowed: a name or number, the same in all languages")
-    return str(row["id"])
-
-
-def _text(row: Row, key: str) -> str:
-    """What stands in a column; an answer has to say something, as the loss and the measures are on it."""
-    value = row.get(key)
-    if not isinstance(value, str) or (key == "answer" and not value.strip()):
-        raise ValueError(f"{key} is {reprlib.repr(value)}; allowed: text")
-    value.encode()  # half a pair of surrogates is no text
-    return value
-
-
-_QUESTIONS_OF: Mapping[str, Callable[[Row, str], Iterator[tuple[str, Question]]]] = {"xnli": _xnli, "xquad": _xquad}

@@ -10,17 +10,20 @@ from pydantic import Field, field_validator, model_validator
 from comingle.data.names import name_problem
 from comingle.recipes.data import Anchor, DataSection
 from comingle.recipes.fields import Count, Fraction, Section, Source
+from comingle.recipes.unread import keys_of_text, steps_of
 
 PATHS = ("path", "train", "valid", "test")
 Side = Annotated[int, Field(ge=1, le=16_384, strict=True)]
 
 UNREAD: Mapping[str, str] = {
-    "training.local_steps": "passes over a user's samples are counted by training.local_epochs",
+    **steps_of("samples"),
     "training.context": "samples have no windows",
     "training.balance_weight": "nets have no token routers",
     "adapters": "the section floral is for adaptors in nets",
 }
 """Settings that no nets read."""
+
+NO_WINDOWS = "samples have no windows to be too short for"
 
 
 class SampleSource(Section):
@@ -68,11 +71,11 @@ class SamplesSection(DataSection):
     }
     unread: ClassVar[Mapping[str, str]] = {
         **UNREAD,
-        "data.held_out": "each user is tested on samples of its own",
-        "data.on_small_user": "samples have no windows to be too short for",
-        "data.max_train_tokens": "samples have no tokens",
-        "data.max_valid_tokens": "samples have no tokens",
-        "data.max_test_tokens": "samples have no tokens",
+        **keys_of_text(
+            held_out="each user is tested on samples of its own",
+            on_small_user=NO_WINDOWS,
+            limits="samples have no tokens",
+        ),
     }
 
     @field_validator("users", mode="before")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from comingle.data.pack import UserData, check, pool
@@ -18,7 +18,7 @@ from comingle.kinds.text.feed import TextFeed
 from comingle.kinds.text.given import HANDED, given_texts, takes
 from comingle.kinds.text.preview import preview
 from comingle.kinds.text.reading import leave_out, read_users, tokenise_users
-from comingle.kinds.text.section import TextSection
+from comingle.kinds.text.section import TextSection, UsersRows
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.adapted import AdaptedModel
@@ -42,6 +42,24 @@ class LanguageKind(Kind):
     def personal(self, name: str, model: Model, tensors: Tree, row: int) -> PersonalModel:
         """One that speaks."""
         return PersonalModel(name=name, model=cast(AdaptedModel | MixedLanguageModel, model), tensors=tensors, row=row)
+
+    def known_names(
+        self, recipe: Recipe, source: UsersRows | None, owners: Callable[[], Iterable[str]], unread: str
+    ) -> tuple[str, ...]:
+        """Who the users are: ``owners`` are those of a data set's rows, asked for where it alone knows its users.
+
+        Raises:
+            DataError: the rows, which are called ``unread``, cannot be read.
+        """
+        if source is None:
+            return tuple(recipe.data.names)
+        if isinstance(source.users, list):
+            return tuple(source.users)
+        try:
+            return tuple(dict.fromkeys(owners()))[: source.users]
+        except DataError as error:
+            told = f"{error}; to count without the {unread}, say how many users there are: --users N"
+            raise DataError(told) from None
 
 
 class TextKind(LanguageKind):
@@ -107,17 +125,13 @@ class TextKind(LanguageKind):
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
         """Rows of a data set are read where it alone knows its users."""
         source = section(recipe).dataset
-        if source is None:
-            return tuple(recipe.data.names)
-        if isinstance(source.users, list):
-            return tuple(source.users)
-        try:
-            documents = read_dataset(
-                source.path, user=source.user, text=source.text, split=source.split, name=source.config
-            )
-            return tuple(documents)[: source.users]
-        except DataError as error:
-            raise DataError(f"{error}; to count without the text, say how many users there are: --users N") from None
+
+        def owners() -> Iterable[str]:
+            assert source is not None
+            columns = {"user": source.user, "text": source.text, "split": source.split}
+            return read_dataset(source.path, **columns, name=source.config)
+
+        return self.known_names(recipe, source, owners, "text")
 
     def check_here(self, recipes: Sequence[Recipe]) -> tuple[set[str], str]:
         """Whether users named in the recipes have the text that a run needs."""

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from comingle.data.names import name_problem
 from comingle.recipes.data import Anchor, DataSection, SplitSection
 from comingle.recipes.fields import Count, Section, Source, TokenLimit
+from comingle.recipes.unread import ON_LANGUAGE
 
 
 class UserFiles(Section):
@@ -86,7 +87,7 @@ class TextSection(DataSection):
     weightings: ClassVar[tuple[str, ...]] = ("uniform", "tokens")
     unread: ClassVar[Mapping[str, str]] = {
         "training.local_epochs": "local iterations on text are counted by training.local_steps",
-        "floral": "adaptors on a language model take adapters.rank and adapters.alpha",
+        **ON_LANGUAGE,
     }
     accepted: ClassVar[Mapping[str, str]] = {
         "users": "a mapping of names to texts, as {alice: path/to/text}",

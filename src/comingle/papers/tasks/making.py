@@ -120,16 +120,13 @@ def make_task(
     who = {"users": _or(users, setting.users), "clusters": _or(clusters, setting.clusters)}
     held_out = float(_or(valid, setting.valid))
     _check_numbers(name, fraction=fraction, test_samples=test_samples, valid=held_out, **who)
-    wanted = _choose_shift(name, shift)
-    common = {"seed": seed, "test_samples": test_samples, **who}
+    wanted, common = _choose_shift(name, shift), {"seed": seed, "test_samples": test_samples, **who}
+    skew = {"alpha": _or(alpha, setting.alpha), "labels_per_cluster": labels_per_cluster, "fraction": fraction}
     if not setting.hub:
-        if path is not None:
-            raise RecipeError(f"task {name!r}: path={str(path)!r}; this task is made, not read, and takes no path")
-        task = _synthetic(cast(Kind, name), **common)
+        task = _synthetic(cast(Kind, name), path, **common)
     elif setting.partition is None:
         task = _shifted(name, path, shift=wanted, **common)
     else:
-        skew = {"alpha": _or(alpha, setting.alpha), "labels_per_cluster": labels_per_cluster, "fraction": fraction}
         task = _skewed(name, path, **skew, **common)
     return _finish(task, setting, fraction=fraction, valid=held_out)
 
@@ -211,7 +208,11 @@ def _reduce(user: UserSamples, fraction: float) -> UserSamples:
     return replace(user, train=user.train.first(max(REDUCED_MINIMUM, round(fraction * len(user.train)))))
 
 
-def _synthetic(kind: Kind, *, seed: int, users: int, clusters: int, test_samples: int | None) -> Task:
+def _synthetic(
+    kind: Kind, path: str | Path | None, *, seed: int, users: int, clusters: int, test_samples: int | None
+) -> Task:
+    if path is not None:
+        raise RecipeError(f"task {kind!r}: path={str(path)!r}; this task is made, not read, and takes no path")
     setting = TASKS[kind]
     people = make_synthetic(
         kind,

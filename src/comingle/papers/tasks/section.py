@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field
 
-from comingle.kinds.samples.section import UNREAD
+from comingle.kinds.samples.section import NO_WINDOWS, UNREAD
 from comingle.recipes.data import DataSection
-from comingle.recipes.fields import Count, Fraction, Positive, Section
+from comingle.recipes.fields import Count, Fraction, Positive, Section, plain_name
+from comingle.recipes.unread import keys_of_text
 
 
 class TaskSection(Section):
@@ -31,7 +32,7 @@ class TaskDataSection(DataSection):
     """A task by name, which makes users and their samples."""
 
     kind: Literal["task"] = "task"
-    task: TaskSection
+    task: Annotated[TaskSection, BeforeValidator(plain_name)]
 
     label: ClassVar[str] = "data.task"
     marks: ClassVar[tuple[str, ...]] = ("task",)
@@ -40,15 +41,14 @@ class TaskDataSection(DataSection):
     accepted: ClassVar[Mapping[str, str]] = {"task": "a name, or a mapping with name"}
     unread: ClassVar[Mapping[str, str]] = {
         **UNREAD,
-        "data.split": "a task has its own train and test samples",
-        "data.held_out": "a task has its own test samples",
-        "data.on_small_user": "samples have no windows to be too short for",
-        "data.max_train_tokens": "data.task.fraction makes train samples fewer",
-        "data.max_valid_tokens": "a task has its own samples",
-        "data.max_test_tokens": "data.task.test_samples makes test samples fewer",
+        **keys_of_text(
+            split="a task has its own train and test samples",
+            held_out="a task has its own test samples",
+            on_small_user=NO_WINDOWS,
+            limits=(
+                "data.task.fraction makes train samples fewer",
+                "a task has its own samples",
+                "data.task.test_samples makes test samples fewer",
+            ),
+        ),
     }
-
-    @field_validator("task", mode="before")
-    @classmethod
-    def _plain_name(cls, section: Any) -> Any:
-        return {"name": section} if isinstance(section, str) else section

@@ -1,0 +1,94 @@
+"""A user's own model, when a federation is over: a run folder of this one user, which ``comingle.load`` opens."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comingle.engines.checkpoints import Progress, save_checkpoint
+from comingle.engines.client import Clients
+from comingle.engines.clock import Clock
+from comingle.engines.evaluations import summarise
+from comingle.engines.local import finetuned
+from comingle.engines.state import State
+from comingle.federation.home import Home
+from comingle.federation.own import Own
+from comingle.inputs import write_inputs
+from comingle.recipes import Recipe
+from comingle.records import write_json, write_text
+from comingle.runs.session import build, describe, prepare
+
+MODEL = "model"
+
+
+def keep_model(home: Home, own: Own) -> Path:
+    """Write the user's model as it is now; padding to the ranks and experts of others is left out.
+
+    It is scored once more, so what is written is known to say the same.
+
+    Raises:
+        ComingleError: the data or the base cannot be read any more, or the disk does not take it.
+    """
+    recipe = _of_one_user(home, own)
+    materials = prepare(recipe)
+    federation = build(recipe, materials)
+    clients = federation.clients
+    _fill(clients, home.clients)
+    with finetuned(clients):
+        metrics = summarise(clients, clients.evaluate(), Clock()).as_dict()
+    folder = home.folder / MODEL
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    write_inputs(folder, describe(materials, recipe))
+    write_text(folder / "recipe.yaml", recipe.as_yaml())
+    progress = Progress(
+        round=metrics["rounds"],
+        fingerprint=recipe.fingerprint,
+        trainers=[own.name],
+        events_bytes=0,
+        wall_seconds=0.0,
+        **dict.fromkeys(Clock.COUNTS, 0),
+    )
+    save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)
+    write_json(folder / "metrics.json", metrics)
+    return folder
+
+
+def _of_one_user(home: Home, own: Own) -> Recipe:
+    """The user's own recipe, with its own rank and specialists in the place of everybody's."""
+    number, recipe = home.public.users.index(own.name), home.recipe
+    changes: dict[str, Any] = {"evaluation.select": "last"}
+    if isinstance(recipe.adapters.rank, list):
+        changes["adapters.rank"] = recipe.adapters.rank[number]
+    specialists = recipe.method.settings.get("specialists")
+    if isinstance(specialists, list):
+        changes["method.settings.specialists"] = specialists[number]
+    if isinstance(recipe.training.participation, list):
+        changes["training.participation"] = 1.0
+    return recipe.with_changes(changes)
+
+
+def _fill(clients: Clients, of_all: Clients) -> None:
+    """A single user's state out of one that is as wide as everybody's."""
+    wide, own = of_all.model.layout, clients.model.layout
+    for mine, whole in zip(_matrices(clients.state), _matrices(of_all.state), strict=True):
+        if mine.shape[1]:  # an optimiser may remember nothing
+            views = wide.views(whole)
+            mine.copy_(torch.cat([_cut(views[slot.name], slot.shape).flatten(1) for slot in own.slots], 1))
+    for name in ("iterations", "router_steps", "ranks", "versions"):
+        getattr(clients.state, name).copy_(getattr(of_all.state, name))
+    clients.state.kept = {name: t.clone() for name, t in of_all.state.kept.items()}
+    clients.resized()
+
+
+def _matrices(state: State) -> tuple[Tensor, Tensor, Tensor]:
+    return state.rows, state.first, state.second
+
+
+def _cut(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Without what stands behind the user's own experts and ranks."""
+    return tensor[(slice(None), *(slice(size) for size in shape))]

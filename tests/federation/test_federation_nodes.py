@@ -1,0 +1,485 @@
+"""A user's node: each task once, whatever happens on the way, and nothing else than what it is for."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.federation.direct import federated
+from tests.federation.tiny import (
+    answer_of,
+    changed,
+    download_in,
+    kept_in,
+    own_of,
+    refusal,
+    said,
+    tasks_of,
+    tensors_of,
+    tiny,
+    with_message,
+)
+
+from comingle.errors import MessageError
+from comingle.federation.node import Node
+from comingle.federation.own import Own
+from comingle.protocol.tasks import Task, unpack_answer
+from comingle.trees import Tree
+
+
+class Case:
+    """A federation that was run once: Ann's own part, what she was asked, and what she had in the end."""
+
+    def __init__(self, folder: Path):
+        self.content = tiny(folder, training__rounds=3)
+        _, self.channel = federated(self.content, folder / "whole")
+        self.own: Own = own_of(self.content, "ann")
+        self.tasks: list[Task] = tasks_of(self.channel, "ann")
+        self.answers = [unpack_answer(answer) for who, _, answer in self.channel.recorded if who == "ann"]
+        self.ended: Tree = tensors_of(self.channel.nodes["ann"])
+
+    def node(self, folder: Path, tasks: int = 0) -> Node:
+        """Ann's node, once it has joined and done so many tasks."""
+        node = Node(folder, self.own)
+        for task in self.tasks[: tasks + 1]:
+            assert not answer_of(node, task).refused
+        return node
+
+    def go_on(self, node: Node) -> None:
+        """Have a node do all; it ends as the whole run did."""
+        for task, answer in zip(self.tasks, self.answers, strict=True):
+            assert said(answer_of(node, task)) == said(answer)
+        assert_equal(tensors_of(node), self.ended)
+
+
+def assert_equal(one: Tree, other: Tree) -> None:
+    assert one.keys() == other.keys()
+    assert not [name for name in one if not torch.equal(one[name], other[name])]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp("case"))
+
+
+@pytest.fixture(scope="module")
+def begun(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of Ann's after two tasks."""
+    folder = tmp_path_factory.mktemp("begun") / "ann"
+    case.node(folder, 2)
+    return folder
+
+
+@pytest.fixture
+def folder(begun: Path, tmp_path: Path) -> Path:
+    """The same, to be changed."""
+    return Path(shutil.copytree(begun, tmp_path / "ann"))
+
+
+def run_folder(folder: Path) -> Path:
+    return next(folder.glob("run-*"))
+
+
+# -------------------------------------------------------------------- once
+
+
+def test_a_task_twice_is_the_same_answer_and_no_work(case: Case, folder: Path) -> None:
+    node, before = Node(folder, case.own), kept_in(folder)
+    first = [node.handle(task.pack()) for task in case.tasks[1:3]]
+    assert [node.handle(task.pack()) for task in case.tasks[1:3]] == first
+    assert kept_in(folder) == before
+    case.go_on(node)
+
+
+def test_another_task_of_the_same_number_undoes_the_first(case: Case, folder: Path, tmp_path: Path) -> None:
+    task = next(task for task in case.tasks[3:] if "receive" in task.todo)
+    download = download_in(task)
+    other = with_message(task, replace(download, tensors={name: 2 * t for name, t in download.tensors.items()}))
+    node, never = Node(folder, case.own), Node(Path(shutil.copytree(folder, tmp_path / "never")), case.own)
+    assert said(answer_of(node, task)) != said(answer_of(never, other))
+    assert said(answer_of(node, other)) == said(answer_of(never, other))
+    assert_equal(tensors_of(node), tensors_of(never))
+    case.go_on(Node(folder, case.own))
+
+
+def test_what_is_older_than_what_is_kept_is_refused_and_nothing_is_lost(case: Case, tmp_path: Path) -> None:
+    content = tiny(tmp_path, "pcl", users=2, training__rounds=4)
+    _, channel = federated(content, tmp_path / "whole")
+    node, tasks = channel.nodes["ann"], tasks_of(channel, "ann")
+    assert len(tasks) > 6
+    before = kept_in(tmp_path / "whole" / "ann")
+    for task in tasks[1:3]:
+        assert "user 'ann' can go back to" in refusal(node, replace(task, about={**task.about, "other": 1}))
+    assert kept_in(tmp_path / "whole" / "ann") == before
+
+
+def test_a_task_too_many_is_refused(case: Case, folder: Path) -> None:
+    assert "has done 2" in refusal(Node(folder, case.own), replace(case.tasks[3], serial=4))
+
+
+# -------------------------------------------------------------------- what is not for it
+
+
+@pytest.mark.parametrize("run", ["../x", "", "a/b", "..", "a" * 300, "é", "run-1"])
+def test_a_run_is_a_short_word(case: Case, tmp_path: Path, run: str) -> None:
+    node = Node(tmp_path / "ann", case.own)
+    with pytest.raises(MessageError, match="a run is called by"):
+        node.handle(replace(case.tasks[0], run=run).pack())
+    assert not list(tmp_path.iterdir())
+
+
+def test_somebody_elses_task_is_refused(case: Case, tmp_path: Path) -> None:
+    with pytest.raises(MessageError, match=r"^task: for user 'bob', and this is 'ann'$"):
+        Node(tmp_path, case.own).handle(replace(case.tasks[0], user="bob").pack())
+
+
+def test_a_run_that_was_not_joined_is_refused(case: Case, tmp_path: Path) -> None:
+    assert "has not joined it" in refusal(Node(tmp_path, case.own), case.tasks[1])
+
+
+def wrong_tasks(task: Task) -> dict[str, tuple[Task, str]]:
+    """Tasks that no server of ours sends, and what is said of them."""
+    download = download_in(task)
+    name, t = next(iter(download.tensors.items()))
+
+    def tensors(**changes: torch.Tensor | None) -> Task:
+        merged = {**download.tensors, **{key.replace("__", "."): value for key, value in changes.items()}}
+        return with_message(task, replace(download, tensors={k: v for k, v in merged.items() if v is not None}))
+
+    def about(**changes: Any) -> Task:
+        return replace(task, about={**task.about, **changes})
+
+    nan = t.clone()
+    nan.view(-1)[0] = float("nan")
+    key = name.replace(".", "__")
+    upload = unpack_answer_upload(task)
+    return {
+        "unknown step": (replace(task, todo=("receive", "delete")), "no step 'delete'"),
+        "no steps": (replace(task, todo=()), "no step"),
+        "a step twice": (replace(task, todo=("receive", "train", "train")), "'train' twice"),
+        "missing message": (replace(task, messages=()), "needs a message that is not there"),
+        "message too many": (replace(task, messages=task.messages * 2), "a message that no step needs"),
+        "upload": (with_message(task, upload), "an upload where a download belongs"),
+        "verdict": (replace(task, todo=("hear", *task.todo[1:])), "something else"),
+        "not a message": (with_message(task, b"hello"), "do not begin as a message"),
+        "truncated": (with_message(task, task.messages[0][:-1]), "says that it has"),
+        "changed": (with_message(task, task.messages[0][:-1] + b"\x01"), "checksum is wrong"),
+        "shape": (tensors(**{key: t[..., :-1]}), "has shape"),
+        "two models": (tensors(**{key: torch.cat([t, t], 1)}), "models"),
+        "no model": (
+            with_message(task, replace(download, tensors={n: v[:, :0] for n, v in download.tensors.items()})),
+            "models",
+        ),
+        "missing tensor": (tensors(**{key: None}), "has shape None"),
+        "strange tensor": (tensors(other=t.clone()), "none of this name"),
+        "NaN": (tensors(**{key: nan}), "is not finite"),
+        "whole numbers": (tensors(**{key: t.long()}), "int64"),
+        "another's": (with_message(task, replace(download, users=("bob",))), "for 'bob'"),
+        "rank": (with_message(task, replace(download, ranks=torch.tensor([-1]))), "rank -1"),
+        "version": (with_message(task, replace(download, version=10**30)), "version"),
+        "senders": (with_message(task, replace(download, senders=("eve",))), "senders"),
+        "round": (replace(task, round=10**30), "round"),
+        "round below": (replace(task, round=-1), "round"),
+        "steps": (about(local_steps=10**30), "local_steps"),
+        "steps as text": (about(local_steps="many"), "local_steps"),
+        "done": (about(done="all"), "done"),
+        "done below": (about(done=-1), "done"),
+    }
+
+
+def unpack_answer_upload(task: Task) -> bytes:
+    """A download's tensors as an upload."""
+    from comingle.protocol.messages import Upload
+    from comingle.protocol.wire import pack
+
+    download = download_in(task)
+    tensors = {name: t[:, 0] for name, t in download.tensors.items()}
+    return pack(Upload(round=1, users=("ann",), tensors=tensors, ranks=download.ranks))
+
+
+WRONG = (
+    "unknown step",
+    "no steps",
+    "a step twice",
+    "missing message",
+    "message too many",
+    "upload",
+    "verdict",
+    "not a message",
+    "truncated",
+    "changed",
+    "shape",
+    "two models",
+    "no model",
+    "missing tensor",
+    "strange tensor",
+    "NaN",
+    "whole numbers",
+    "another's",
+    "rank",
+    "version",
+    "senders",
+    "round",
+    "round below",
+    "steps",
+    "steps as text",
+    "done",
+    "done below",
+)
+
+
+@pytest.fixture(scope="module")
+def used(case: Case, begun: Path, tmp_path_factory: pytest.TempPathFactory) -> Node:
+    """A node of Ann's after two tasks, of which many ask in vain."""
+    return Node(Path(shutil.copytree(begun, tmp_path_factory.mktemp("used") / "ann")), case.own)
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_task_is_refused_in_one_line_and_leaves_the_state(case: Case, used: Node, what: str) -> None:
+    task = next(task for task in case.tasks[3:] if "receive" in task.todo)
+    wrong = wrong_tasks(task)
+    assert wrong.keys() == set(WRONG)
+    assert answer_of(used, case.tasks[2]).messages == case.answers[2].messages
+    before, kept = {name: t.clone() for name, t in tensors_of(used).items()}, kept_in(used.folder)
+    bad, line = wrong[what]
+    assert line in refusal(used, bad)
+    assert_equal(tensors_of(used), before)
+    assert kept_in(used.folder) == kept
+
+
+def test_after_all_of_these_it_goes_on_as_if_nothing_had_been(case: Case, used: Node) -> None:
+    for wrong, _ in wrong_tasks(next(task for task in case.tasks[3:] if "receive" in task.todo)).values():
+        refusal(used, wrong)
+    case.go_on(used)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"CMGT", b"\x00" * 100, b"CMGT" + b"\xff" * 40],
+    ids=["empty", "magic", "zeros", "ones"],
+)
+def test_bytes_that_are_no_task_are_refused(case: Case, tmp_path: Path, data: bytes) -> None:
+    with pytest.raises(MessageError, match=r"^task: "):
+        Node(tmp_path, case.own).handle(data)
+
+
+def test_a_task_of_another_format_or_cut_off_is_refused(case: Case, tmp_path: Path) -> None:
+    data, node = case.tasks[3].pack(), Node(tmp_path, case.own)
+    with pytest.raises(MessageError, match=r"^task: of format 9; allowed: 1$"):
+        node.handle(data[:4] + b"\x09\x00" + data[6:])
+    for size in (5, 30, len(data) // 2, len(data) - 1):
+        with pytest.raises(MessageError, match=r"^task: "):
+            node.handle(data[:size])
+
+
+# -------------------------------------------------------------------- another federation
+
+
+def test_who_is_known_is_told_of_another_recipe_with_both_digests(case: Case, folder: Path) -> None:
+    public = case.tasks[0].about["public"]
+    other = changed(case.tasks[0], recipe={**public["recipe"], "seed": 7})
+    assert "and is" in refusal(Node(folder, case.own), other)
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "line"),
+    [
+        ("base", "0" * 64, "base: the server's is 0000"),
+        ("tokenizer", "0" * 64, "tokenizer: the server's is 0000"),
+        ("users", ["bob", "cem"], "user 'ann': not among the participants: bob, cem"),
+        ("users", "ann", "users"),
+        ("users", [1, 2], "users"),
+        ("format", 9, "format 9; this user's is 1"),
+        ("version", "0.0.1", "version 0.0.1; this user's is "),
+        ("version", 3, "version"),
+        ("recipe", [], "recipe"),
+        ("recipe", {}, "recipe"),
+        ("recipe", {"data": 5}, "recipe"),
+        ("settings", [], "settings"),
+        ("secret", 1, "secret"),
+    ],
+)
+def test_another_federation_is_refused_with_both_values(
+    case: Case, tmp_path: Path, what: str, value: Any, line: str
+) -> None:
+    node = Node(tmp_path / "ann", case.own)
+    assert line in refusal(node, changed(case.tasks[0], **{what: value}))
+    assert not list(tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize("about", [{}, {"public": None}, {"public": []}, {"public": "x"}])
+def test_a_join_that_says_nothing_is_refused(case: Case, tmp_path: Path, about: dict[str, Any]) -> None:
+    assert "the federation" in refusal(Node(tmp_path, case.own), replace(case.tasks[0], about=about))
+
+
+def test_what_is_expected_must_be(case: Case, tmp_path: Path) -> None:
+    for what in ("recipe", "base"):
+        node = Node(tmp_path, own_of(case.content, "ann", expects={what: "abc"}))
+        assert f"user 'ann': expects {what} abc; the server has " in refusal(node, case.tasks[0])
+
+
+# -------------------------------------------------------------------- killed
+
+
+class Snapshots:
+    """Copies of a folder just before everything that changes what is on disk."""
+
+    def __init__(self, folder: Path, into: Path, patch: pytest.MonkeyPatch):
+        self.folder, self.into, self.made = folder, into, 0
+        for place, name in (
+            (os, "replace"),
+            (os, "rename"),
+            (os, "fsync"),
+            (os, "unlink"),
+            (shutil, "rmtree"),
+            (os, "mkdir"),
+        ):
+            patch.setattr(place, name, self._before(getattr(place, name)))
+
+    def _before(self, real: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            self.made += 1
+            subprocess.run(["cp", "-r", self.folder, self.into / f"{self.made:03d}"], check=True)
+            return real(*args, **options)
+
+        return call
+
+
+def test_killed_before_any_change_of_the_disk_it_goes_on_bit_for_bit(
+    case: Case, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = next(task for task in case.tasks[3:] if "receive" in task.todo)
+    other = replace(task, about={**task.about, "other": 1})  # which is undone: that changes files too
+    node, into = Node(folder, case.own), tmp_path / "snapshots"
+    node.handle(case.tasks[0].pack())
+    into.mkdir()
+    with monkeypatch.context() as patch:
+        snapshots = Snapshots(folder, into, patch)
+        node.handle(other.pack())
+        node.handle(task.pack())
+    assert snapshots.made > 10
+    for each in sorted(into.iterdir()):
+        again = Node(each, case.own)
+        answer = answer_of(again, task)
+        assert said(answer) == said(case.answers[task.serial]), each.name
+        assert_equal(tensors_of(again), tensors_of(node))
+        leftovers = [p for p in each.rglob(".*") if p.name not in (".lock",)]
+        assert not leftovers, each.name
+
+
+KILLED = """
+import sys, json
+from pathlib import Path
+import torch
+from comingle.engines import local
+from comingle.federation.node import Node
+from comingle.federation.own import Own
+torch.set_num_threads(1)
+folder, tasks = Path(sys.argv[1]), Path(sys.argv[2])
+node = Node(folder, Own(**json.loads(sys.argv[3])))
+work = local._work
+def slow(*args):
+    print("training", flush=True)
+    return work(*args[:3], lambda: (print("a step", flush=True), sys.stdin.readline()))
+for path in sorted(tasks.iterdir()):
+    local._work = slow if path.name == sys.argv[4] else work
+    node.handle(path.read_bytes())
+"""
+
+
+def test_a_process_that_is_killed_in_training_goes_on_bit_for_bit(case: Case, tmp_path: Path) -> None:
+    tasks, folder = tmp_path / "tasks", tmp_path / "ann"
+    tasks.mkdir()
+    for task in case.tasks:
+        (tasks / f"{task.serial:03d}").write_bytes(task.pack())
+    killed = next(task for task in case.tasks[2:] if "train" in task.todo)
+    command = [
+        sys.executable,
+        "-c",
+        KILLED,
+        str(folder),
+        str(tasks),
+        case.own.model_dump_json(),
+        f"{killed.serial:03d}",
+    ]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["training\n", "a step\n"]
+        process.send_signal(signal.SIGKILL)
+    case.go_on(Node(folder, case.own))
+
+
+# -------------------------------------------------------------------- damage
+
+
+def test_a_damaged_checkpoint_is_one_line_that_says_what_to_do(case: Case, folder: Path) -> None:
+    newest = sorted((run_folder(folder) / "checkpoints").iterdir())[-1]
+    (newest / "state.safetensors").write_bytes(b"\x00" * 100)
+    heard: list[str] = []
+    node = Node(folder, case.own, say=heard.append)
+    told = refusal(node, case.tasks[3])
+    assert str(folder) not in told  # which is nobody else's business
+    assert "damaged" in heard[-1]
+    assert f"`rm -r {newest}`" in heard[-1]
+    assert "comingle run --resume" not in heard[-1]
+    shutil.rmtree(newest)  # as it says
+    case.go_on(Node(folder, case.own))
+
+
+def test_a_damaged_answer_is_made_anew(case: Case, folder: Path) -> None:
+    for path in (run_folder(folder) / "answers").iterdir():
+        path.write_bytes(path.read_bytes()[:-3])
+    case.go_on(Node(folder, case.own))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"users": 3}', "\x00"])
+def test_what_is_known_of_a_run_may_be_damaged(case: Case, folder: Path, content: str) -> None:
+    (run_folder(folder) / "public.json").write_text(content)
+    heard: list[str] = []
+    refusal(Node(folder, case.own, say=heard.append), case.tasks[3])
+    assert "public.json: damaged" in heard[-1]
+    assert "to begin this run anew" in heard[-1]
+
+
+# -------------------------------------------------------------------- a full disk
+
+
+def test_a_full_disk_is_one_line_and_the_state_of_before(
+    case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    node = Node(folder, case.own, say=heard.append)
+    answer_of(node, case.tasks[2])
+    before, kept, real = {name: t.clone() for name, t in tensors_of(node).items()}, kept_in(folder), os.fsync
+    calls, fails = 0, 1
+
+    def fsync(handle: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == fails:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    while True:
+        calls = 0
+        answer = answer_of(node, case.tasks[3])
+        if calls < fails:
+            break
+        assert "its own folder cannot be used" in answer.refused
+        assert "No space left on device" in heard[-1]
+        assert "\n" not in heard[-1]
+        assert_equal(tensors_of(node), before)
+        assert kept_in(folder) == kept
+        fails += 1
+    assert fails > 4
+    assert said(answer) == said(case.answers[3])

@@ -1,0 +1,150 @@
+"""Users elsewhere end with what they end with in one process, bit for bit: every method, on text, chats and samples.
+
+Each user is a node with a folder of its own, which sees nothing but tasks; tensors are compared as its disk has them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
+from cases import NETS_ONLY, ONE_LORA, ROUTED, SMALL, TEXT_ONLY, VARIANTS, method, text_recipe
+
+from comingle.engines.checkpoints import list_checkpoints
+from comingle.federation import running
+from comingle.methods import REGISTRY
+from comingle.recipes import parse_recipe
+from comingle.runs import api, given
+from federation.direct import Direct, federated
+
+POOLED = ("centralized",)
+ON_TEXT = [name for name in REGISTRY if name not in (*NETS_ONLY, *POOLED)]
+TRUE_CLUSTERS = ("floral-optimal", "ensemble-optimal")
+ON_SAMPLES = [n for n in REGISTRY if n not in (*TEXT_ONLY, *ROUTED, *ONE_LORA, *POOLED, *TRUE_CLUSTERS, "mfl", "fml")]
+
+SHORT = {"training.rounds": 2, "training.local_steps": 2}
+PART = {**SHORT, "training.participation": 0.5, "training.weighting": "tokens", "evaluation.model": "exchanged"}
+BEST = {"evaluation.select": "best", "evaluation.every": 1}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_base() -> Iterator[None]:
+    """The base is frozen, so all of a test's users and servers may have the same."""
+    load = cache(given.load_base)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(given, "load_base", load)
+        patch.setattr(running, "load_base", load)
+        yield
+
+
+def assert_equal(content: dict[str, Any], folder: Path) -> Direct:
+    """In one process, a user at a time, and with users elsewhere: the same tensors, scores and bytes."""
+    content.setdefault("runtime", {})["users_per_step"] = 1
+    together = api.run(parse_recipe(content), out=folder / "together")
+    metrics, channel = federated(content, folder / "apart")
+    names = list(together.metrics["users"])
+    kept = list_checkpoints(folder / "together")  # none where nothing is trained
+    rows = load_file(kept[-1] / "state.safetensors") if kept else {}
+    for number, name in enumerate(names):
+        mine = load_file(list_checkpoints(next((folder / "apart" / name).glob("run-*")))[-1] / "state.safetensors")
+        for key, t in rows.items():
+            if not key.startswith("server/") and key != "best/round":
+                assert torch.equal(mine[key], t[number :: len(names)]), (name, key)
+    for key, value in together.metrics["users"].items():
+        assert metrics["users"][key] == value
+    same = ("selected_round", "upload_bytes_per_user_round", "download_bytes_per_user_round", "trainable_parameters")
+    assert {key: metrics[key] for key in same} == {key: together.metrics[key] for key in same}
+    return channel
+
+
+@pytest.mark.parametrize("name", ON_TEXT)
+def test_text(name: str, tmp_path: Path) -> None:
+    best = {} if name == "pretrained" else BEST
+    assert_equal(text_recipe(tmp_path, method(name), **PART, **best), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["comigs-1g1s", "hetlora", "flexlora", "fedavg+", "pcl", "fdlora", "ffa-lora"])
+def test_text_with_ranks_and_local_models(name: str, tmp_path: Path) -> None:
+    ranks = {**SHORT, "adapters.rank": [4, 1, 2, 3], "training.participation": 0.75}
+    assert_equal(text_recipe(tmp_path, method(name), **ranks), tmp_path)
+
+
+@pytest.mark.parametrize("title", [title for title, (name, own) in VARIANTS.items() if "centre" not in own])
+def test_settings_that_pull_apart(title: str, tmp_path: Path) -> None:
+    name, own = VARIANTS[title]
+    assert_equal(text_recipe(tmp_path, method(name, **own), **{"training.participation": 0.75}), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["comigs-1g1s", "fedavg", "ifca", "fedmerge", "floral"])
+def test_conversations(name: str, tmp_path: Path) -> None:
+    """Users have different numbers of them, by which learning rates decay."""
+    content = text_recipe(tmp_path, method(name))
+    content["data"] = {"kind": "conversations", "users": chats(tmp_path), "split": {"valid": 0.2, "test": 0.2}}
+    content["training"] = {"rounds": 2, "batch_size": 2, "context": 96, "weighting": "samples"}
+    assert_equal(content, tmp_path)
+
+
+def chats(folder: Path) -> dict[str, str]:
+    found = {}
+    for number, name in enumerate(("ann", "bob", "cem")):
+        rows = [{"prompt": f"{name} {i}?", "response": f"{name} says {i * i}"} for i in range(10 + 5 * number)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        found[name] = str(folder / f"{name}.jsonl")
+    return found
+
+
+@pytest.mark.parametrize("name", ON_SAMPLES)
+def test_samples(name: str, tmp_path: Path) -> None:
+    """One user has not seen every class; what a net is made of is of all users together."""
+    sgd = {"name": "sgd", "learning_rate": 0.05, "schedule": "cosine", "weight_decay": 0}
+    content = {
+        "method": {"name": name, **SMALL.get(name, {})},
+        "data": {"kind": "samples", "users": arrays(tmp_path), "split": {"valid": 0.2, "test": 0.2}},
+        "floral": {"rank": 2},
+        "training": {"rounds": 3, "batch_size": 8, "weighting": "samples", "experts": sgd, "router": sgd},
+        "evaluation": {"model": "exchanged", "select": "best", "every": 1},
+        "checkpoints": {"every": 1},
+        "runtime": {"dtype": "float32", "device": "cpu", "threads": 1},
+    }
+    assert_equal(content, tmp_path)
+
+
+def arrays(folder: Path) -> Mapping[str, str]:
+    found = {}
+    for number, name in enumerate(("ann", "bob", "cem")):
+        draw = np.random.default_rng(number)
+        labels = draw.integers(3 if number else 2, size=30 + 10 * number)
+        inputs = draw.normal(size=(len(labels), 6)).astype(np.float32) + labels[:, None]
+        np.savez(folder / f"{name}.npz", inputs=inputs, targets=labels)
+        found[name] = str(folder / f"{name}.npz")
+    return found
+
+
+def test_rows_of_a_data_set_are_read_by_each_user_for_itself(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    rows = [
+        {
+            "who": f"user {i % 3}",
+            "text": " ".join(draw.choices(["one", "two", "three", "four", "five", "six", "seven"], k=40)),
+        }
+        for i in range(30)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    content = text_recipe(tmp_path, method("fedavg"))
+    content["data"] = {
+        "dataset": {"path": str(tmp_path / "rows.jsonl"), "user": "who"},
+        "split": {"valid": 0.2, "test": 0.2},
+    }
+    channel = assert_equal(content, tmp_path)
+    assert sorted(channel.nodes) == ["user 0", "user 1", "user 2"]

@@ -1,0 +1,50 @@
+"""How a run is stopped in the middle, and what it leaves behind that a resumed one must leave too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from comingle.engines.checkpoints import list_checkpoints
+from comingle.records import read_events
+
+VOLATILE = {"wall_seconds", "samples_per_second", "tokens_per_second", "peak_memory_bytes"}
+
+
+class StoppedError(Exception):
+    """Stands for whatever ends a run in the middle."""
+
+
+def stop_in_round_3(event: dict[str, Any]) -> None:
+    """An observer that stops after the round's first local iteration."""
+    if event["event"] == "step" and event["round"] == 3 and event["advance"]:
+        raise StoppedError
+
+
+def final(folder: Path) -> dict[str, Any]:
+    """What a finished run has found: its metrics, but for time and memory."""
+    metrics = json.loads((folder / "metrics.json").read_text())
+    return {key: value for key, value in metrics.items() if key not in VOLATILE}
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    """Its events, but for time."""
+    return [{k: v for k, v in event.items() if k != "seconds"} for event in read_events(folder)]
+
+
+def state(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of its last checkpoint, after four rounds."""
+    newest = list_checkpoints(folder)[-1]
+    assert newest.name == "round-0004"
+    return load_file(newest / "state.safetensors")
+
+
+def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Users' scores and bytes of a finished run, and its tensors."""
+    metrics = final(folder)
+    kept = {key: metrics[key] for key in ("users", "upload_bytes_per_user_round", "download_bytes_per_user_round")}
+    return kept, state(folder)
