@@ -56,10 +56,10 @@ def server(
 def _make(folder: Path, host: str, users: tuple[str, ...]) -> None:
     from comingle.cli.progress import console
     from comingle.terminal import words
-    from comingle.transports.flower.certificates import make_certificates
+    from comingle.transports.flower.certificates import make_certificates, spelt
 
     fresh = not (folder / "server.pem").exists()
     make_certificates(folder, [host] if fresh else [], users)
     console.print(words(f"{folder}/  server.pem, server.key (the server's alone) · ca.pem (for everybody)"))
     for user in users:
-        console.print(words(f"{folder}/users/{user}.key  for {user}, and for nobody else"))
+        console.print(words(f"{folder}/users/{spelt(user)}.key  for {user}, and for nobody else"))

@@ -13,10 +13,10 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
@@ -30,7 +30,6 @@ AUTHORITY, CERTIFICATE, KEY, USERS = "ca.pem", "server.pem", "server.key", "user
 
 _DAYS = 825
 """Longer, and some programs do not believe a certificate."""
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +42,11 @@ class Files:
     users: Mapping[str, Path]
 
 
+def spelt(user: str) -> str:
+    """A user's name as a file can have it."""
+    return quote(user, safe=" ")
+
+
 def read_certificates(folder: Path) -> Files:
     """What :func:`make_certificates` has written.
 
@@ -52,7 +56,7 @@ def read_certificates(folder: Path) -> Files:
     for name in (AUTHORITY, CERTIFICATE, KEY):
         if not (folder / name).is_file():
             raise RecipeError(f"certificates: {folder / name} does not exist; --make-certificates writes it")
-    users = {path.stem: path for path in sorted((folder / USERS).glob("*.pub"))}
+    users = {unquote(path.stem): path for path in sorted((folder / USERS).glob("*.pub"))}
     return Files(authority=folder / AUTHORITY, certificate=folder / CERTIFICATE, key=folder / KEY, users=users)
 
 
@@ -60,11 +64,8 @@ def make_certificates(folder: Path, hosts: Sequence[str], users: Sequence[str] =
     """Writes an authority and a server's certificate for these names and addresses; keys for users who have none yet.
 
     Raises:
-        RecipeError: there is a certificate already, and hosts are given; no host for the first one; a user's name.
+        RecipeError: there is a certificate already, and hosts are given; no host for the first one.
     """
-    for user in users:
-        if not _NAME.fullmatch(user):
-            raise RecipeError(f"certificates: {user!r} as a user's name; allowed: letters, digits, '_', '.' and '-'")
     (folder / USERS).mkdir(parents=True, exist_ok=True)
     if (folder / CERTIFICATE).exists():
         if hosts:
@@ -74,7 +75,7 @@ def make_certificates(folder: Path, hosts: Sequence[str], users: Sequence[str] =
     else:
         _make_server(folder, hosts)
     for user in users:
-        if not (folder / USERS / f"{user}.pub").exists():
+        if not (folder / USERS / f"{spelt(user)}.pub").exists():
             _make_user(folder / USERS, user)
     return read_certificates(folder)
 
@@ -111,8 +112,9 @@ def _make_server(folder: Path, hosts: Sequence[str]) -> None:
 def _make_user(folder: Path, user: str) -> None:
     """A pair of keys, in the form that Flower reads."""
     key = ec.generate_private_key(ec.SECP384R1())
-    _write(folder / f"{user}.key", key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), secret=True)
-    _write(folder / f"{user}.pub", key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
+    name = spelt(user)
+    _write(folder / f"{name}.key", key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), secret=True)
+    _write(folder / f"{name}.pub", key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
 
 
 def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
