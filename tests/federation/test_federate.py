@@ -1,0 +1,142 @@
+"""A federation of real processes ends with the numbers of one process, bit for bit, whatever is killed meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("flwr")
+
+from comingle.engines.checkpoints import list_checkpoints
+from comingle.federation.local import federate
+from comingle.recipes import Recipe, parse_recipe
+from comingle.records import read_events
+from comingle.runs import api
+from federation.tiny import method, text_recipe
+
+pytestmark = pytest.mark.slow
+
+ROUNDS = 3
+
+
+def recipe_of(folder: Path, name: str) -> Recipe:
+    content = text_recipe(folder, method(name))
+    content["data"]["users"] = {user: content["data"]["users"][user] for user in ("ann", "bob")}
+    content["training"] |= {"rounds": ROUNDS, "local_steps": 20}
+    content["evaluation"] = {"every": 1, "model": "exchanged"}
+    content["runtime"]["users_per_step"] = 1
+    return parse_recipe(content)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    yield
+    until = time.monotonic() + 30
+    while (left := of_folder(tmp_path)) and time.monotonic() < until:
+        time.sleep(0.5)
+    assert not left
+
+
+def of_folder(folder: Path, *words: str) -> list[psutil.Process]:
+    """Processes that have to do with a folder, and with all of these words."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if str(folder) in line and all(word in line for word in words):
+            found.append(process)
+    return [process for process in found if process.info["status"] != psutil.STATUS_ZOMBIE]
+
+
+def assert_equal(together: Path, apart: Path) -> None:
+    rows = load_file(list_checkpoints(together)[-1] / "state.safetensors")
+    for number, name in enumerate(("ann", "bob")):
+        (state,) = (apart / "users" / name).glob("run-*")
+        mine = load_file(list_checkpoints(state)[-1] / "state.safetensors")
+        for key, t in rows.items():
+            if not key.startswith("server/"):
+                assert torch.equal(mine[key], t[number::2]), (name, key)
+
+
+@pytest.mark.parametrize("name", ["comigs-1g1s", "fedavg", "pcl", "fedmerge", "floral"])
+def test_processes_end_with_the_tensors_of_one(name: str, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, name)
+    api.run(recipe, out=tmp_path / "together")
+    federate(recipe, tmp_path / "apart", say=print)
+    assert_equal(tmp_path / "together", tmp_path / "apart")
+
+
+def after_first_round(folder: Path, kill: Callable[[], None]) -> threading.Thread:
+    """Kills once the first round is told of."""
+
+    def wait() -> None:
+        until = time.monotonic() + 200
+        while time.monotonic() < until:
+            if any(event["event"] == "round" for event in read_events(folder)):
+                kill()
+                return
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+KILLED: dict[str, tuple[str, ...]] = {
+    "a worker": ("comingle.federation.worker", "--name ann"),
+    "a SuperNode": ("flower-supernode", "users/ann"),
+    "the SuperLink": ("flower-superlink",),
+}
+
+
+@pytest.mark.parametrize("what", KILLED)
+def test_what_is_killed_comes_back_and_nothing_is_lost(what: str, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "comigs-1g1s")
+    api.run(recipe, out=tmp_path / "together")
+    killed: list[Any] = []
+
+    def kill() -> None:
+        for process in of_folder(tmp_path, *KILLED[what])[:1] or of_names(KILLED[what]):
+            os.kill(process.pid, signal.SIGKILL)
+            killed.append(process.pid)
+
+    thread = after_first_round(tmp_path / "apart", kill)
+    federate(recipe, tmp_path / "apart", say=print)
+    thread.join()
+    assert killed
+    assert_equal(tmp_path / "together", tmp_path / "apart")
+
+
+def of_names(words: tuple[str, ...]) -> list[psutil.Process]:
+    """Children of ours with these words, which may not name the folder."""
+    return [
+        p for p in psutil.Process().children(recursive=True) if all(word in " ".join(p.cmdline()) for word in words)
+    ]
+
+
+def test_a_server_that_is_stopped_goes_on(tmp_path: Path) -> None:
+    """As by Ctrl-C behind the first round."""
+    recipe = recipe_of(tmp_path, "fedmerge")
+    api.run(recipe, out=tmp_path / "together")
+
+    class Stopped(Exception):
+        pass
+
+    def say(line: str) -> None:
+        print(line)
+        if line.startswith("round 1:"):
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        federate(recipe, tmp_path / "apart", say=say)
+    federate(recipe, tmp_path / "apart", resume=True, say=print)
+    assert_equal(tmp_path / "together", tmp_path / "apart")
