@@ -65,9 +65,8 @@ def shown(page: Path, language: str) -> list[str]:
 def shortened(words: tuple[str, ...]) -> list[str]:
     """The same command on toy models and little text."""
     verb, extra = words[0], []
-    if verb in ("demo", "server", "client") or (
-        verb == "federate" and "--set" not in words
-    ):  # which need the pretrained model, or somebody at the other end
+    alone = ("demo", "server", "client")  # which need the pretrained model, or somebody at the other end
+    if verb in alone or (verb == "federate" and "--set" not in words):
         extra = ["--help"]
     elif verb in ("run", "compare", "data", "cost"):
         given = {words[i + 1].partition("=")[0] for i, word in enumerate(words) if word == "--set"}

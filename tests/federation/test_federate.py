@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -118,9 +119,12 @@ def test_what_is_killed_comes_back_and_nothing_is_lost(what: str, tmp_path: Path
 
 def of_names(words: tuple[str, ...]) -> list[psutil.Process]:
     """Children of ours with these words, which may not name the folder."""
-    return [
-        p for p in psutil.Process().children(recursive=True) if all(word in " ".join(p.cmdline()) for word in words)
-    ]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if all(word in " ".join(process.cmdline()) for word in words):
+                found.append(process)
+    return found
 
 
 def test_a_server_that_is_stopped_goes_on(tmp_path: Path) -> None:

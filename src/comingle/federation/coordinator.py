@@ -135,6 +135,7 @@ class Coordinator:
             if "hear" in task.todo:
                 self.verdicts.pop(name, None)
             self.clock.download_bytes += sum(len(message) for message in task.messages)
+            self.clock.upload_bytes += sum(len(message) for message in answers[name].messages)
         return answers
 
     def _with_messages(self, name: str, todo: Sequence[str], number: int, about: Mapping[str, Any]) -> Task:
@@ -252,7 +253,6 @@ class Coordinator:
                     continue
                 if loss is not None:
                     losses[name] = loss
-                    self.clock.upload_bytes += len(data)
         return losses
 
     def take_in(self, answers: Mapping[str, Answer], number: int) -> list[str]:
@@ -284,7 +284,6 @@ class Coordinator:
             logger.warning("user %r is left out of round %d: %s", name, number, error)
             self.observe({"event": "rejected", "round": number, "user": name, "reason": str(error)})
             return None
-        self.clock.upload_bytes += len(answer.messages[0])
         message.reports.pop(LOSS, None)  # which not everybody tells
         return message
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from comingle.federation.coordinator import Patience
 from comingle.federation.files import Participant, save_participant, save_plan
+from comingle.federation.public import public_part
 from comingle.federation.splitting import split_recipe
 from comingle.recipes import Recipe
 from comingle.records import read_metrics
@@ -38,15 +40,18 @@ def federate(
         ComingleError: users elsewhere cannot do what the recipe asks for, the folder cannot be used, or a user or the
             server cannot go on.
     """
-    check_folder(folder, recipe, resume=resume, force=force)
     plan, owns = split_recipe(recipe, patience)
+    without_data = public_part(recipe, plan.users, plan.settings, None).whole_recipe()
+    check_folder(folder, without_data, resume=resume, force=force)
     if force:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     save_plan(folder / PLAN, plan)
+    threads = {"threads": max(1, (os.cpu_count() or 1) // len(owns))}  # all of them share this machine's cores
     for own in owns:
+        own = own if recipe.runtime.threads else own.model_copy(update={"runtime": threads})
         state = folder / USERS / own.name
-        save_participant(state / FILE, Participant(**own.model_dump(exclude_unset=True), state="."))
+        save_participant(state / FILE, Participant(**own.model_dump(exclude_defaults=True), state="."))
     link = SuperLink(folder=folder, say=say)
     nodes = [_node(folder / USERS / own.name, own.name, link.address, say) for own in owns]
     settings = {"federation": str((folder / PLAN).absolute()), "users": spell(plan.users)}

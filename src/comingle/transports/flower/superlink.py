@@ -6,10 +6,12 @@ Whatever dies is started again: the app goes on from its run folder, the SuperLi
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +32,7 @@ _LOOK_SECONDS = 0.2
 _LISTEN_SECONDS = 60.0
 _BEGIN_SECONDS = 60.0
 _CALL_SECONDS = 60.0
+_END_SECONDS = 5.0
 _BREAKS = 5
 """So often in a row the app may break off without being given up."""
 _HEALTHY_SECONDS = 120.0
@@ -275,3 +278,14 @@ def coordinate(
                 time.sleep(_LOOK_SECONDS)
     finally:
         link.service.stop()
+        _see_it_end(link.folder)
+
+
+def _see_it_end(folder: Path) -> None:
+    """The app ends with its SuperLink, later than that; for as long as it runs nobody else may write to its folder."""
+    state, began = read_state(folder), time.monotonic()
+    while state is not None and state.process.lives():
+        late = time.monotonic() - began > _END_SECONDS
+        with suppress(ProcessLookupError):
+            os.kill(state.process.pid, signal.SIGKILL if late else signal.SIGTERM)
+        time.sleep(_LOOK_SECONDS)
