@@ -25,9 +25,9 @@ class Direct:
         """All who have a node."""
         return list(self.nodes)
 
-    def exchange(self, tasks: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
+    def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
         """One after the other."""
-        for name, task in tasks.items():
+        for name, task in requests.items():
             answer = self.nodes[name].handle(task)
             self.recorded.append((name, task, answer))
             yield name, answer
