@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ import torch
 from tests.federation.direct import federated
 from tests.federation.tiny import (
     answer_of,
+    assert_equal,
     changed,
     download_in,
     kept_in,
+    one_base,
     own_of,
     refusal,
     said,
@@ -61,9 +64,10 @@ class Case:
         assert_equal(tensors_of(node), self.ended)
 
 
-def assert_equal(one: Tree, other: Tree) -> None:
-    assert one.keys() == other.keys()
-    assert not [name for name in one if not torch.equal(one[name], other[name])]
+@pytest.fixture(autouse=True, scope="module")
+def base() -> Iterator[None]:
+    with one_base():
+        yield
 
 
 @pytest.fixture(scope="module")

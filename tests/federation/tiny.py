@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from tests.federation.direct import Direct
 from tests.golden.cases import method, text_recipe
 
+from comingle.federation import running
 from comingle.federation.node import Node
 from comingle.federation.own import Own
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.tasks import Answer, Task, unpack_answer, unpack_task
 from comingle.protocol.wire import pack, unpack
+from comingle.runs import given
 from comingle.trees import Tree
 
 PASSING = ("seconds", "train_seconds", "done")
@@ -93,3 +99,25 @@ def download_in(task: Task, at: int = 0) -> Download:
 def changed(task: Task, **public: Any) -> Task:
     """A task to join a federation of which other things are said."""
     return replace(task, about={**task.about, "public": {**json.loads(json.dumps(task.about["public"])), **public}})
+
+
+@contextmanager
+def one_base() -> Iterator[None]:
+    """The base is frozen, so all of a test's users and servers may have the same."""
+    load = cache(given.load_base)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(given, "load_base", load)
+        patch.setattr(running, "load_base", load)
+        yield
+
+
+def assert_equal(one: Tree, other: Tree) -> None:
+    """The same tensors, bit for bit."""
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def assert_same_end(one: Direct, other: Direct, *, but: str = "") -> None:
+    """Everybody has the same tensors in the end, but for one user."""
+    for name in one.nodes.keys() - {but}:
+        assert_equal(tensors_of(one.nodes[name]), tensors_of(other.nodes[name]))

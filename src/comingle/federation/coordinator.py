@@ -17,13 +17,12 @@ from comingle.engines.clock import Clock
 from comingle.engines.events import Observer
 from comingle.engines.server import ServerHalf, start_server
 from comingle.errors import MessageError, RunError
-from comingle.federation.checking import check_upload, validation_loss
 from comingle.federation.public import House, Public
 from comingle.federation.telling import check_told
 from comingle.models.model import Model
-from comingle.protocol.messages import LOSS, Download, Upload, join_uploads, validation_report
+from comingle.protocol.messages import Download, validation_report
 from comingle.protocol.tasks import Answer, Task, unpack_answer
-from comingle.protocol.wire import pack, unpack
+from comingle.protocol.wire import pack
 from comingle.transports.channel import Channel
 
 logger = logging.getLogger("comingle")
@@ -70,6 +69,8 @@ class Coordinator:
     away: set[str] = field(default_factory=set)
     """Who was waited for in vain, and is not waited for again before it is there."""
     joined: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    refusing: dict[str, str] = field(default_factory=dict)
+    """Who does not want to join, and why."""
     local_steps: int = 0
     best_round: int = 0
     """After how many rounds the mean validation loss was lowest, where that is looked for."""
@@ -125,6 +126,7 @@ class Coordinator:
 
         Steps that nobody can take without a download of the newest version begin with "receive".
         """
+        self._admit(set(steps) & set(self.channel.present()), self.patience.round_timeout, {})
         tasks = {name: self._with_messages(name, todo, number, about or {}) for name, todo in steps.items()}
         answers = self._exchange(tasks, self.patience.round_timeout if seconds is None else seconds)
         for name in answers:
@@ -178,16 +180,21 @@ class Coordinator:
         failed: dict[str, str] = {}
         ends, pending = time.monotonic() + seconds, set(tasks)
         while pending:
-            here = self._admitted(pending & set(self.channel.present()), tasks)
+            here = pending & set(self.channel.present())
+            if any(tasks[name].todo != _JOIN for name in here):
+                self._admit(here, max(0.0, ends - time.monotonic()), failed)
+                pending -= self.refusing.keys()
+                here &= self.joined.keys()
             self.away -= here
-            left = ends - time.monotonic()
-            for name, got in self.channel.exchange({n: packed[n] for n in sorted(here)}, timeout=max(0.0, left)):
+            left = max(0.0, ends - time.monotonic())
+            for name, got in self.channel.exchange({n: packed[n] for n in sorted(here)}, timeout=left):
                 answer = self._understood(name, tasks[name], got)
                 if isinstance(answer, str):  # it did not get there, or back
                     self._complain(failed, name, answer)
                     continue
                 pending.discard(name)
                 if answer.refused:
+                    self.joined.pop(name, None)  # it is told what all is about again, and may say how far it is
                     self._complain(failed, name, answer.refused, gone=True)
                     continue
                 answers[name] = answer
@@ -202,18 +209,20 @@ class Coordinator:
             self.away.add(name)
         return answers
 
-    def _admitted(self, here: Collection[str], tasks: Mapping[str, Task]) -> set[str]:
-        """Those of some users who have joined; who has come after the others is told what the federation is about."""
-        new = [name for name in here if name not in self.joined and tasks[name].todo != _JOIN]
-        joins = {name: self._task(name, _JOIN, serial=0, about=self._about) for name in new}
+    def _admit(self, here: Collection[str], seconds: float, failed: dict[str, str]) -> None:
+        """Tell those of some users what the federation is about who have not joined."""
+        seconds = min(seconds, self.patience.join_timeout)
+        joins = {name: self._task(name, _JOIN, serial=0, about=self._about) for name in here if name not in self.joined}
         packed = {name: task.pack() for name, task in joins.items()}
-        for name, got in self.channel.exchange(packed, timeout=self.patience.join_timeout) if joins else ():
+        for name, got in self.channel.exchange(packed, timeout=seconds) if joins else ():
             answer = self._understood(name, joins[name], got)
-            if isinstance(answer, Answer) and not answer.refused:
-                self._welcome(name, answer)
+            if isinstance(answer, str):
+                self._complain(failed, name, answer)
+            elif answer.refused:
+                self._complain(self.refusing, name, answer.refused)
             else:
-                self._complain({}, name, answer if isinstance(answer, str) else answer.refused)
-        return {name for name in here if name in self.joined or tasks[name].todo == _JOIN}
+                self.refusing.pop(name, None)
+                self._welcome(name, answer)
 
     @property
     def _about(self) -> dict[str, Any]:
@@ -238,54 +247,6 @@ class Coordinator:
             logger.warning("user %r: %s", name, f"{why}; the others go on" if gone else why)
             self.observe({"event": "failed", "user": name, "reason": why})
         failed[name] = why
-
-    # ---------------------------------------------------------------- uploads
-
-    def validation_losses(self, answers: Mapping[str, Answer], done: int) -> dict[str, float]:
-        """What users report of their models after ``done`` rounds, where that decides which round's are kept."""
-        losses: dict[str, float] = {}
-        for name in self.public.users:
-            for data in answers[name].messages[-1:] if name in answers else ():  # behind an upload, if there is one
-                try:
-                    loss = validation_loss(unpack(data), user=name, done=done)
-                except MessageError as error:
-                    logger.warning("user %r: %s", name, error)
-                    continue
-                if loss is not None:
-                    losses[name] = loss
-        return losses
-
-    def take_in(self, answers: Mapping[str, Answer], number: int) -> list[str]:
-        """Aggregate the uploads of a round (from 1) that are as they must be; whose they are."""
-        uploads = {name: upload for name, answer in answers.items() if (upload := self._upload(name, answer, number))}
-        if not uploads:
-            raise RunError(f"round {number}: nobody's upload can be used")
-        names = [name for name in self.public.users if name in uploads]
-        self.server.aggregate(join_uploads([uploads[name] for name in names]))
-        return names
-
-    def _upload(self, name: str, answer: Answer, number: int) -> Upload | None:
-        try:
-            if "left_out" in answer.told or not answer.messages:
-                raise MessageError(str(answer.told.get("left_out", "no upload in the answer")))
-            message = unpack(answer.messages[0])
-            if not isinstance(message, Upload):
-                raise MessageError("a download where an upload belongs")
-            check_upload(
-                message,
-                self.model.layout,
-                self.house.method,
-                user=name,
-                number=number,
-                rank=self.largest_rank(name),
-                weighted=self.server.weighted,
-            )
-        except MessageError as error:
-            logger.warning("user %r is left out of round %d: %s", name, number, error)
-            self.observe({"event": "rejected", "round": number, "user": name, "reason": str(error)})
-            return None
-        message.reports.pop(LOSS, None)  # which not everybody tells
-        return message
 
 
 def new_coordinator(

@@ -20,11 +20,12 @@ from comingle.engines.checkpoints import Progress, load_checkpoint, prune_checkp
 from comingle.engines.checksums import list_checkpoints
 from comingle.engines.client import Clients
 from comingle.engines.state import State
-from comingle.errors import MessageError, RunError
+from comingle.errors import BaseModelError, MessageError, RunError
 from comingle.federation.own import Own
 from comingle.federation.public import Public, build_house, read_public
 from comingle.kinds.base import Materials
 from comingle.models.digests import digest_tokenizer
+from comingle.models.sources import is_public
 from comingle.protocol.tasks import unpack_answer
 from comingle.protocol.wire import unpack
 from comingle.recipes import Recipe, parse_recipe
@@ -194,10 +195,22 @@ def _own_recipe(own: Own, public: Public) -> Recipe:
     content["data"] = own.data_section(content["data"])
     if own.base is not None:
         content["base"] = own.base
-    elif Path(base := public.whole_recipe().base).expanduser().exists():
-        raise MessageError(f"base: the server names {base!r}, which is a path here; `base` in your own file says where")
+    else:
+        _check_base_name(public.whole_recipe().base)
     content["runtime"] = {**content.get("runtime", {}), **own.runtime}
     return parse_recipe(content, where=f"user {own.name!r}")
+
+
+def _check_base_name(name: str) -> None:
+    """A server names no file of the user's, and does not learn which there are."""
+    if not is_public(name):
+        raise MessageError(
+            f"base: the server names a file or folder, {name!r}; `base` in your own file says where it is"
+        )
+    if Path(name).expanduser().exists():
+        raise BaseModelError(
+            f"base: {name} of the server is a folder here; `base` in your own file says which is meant"
+        )
 
 
 def _check_expected(own: Own, public: Public) -> None:

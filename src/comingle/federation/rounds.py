@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -12,6 +13,7 @@ from comingle.engines.rounds import Due, due_in
 from comingle.engines.training import participants
 from comingle.errors import RunError
 from comingle.federation.coordinator import Coordinator, verdicts_of
+from comingle.federation.taking import take_in, validation_losses
 from comingle.protocol.tasks import Answer
 from comingle.records import Metrics
 
@@ -66,7 +68,7 @@ def _play(coordinator: Coordinator, number: int, due: Due) -> Told:
     _tell(coordinator, worked, done)
     told = _evaluated(coordinator, answers, done) if local else {}
     if due.exchanges:
-        senders = coordinator.take_in(worked, done)
+        senders = take_in(coordinator, worked, done)
         if coordinator.house.method.server.peer_to_peer:
             coordinator.ask(dict.fromkeys(senders, ("receive",)), number)
             coordinator.server.forget()
@@ -120,8 +122,10 @@ def _evaluated(coordinator: Coordinator, answers: Mapping[str, Answer], done: in
     """Tell of an evaluation, and let the server judge the validation losses."""
     names = [name for name in coordinator.public.users if name in answers]
     told = {name: answers[name].told for name in names if answers[name].told.get("evaluated")}
-    scores = {name: one["score"] for name, one in told.items() if "score" in one}
-    losses = coordinator.validation_losses(answers, done)
+    scores = {
+        name: dict(one["score"]) for name, one in told.items() if f"test_{_measure(told)}" in one.get("score", {})
+    }
+    losses = {} if silent else validation_losses(coordinator, answers, done)  # which have decided already
     event = evaluation_event(scores, _measure(told), done=done, iterations=done * coordinator.local_steps)
     if losses:
         before = coordinator.server.lowest_loss
@@ -136,13 +140,19 @@ def _evaluated(coordinator: Coordinator, answers: Mapping[str, Answer], done: in
 
 
 def _measure(told: Told) -> str:
-    """By which scores are compared; users say so whether they tell theirs or not."""
-    return next((str(one["measure"]) for one in told.values() if "measure" in one), "loss")
+    """By which scores are compared: what most users say, who say so whether they tell theirs or not."""
+    return _most([str(one["measure"]) for one in told.values() if "measure" in one], "loss")
+
+
+def _most(values: Sequence[str], otherwise: str) -> str:
+    """What is there most often, of equals the first; one user who says something else changes nothing."""
+    return Counter(values).most_common(1)[0][0] if values else otherwise
 
 
 def _summarise(coordinator: Coordinator, told: Told, ended: int) -> Metrics:
-    users = {name: dict(one["metrics"]) for name, one in told.items() if "metrics" in one}
-    units = [str(one["unit"]) for one in coordinator.joined.values() if "unit" in one]
+    needed = {f"test_{_measure(told)}", "trainable_parameters"}
+    users = {n: dict(one["metrics"]) for n, one in told.items() if _has(one.get("metrics", {}), needed)}
+    unit = _most([str(one["unit"]) for one in coordinator.joined.values() if "unit" in one], "tokens")
     house = coordinator.house
     return metrics_of(
         users,
@@ -152,5 +162,9 @@ def _summarise(coordinator: Coordinator, told: Told, ended: int) -> Metrics:
         coordinator.clock,
         selected=ended,
         measure=_measure(told),
-        unit=units[0] if units else "tokens",
+        unit=unit,
     )
+
+
+def _has(metrics: Mapping[str, Any], names: Collection[str]) -> bool:
+    return all(metrics.get(name) is not None for name in names)

@@ -40,6 +40,13 @@ ALIASES = {
 }
 
 
+def is_public(name: str) -> bool:
+    """Whether a name is an alias, one of the hub's or of a random base, and none of a file or a folder."""
+    if name in ALIASES or name.startswith(PREFIX):
+        return True
+    return bool(_HUB_NAME.fullmatch(name)) and not name.lower().endswith(".gguf")
+
+
 def locate(name: str) -> Source:
     """The folder behind `name`; a GGUF file is converted, a hub name downloaded, both only once.
 

@@ -21,7 +21,7 @@ def coordinate(channel: Channel, config: Mapping[str, Any], folder: Path, say: C
         gather(channel, config["users"].split(), config["timeout"])
         began = time.time()
         request = config["request"].replace("ROUND", str(len(rounds))).encode()
-        requests: dict[str, bytes] = dict.fromkeys(config["users"].split(), request)
+        requests = dict.fromkeys(str(config["users"]).split(), request)
         replies = {
             name: reply.decode() if isinstance(reply, bytes) else f"failed: {reply}"
             for name, reply in channel.exchange(requests, timeout=config["timeout"])

@@ -1,0 +1,70 @@
+"""What the server takes from answers: uploads that are as they must be, and losses that decide which round is best."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from comingle.errors import MessageError, RunError
+from comingle.federation.checking import check_upload, validation_loss
+from comingle.federation.coordinator import Coordinator
+from comingle.protocol.messages import LOSS, Upload, join_uploads
+from comingle.protocol.tasks import Answer
+from comingle.protocol.wire import unpack
+
+logger = logging.getLogger("comingle")
+
+
+def take_in(coordinator: Coordinator, answers: Mapping[str, Answer], number: int) -> list[str]:
+    """Aggregate the uploads of a round (from 1) that are as they must be; whose they are.
+
+    Raises:
+        RunError: none is.
+    """
+    found = {name: _upload(coordinator, name, answer, number) for name, answer in answers.items()}
+    uploads = {name: upload for name in coordinator.public.users if (upload := found.get(name)) is not None}
+    if not uploads:
+        raise RunError(f"round {number}: nobody's upload can be used")
+    coordinator.server.aggregate(join_uploads(list(uploads.values())))
+    return list(uploads)
+
+
+def _upload(coordinator: Coordinator, name: str, answer: Answer, number: int) -> Upload | None:
+    try:
+        if "left_out" in answer.told or not answer.messages:
+            raise MessageError(str(answer.told.get("left_out", "no upload in the answer")))
+        message = unpack(answer.messages[0])
+        if not isinstance(message, Upload):
+            raise MessageError("a download where an upload belongs")
+        check_upload(
+            message,
+            coordinator.model.layout,
+            coordinator.house.method,
+            user=name,
+            number=number,
+            rank=coordinator.largest_rank(name),
+            weighted=coordinator.server.weighted,
+        )
+    except MessageError as error:
+        logger.warning("user %r is left out of round %d: %s", name, number, error)
+        coordinator.observe({"event": "rejected", "round": number, "user": name, "reason": str(error)})
+        return None
+    message.reports.pop(LOSS, None)  # which not everybody tells
+    return message
+
+
+def validation_losses(coordinator: Coordinator, answers: Mapping[str, Answer], done: int) -> dict[str, float]:
+    """What users report of their models after ``done`` rounds, where that decides which round's are kept."""
+    losses: dict[str, float] = {}
+    if coordinator.house.training.select != "best":
+        return losses
+    for name in coordinator.public.users:
+        for data in answers[name].messages[-1:] if name in answers else ():  # behind an upload, if there is one
+            try:
+                loss = validation_loss(unpack(data), user=name, done=done)
+            except MessageError as error:
+                logger.warning("user %r: %s", name, error)
+                continue
+            if loss is not None:
+                losses[name] = loss
+    return losses

@@ -1,0 +1,184 @@
+"""What a server that means harm can make a user's machine do: nothing but take part, or refuse in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from tests.federation.tiny import answer_of, one_base, own_of, refusal, tiny
+
+from comingle.federation.node import Node
+from comingle.federation.own import Own
+from comingle.federation.public import public_part
+from comingle.federation.splitting import split_recipe
+from comingle.kinds.base import kind_of
+from comingle.models.language import load_base
+from comingle.protocol.tasks import Task
+from comingle.recipes import parse_recipe
+
+
+@pytest.fixture(autouse=True, scope="module")
+def base() -> Iterator[None]:
+    with one_base():
+        yield
+
+
+def joining(content: dict[str, Any], **changes: Any) -> Task:
+    """The task to join a recipe's federation, of whose public recipe dotted keys (with ``__``) are others."""
+    recipe = parse_recipe(content)
+    plan, _ = split_recipe(recipe)
+    read = load_base(recipe.base, dtype="float32", device="cpu") if kind_of(recipe).needs_base else None
+    public = public_part(plan.recipe, plan.users, plan.settings, read).as_dict()
+    for key, value in changes.items():
+        *path, last = ("recipe." * (not key.startswith("settings")) + key.replace("__", ".")).split(".")
+        place = public
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return Task(run="run1", serial=0, user="ann", todo=("join",), about={"public": json.loads(json.dumps(public))})
+
+
+class TestFiles:
+    """Nothing is read but what the user's own file names."""
+
+    @pytest.mark.parametrize("there", [True, False])
+    @pytest.mark.parametrize("name", ["{}/secret", "~/secret", "./secret", "../secret", "secret.gguf", "a/b/secret"])
+    def test_a_base_that_is_a_path_says_nothing_of_what_is_here(
+        self, name: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if there:
+            (tmp_path / "secret").mkdir()
+            (tmp_path / "secret.gguf").touch()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        content, named = tiny(tmp_path), name.format(tmp_path)
+        told = refusal(Node(tmp_path / "ann", own_of(content, "ann")), joining(content, base=named))
+        assert told == f"base: the server names a file or folder, {named!r}; `base` in your own file says where it is"
+
+    @pytest.mark.parametrize("there", [True, False])
+    def test_nor_one_that_may_be_of_the_hub(self, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        if there:
+            (tmp_path / "owner" / "secret").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        content = tiny(tmp_path)
+        told = refusal(Node(tmp_path / "ann", own_of(content, "ann")), joining(content, base="owner/secret"))
+        assert told == "user 'ann': its base cannot be used; it says on its own machine what is wrong"
+
+    def test_the_users_own_base_comes_before(self, tmp_path: Path) -> None:
+        content = tiny(tmp_path)
+        task = joining(content, base="/etc")
+        assert not answer_of(Node(tmp_path / "ann", own_of(content, "ann", base="random:llama")), task).refused
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            {"kind": "text", "users": {"ann": "/etc/passwd"}},
+            {"kind": "text", "users": {"ann": "/etc/passwd"}, "given": True},
+            {"kind": "text", "dataset": {"path": "/etc", "user": "x"}},
+            {"kind": "conversations", "users": {"ann": "/etc/passwd"}},
+            {"kind": "questions", "questions": {"name": "xnli", "path": "/etc", "languages": ["en", "de"]}},
+            {"kind": "task", "task": {"name": "mlp-norm"}},
+            {"task": {"name": "mlp-norm"}},
+            {"kind": "text", "given": True, "held_out": "mixture"},
+            {"kind": "text", "given": True, "on_small_user": "skip"},
+        ],
+    )
+    def test_data_that_the_server_names(self, data: dict[str, Any], tmp_path: Path) -> None:
+        content = tiny(tmp_path)
+        told = refusal(Node(tmp_path / "ann", own_of(content, "ann")), joining(content, data=data))
+        assert "passwd" not in told
+
+    def test_a_method_that_pools_everybodys_data(self, tmp_path: Path) -> None:
+        content = tiny(tmp_path)
+        node = Node(tmp_path / "ann", own_of(content, "ann"))
+        assert "pools everybody's data" in refusal(node, joining(content, method="centralized"))
+
+
+class TestRefusals:
+    """What is wrong with the user's own things is said to the user alone: it names files and may quote them."""
+
+    @pytest.mark.parametrize("data", ["missing.txt", "empty.txt", "rows.jsonl"])
+    def test_the_server_hears_no_path_and_no_text(self, data: str, tmp_path: Path) -> None:
+        (tmp_path / "empty.txt").write_text("")
+        (tmp_path / "rows.jsonl").write_text('{"secret diary": "dear diary"}\nnot json, dear diary\n')
+        heard: list[str] = []
+        own = Own(name="ann", data={"path": str(tmp_path / data)})
+        told = refusal(Node(tmp_path / "ann", own, say=heard.append), joining(tiny(tmp_path)))
+        assert told == "user 'ann': its data cannot be used; it says on its own machine what is wrong"
+        assert data in heard[-1]
+
+    def test_nor_from_settings_that_do_not_fit_the_data(self, tmp_path: Path) -> None:
+        content = tiny(tmp_path)
+        own = Own(name="ann", data={"path": f"{tmp_path}/texts/ann.txt", "diary": "secret"})
+        told = refusal(Node(tmp_path / "ann", own), joining(content))
+        assert "diary" not in told
+
+    def test_nor_from_a_fault(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fails(*args: object) -> None:
+            raise KeyError(f"{tmp_path} dear diary")
+
+        monkeypatch.setattr("comingle.federation.node.open_home", fails)
+        content = tiny(tmp_path)
+        told = refusal(Node(tmp_path / "ann", own_of(content, "ann")), joining(content))
+        assert told == "user 'ann': something went wrong; it says on its own machine what is wrong"
+
+
+HUGE = {
+    "adapters__rank": 10**12,
+    "training__batch_size": 10**12,
+    "training__context": 10**12,
+    "training__rounds": 10**12,
+    "training__local_steps": 10**12,
+    "base": "random:llama?dim=65536&layers=1000",
+    "method": {"name": "comigs", "settings": {"specialists": 10**9, "generalists": 1}},
+}
+
+
+class TestSizes:
+    """Numbers that no machine has room for are refused before anything of that size is made."""
+
+    @pytest.mark.parametrize("key", HUGE)
+    def test_of_adapters(self, key: str, tmp_path: Path) -> None:
+        content = tiny(tmp_path)
+        node, before = Node(tmp_path / "ann", own_of(content, "ann")), psutil.Process().memory_info().rss
+        answer_of(node, joining(content, **{key: HUGE[key]}))
+        assert psutil.Process().memory_info().rss - before < 2 << 30
+        assert not answer_of(node, joining(content)).refused
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"settings__classes": 10**13},
+            {"settings__classes": -1},
+            {"settings__classes": "x"},
+            {"settings__input_shape": [10**7, 10**7]},
+            {"settings__input_shape": 5},
+            {"settings__labels": 7},
+            {"settings__net": "no such net"},
+            {"settings__net": 3},
+            {"settings__loss": "evil"},
+            {"settings": {}},
+        ],
+    )
+    def test_of_nets(self, settings: dict[str, Any], tmp_path: Path) -> None:
+        for name in ("ann", "bob"):
+            draw = np.random.default_rng(0)
+            inputs, targets = draw.normal(size=(30, 6)).astype(np.float32), draw.integers(3, size=30)
+            np.savez(tmp_path / f"{name}.npz", inputs=inputs, targets=targets)
+        users = {name: f"{tmp_path}/{name}.npz" for name in ("ann", "bob")}
+        content = {
+            "method": "fedavg",
+            "data": {"kind": "samples", "users": users},
+            "training": {"rounds": 2, "batch_size": 8},
+            "runtime": {"dtype": "float32", "device": "cpu", "threads": 1},
+        }
+        own = Own(name="ann", data={"path": users["ann"]})
+        told = refusal(Node(tmp_path / "ann", own), joining(content, **settings))
+        assert told
+        assert not (tmp_path / "ann").exists()

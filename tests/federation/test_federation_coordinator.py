@@ -1,0 +1,516 @@
+"""The coordinator stopped at every exchange; users who are away, late, or send what they should not."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from tests.commands import Answer as CliAnswer
+from tests.federation.direct import Direct, Patience, federated, nodes_of
+from tests.federation.tiny import assert_same_end, one_base, tiny
+
+from comingle.errors import RunError
+from comingle.federation import coordinator
+from comingle.federation.node import Node
+from comingle.federation.running import Plan, coordinate
+from comingle.protocol.messages import Upload
+from comingle.protocol.tasks import Answer, unpack_answer, unpack_task
+from comingle.protocol.wire import pack, unpack
+from comingle.recipes import parse_recipe
+
+HALF = {"training__participation": 0.5, "evaluation__select": "best", "evaluation__every": 1, "evaluation__first": True}
+CASES: dict[str, dict[str, Any]] = {"comigs-1g1s": {}, "fedavg": HALF, "pcl": {"users": 3}, "fedmerge": {}}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def base() -> Iterator[None]:
+    with one_base():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "AGAIN_SECONDS", 0.02)
+
+
+def started(content: dict[str, Any], folder: Path, patience: Patience) -> tuple[Plan, dict[str, Node]]:
+    plan, nodes = nodes_of(parse_recipe(content), folder)
+    return replace(plan, patience=patience), nodes
+
+
+# -------------------------------------------------------------------- stopped
+
+
+class Stopped(Exception):
+    """What a killed process leaves: nothing is done after it."""
+
+
+class Stopping(Direct):
+    """The server dies at every task that it has not died at before: once on the way there, once on the way back."""
+
+    def __init__(self, nodes: Mapping[str, Node]):
+        super().__init__(nodes)
+        self.stops: set[tuple[str, int, bool]] = set()
+
+    def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
+        for name, task in requests.items():
+            for there in (False, True):
+                stop = name, unpack_task(task).serial, there
+                if stop not in self.stops:
+                    self.stops.add(stop)
+                    if there:
+                        self.nodes[name].handle(task)
+                    raise Stopped
+            yield from super().exchange({name: task}, timeout=timeout)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_server_that_stops_at_every_exchange_ends_with_the_same(name: str, tmp_path: Path) -> None:
+    content = tiny(tmp_path, name, **CASES[name])
+    metrics, whole = federated(content, tmp_path / "whole")
+    plan, nodes = nodes_of(parse_recipe(content), tmp_path / "stopped")
+    channel, server, ended = Stopping(nodes), tmp_path / "stopped" / "server", None
+    while ended is None:
+        try:
+            ended = coordinate(plan, channel, server, resume=(server / "recipe.yaml").exists())
+        except Stopped:
+            continue
+    asked = {(who, unpack_task(task).serial) for who, task, _ in whole.recorded}
+    assert {(who, serial) for who, serial, _ in channel.stops} >= asked
+    assert_same_end(channel, whole)
+    assert without_times(ended) == without_times(metrics)
+    assert told_in(server) == told_in(tmp_path / "whole" / "server")
+
+
+TIMES = ("wall_seconds", "tokens_per_second", "peak_memory_bytes", "seconds")
+
+
+def without_times(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in content.items() if key not in TIMES}
+
+
+def told_in(folder: Path) -> list[dict[str, Any]]:
+    """The events of a run, but for how often users had to be told what it is about."""
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [without_times(event) for event in events if event["event"] not in ("joined", "step")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_stopped_once_and_all_users_with_it(name: str, tmp_path: Path) -> None:
+    """The same for each exchange by itself, of a run that was undisturbed until then; nobody's memory helps."""
+    content = tiny(tmp_path, name, **CASES[name])
+    _, whole = federated(content, tmp_path / "whole")
+    for at in range(len(whole.recorded)):
+        for there in (False, True):
+            folder = tmp_path / f"{at}-{there}"
+            plan, nodes = nodes_of(parse_recipe(content), folder)
+            channel = Stopping(nodes)
+            known = [(who, unpack_task(task).serial) for who, task, _ in whole.recorded]
+            channel.stops = {(*one, way) for one in known for way in (False, True)} - {(*known[at], there)}
+            with pytest.raises(Stopped):
+                coordinate(plan, channel, folder / "server")
+            _, nodes = nodes_of(parse_recipe(content), folder)
+            again = Direct(nodes)
+            coordinate(plan, again, folder / "server", resume=(folder / "server" / "recipe.yaml").exists())
+            assert_same_end(again, whole)
+
+
+# -------------------------------------------------------------------- away
+
+
+class Unsteady(Direct):
+    """Users who are away in some rounds (from 1), or whose answers come too late in them."""
+
+    def __init__(
+        self,
+        nodes: Mapping[str, Node],
+        *,
+        away: Mapping[str, Sequence[int]] | None = None,
+        late: Mapping[str, Sequence[int]] | None = None,
+    ):
+        super().__init__(nodes)
+        self.away, self.late, self.round = away or {}, late or {}, 1
+
+    def see(self, event: Mapping[str, Any]) -> None:
+        self.round += event["event"] == "round"
+
+    def present(self) -> Sequence[str]:
+        return [name for name in self.nodes if self.round not in self.away.get(name, ())]
+
+    def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
+        for name, answer in super().exchange(requests, timeout=timeout):
+            late = self.round in self.late.get(name, ()) and unpack_task(requests[name]).serial
+            yield name, f"has not answered within {timeout:g} s" if late else answer
+
+
+EVERYBODY = ("ann", "bob", "cem")
+QUICK = Patience(min_participants=2, round_timeout=0.4, join_timeout=0.4)
+ALL_ROUNDS = range(1, 9)
+
+
+def unsteady(folder: Path, name: str = "fedavg", patience: Patience = QUICK, **options: Any) -> Unsteady:
+    plan, nodes = started(tiny(folder, name, users=3, training__rounds=3), folder / "unsteady", patience)
+    channel = Unsteady(nodes, **options)
+    coordinate(plan, channel, folder / "unsteady" / "server", observers=[channel.see])
+    return channel
+
+
+def with_members(folder: Path, *members: Sequence[str], name: str = "fedavg") -> Direct:
+    """A run in whose rounds these users take part, and everybody is there."""
+    listed = [list(each) for each in members]
+    content = tiny(folder, name, users=3, training__rounds=len(listed), training__participation=listed)
+    return federated(content, folder / "reference")[1]
+
+
+OTHERS = ("ann", "cem")
+
+
+@pytest.mark.parametrize("name", ["fedavg", "comigs-1g1s"])
+@pytest.mark.parametrize("how", ["away", "late"])
+def test_a_user_who_misses_a_round_was_not_in_it(
+    name: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    channel = unsteady(tmp_path, name, QUICK, **{how: {"bob": [2]}})
+    assert_same_end(channel, with_members(tmp_path, EVERYBODY, OTHERS, EVERYBODY, name=name))
+    assert len([r for r in caplog.records if "the others go on" in r.getMessage()]) == 1
+
+
+def test_a_user_who_comes_in_the_middle_takes_part_from_then_on(tmp_path: Path) -> None:
+    channel = unsteady(tmp_path, away={"bob": [1]})
+    assert_same_end(channel, with_members(tmp_path, OTHERS, EVERYBODY, EVERYBODY))
+
+
+def test_a_user_who_never_comes_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    reference = with_members(tmp_path, OTHERS, OTHERS, OTHERS)
+    began = time.monotonic()
+    channel = unsteady(tmp_path, away={"bob": ALL_ROUNDS})
+    assert time.monotonic() - began < 10 * (QUICK.round_timeout + QUICK.join_timeout)
+    assert_same_end_without(channel, reference, "bob")
+
+
+def assert_same_end_without(one: Direct, other: Direct, name: str) -> None:
+    for channel in (one, other):
+        channel.nodes.pop(name)
+    assert_same_end(one, other)
+
+
+def test_too_few_end_the_run_in_one_line_and_it_goes_on(tmp_path: Path) -> None:
+    patience = Patience(min_participants=2, round_timeout=0.1, join_timeout=0.1)
+    plan, nodes = started(tiny(tmp_path, "fedavg", users=3, training__rounds=3), tmp_path / "few", patience)
+    server = tmp_path / "few" / "server"
+    nobody = Unsteady(nodes, away=dict.fromkeys(EVERYBODY, ALL_ROUNDS))
+    with pytest.raises(RunError, match=r"^0 of 3 users are there after 0.1 s; needed: 2$"):
+        coordinate(plan, nobody, server)
+    few = Unsteady(nodes, away={"ann": [2], "bob": [2]})
+    with pytest.raises(RunError, match=r"^round 2: 1 of 3 participants answered in 0.1 s; needed: 2$"):
+        coordinate(plan, few, server, resume=True, observers=[few.see])
+    steady = Direct(nodes)
+    coordinate(plan, steady, server, resume=True)
+    assert_same_end(steady, with_members(tmp_path, EVERYBODY, EVERYBODY, EVERYBODY))
+
+
+def test_nobody_left_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"^round 2: 0 of 3 participants answered in 0.1 s; needed: 1$"):
+        unsteady(
+            tmp_path, patience=Patience(round_timeout=0.1, join_timeout=0.1), away={name: [2] for name in EVERYBODY}
+        )
+
+
+def test_a_user_who_cannot_join_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reference = with_members(tmp_path, OTHERS, OTHERS, OTHERS)
+    plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, "fedavg", users=3, training__rounds=3)), tmp_path / "refusing")
+    nodes["bob"] = Node(tmp_path / "bob", nodes["bob"].own.model_copy(update={"expects": {"base": "another"}}))
+    channel = Direct(nodes)
+    began = time.monotonic()
+    coordinate(plan, channel, tmp_path / "refusing" / "server")
+    assert time.monotonic() - began < 30
+    assert len([r for r in caplog.records if "expects base another" in r.getMessage()]) <= 2
+    assert_same_end_without(channel, reference, "bob")
+
+
+def test_a_user_who_has_lost_its_last_task_takes_part_again(tmp_path: Path) -> None:
+    """As the line about a damaged checkpoint says: what is damaged is removed, and it goes on from what is whole."""
+    plan, nodes = started(tiny(tmp_path, "fedavg", users=3, training__rounds=4), tmp_path / "lost", QUICK)
+    channel = Losing(nodes)
+    coordinate(plan, channel, tmp_path / "lost" / "server", observers=[channel.see])
+    rounds = [unpack_task(task).round for who, task, _ in channel.recorded if who == "bob" and b'"train"' in task]
+    assert rounds[-1] == 3
+    assert not unpack_answer([answer for who, _, answer in channel.recorded if who == "bob"][-1]).refused
+
+
+class Losing(Unsteady):
+    """Bob loses his newest checkpoint after the second round."""
+
+    def see(self, event: Mapping[str, Any]) -> None:
+        super().see(event)
+        if event["event"] == "round" and event["round"] == 2:
+            bob = self.nodes["bob"]
+            newest = sorted(next(bob.folder.glob("run-*")).glob("checkpoints/round-*"))[-1]
+            for path in newest.iterdir():
+                path.unlink()
+            newest.rmdir()
+            self.nodes["bob"] = Node(bob.folder, bob.own)
+
+
+# -------------------------------------------------------------------- wrong
+
+
+class Lying(Direct):
+    """Bob's answers are changed on the way, where he has trained."""
+
+    def __init__(self, nodes: Mapping[str, Node], lie: Callable[[Answer], Answer | bytes], step: str = "train"):
+        super().__init__(nodes)
+        self.lie, self.step = lie, step
+
+    def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
+        for name, answer in super().exchange(requests, timeout=timeout):
+            if name == "bob" and isinstance(answer, bytes) and self.step in unpack_task(requests[name]).todo:
+                lie = self.lie(unpack_answer(answer))
+                answer = lie.pack() if isinstance(lie, Answer) else lie
+            yield name, answer
+
+
+def of_upload(change: Callable[[Upload], Upload | bytes]) -> Callable[[Answer], Answer]:
+    """An answer with another upload."""
+
+    def lie(answer: Answer) -> Answer:
+        upload = unpack(answer.messages[0])
+        assert isinstance(upload, Upload)
+        changed = change(upload)
+        return replace(
+            answer, messages=(changed if isinstance(changed, bytes) else pack(changed), *answer.messages[1:])
+        )
+
+    return lie
+
+
+def of_tensors(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Answer], Answer]:
+    """An upload whose first tensor is another."""
+
+    def lie(upload: Upload) -> Upload:
+        name, t = next(iter(upload.tensors.items()))
+        return replace(upload, tensors={**upload.tensors, name: change(t)})
+
+    return of_upload(lie)
+
+
+def of_reports(**reports: Any) -> Callable[[Answer], Answer]:
+    """An upload that reports something else; what is None is left out."""
+
+    def lie(upload: Upload) -> Upload:
+        merged = {**upload.reports, **reports}
+        return replace(upload, reports={name: t for name, t in merged.items() if t is not None})
+
+    return of_upload(lie)
+
+
+UPLOADS: dict[str, Callable[[Answer], Answer]] = {
+    "NaN": of_tensors(lambda t: torch.full_like(t, float("nan"))),
+    "infinite": of_tensors(lambda t: torch.full_like(t, float("inf"))),
+    "shape": of_tensors(lambda t: t[..., :-1]),
+    "one dimension more": of_tensors(lambda t: t.unsqueeze(1)),
+    "whole numbers": of_tensors(lambda t: t.long()),
+    "complex": of_tensors(lambda t: t.half()),
+    "missing": of_upload(lambda u: replace(u, tensors=dict(list(u.tensors.items())[1:]))),
+    "strange": of_upload(lambda u: replace(u, tensors={**u.tensors, "more": torch.zeros(1, 2)})),
+    "round": of_upload(lambda u: replace(u, round=u.round + 1)),
+    "huge round": of_upload(lambda u: replace(u, round=10**40)),
+    "name": of_upload(lambda u: replace(u, users=("ann",))),
+    "rank": of_upload(lambda u: replace(u, ranks=torch.tensor([-1]))),
+    "rank 0": of_upload(lambda u: replace(u, ranks=torch.tensor([0]))),
+    "larger rank": of_upload(lambda u: replace(u, ranks=torch.tensor([1000]))),
+    "no report": of_reports(count=None),
+    "report of nothing": of_reports(evil=torch.ones(1)),
+    "count 0": of_reports(count=torch.tensor([0])),
+    "count below": of_reports(count=torch.tensor([-700])),
+    "count that is NaN": of_reports(count=torch.tensor([float("nan")])),
+    "counts": of_reports(count=torch.tensor([[1, 2, 3]])),
+    "loss": of_reports(loss=torch.tensor([float("nan")])),
+    "losses": of_reports(loss=torch.ones(1, 3)),
+    "not a message": of_upload(lambda u: b"nothing"),
+    "truncated": of_upload(lambda u: pack(u)[:-5]),
+    "no message": lambda answer: replace(answer, messages=()),
+}
+
+
+def lying(
+    folder: Path, lie: Callable[[Answer], Answer | bytes], *, step: str = "train", wait: float = 0.4, **options: Any
+) -> Direct:
+    content = tiny(folder, "fedavg", users=3, training__weighting="tokens", **options)
+    plan, nodes = started(content, folder / "lying", replace(QUICK, round_timeout=wait))
+    channel = Lying(nodes, lie, step)
+    coordinate(plan, channel, folder / "lying" / "server")
+    return channel
+
+
+def test_an_upload_that_is_wrong_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Another one in each round; the others have what they have without that user."""
+    lies = list(UPLOADS.values())
+    channel = lying(tmp_path, lambda answer: lies.pop(0)(answer), step="upload", training__rounds=len(lies) + 1)
+    assert not lies
+    rounds = {"training__participation": [list(OTHERS)] * (len(UPLOADS) + 1), "training__weighting": "tokens"}
+    content = tiny(tmp_path, "fedavg", users=3, training__rounds=len(UPLOADS) + 1, **rounds)
+    assert_same_end(channel, federated(content, tmp_path / "without")[1], but="bob")
+    lines = [r.getMessage() for r in caplog.records if "is left out of round" in r.getMessage()]
+    assert [line.partition(":")[0] for line in lines] == [
+        f"user 'bob' is left out of round {number}" for number in range(1, len(UPLOADS) + 1)
+    ]
+    assert all(line.isprintable() for line in lines)
+
+
+def of_words(**told: Any) -> Callable[[Answer], Answer]:
+    """An answer that tells something else."""
+    return lambda answer: replace(answer, told={**answer.told, **told})
+
+
+NESTED: Any = []
+for _ in range(50):
+    NESTED = [NESTED]
+
+WORDS: dict[str, Callable[[Answer], Answer | bytes]] = {
+    "tokens as text": of_words(tokens="many"),
+    "tokens below": of_words(tokens=-1),
+    "huge tokens": of_words(tokens=10**40),
+    "seconds as text": of_words(train_seconds="long"),
+    "seconds below": of_words(train_seconds=-5),
+    "loss as text": of_words(train_loss="low"),
+    "loss that is true": of_words(train_loss=True),
+    "nested": of_words(train_loss=NESTED),
+    "score as text": of_words(score="good"),
+    "score of text": of_words(score={"test_perplexity": "good"}),
+    "score of nothing": of_words(score={"test_perplexity": None}),
+    "metrics as text": of_words(metrics="good"),
+    "metrics of lists": of_words(metrics={"test_perplexity": [1]}),
+    "metrics by odd names": of_words(metrics={"\x1b[2J": 1}),
+    "unknown measure": of_words(measure="beauty"),
+    "measure as list": of_words(measure=["perplexity"]),
+    "unknown word": of_words(evil=1),
+    "refused as list": of_words(refused=["no"]),
+    "evaluated as text": of_words(evaluated="yes"),
+    "another's": lambda answer: replace(answer, user="ann"),
+    "another task's": lambda answer: replace(answer, serial=7),
+    "another run's": lambda answer: replace(answer, run="x" * 9000),
+    "no answer": lambda answer: b"",
+    "half an answer": lambda answer: answer.pack()[:-9],
+    "NaN": lambda answer: words_of(answer, b"NaN"),
+    "infinite": lambda answer: words_of(answer, b"1e999"),
+    "deep": lambda answer: words_of(answer, b"[" * 200_000 + b"]" * 200_000),
+    "huge": lambda answer: words_of(answer, b"1" * 10_000),
+}
+
+
+def words_of(answer: Answer, number: bytes) -> bytes:
+    """An answer that says something as its time, by hand."""
+    import struct
+    import zlib
+
+    data = replace(answer, told={**answer.told, "seconds": 12345.5}).pack()
+    length = int.from_bytes(data[6:10], "little")
+    header = data[14 : 14 + length].replace(b"12345.5", number)
+    return struct.pack("<4sHII", data[:4], 1, len(header), zlib.crc32(header)) + header + data[14 + length :]
+
+
+def test_words_that_are_wrong_end_nothing_but_an_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Bob says all of these one after the other when he is asked again, and then what he should."""
+    lies = list(WORDS.values())
+    channel = lying(tmp_path, lambda answer: lies.pop(0)(answer) if lies else answer, wait=60)
+    assert not lies
+    assert_same_end(
+        channel, federated(tiny(tmp_path, "fedavg", users=3, training__weighting="tokens"), tmp_path / "true")[1]
+    )
+    lines = [r.getMessage() for r in caplog.records if "user 'bob': " in r.getMessage()]
+    assert len(lines) >= len(WORDS) - 2  # which are said alike
+    assert all(line.isprintable() and len(line) < 600 for line in lines)
+
+
+def test_what_a_user_says_is_one_line_in_logs_and_events(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lying(tmp_path, of_words(refused="no\nERROR: \x1b[31mall is lost\x1b[0m\r" + "x" * 10_000))
+    lines = [r.getMessage() for r in caplog.records if "all is lost" in r.getMessage()]
+    assert lines
+    assert all(line.isprintable() and len(line) < 600 for line in lines)
+    reasons = [event["reason"] for event in told_in(tmp_path / "lying" / "server") if event["event"] == "failed"]
+    assert all(reason.isprintable() for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        of_words(measure="accuracy", score={"test_accuracy": 1.0}, metrics={"test_accuracy": 1.0}),
+        of_words(score={"test_accuracy": 1.0}, metrics={}),
+        of_words(score={}, metrics={"test_perplexity": 1.0}),
+        of_words(score={}, metrics={"test_perplexity": None, "trainable_parameters": None}),
+    ],
+    ids=["another measure", "another score", "too few metrics", "empty metrics"],
+)
+def test_scores_of_another_measure_are_as_if_not_told(lie: Callable[[Answer], Answer], tmp_path: Path) -> None:
+    plan, nodes = started(tiny(tmp_path, "fedavg", users=3), tmp_path / "lying", QUICK)
+    channel = Lying(nodes, lie, step="evaluate")
+    metrics = coordinate(plan, channel, tmp_path / "lying" / "server")
+    assert metrics["measure"] == "perplexity"
+    assert sorted(metrics["users"]) == ["ann", "cem"]
+    for event in told_in(tmp_path / "lying" / "server"):
+        assert "bob" not in event.get("users", {}) or event["event"] == "start"
+
+
+@pytest.mark.parametrize("value", [[float("nan")], [1.0, 2.0], [float("inf")]], ids=["NaN", "two", "infinite"])
+def test_a_validation_loss_that_is_none_decides_nothing(value: list[float], tmp_path: Path) -> None:
+    def lie(answer: Answer) -> Answer:
+        report = unpack(answer.messages[-1])
+        assert isinstance(report, Upload)
+        wrong = torch.tensor(value, dtype=torch.float64)
+        changed = replace(report, reports={"validation_loss": wrong if len(value) == 1 else wrong.unsqueeze(0)})
+        return replace(answer, messages=(*answer.messages[:-1], pack(changed)))
+
+    options = {"evaluation__select": "best", "evaluation__every": 1}
+    plan, nodes = started(tiny(tmp_path, "fedavg", users=3, **options), tmp_path / "lying", QUICK)
+    coordinate(plan, Lying(nodes, lie, step="evaluate"), tmp_path / "lying" / "server")
+    losses = [
+        event["mean_valid_loss"] for event in told_in(tmp_path / "lying" / "server") if "mean_valid_loss" in event
+    ]
+    assert losses
+    assert all(0 < loss < 20 for loss in losses)
+
+
+def test_words_of_one_who_joins_are_checked_too(tmp_path: Path) -> None:
+    for number, told in enumerate(
+        ({"steps": "many"}, {"steps": 10**30}, {"unit": "\n"}, {"amounts": {"train_tokens": "x"}})
+    ):
+        folder = tmp_path / str(number)
+        plan, nodes = started(tiny(folder, "fedavg", users=3), folder / "lying", QUICK)
+        channel = Lying(nodes, of_words(**told), step="join")
+        coordinate(plan, channel, folder / "lying" / "server")
+        assert_events_are_readable(folder / "lying" / "server")
+
+
+def assert_events_are_readable(folder: Path) -> None:
+    assert [event for event in told_in(folder) if event["event"] == "end"]
+
+
+# -------------------------------------------------------------------- what users do not tell
+
+
+Tells = Literal["all", "losses", "nothing"]
+
+
+@pytest.mark.parametrize(("ann", "bob"), [("losses", "nothing"), ("all", "nothing")])
+def test_what_is_not_told_is_absent_and_the_run_folder_is_readable(
+    ann: Tells, bob: Tells, tmp_path: Path, comingle: Callable[..., CliAnswer]
+) -> None:
+    plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, users=2)), tmp_path / "run")
+    for name, tells in (("ann", ann), ("bob", bob)):
+        nodes[name] = Node(nodes[name].folder, nodes[name].own.model_copy(update={"tells": tells}))
+    metrics = coordinate(plan, Direct(nodes), tmp_path / "run" / "server")
+    assert list(metrics["users"]) == (["ann"] if ann == "all" else [])
+    events = told_in(tmp_path / "run" / "server")
+    assert [list(each["train_loss_nats"]) for each in events if each["event"] == "round"] == [["ann"]] * 2
+    for verb in ("show", "report", "plot"):
+        answer = comingle(verb, tmp_path / "run" / "server")
+        assert answer.code == 0, (verb, answer)
+        assert "Traceback" not in answer.err
