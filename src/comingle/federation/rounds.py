@@ -112,9 +112,15 @@ def _tell(coordinator: Coordinator, worked: Mapping[str, Answer], done: int) -> 
 def _evaluate(
     coordinator: Coordinator, names: Sequence[str], done: int, *, finishes: bool = False, silent: bool = False
 ) -> Told:
-    """Have everybody evaluate the model that it has now, behind whatever the server has for it."""
-    steps = ("receive", *(("finish",) if finishes else ()), "evaluate")
+    """Have everybody evaluate the model that it has now, behind whatever the server has for it.
+
+    What is ``silent`` was told of, and its bytes counted, before the server was stopped.
+    """
+    steps, clock = ("receive", *(("finish",) if finishes else ()), "evaluate"), coordinator.clock
+    counted = clock.upload_bytes, clock.download_bytes
     answers = coordinator.ask(dict.fromkeys(names, steps), max(0, done - 1), about={"done": done})
+    if silent:
+        clock.upload_bytes, clock.download_bytes = counted
     return _evaluated(coordinator, answers, done, silent=silent)
 
 

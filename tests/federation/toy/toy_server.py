@@ -20,7 +20,7 @@ def coordinate(channel: Channel, config: Mapping[str, Any], folder: Path, say: C
     while len(rounds) < config["rounds"]:
         gather(channel, config["users"].split(), config["timeout"])
         began = time.time()
-        request = config["request"].replace("ROUND", str(len(rounds))).encode()
+        request: bytes = str(config["request"]).replace("ROUND", str(len(rounds))).encode()
         requests = dict.fromkeys(str(config["users"]).split(), request)
         replies = {
             name: reply.decode() if isinstance(reply, bytes) else f"failed: {reply}"
