@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -120,6 +123,53 @@ def test_stopped_once_and_all_users_with_it(name: str, tmp_path: Path) -> None:
             again = Direct(nodes)
             coordinate(plan, again, folder / "server", resume=(folder / "server" / "recipe.yaml").exists())
             assert_same_end(again, whole)
+
+
+# -------------------------------------------------------------------- a server's disk
+
+
+def test_a_full_disk_of_the_servers_is_one_line_and_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = tiny(tmp_path, "fedavg")
+    _, whole = federated(content, tmp_path / "whole")
+    plan, nodes = nodes_of(parse_recipe(content), tmp_path / "full")
+    channel, server, real, fails, calls = Direct(nodes), tmp_path / "full" / "server", os.fsync, 0, 0
+
+    def fsync(handle: int) -> None:
+        nonlocal calls
+        if str(server) in os.readlink(f"/proc/self/fd/{handle}"):
+            calls += 1
+            if calls == fails:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    reasons: list[str] = []
+    while True:
+        calls, fails = 0, fails + 1
+        try:
+            coordinate(plan, channel, server, resume=(server / "recipe.yaml").exists())
+        except RunError as error:
+            reasons.append(str(error))
+            continue
+        break
+    assert len(reasons) > 5
+    assert all("No space left on device" in reason and reason.isprintable() for reason in reasons)
+    assert_same_end(channel, whole)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "pcl"])
+def test_a_damaged_checkpoint_of_the_servers_is_one_line_that_says_what_to_do(name: str, tmp_path: Path) -> None:
+    content = tiny(tmp_path, name, users=3, training__rounds=4, evaluation__model="exchanged", evaluation__every=1)
+    metrics, channel = federated(content, tmp_path / "run")
+    server = tmp_path / "run" / "server"
+    newest = sorted((server / "checkpoints").iterdir())[-1]
+    (newest / "state.safetensors").write_bytes(b"\x00" * 100)
+    plan, _ = nodes_of(parse_recipe(content), tmp_path / "run")
+    with pytest.raises(RunError, match=r"damaged.*`rm -r .*`, then the federation, started again, goes on from there"):
+        coordinate(plan, channel, server, resume=True)
+    shutil.rmtree(newest)  # as it says
+    again = coordinate(plan, channel, server, resume=True)
+    assert sorted(again["users"]) == sorted(metrics["users"])
 
 
 # -------------------------------------------------------------------- away
