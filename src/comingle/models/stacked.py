@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -57,11 +57,11 @@ class StackedModel(Model):
         """Further models that a server may begin with, initialised differently from what users start from."""
         return torch.zeros(0, self.layout.columns) if self.others is None else self.others
 
-    def for_users(self, users: int) -> Self:
+    def for_users(self, users: int) -> StackedModel:
         """The same for another number of users."""
         return replace(self, users=users)
 
-    def only(self, users: Sequence[int]) -> Self:
+    def only(self, users: Sequence[int]) -> StackedModel:
         """Some users, who are all alike."""
         return self.for_users(len(users))
 
