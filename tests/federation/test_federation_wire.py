@@ -26,7 +26,7 @@ from comingle.trees import restrict
 
 Numbers = np.ndarray
 WORDS_CHARACTERS = 12
-ALWAYS_TOLD = {"unit", "steps", "done", "seconds", "evaluated", "measure"}
+ALWAYS_TOLD = {"unit", "steps", "done", "back", "evaluated", "measure"}
 
 
 @pytest.fixture(autouse=True, scope="module")

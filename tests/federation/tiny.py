@@ -25,7 +25,7 @@ from comingle.protocol.wire import pack, unpack
 from comingle.runs import given
 from comingle.trees import Tree
 
-PASSING = ("seconds", "train_seconds", "done")
+PASSING = ("seconds", "train_seconds", "done", "back")
 """What users tell that depends on when they are asked."""
 
 

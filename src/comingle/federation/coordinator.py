@@ -110,8 +110,12 @@ class Coordinator:
         self.observe({"event": "joined", "user": name})
         if self.serials.get(name, 0) == 0 and not any(self.serials.values()):
             self.local_steps = max(self.local_steps, int(answer.told.get("steps", 1)))
-        if (done := int(answer.told.get("done", self.serials[name]))) < self.serials[name]:
-            logger.warning("user %r: has lost what it did after task %d, and goes on from there", name, done)
+        done, was = int(answer.told.get("done", self.serials[name])), self.serials[name]
+        if done < was or was < int(answer.told.get("back", 0)):
+            why = (
+                f"has lost what it did after task {done}" if done < was else f"has done {done} tasks and not just {was}"
+            )
+            logger.warning("user %r: %s, and goes on from there", name, why)
             self.serials[name], self.versions[name] = done, self.first_version
 
     def ask(

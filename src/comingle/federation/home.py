@@ -61,19 +61,23 @@ class Home:
         answer = path.read_bytes() if path.exists() else None
         return answer if answer is not None and _is_whole(answer) else None
 
+    def can_go_back_to(self) -> list[int]:
+        """After which tasks the state is still known; that of the beginning is no more once much has been done."""
+        known = [_number(folder) for folder in list_checkpoints(self.folder)]
+        return [number for number in (0, *known) if 0 <= self.serial - number <= KEPT] or [self.serial]
+
     def go_back_to(self, serial: int) -> None:
         """Undo what was done after a task.
 
         Raises:
             MessageError: that is not kept any more.
         """
-        known = {_number(folder): folder for folder in list_checkpoints(self.folder)}
-        if (serial and serial not in known) or not 0 <= self.serial - serial <= KEPT:
-            back = [number for number in (0, *known) if 0 <= self.serial - number <= KEPT]
+        if serial not in (back := self.can_go_back_to()):
             raise MessageError(
                 f"task {serial + 1}: another than was done; user {self.clients.users[0].name!r} can go back to what it "
                 f"had after task {', '.join(map(str, back))}"
             )
+        known = {_number(folder): folder for folder in list_checkpoints(self.folder)}
         for path in (self.folder / "answers").glob("*.bin"):
             if int(path.name.partition("-")[0]) > serial:  # before the states, which they would belie
                 path.unlink()

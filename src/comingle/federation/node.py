@@ -88,6 +88,7 @@ class Node:
             "unit": home.clients.feed.unit,
             "steps": home.clients.steps.local_steps,
             "done": home.serial,
+            "back": home.can_go_back_to()[0],
         }
         if self.own.tells == "all":
             trainer, unit = home.clients.trainers[0], home.clients.feed.unit
@@ -150,7 +151,8 @@ class Work:
         started = time.perf_counter()
         for step in self.task.todo:
             self.STEPS[step](self)
-        self.told["seconds"] = time.perf_counter() - started
+        if self.own.tells == "all":
+            self.told["seconds"] = time.perf_counter() - started
         task = self.task
         return Answer(run=task.run, serial=task.serial, user=task.user, told=self.told, messages=tuple(self.sent))
 
