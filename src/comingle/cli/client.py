@@ -25,6 +25,7 @@ def client(
         Path | None, typer.Option("--certificates", metavar="FILE", help="The coordinator's ca.pem.")
     ] = None,
     key: Annotated[Path | None, typer.Option("--key", metavar="FILE", help="The participant's own key.")] = None,
+    stay: Annotated[bool, typer.Option("--stay", help="When a federation has ended, wait for the next.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Take part in a federation: data, experts, routers and optimiser state stay on this machine."""
@@ -41,4 +42,4 @@ def client(
 
     if file is None and name is None:
         raise RecipeError("client: nobody; give a participant's file, or --name and --data")
-    take_part(file, given, default=Path(name or "participant") / _FILE, say=speaker(quiet=quiet))
+    take_part(file, given, default=Path(name or "participant") / _FILE, say=speaker(quiet=quiet), stays=stay)

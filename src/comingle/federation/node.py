@@ -31,7 +31,7 @@ from comingle.federation.asking import check_address, check_task
 from comingle.federation.checking import check_download, check_verdict
 from comingle.federation.home import Home, known_public, open_home
 from comingle.federation.keeping import MODEL, keep_model
-from comingle.federation.own import Own
+from comingle.federation.own import ENDED, Own
 from comingle.federation.public import read_public
 from comingle.protocol.messages import LOSS, LOWEST, Download, validation_report
 from comingle.protocol.tasks import Answer, Task, unpack_task
@@ -248,7 +248,7 @@ def what_leaves(home: Home) -> str:
 def _account(home: Home, task: Task, answer: bytes) -> str:
     """What was done, and how many bytes leave this machine for it."""
     if "end" in task.todo:
-        return f"the federation has ended; {home.folder / MODEL} is the model of user {task.user!r}"
+        return f"{ENDED}; {home.folder / MODEL} is the model of user {task.user!r}"
     done = f"round {task.round + 1}" if "train" in task.todo else ", ".join(task.todo)
     return f"{done}: {len(answer):,} bytes leave this machine"
 

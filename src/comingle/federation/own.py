@@ -9,6 +9,9 @@ from pydantic import field_validator
 from comingle.data.names import name_problem
 from comingle.recipes.fields import Section
 
+ENDED = "the federation has ended"
+"""How the last line begins that a user's node says."""
+
 Tells = Literal["all", "losses", "nothing"]
 
 

@@ -8,13 +8,22 @@ from typing import Any
 
 from comingle.errors import RecipeError
 from comingle.federation.files import Participant, load_participant, save_participant
+from comingle.federation.own import ENDED
+from comingle.transports.flower.calling import FOLDER as WORKER
+from comingle.transports.flower.calling import LOG
 from comingle.transports.flower.supernode import SuperNode, participate
 from comingle.transports.flower.users import User
 
+SAYS = "comingle: "
+"""How the lines of a worker begin that are for people."""
 
-def take_part(file: Path | None, given: Mapping[str, Any], *, default: Path, say: Callable[[str], None]) -> None:
+
+def take_part(
+    file: Path | None, given: Mapping[str, Any], *, default: Path, say: Callable[[str], None], stays: bool = False
+) -> None:
     """Take part in a federation until it ends, or until somebody interrupts; what is ``given`` comes before the file.
 
+    With ``stays`` the participant waits for the next federation when one has ended.
     Without a file one is written to the state folder, so that the same without options goes on.
 
     Raises:
@@ -36,7 +45,39 @@ def take_part(file: Path | None, given: Mapping[str, Any], *, default: Path, say
         key=Path(participant.key) if participant.key else None,
     )
     say(f"{participant.name}: waiting for {participant.server}; everything private stays in {state}")
-    participate(node)
+    words = Words(state / WORKER / LOG)
+    try:
+        participate(node, lambda: _relay(words, say) and not stays)
+    finally:
+        _relay(words, say)
+
+
+def _relay(words: Words, say: Callable[[str], None]) -> bool:
+    """Say what the worker has said; whether that was the end."""
+    lines = words.new()
+    for line in lines:
+        say(line)
+    return any(line.startswith(ENDED) for line in lines)
+
+
+class Words:
+    """What a worker prints for the person at this machine, from now on."""
+
+    def __init__(self, log: Path):
+        self._log = log
+        self._read = log.stat().st_size if log.exists() else 0
+
+    def new(self) -> list[str]:
+        """Whole lines that have not been read."""
+        if not self._log.exists():
+            return []
+        with self._log.open("rb") as file:
+            file.seek(self._read)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
+        lines = whole.decode(errors="replace").splitlines()
+        return [line.removeprefix(SAYS) for line in lines if line.startswith(SAYS)]
 
 
 def _participant(file: Path | None, given: Mapping[str, Any], default: Path) -> Participant:
