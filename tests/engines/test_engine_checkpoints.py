@@ -101,6 +101,7 @@ def test_tensors_keep_their_names(folder: Path, sim: InProcess) -> None:
     assert shared
     others = {"first", "second", "iterations", "router_steps", "ranks", "versions"} | {
         "server/version",
+        "server/ranks",
         "server/lowest_loss",
     }
     assert found.keys() == names | shared | others

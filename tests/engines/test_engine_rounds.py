@@ -77,7 +77,7 @@ def test_a_round_tells_tokens_losses_and_bytes_of_those_who_took_part(federate: 
     assert first["upload_bytes"] == 2 * sim.clients.upload_bytes()[0] > 0
     assert first["download_bytes"] == 0  # who starts has what the server has
     second = next(event for event in events if event["event"] == "round" and event["round"] == 2)
-    sent = packed_bytes(sim.server.download(("ann", "bob"), torch.tensor([2, 2])))
+    sent = packed_bytes(sim.server.download(("ann", "bob")))
     assert second["download_bytes"] == sum(sent)
     assert 0 < sent[0] < sim.clients.upload_bytes()[0]  # without a loss
 

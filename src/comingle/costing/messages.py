@@ -42,7 +42,7 @@ def mean_bytes(messages: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 def upload_of(federation: InProcess, user: int) -> Upload:
     """What a user sends in an exchange."""
-    return federation.clients.upload([user], 1, {LOSS: torch.zeros(1)})
+    return federation.clients.upload([user], 1, {LOSS: torch.zeros(1)}, counts=True)
 
 
 def download_of(federation: InProcess, user: int, names: Sequence[str]) -> Download:

@@ -25,6 +25,7 @@ from comingle.errors import DataError, RecipeError
 from comingle.methods.base import Method
 from comingle.models.hardware import require_bytes
 from comingle.models.model import Model
+from comingle.protocol.compression import RESIDUAL, compress
 from comingle.protocol.messages import COUNT, LOSS, LOWEST, Download, Upload, fill_ranks
 from comingle.protocol.wire import packed_bytes
 from comingle.routers.mixtures import NEVER
@@ -113,6 +114,9 @@ class Clients:
         )
         for part in method.client.parts:
             state.kept |= part.start(names, self.training.seed)
+        if self.training.uploads == "int8":
+            shared = restrict(layout.views(state.rows), layout, method.shared)
+            state.kept |= {RESIDUAL + name: torch.zeros_like(t) for name, t in shared.items()}
         if method.server.first_download:
             state.versions -= 1
         mixture = method.placement.mixture
@@ -225,17 +229,29 @@ class Clients:
         }
         return {name: torch.stack(part) for name, part in parts.items()}
 
-    def upload(self, members: Sequence[int], round_number: int, losses: Tree) -> Upload:
-        """What these users send after their local steps: copies of what is shared, and what they report."""
+    def upload(self, members: Sequence[int], round_number: int, losses: Tree, *, counts: bool = False) -> Upload:
+        """What these users send after their local steps: copies of what is shared, and what they report.
+
+        What rounding takes away is kept for their next upload, unless this one is only made so that it ``counts``.
+        """
         cohort = self.cohort(list(members), round_number, state=self.state.without_moments())
         tensors = restrict(self.model.layout.views(self.state.rows), self.model.layout, self.method.shared)
         return Upload(
             round=round_number,
             users=tuple(self.trainers[member].name for member in members),
-            tensors={name: t[list(members)] for name, t in tensors.items()},  # an index of numbers copies
+            tensors=self._compressed({name: t[list(members)] for name, t in tensors.items()}, list(members), counts),
             ranks=cohort.ranks.cpu().clone(),
             reports={name: t.clone() for name, t in self._reports(cohort, members).items()} | losses,
         )
+
+    def _compressed(self, copies: Tree, members: list[int], counts: bool) -> Tree:
+        """Copies (an index of numbers makes some) in the format of uploads."""
+        form, kept = self.training.uploads, self.state.kept
+        left = {name: kept[RESIDUAL + name][members] for name in copies} if form == "int8" else {}
+        sent, rest = compress(copies, form, left)
+        for name, t in rest.items() if not counts else ():
+            kept[RESIDUAL + name][members] = t
+        return sent
 
     def _reports(self, cohort: Cohort, members: Sequence[int]) -> Tree:
         counts = {COUNT: torch.tensor([len(self.trainers[member].train) for member in members])}
@@ -288,5 +304,5 @@ class Clients:
         if not self.shares:
             return [0] * len(self.users)
         nobody = {LOSS: torch.zeros(len(self.trainers))}
-        sent = packed_bytes(self.upload(range(len(self.trainers)), 1, nobody))
+        sent = packed_bytes(self.upload(range(len(self.trainers)), 1, nobody, counts=True))
         return [sent[owner] for owner in self.owners(self.row_of)]

@@ -17,6 +17,7 @@ from comingle.methods.base import Method
 from comingle.methods.server import Received, ServerSetup
 from comingle.models.hardware import require_room
 from comingle.models.model import Model
+from comingle.protocol.compression import Format, expand
 from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Upload, fill_ranks
 from comingle.trees import ADAPTOR, STATISTICS, Layout, Tree, restrict
 
@@ -28,10 +29,10 @@ VERSION, RANKS = "version", "ranks"
 class ServerHalf:
     """A method's server at work, with what it keeps.
 
-    ``users`` are the names of all who may take part. ``scales`` are their LoRA factors, which follow from settings that
-    everybody knows; ``ranks`` are their LoRA ranks, as of the last upload of each. ``version`` is the number of rounds
-    after which it last aggregated, ``lowest_loss`` the lowest mean validation loss that users have reported, where the
-    best round is selected.
+    ``users`` are the names of all who may take part; ``uploads`` is the format of what they send. ``scales`` are their
+    LoRA factors, which follow from settings that everybody knows; ``ranks`` are their LoRA ranks, as of the last upload
+    of each. ``version`` is the number of rounds after which it last aggregated, ``lowest_loss`` the lowest mean
+    validation loss that users have reported, where the best round is selected.
     """
 
     method: Method
@@ -40,6 +41,7 @@ class ServerHalf:
     scales: Float[Tensor, " users"]
     ranks: Int[Tensor, " users"]
     weighted: bool
+    uploads: Format
     clustered: frozenset[str]
     centred: Callable[[Tree, Float[Tensor, " clusters"]], Tree]
     kept: Tree = field(default_factory=dict)
@@ -87,7 +89,7 @@ class ServerHalf:
         numbers = [self.users.index(user) for user in upload.users]
         received = Received(
             users=numbers,
-            tensors=fill_ranks(upload.tensors, self.layout),
+            tensors=fill_ranks(expand(upload.tensors, self.uploads), self.layout),
             weights=self._weights(upload),
             ranks=upload.ranks,
             scales=self.scales[numbers],
@@ -135,12 +137,18 @@ def clustered(model: Model, method: Method) -> frozenset[str]:
     )
 
 
-def start_server(model: Model, method: Method, users: Sequence[str], *, seed: int, weighted: bool) -> ServerHalf:
+def start_server(
+    model: Model, method: Method, users: Sequence[str], *, seed: int, weighted: bool, uploads: Format = "float32"
+) -> ServerHalf:
     """The server before the first round.
 
     Raises:
-        RecipeError: it merges or hands out whole models, and users' ranks differ.
+        RecipeError: it merges or hands out whole models, and users' ranks differ; or it passes uploads on, compressed.
     """
+    if method.server.peer_to_peer and uploads != "float32":
+        raise RecipeError(
+            f"training.uploads: got {uploads!r} for {method.name}, whose users mix uploads; allowed: float32"
+        )
     if method.server.first_download and not bool(model.mask().all()):
         raise RecipeError(
             f"method {method.name}: adapters.rank differs between users; the server's models have one rank"
@@ -152,6 +160,7 @@ def start_server(model: Model, method: Method, users: Sequence[str], *, seed: in
         scales=_of_each(model.scales, len(users)),
         ranks=_of_each(model.ranks, len(users)),
         weighted=weighted,
+        uploads=uploads,
         clustered=clustered(model, method),
         centred=model.centre,
     )

@@ -12,6 +12,7 @@ import torch
 from comingle.data.seeds import derive
 from comingle.engines.optimizers import OptimizerSettings
 from comingle.errors import RecipeError
+from comingle.protocol.compression import Format
 
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 65536}
 """How many tokens one forward and backward pass takes by default: more does not run faster, it only needs memory."""
@@ -22,6 +23,7 @@ class Training:
     """How long, on how much, in what portions.
 
     A round has ``local_steps`` iterations on random windows of text, or ``local_epochs`` passes over samples.
+    ``uploads`` is the format of what users send, see :mod:`comingle.protocol.compression`.
     ``users_per_step`` and ``micro_batch`` (sequences of one user in one pass) bound memory; None chooses them.
     ``participation`` is a fraction of the users drawn each round, or a list of users (by number) for each round, which
     is repeated when it ends. ``evaluate`` says which model counts: "local", as a user has it after its local steps
@@ -40,6 +42,7 @@ class Training:
     balance_weight: float = 0.01
     weighting: Literal["uniform", "tokens", "samples"] = "uniform"
     participation: float | tuple[tuple[int, ...], ...] = 1.0
+    uploads: Format = "float32"
     users_per_step: int | None = None
     micro_batch: int | None = None
     evaluate: Literal["local", "exchanged"] = "local"

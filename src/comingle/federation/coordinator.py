@@ -263,7 +263,10 @@ def new_coordinator(
     """
     model = house.model()
     weighted = house.training.weighting != "uniform"
-    server = start_server(model, house.method, public.users, seed=house.training.seed, weighted=weighted)
+    training = house.training
+    server = start_server(
+        model, house.method, public.users, seed=training.seed, weighted=weighted, uploads=training.uploads
+    )
     coordinator = Coordinator(
         run=run,
         public=public,

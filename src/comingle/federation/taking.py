@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 from comingle.errors import MessageError, RunError
 from comingle.federation.checking import check_upload, validation_loss
 from comingle.federation.coordinator import Coordinator
+from comingle.protocol.compression import expand
 from comingle.protocol.messages import LOSS, Upload, join_uploads
 from comingle.protocol.tasks import Answer
 from comingle.protocol.wire import unpack
@@ -37,7 +39,7 @@ def _upload(coordinator: Coordinator, name: str, answer: Answer, number: int) ->
         if not isinstance(message, Upload):
             raise MessageError("a download where an upload belongs")
         check_upload(
-            message,
+            replace(message, tensors=expand(message.tensors, coordinator.server.uploads)),
             coordinator.model.layout,
             coordinator.house.method,
             user=name,

@@ -24,6 +24,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from comingle.errors import MessageError
+from comingle.protocol.compression import SCALE
 from comingle.protocol.messages import Download, Upload
 from comingle.trees import Tree
 
@@ -33,9 +34,16 @@ FORMAT = 1
 _MAGIC = b"CMGL"
 _PREFIX = struct.Struct("<4sHIQI")
 _REPORT = "report/"
-_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
-_WIDTHS = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2, "I64": 8}
-_ORDER = ("I64", "F64", "F32", "BF16", "F16")
+_DTYPES = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int8: "I8",
+}
+_WIDTHS = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2, "I64": 8, "I8": 1}
+_ORDER = ("I64", "F64", "F32", "BF16", "F16", "I8")
 """Safetensors puts tensors in this order, and those of one type in that of their names."""
 _LENGTH_BYTES = 8
 """Safetensors begins with the length of its header."""
@@ -116,7 +124,7 @@ def _tensors(message: Download | Upload) -> Tree:
 
 def _cut(name: str, t: Tensor, rank: int) -> Tensor:
     """A LoRA factor without the padding beyond its user's rank."""
-    return t[..., :rank, :] if rank and name.endswith((".a", ".b")) else t
+    return t[..., :rank, :] if rank and name.removesuffix(SCALE).endswith((".a", ".b")) else t
 
 
 def _parts(data: bytes) -> tuple[bytes, bytes]:

@@ -96,6 +96,7 @@ class TrainingSection(Section):
     balance_weight: NotNegative = 0.01
     weighting: Literal["uniform", "tokens", "samples"] = "uniform"
     participation: Annotated[float, Field(gt=0, le=1)] | list[list[str]] = 1.0
+    uploads: Literal["float32", "bfloat16", "int8"] = "float32"
 
     @field_validator("router", mode="before")
     @classmethod

@@ -72,6 +72,7 @@ def federate(clients: Clients) -> InProcess:
         [trainer.name for trainer in clients.trainers],
         seed=training.seed,
         weighted=training.weighting != "uniform",
+        uploads=training.uploads,
     )
     return InProcess(clients=clients, server=server)
 
