@@ -18,7 +18,8 @@ from comingle.records import MEASURES
 _LONGEST = 400
 _Key = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 _Amount = Annotated[int, Field(ge=0, le=10**15, strict=True)]
-_Number = Annotated[float, Field(strict=True)]
+_Whole = Annotated[int, Field(strict=True, ge=-(10**15), le=10**15)]
+_Number = _Whole | Annotated[float, Field(strict=True)]
 _NotNegative = Annotated[float, Field(ge=0, strict=True)]
 
 
