@@ -35,7 +35,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no
 
 # Whole programs: the command line, pages and tables, runs that are killed and resumed, plans that runs are held against.
 # What is slow comes first, so that no process is left alone with it at the end.
-PROGRAMS := tests/test_real_data.py tests/docs tests/examples tests/cli tests/papers/reproduce tests/papers/theory/test_theory_verb.py \
+PROGRAMS := tests/docs tests/examples tests/cli tests/papers/reproduce tests/papers/theory/test_theory_verb.py \
 	tests/engines/test_engine_folders.py tests/engines/test_engine_resume.py tests/engines/test_engine_resume_nets.py \
 	tests/engines/test_engine_resume_dtype.py tests/engines/test_engine_order.py tests/engines/test_engine_answers.py \
 	tests/evaluation/test_costs_stacked.py tests/evaluation/test_costs_memory.py \

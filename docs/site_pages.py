@@ -26,7 +26,13 @@ ELSEWHERE = {
     "benchmarks/README.md": "benchmarks.md",
     "LICENSE": "LICENSE",
     "examples/README.md": "examples.md",
+    "examples/federation/README.md": "examples/federation.md",
     **{f"examples/{path.name}": f"examples/{path.name}" for path in sorted((REPOSITORY / "examples").glob("*.*y*"))},
+    **{
+        f"examples/federation/{path.name}": f"examples/federation/{path.name}"
+        for path in sorted((REPOSITORY / "examples" / "federation").glob("[!R]*"))
+        if path.is_file()
+    },
 }
 """Files outside of ``docs``, and what they are in the site."""
 

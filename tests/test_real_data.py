@@ -1,4 +1,4 @@
-"""CoMiGS on real text: who beats whom, as in the paper, with a tiny real base (fast) and with SmolLM2-135M (slow)."""
+"""CoMiGS on real text: who beats whom, as in the paper, with a tiny real base, and with SmolLM2-135M."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from comingle.runs.session import prepare
 CATEGORIES = ["World", "Sports", "Business", "Sci/Tech"]
 LANGUAGES = ["de", "fr", "it", "nl"]
 COMIGS = "comigs-1g1s"
+
+pytestmark = pytest.mark.slow
 
 
 def news(shared_data: Path) -> dict[str, Any]:
@@ -116,7 +118,6 @@ def smollm2(data: dict[str, Any]) -> Recipe:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
 def test_news_out_of_distribution_with_smollm2(shared_data: Path) -> None:
     """The prototype's means: pretrained 92.4, local 46.8, fedavg 40.2, comigs-1g1s 41.7."""
@@ -124,7 +125,6 @@ def test_news_out_of_distribution_with_smollm2(shared_data: Path) -> None:
     assert found[COMIGS] < found["local"] < found["pretrained"], found
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
 def test_four_languages_with_smollm2(shared_data: Path) -> None:
     """The prototype's means: pretrained 107.1, local 48.7, fedavg 56.4, comigs-1g1s 49.3."""

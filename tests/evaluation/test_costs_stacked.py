@@ -93,7 +93,7 @@ def agrees(cost: UserCost, federation: InProcess, user: int = 0) -> None:
     assert (cost.upload_bytes, cost.download_bytes) == exchanged(federation, [user])
     found = counted(lambda: train(clients, [user], 0)) if clients.method.trains else 0
     if clients.shares:
-        message = federation.server.download([clients.trainers[user].name], clients.state.ranks[[user]])
+        message = federation.server.download([clients.trainers[user].name])
         found += counted(lambda: clients.receive(message))
     assert cost.round.total == pytest.approx(found, rel=1e-9)
 

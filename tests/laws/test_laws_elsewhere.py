@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
 from cases import NETS_ONLY, ONE_LORA, ROUTED, SMALL, TEXT_ONLY, VARIANTS, method, text_recipe
+from tests.federation.direct import federated
 
 from comingle.engines.checkpoints import list_checkpoints
 from comingle.federation import running
 from comingle.methods import REGISTRY
 from comingle.recipes import parse_recipe
 from comingle.runs import api, given
-from federation.direct import Direct, federated
 
 POOLED = ("centralized",)
 ON_TEXT = [name for name in REGISTRY if name not in (*NETS_ONLY, *POOLED)]
@@ -36,6 +36,16 @@ ON_SAMPLES = [n for n in REGISTRY if n not in (*TEXT_ONLY, *ROUTED, *ONE_LORA, *
 SHORT = {"training.rounds": 2, "training.local_steps": 2}
 PART = {**SHORT, "training.participation": 0.5, "training.weighting": "tokens", "evaluation.model": "exchanged"}
 BEST = {"evaluation.select": "best", "evaluation.every": 1}
+
+
+QUICK = (
+    "comigs-1g1s", "fedavg", "fedmerge", "fdlora", "flexlora", "floral", "ifca", "pcl", "comigs, specialists 0 1 2 1"
+)  # fmt: skip
+"""One of each way of sharing; the rest is marked slow."""
+
+
+def each(names: Sequence[str]) -> list[Any]:
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -48,7 +58,7 @@ def one_base() -> Iterator[None]:
         yield
 
 
-def assert_equal(content: dict[str, Any], folder: Path) -> Direct:
+def assert_equal(content: dict[str, Any], folder: Path, federated: Callable[..., Any] = federated) -> Any:
     """In one process, a user at a time, and with users elsewhere: the same tensors, scores and bytes."""
     content.setdefault("runtime", {})["users_per_step"] = 1
     together = api.run(parse_recipe(content), out=folder / "together")
@@ -68,13 +78,18 @@ def assert_equal(content: dict[str, Any], folder: Path) -> Direct:
     return channel
 
 
-@pytest.mark.parametrize("name", ON_TEXT)
-def test_text(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", each(ON_TEXT))
+def test_text_on_flowers_grid(name: str, tmp_path: Path) -> None:
+    """The real apps, in this process."""
+    pytest.importorskip("flwr")
+    from tests.federation.on_grid import federated_on_grid
+
     best = {} if name == "pretrained" else BEST
-    assert_equal(text_recipe(tmp_path, method(name), **PART, **best), tmp_path)
+    grid = assert_equal(text_recipe(tmp_path, method(name), **PART, **best), tmp_path, federated_on_grid)
+    assert len(grid.sent) > len(grid.nodes)
 
 
-@pytest.mark.parametrize("name", ["comigs-1g1s", "hetlora", "flexlora", "fedavg+", "pcl", "fdlora", "ffa-lora"])
+@pytest.mark.parametrize("name", ["hetlora", *each(["comigs-1g1s", "flexlora", "fedavg+", "ffa-lora"])])
 def test_text_with_ranks_and_local_models(name: str, tmp_path: Path) -> None:
     ranks = {**SHORT, "adapters.rank": [4, 1, 2, 3], "training.participation": 0.75}
     assert_equal(text_recipe(tmp_path, method(name), **ranks), tmp_path)
@@ -86,7 +101,7 @@ def test_compressed_uploads(form: str, name: str, tmp_path: Path) -> None:
     assert_equal(text_recipe(tmp_path, method(name), **PART, **ranks, **{"training.uploads": form}), tmp_path)
 
 
-@pytest.mark.parametrize("title", [title for title, (name, own) in VARIANTS.items() if "centre" not in own])
+@pytest.mark.parametrize("title", each([title for title, (name, own) in VARIANTS.items() if "centre" not in own]))
 def test_settings_that_pull_apart(title: str, tmp_path: Path) -> None:
     name, own = VARIANTS[title]
     assert_equal(text_recipe(tmp_path, method(name, **own), **{"training.participation": 0.75}), tmp_path)
@@ -110,7 +125,7 @@ def chats(folder: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", ON_SAMPLES)
+@pytest.mark.parametrize("name", each(ON_SAMPLES))
 def test_samples(name: str, tmp_path: Path) -> None:
     """One user has not seen every class; what a net is made of is of all users together."""
     sgd = {"name": "sgd", "learning_rate": 0.05, "schedule": "cosine", "weight_decay": 0}

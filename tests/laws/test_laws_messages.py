@@ -116,8 +116,8 @@ def aggregated(federation: InProcess, members: list[int]) -> tuple[dict[str, Ten
     work = local_round(federation, sorted(members), 0)
     server.aggregate(clients.upload(members, 1, {LOSS: torch.tensor([work.losses[member] for member in members])}))
     kept = {} if server.method.server.peer_to_peer else server.state  # a relay keeps them in their order
-    names, ranks = [clients.trainers[member].name for member in (0, 2)], clients.state.ranks[[0, 2]]
-    return kept, [*server.download(names, ranks).split(), server.download(names[1:], ranks[1:])]
+    names = [clients.trainers[member].name for member in (0, 2)]
+    return kept, [*server.download(names).split(), server.download(names[1:])]
 
 
 def by_name(make_federation: Any) -> None:

@@ -59,6 +59,7 @@ def test_resuming_is_exact(name: str, task: str, tmp_path: Path) -> None:
     assert all(torch.equal(state[key], tensors[key]) for key in tensors)
     assert {key for key in state if key.startswith("server/") and "soup" not in key and "model" not in key} == {
         "server/version",
+        "server/ranks",
         "server/lowest_loss",
     } | KEPT.get(name, set())
     assert ("kept/choice" in state) == (name == "ifca")

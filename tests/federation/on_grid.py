@@ -1,0 +1,43 @@
+"""A federation on Flower's grid in this process: the real ClientApp, ServerApp and channel, a node for each user."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.federation.direct import nodes_of
+from tests.federation.grid import LocalGrid, run_app
+
+from comingle.federation.app import coordinate_app
+from comingle.federation.files import save_plan
+from comingle.recipes import parse_recipe
+from comingle.records import read_metrics
+from comingle.transports.flower.client_app import make_client_app
+from comingle.transports.flower.server_app import make_server_app, spell
+from comingle.transports.flower.users import User
+
+
+def federated_on_grid(content: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], LocalGrid]:
+    """The metrics of a recipe's federation, and the grid, with all that was sent."""
+    plan, nodes = nodes_of(parse_recipe(content), folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_plan(folder / "federation.yaml", plan)
+    grid, one_at_a_time = LocalGrid(), threading.Lock()
+
+    def ask(user: User, task: bytes, timeout: float) -> bytes:
+        with one_at_a_time:  # as on machines of their own: they share this one's memory and modules
+            return nodes[user.name].handle(task)
+
+    for name in plan.users:
+        grid.join(make_client_app(ask), name=name, state=str(folder / name))
+    out = folder / "server"
+    run_app(
+        make_server_app(coordinate_app),
+        grid,
+        federation=str(folder / "federation.yaml"),
+        out=str(out),
+        users=spell(plan.users),
+    )
+    return read_metrics(out), grid
