@@ -200,6 +200,7 @@ def test_every_yaml_is_a_recipe_or_a_piece_of_one() -> None:
     assert "mixture" in held_out
 
 
+@pytest.mark.slow
 def test_a_federation_is_run_and_its_files_are_read_as_its_page_says(place: Path) -> None:
     """Of real processes: a server, and three users."""
     pytest.importorskip("flwr")
