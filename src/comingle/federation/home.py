@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from comingle.models.sources import is_public
 from comingle.protocol.tasks import unpack_answer
 from comingle.protocol.wire import unpack
 from comingle.recipes import Recipe, parse_recipe
-from comingle.records import DRAFT, told_in_one_line, write_json
+from comingle.records import DRAFT, told_in_one_line, write_bytes, write_json
 from comingle.runs.session import prepare
 
 logger = logging.getLogger("comingle")
@@ -95,7 +94,7 @@ class Home:
             RunError: the disk does not take it; the state of before stays.
         """
         with told_in_one_line(self.folder):
-            _write(self._answer(serial, task), answer)
+            write_bytes(self._answer(serial, task), answer)
         progress = Progress(
             round=serial,
             fingerprint=self.public.digest,
@@ -249,20 +248,6 @@ def _check_settings(own: Own, public: Public, read: Materials) -> None:
 
 def _number(folder: Path) -> int:
     return int(folder.name.removeprefix("round-"))
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all, and on disk."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 def _is_whole(answer: bytes) -> bool:
