@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from comingle.engines.checkpoints import Progress, load_checkpoint, prune_checkpoints, save_checkpoint
+from comingle.engines.checkpoints import load_checkpoint, progress_of, prune_checkpoints, save_checkpoint
 from comingle.engines.checksums import list_checkpoints
 from comingle.engines.client import Clients
 from comingle.engines.state import State
@@ -95,12 +95,7 @@ class Home:
         """
         with told_in_one_line(self.folder):
             write_bytes(self._answer(serial, task), answer)
-        progress = Progress(
-            round=serial,
-            fingerprint=self.public.digest,
-            trainers=[trainer.name for trainer in self.clients.trainers],
-            **dict.fromkeys(_COUNTS, 0),
-        )
+        progress = progress_of(serial, self.public.digest, [trainer.name for trainer in self.clients.trainers])
         save_checkpoint(self.folder, self.clients.model.layout, self.clients.state, {}, progress)
         self.serial = serial
         prune_checkpoints(self.folder, KEPT)
@@ -135,19 +130,6 @@ class Home:
 
     def _answer(self, serial: int, task: bytes) -> Path:
         return self.folder / "answers" / f"{serial:06d}-{hashlib.sha256(task).hexdigest()[:16]}.bin"
-
-
-_COUNTS = (
-    "events_bytes",
-    "train_seconds",
-    "wall_seconds",
-    "tokens",
-    "upload_bytes",
-    "download_bytes",
-    "told_upload_bytes",
-    "told_download_bytes",
-    "user_rounds",
-)
 
 
 def open_home(folder: Path, own: Own, public: Public) -> Home:

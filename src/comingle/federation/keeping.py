@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comingle.engines.checkpoints import Progress, save_checkpoint
+from comingle.engines.checkpoints import progress_of, save_checkpoint
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock
 from comingle.engines.evaluations import summarise
@@ -45,14 +45,7 @@ def keep_model(home: Home, own: Own) -> Path:
     folder.mkdir(mode=0o700)
     write_inputs(folder, describe(materials, recipe))
     write_text(folder / "recipe.yaml", recipe.as_yaml())
-    progress = Progress(
-        round=metrics["rounds"],
-        fingerprint=recipe.fingerprint,
-        trainers=[own.name],
-        events_bytes=0,
-        wall_seconds=0.0,
-        **dict.fromkeys(Clock.COUNTS, 0),
-    )
+    progress = progress_of(metrics["rounds"], recipe.fingerprint, [own.name])
     save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)
     write_json(folder / "metrics.json", metrics)
     return folder

@@ -14,12 +14,12 @@ import torch
 from comingle.engines.checkpoints import (
     Progress,
     load_checkpoint,
+    progress_of,
     prune_checkpoints,
     read_progress,
     save_checkpoint,
 )
 from comingle.engines.checksums import list_checkpoints
-from comingle.engines.clock import Clock
 from comingle.engines.events import EventLog, Observer
 from comingle.engines.state import State, initial_state
 from comingle.errors import RunError
@@ -30,8 +30,7 @@ from comingle.inputs import SPLITS, Inputs, UserInputs
 from comingle.kinds.base import kind_of
 from comingle.models.base import Base
 from comingle.models.language import load_base
-from comingle.protocol.messages import LOWEST, Download
-from comingle.protocol.wire import pack, unpack
+from comingle.protocol.messages import LOWEST, verdict
 from comingle.recipes import Recipe
 from comingle.records import GEOMETRIC, write_json
 from comingle.runs.folders import open_folder
@@ -154,40 +153,24 @@ def _start_event(coordinator: Coordinator) -> dict[str, Any]:
 
 
 def _save(coordinator: Coordinator, folder: Path, done: int, events_bytes: int) -> None:
-    clock = coordinator.clock
-    progress = Progress(
-        round=done,
-        fingerprint=coordinator.public.digest,
-        trainers=list(coordinator.public.users),
-        events_bytes=events_bytes,
-        wall_seconds=clock.wall_seconds,
-        **{key: getattr(clock, key) for key in Clock.COUNTS},
-    )
+    public = coordinator.public
+    progress = progress_of(done, public.digest, public.users, clock=coordinator.clock, events_bytes=events_bytes)
     kept = coordinator.server.state | _own_tensors(coordinator)
     save_checkpoint(folder, coordinator.model.layout, _no_rows(coordinator), kept, progress)
     prune_checkpoints(folder, KEPT)
 
 
 def _own_tensors(coordinator: Coordinator) -> Tree:
-    names = coordinator.public.users
-    verdicts = [_flag(coordinator.verdicts.get(name)) for name in names]
+    names, said = coordinator.public.users, coordinator.verdicts
     numbers = {
         "serials": [coordinator.serials[name] for name in names],
         "versions": [coordinator.versions[name] + 1 for name in names],  # counts, which are never negative
-        "verdicts": verdicts,
+        "verdicts": [1 + int(said[name].tensors[LOWEST]) if name in said else 0 for name in names],
+        "verdict_rounds": [said[name].version if name in said else 0 for name in names],
         "local_steps": coordinator.local_steps,
         "best_round": coordinator.best_round,
     }
     return {_OWN + name: torch.tensor(value) for name, value in numbers.items()}
-
-
-def _flag(verdict: bytes | None) -> int:
-    """0: there is none; else one more than what it says."""
-    if verdict is None:
-        return 0
-    message = unpack(verdict)
-    assert isinstance(message, Download)
-    return 1 + int(next(iter(message.tensors.values())))
 
 
 def _restore(coordinator: Coordinator, checkpoint: Path, progress: Progress) -> None:
@@ -199,16 +182,9 @@ def _restore(coordinator: Coordinator, checkpoint: Path, progress: Progress) -> 
     coordinator.serials = dict(zip(names, own["serials"].tolist(), strict=True))
     coordinator.versions = dict(zip(names, (own["versions"] - 1).tolist(), strict=True))
     coordinator.local_steps, coordinator.best_round = int(own["local_steps"]), int(own["best_round"])
-    for name, flag in zip(names, own["verdicts"].tolist(), strict=True):
-        if flag:
-            coordinator.verdicts[name] = _verdict(name, flag - 1, progress.round)
-    counted = {key: getattr(progress, key) for key in Clock.COUNTS}
-    coordinator.clock = Clock(earlier_seconds=progress.wall_seconds, **counted)
-
-
-def _verdict(name: str, flag: int, done: int) -> bytes:
-    ranks = torch.zeros(1, dtype=torch.int64)
-    return pack(Download(version=done, users=(name,), tensors={LOWEST: torch.tensor([[flag]])}, ranks=ranks))
+    said = zip(names, own["verdicts"].tolist(), own["verdict_rounds"].tolist(), strict=True)
+    coordinator.verdicts = {name: verdict([name], done, lowest=flag > 1) for name, flag, done in said if flag}
+    coordinator.clock = progress.clock
 
 
 def _no_rows(coordinator: Coordinator) -> State:

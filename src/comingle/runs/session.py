@@ -15,6 +15,7 @@ from comingle.engines.checkpoints import (
     Progress,
     list_checkpoints,
     load_checkpoint,
+    progress_of,
     prune_checkpoints,
     read_progress,
     save_checkpoint,
@@ -219,9 +220,7 @@ def execute(
     clock, start, kept, clients = Clock(), 0, 0, federation.clients
     if folder is not None and resume and list_checkpoints(folder):
         progress = restore(federation, folder, recipe)
-        start, kept = progress.round, progress.events_bytes
-        counted = {key: getattr(progress, key) for key in Clock.COUNTS}
-        clock = Clock(earlier_seconds=progress.wall_seconds, **counted)
+        start, kept, clock = progress.round, progress.events_bytes, progress.clock
     log = EventLog(folder / "events.jsonl", keep_bytes=kept) if folder else None
     board = tensorboard(folder / "tensorboard") if folder else None
     sinks = [sink for sink in (log, board, *observers) if sink is not None]
@@ -237,14 +236,8 @@ def execute(
         if folder is None or log is None:
             return
         log.to_disk()
-        progress = Progress(
-            round=done,
-            fingerprint=recipe.fingerprint,
-            trainers=[trainer.name for trainer in clients.trainers],
-            events_bytes=log.size_bytes,
-            wall_seconds=clock.wall_seconds,
-            **{key: getattr(clock, key) for key in Clock.COUNTS},
-        )
+        names = [trainer.name for trainer in clients.trainers]
+        progress = progress_of(done, recipe.fingerprint, names, clock=clock, events_bytes=log.size_bytes)
         save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)
         prune_checkpoints(folder, recipe.checkpoints.keep)
 
