@@ -23,7 +23,7 @@ from comingle.errors import BaseModelError, MessageError, RunError
 from comingle.federation.own import Own
 from comingle.federation.public import Public, build_house, read_public
 from comingle.kinds.base import Materials
-from comingle.models.digests import digest_tokenizer
+from comingle.models.base import digests_of
 from comingle.models.sources import is_public
 from comingle.protocol.tasks import unpack_answer
 from comingle.protocol.wire import unpack
@@ -45,6 +45,8 @@ class Home:
     folder: Path
     public: Public
     recipe: Recipe
+    read: Materials
+    """The user's own data, and the base."""
     clients: Clients
     first: State
     """What the user had before its first task."""
@@ -156,7 +158,7 @@ def open_home(folder: Path, own: Own, public: Public) -> Home:
     (folder / "answers").mkdir(exist_ok=True)
     if not (folder / PUBLIC).exists():
         write_json(folder / PUBLIC, public.as_dict())
-    home = Home(folder=folder, public=public, recipe=recipe, clients=clients, first=clients.state.copy())
+    home = Home(folder=folder, public=public, recipe=recipe, read=read, clients=clients, first=clients.state.copy())
     home.tidy()
     home.newest()
     return home
@@ -206,12 +208,7 @@ def _check_expected(own: Own, public: Public) -> None:
 
 
 def _check_base(public: Public, read: Materials) -> None:
-    base = read.base
-    here = {
-        "base": base.digest if base is not None else "",
-        "tokenizer": digest_tokenizer(base.tokenizer) if base is not None else "",
-    }
-    for what, mine in here.items():
+    for what, mine in digests_of(read.base).items():
         if mine != (theirs := getattr(public, what)):
             raise MessageError(
                 f"{what}: the server's is {theirs or 'none'}, this user's {mine or 'none'}; use the same"

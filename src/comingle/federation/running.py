@@ -20,20 +20,21 @@ from comingle.engines.checkpoints import (
     save_checkpoint,
 )
 from comingle.engines.checksums import list_checkpoints
+from comingle.engines.evaluations import start_event
 from comingle.engines.events import EventLog, Observer
 from comingle.engines.state import State, initial_state
 from comingle.errors import RunError
+from comingle.federation.board import Board
 from comingle.federation.coordinator import Coordinator, Patience, new_coordinator
 from comingle.federation.public import House, Public, build_house, check_possible, public_part, read_public
 from comingle.federation.rounds import run_tasks
 from comingle.inputs import SPLITS, Inputs, UserInputs
 from comingle.kinds.base import kind_of
-from comingle.models.base import Base
-from comingle.models.language import load_base
 from comingle.protocol.messages import LOWEST, verdict
 from comingle.recipes import Recipe
 from comingle.records import GEOMETRIC, write_json
 from comingle.runs.folders import open_folder
+from comingle.runs.given import NOTHING
 from comingle.transports.channel import Channel
 from comingle.trees import Tree
 
@@ -68,7 +69,7 @@ def coordinate(
             answered.
     """
     check_possible(plan.recipe)
-    base = _load_base(plan.recipe)
+    base = NOTHING.load_base(plan.recipe) if kind_of(plan.recipe).needs_base else None
     public = public_part(plan.recipe, plan.users, plan.settings, base)
     house = build_house(public, public.whole_recipe(), base)
     inputs = Inputs(
@@ -82,13 +83,6 @@ def coordinate(
         return _run(public, house, plan, channel, folder, observers)
 
 
-def _load_base(recipe: Recipe) -> Base | None:
-    if not kind_of(recipe).needs_base:
-        return None
-    runtime = recipe.runtime
-    return load_base(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
-
-
 def _run(
     public: Public, house: House, plan: Plan, channel: Channel, folder: Path, observers: Sequence[Observer]
 ) -> dict[str, Any]:
@@ -96,7 +90,8 @@ def _run(
     newest = list_checkpoints(folder)[-1:] if known else []
     progress = read_progress(newest[0]) if newest else None
     log = EventLog(folder / "events.jsonl", keep_bytes=progress.events_bytes if progress else 0)
-    sinks = [log, *observers]
+    rounds = house.training.rounds if house.method.trains else 0
+    sinks = [log, Board(folder, plan.users, rounds), *observers]
 
     def observe(event: dict[str, Any]) -> None:
         for sink in sinks:
@@ -108,7 +103,7 @@ def _run(
             _restore(coordinator, newest[0], progress)
         coordinator.join()
         if log.size_bytes == 0 or progress is None:
-            observe(_start_event(coordinator))
+            observe(start_event(house.method, house.training, coordinator.model.name, _amounts(coordinator)))
 
         def save(done: int) -> None:
             log.to_disk()
@@ -136,17 +131,10 @@ def _named(folder: Path, public: Public) -> tuple[str, bool]:
     return run, False
 
 
-def _start_event(coordinator: Coordinator) -> dict[str, Any]:
-    house = coordinator.house
-    amounts = {name: dict(told["amounts"]) for name, told in coordinator.joined.items() if "amounts" in told}
-    return {
-        "event": "start",
-        "method": house.method.name,
-        "seed": house.training.seed,
-        "base": coordinator.model.name,
-        "rounds": house.training.rounds if house.method.trains else 0,
-        "users": {name: amounts.get(name, {}) for name in coordinator.public.users},
-    }
+def _amounts(coordinator: Coordinator) -> dict[str, dict[str, Any]]:
+    """How much everybody has, of those who tell."""
+    joined = coordinator.joined
+    return {name: dict(joined.get(name, {}).get("amounts", {})) for name in coordinator.public.users}
 
 
 # ---------------------------------------------------------------- the server's own state

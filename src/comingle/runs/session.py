@@ -22,7 +22,7 @@ from comingle.engines.checkpoints import (
 )
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock
-from comingle.engines.evaluations import start_event, summarise
+from comingle.engines.evaluations import amounts, start_event, summarise
 from comingle.engines.events import EventLog, Observer, tensorboard
 from comingle.engines.naming import check_names, reorder, reorder_kept
 from comingle.engines.optimizers import OptimizerSettings
@@ -34,8 +34,7 @@ from comingle.inputs import Inputs, UserInputs
 from comingle.kinds.base import Materials, kind_of
 from comingle.kinds.language import as_settings
 from comingle.methods import make
-from comingle.models.base import Base
-from comingle.models.digests import digest_tokenizer
+from comingle.models.base import Base, digests_of
 from comingle.recipes import Recipe
 from comingle.recipes.unused import changed, check_used
 from comingle.records import GEOMETRIC, finite, write_json
@@ -120,14 +119,8 @@ def describe(materials: Materials, recipe: Recipe) -> Inputs:
         )
         for i, user in enumerate(materials.users)
     }
-    base = materials.base
-    return Inputs(
-        kind=materials.kind.name,
-        base=base.digest if base is not None else "",
-        tokenizer=digest_tokenizer(base.tokenizer) if base is not None else "",
-        users=users,
-        settings=materials.kind.settings(materials),
-    )
+    settings = materials.kind.settings(materials)
+    return Inputs(kind=materials.kind.name, **digests_of(materials.base), users=users, settings=settings)
 
 
 # -------------------------------------------------------------------- build
@@ -242,7 +235,8 @@ def execute(
         prune_checkpoints(folder, recipe.checkpoints.keep)
 
     if (log is not None and log.size_bytes == 0) or start == 0:  # a log that was lost begins anew
-        observe(start_event(clients))
+        users = {user.name: amounts(user, clients.feed.unit) for user in clients.users}
+        observe(start_event(clients.method, clients.training, clients.model.name, users) | clients.left_out)
     try:
         scores = run_rounds(federation, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
         metrics = summarise(clients, scores, clock).as_dict() | clients.left_out
