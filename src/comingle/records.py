@@ -49,6 +49,9 @@ GEOMETRIC = "geometric_mean_test_perplexity"
 """Beside ``mean_test_perplexity``: the exponential of the mean loss over users, which one bad user does not rule."""
 
 
+PARTICIPANTS = "participants.json"
+"""In the run folder of a federation: how its users fare."""
+
 _NAME_MAX, _SHOWN = 255, 200
 
 

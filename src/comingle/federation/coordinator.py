@@ -138,8 +138,8 @@ class Coordinator:
                 self.versions[name] = self.server.version
             if "hear" in task.todo:
                 self.verdicts.pop(name, None)
-            self.clock.download_bytes += sum(len(message) for message in task.messages)
-            self.clock.upload_bytes += sum(len(message) for message in answers[name].messages)
+            self.clock.download_bytes += _length(task)
+            self.clock.upload_bytes += _length(answers[name])
         return answers
 
     def _with_messages(self, name: str, todo: Sequence[str], number: int, about: Mapping[str, Any]) -> Task:
@@ -200,7 +200,16 @@ class Coordinator:
                     self._complain(failed, name, answer.refused, gone=True)
                     continue
                 answers[name] = answer
-                self.observe({"event": "step", "advance": 1, "round": tasks[name].round + 1, "user": name})
+                self.observe(
+                    {
+                        "event": "step",
+                        "advance": 1,
+                        "round": tasks[name].round + 1,
+                        "user": name,
+                        "upload_bytes": _length(answer),
+                        "download_bytes": _length(tasks[name]),
+                    }
+                )
             if not pending - self.away or time.monotonic() + AGAIN_SECONDS > ends:
                 break
             if pending:
@@ -249,6 +258,10 @@ class Coordinator:
             logger.warning("user %r: %s", name, f"{why}; the others go on" if gone else why)
             self.observe({"event": "failed", "user": name, "reason": why})
         failed[name] = why
+
+
+def _length(said: Task | Answer) -> int:
+    return sum(len(message) for message in said.messages)
 
 
 def new_coordinator(
