@@ -78,6 +78,10 @@ def test_both_have_what_they_should_and_nothing_else(built: Path, wheel: Path) -
     assert sorted(source - allowed) == []
 
 
+def test_the_index_would_take_both(built: Path) -> None:
+    ran(sys.executable, "-m", "twine", "check", "--strict", *built.iterdir(), at=built)
+
+
 def tracked(folder: str) -> list[str]:
     """The files of a folder that git knows of."""
     return ran("git", "ls-files", "--cached", at=REPOSITORY / folder).splitlines()
