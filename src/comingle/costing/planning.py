@@ -21,6 +21,7 @@ from comingle.costing.summaries import check_count, summarise, with_method
 from comingle.data.pack import UserData
 from comingle.engines.client import Clients, batch_size
 from comingle.engines.training import portions
+from comingle.errors import DataError
 from comingle.evaluation.costs.memory import free_bytes
 from comingle.evaluation.costs.paper import Account, Difference, Sizes, table3
 from comingle.kinds.base import kind_of
@@ -31,6 +32,7 @@ from comingle.models.base import Base
 from comingle.models.skeleton import load_skeleton
 from comingle.recipes import Recipe
 from comingle.recipes.unused import check_used
+from comingle.runs.given import HANDED_OVER, NOTHING
 from comingle.runs.session import check_method, training_settings
 from comingle.transports.inprocess import InProcess, federate
 
@@ -59,6 +61,7 @@ def plan(
     if (kind := kind_of(recipe)).read_for_costs:
         return plan_nets(recipes, users)
     check_count(users)
+    _check_given(recipe, users)
     recipes, small, note = kind.as_text(recipes, users)
     recipe = recipes[0]
     names = tuple(name for name in user_names(recipe, users) if name not in small)
@@ -82,6 +85,13 @@ def plan(
         table3=tuple(compare_with_paper(recipe, base)),
         note=note,
     )
+
+
+def _check_given(recipe: Recipe, users: int | None) -> None:
+    """What a program handed over is not here; costs of a base by name need no more than the number of users."""
+    NOTHING.check_base(recipe)
+    if recipe.data.given and users is None:
+        raise DataError(f"{HANDED_OVER}; to count without their data, say how many users there are: --users N")
 
 
 def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:

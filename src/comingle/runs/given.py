@@ -33,6 +33,7 @@ AnyMethod = str | Method | Make | Mapping[str, Any]
 Loss = Callable[..., Tensor]
 """Of outputs and targets, one number a sample."""
 
+HANDED_OVER = "users: a program handed them over, so nothing says where they are; give users={...} again, in Python"
 _BASES = "a name, (model, tokenizer) of transformers, or a function that makes an nn.Module"
 
 
@@ -58,7 +59,7 @@ class Given:
             RecipeError: a function is for samples, and there are none.
         """
         if recipe.data.given and self.users is None:
-            raise DataError("users: a program handed them over, so nothing says where they are; give users={...} again")
+            raise DataError(HANDED_OVER)
         self.check_base(recipe)
 
     def check_base(self, recipe: Recipe) -> None:
