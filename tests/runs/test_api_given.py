@@ -96,6 +96,15 @@ def test_a_recipe_may_be_a_file_an_object_or_a_mapping_and_keeps_its_options(
     assert runs[0].metrics["users"]["ann"]["test_tokens"] == 59  # of data.max_test_tokens, the first is not predicted
 
 
+def test_options_of_the_data_may_stand_beside_the_users(options: dict[str, Any], texts: dict[str, list[str]]) -> None:
+    data = options.pop("data")
+    done = comingle.run(options | {"data": data}, users=texts)
+    assert computed(comingle.run(options, users=texts, data=data)) == computed(done)
+    assert computed(comingle.run(done.recipe, users=texts, data=data)) == computed(done)
+    message = refused(RecipeError, lambda: comingle.run(options, users=texts, data={"spilt": {}}))
+    assert "data.spilt" in message
+
+
 def test_tables_and_splits_are_text_too(options: dict[str, Any], texts: dict[str, list[str]]) -> None:
     datasets = pytest.importorskip("datasets")
     plain = comingle.run(options, users=texts)

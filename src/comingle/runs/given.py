@@ -132,6 +132,8 @@ def recipe_with(
         content = recipe.model_dump(mode="json", exclude_unset=True) if isinstance(recipe, Recipe) else recipe or {}
         read = parse_recipe(marked(content))
     name = base if isinstance(base, str) else GIVEN if given.loaded is not None else None
+    if given.users is not None and "data" in changes:  # whose options it may replace, and not who they are
+        changes = {**changes, **_with_users({"data": changes["data"]}, given.users)}
     named = {"base": name, "method": method}
     changed = {**{key: value for key, value in named.items() if value is not None}, **changes}
     return read.with_changes(changed) if changed else read
