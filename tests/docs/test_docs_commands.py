@@ -225,7 +225,7 @@ def test_conversations_become_personal_models_as_their_page_says(place: Path) ->
     page = DOCS / "conversations.md"
     for words in commands(page):
         runs(words)
-    (code,) = shown(page, "python")
+    code = "\n".join(shown(page, "python"))
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=place, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()
