@@ -1,0 +1,301 @@
+"""One user's model into a folder that other programs open.
+
+What decides on the form is what the model is made of: how many experts the user has, whether a router chooses between
+them, where they are mixed, and over which base. Nothing here knows methods by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from comingle.adapters import watching
+from comingle.data.batches import inputs_of
+from comingle.errors import DataError, RunError, did_you_mean
+from comingle.models.adapted import AdaptedModel
+from comingle.models.export.card import About, Card, name_of
+from comingle.models.export.changes import Change, changes_of_adapted, changes_of_mixed
+from comingle.models.export.folders import CARD, check_target, written_whole
+from comingle.models.export.gguf import KINDS, why_no_gguf, write_gguf
+from comingle.models.export.networks import (
+    SPARSE,
+    Routing,
+    plain_network,
+    require_same,
+    require_sparse,
+    rounded,
+    sparse_network,
+    why_not_sparse,
+)
+from comingle.models.export.peft import write_peft
+from comingle.models.hardware import DTYPES
+from comingle.models.mixed import MixedLanguageModel
+from comingle.models.owning import why_not_merged
+from comingle.models.pretrained import PreTrainedModel
+from comingle.trees import Tree
+
+FORMATS = ("transformers", "peft", "gguf", "merged-approximately")
+GGUF_FILE = "model.gguf"
+_PROBE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A user's model, as :class:`comingle.models.personal.PersonalModel` has it.
+
+    ``logits`` are what it says of tokens.
+    """
+
+    name: str
+    model: AdaptedModel | MixedLanguageModel
+    tensors: Tree
+    row: int
+    about: About | None
+    logits: Callable[[Int[Tensor, "batch n"]], Float[Tensor, "batch n vocab"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written. ``lost`` has the perplexities of the user's validation data where the form is approximate."""
+
+    folder: Path
+    format: str
+    form: str
+    lost: Mapping[str, float] = field(default_factory=dict)
+
+
+def export(source: Source, folder: Path, *, format: str, dtype: str | None, force: bool) -> Exported:
+    """Write the user's model to ``folder``; ``dtype`` is that of the weights, None the base's own.
+
+    Raises:
+        DataError: the model cannot be exported in this format, with the reason and the format that can.
+        RunError: an unknown format or number format, or the folder cannot be written to.
+    """
+    kind = _number_format(source, format, dtype)
+    check_target(folder, force=force)
+    write = {"peft": _peft, "gguf": _gguf, "transformers": _transformers, "merged-approximately": _approximate}[format]
+    with written_whole(folder, force=force) as draft:
+        made, library, usage = write(source, draft, kind)
+        tokenizer = source.model.base.tokenizer
+        if tokenizer is not None and format != "gguf":
+            tokenizer.save_pretrained(draft)
+        card = Card(
+            name=source.name,
+            base=source.model.base,
+            library=library,
+            form=made.form,
+            usage=usage.format(folder=folder.name, base=name_of(source.model.base)),
+            about=source.about,
+            lost=made.lost,
+        )
+        (draft / CARD).write_text(card.text(), encoding="utf-8")
+    return replace(made, folder=folder, format=format)
+
+
+def _number_format(source: Source, format: str, dtype: str | None) -> str:
+    if format not in FORMATS:
+        raise RunError(f"--format: got {format!r}; allowed: {', '.join(FORMATS)}.{did_you_mean(format, FORMATS)}")
+    own = str(source.model.base.dtype).removeprefix("torch.")
+    allowed = tuple(KINDS) if format == "gguf" else tuple(DTYPES)
+    if dtype is None:
+        return own if own in allowed else allowed[0]
+    if dtype not in allowed:
+        raise RunError(f"--dtype: got {dtype!r}; allowed for {format}: {', '.join(allowed)}")
+    return dtype
+
+
+# -------------------------------------------------------------------- formats
+
+_Made = tuple[Exported, str, str]
+"""What was written, the library that opens it, and how."""
+
+_OPEN = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{folder}")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")"""
+
+_OPEN_PEFT = """from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{folder}")"""
+
+_OPEN_GGUF = f"""from llama_cpp import Llama
+
+model = Llama("{{folder}}/{GGUF_FILE}")"""
+
+
+def _transformers(source: Source, draft: Path, kind: str) -> _Made:
+    network, form = _exact(source)
+    rounded(network, DTYPES[kind]).save_pretrained(draft)
+    return _made(draft, f"{form} Weights: {kind}."), "transformers", _OPEN
+
+
+def _gguf(source: Source, draft: Path, kind: str) -> _Made:
+    base = source.model.base
+    family = SPARSE.get(base.model.config.model_type)
+    if why := "" if family and _is_mixture(source) else why_no_gguf(base.model.config):  # said before it is computed
+        raise DataError(f"user {source.name!r}: {why}; --format transformers has no such limit")
+    if base.tokenizer is None:
+        raise DataError(f"user {source.name!r}: base {name_of(base)} has no tokenizer, which a GGUF file holds")
+    network, form = _exact(source)
+    write_gguf(draft / GGUF_FILE, source.name, network, base.tokenizer, KINDS[kind])
+    return _made(draft, f"{form} As {GGUF_FILE} for llama.cpp, weights: {kind}."), "gguf", _OPEN_GGUF
+
+
+def _peft(source: Source, draft: Path, kind: str) -> _Made:
+    if why := _why_not_plain(source):
+        raise DataError(f"user {source.name!r}: its model is not one LoRA: {why}; {_instead(source)}")
+    base = source.model.base
+    rank = write_peft(draft, base.model, name_of(base), _changes(source), DTYPES[kind])
+    form = f"One LoRA of rank {rank} for the base {name_of(base)}, which is not in this folder. Weights: {kind}."
+    return _made(draft, form), "peft", _OPEN_PEFT
+
+
+def _approximate(source: Source, draft: Path, kind: str) -> _Made:
+    """The experts' LoRAs are mixed in the weights, in shares that are the same for every token."""
+    if source.about is None:
+        raise DataError(f"user {source.name!r}: nothing says where its validation data is; open the run for it")
+    before, shares = _validated(source)
+    changes = [change.weighed(shares[change.layer]) if change.key else change for change in _changes(source)]
+    network = rounded(plain_network(source.model.base.model, changes), DTYPES[kind])
+    after = _perplexity(source, _losses_of(network))
+    network.save_pretrained(draft)
+    lost = {"validation_perplexity_of_the_mixture": before, "validation_perplexity_of_this_model": after}
+    form = f"A plain model in place of a mixture of experts, whose gates are fixed at their mean. Weights: {kind}."
+    return _made(draft, form, lost), "transformers", _OPEN
+
+
+def _made(draft: Path, form: str, lost: Mapping[str, float] | None = None) -> Exported:
+    return Exported(folder=draft, format="", form=form, lost=lost or {})
+
+
+# -------------------------------------------------------------------- what the model is made of
+
+
+def _why_not_plain(source: Source) -> str:
+    """Why no weights of the base can hold the model; empty where they can."""
+    model = source.model
+    return why_not_merged(model, source.row) if isinstance(model, AdaptedModel) else ""
+
+
+def _is_mixture(source: Source) -> bool:
+    return bool(_why_not_plain(source))
+
+
+def _instead(source: Source) -> str:
+    """The format to take for a mixture."""
+    exact = not why_not_sparse(source.model.base.model.config) and not _mixed_inside(source)
+    return f"--format {'transformers is exact' if exact else 'merged-approximately measures what a plain model loses'}"
+
+
+def _mixed_inside(source: Source) -> bool:
+    """Whether gates stand inside the MLP's linears, as in no architecture."""
+    model = source.model
+    return isinstance(model, AdaptedModel) and any(mlp.mix == "linear" for mlp in model.adapters.experts.values())
+
+
+def _changes(source: Source) -> list[Change]:
+    if isinstance(source.model, AdaptedModel):
+        return changes_of_adapted(source.model, source.tensors, source.row)
+    return changes_of_mixed(source.model, source.tensors)
+
+
+def _exact(source: Source) -> tuple[PreTrainedModel, str]:
+    """The network that computes what the user's model does, compared with it; and what it is, in words."""
+    base, changes = source.model.base, _changes(source)
+    if not _is_mixture(source):
+        mean = [change.weighed(_mean(change)) if change.key else change for change in changes]
+        network = plain_network(base.model, mean)
+        form = f"{type(network).__name__} with the user's adapters merged into its weights."
+    else:
+        if _mixed_inside(source):
+            raise DataError(
+                f"user {source.name!r}: its experts are mixed inside every linear, as in no architecture of "
+                f"transformers; {_instead(source)}"
+            )
+        require_sparse(source.name, base.model.config)
+        routing = _routing(source)
+        network = sparse_network(base.model, changes, routing)
+        form = (
+            f"{type(network).__name__} with {len(routing.gates[0])} experts, of which {routing.top_k} are chosen for "
+            "each token; every expert is the base's MLP with that expert's LoRA merged in."
+        )
+    tokens = torch.arange(_PROBE).unsqueeze(0) * 7 % base.model.config.vocab_size
+    require_same(source.name, source.logits(tokens).cpu(), network(input_ids=tokens).logits, base.dtype)
+    return network, form
+
+
+def _mean(change: Change) -> Float[Tensor, " experts"]:
+    return torch.full((len(change.a),), 1 / len(change.a))
+
+
+def _routing(source: Source) -> Routing:
+    """The routers of the experts that the user has; zeros where they are averaged."""
+    model = source.model
+    assert isinstance(model, AdaptedModel)
+    present, found = model.adapters.present[source.row], []
+    for name, mlp in model.adapters.experts.items():
+        weight = source.tensors.get(f"{name}.router")
+        width = mlp.factors["up"][0].shape[-1]
+        found.append(torch.zeros(int(present.sum()), width) if weight is None else weight[0].cpu()[present])
+    top_k = next(iter(model.adapters.experts.values())).router.top_k
+    experts = len(found[0])
+    return Routing(top_k=min(top_k, experts) if watching.routed(model.adapters) else experts, gates=found)
+
+
+# -------------------------------------------------------------------- on validation data
+
+
+def _validated(source: Source) -> tuple[float, Mapping[int, Float[Tensor, " experts"]] | list[Tensor]]:
+    """The model's perplexity on the user's validation data, and each layer's mean gates there."""
+    model = source.model
+    if not isinstance(model, AdaptedModel):
+        return _perplexity(source, _own_losses(source, [])), []
+    experts = int(model.adapters.present[source.row].sum())
+    layers = len(model.adapters.experts)
+    if not watching.routed(model.adapters):
+        return _perplexity(source, _own_losses(source, [])), [torch.full((experts,), 1 / experts)] * layers
+    seen: list[Tensor] = []
+    assert source.about is not None
+    with watching.watched(model.adapters), torch.compiler.set_stance("force_eager"):
+        score = source.about.validate(_own_losses(source, seen), lambda: torch.cat(seen, 1))
+    present = model.adapters.present[source.row]
+    return score.perplexity, [torch.tensor(layer)[present] for layer in score.expert_scores]
+
+
+def _perplexity(source: Source, losses: Callable[[Sequence[int], Tensor], Tensor]) -> float:
+    assert source.about is not None
+    return source.about.validate(losses, None).perplexity
+
+
+def _own_losses(source: Source, seen: list[Tensor]) -> Callable[[Sequence[int], Tensor], Tensor]:
+    """Of the user's model in every slot, in turn; ``seen`` gets each slot's gates, where they are watched."""
+    model = source.model
+
+    def losses(slots: Sequence[int], windows: Tensor) -> Tensor:
+        seen.clear()
+        found = []
+        for batch in windows.to(model.device).unsqueeze(1):
+            found.append(model.predict(source.tensors, [source.row], batch)[0])
+            if isinstance(model, AdaptedModel) and any(m.router.watched for m in model.adapters.experts.values()):
+                seen.append(watching.gates(model.adapters))
+        return torch.stack(found)
+
+    return losses
+
+
+def _losses_of(network: PreTrainedModel) -> Callable[[Sequence[int], Tensor], Tensor]:
+    def losses(slots: Sequence[int], windows: Tensor) -> Tensor:
+        targets = windows[..., 1:]
+        logits = network(input_ids=inputs_of(windows).flatten(0, 1), use_cache=False).logits
+        lost = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), targets.clamp(min=-1).flatten(), ignore_index=-1, reduction="none"
+        )
+        return lost.view(targets.shape)
+
+    return losses
