@@ -84,7 +84,7 @@ class Run:
         clients = self.federation.clients
         known = self.metrics.get("users", {}).get(name, {})
         scores = {key: value for key, value in known.items() if key.startswith("test_") and isinstance(value, float)}
-        counts = {key: value for key, value in known.items() if key in _COUNTS and value is not None}
+        counts = {key: known[key] for key in _COUNTS if known.get(key)}
 
         def validate(losses: Losses, gates: Gates | None) -> Any:
             user = clients.users[self.users.index(name)]

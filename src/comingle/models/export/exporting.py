@@ -34,6 +34,7 @@ from comingle.models.export.networks import (
 )
 from comingle.models.export.peft import write_peft
 from comingle.models.hardware import DTYPES
+from comingle.models.language import quiet_transformers
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.owning import why_not_merged
 from comingle.models.pretrained import PreTrainedModel
@@ -79,7 +80,7 @@ def export(source: Source, folder: Path, *, format: str, dtype: str | None, forc
     kind = _number_format(source, format, dtype)
     check_target(folder, force=force)
     write = {"peft": _peft, "gguf": _gguf, "transformers": _transformers, "merged-approximately": _approximate}[format]
-    with written_whole(folder, force=force) as draft:
+    with written_whole(folder, force=force) as draft, quiet_transformers():
         made, library, usage = write(source, draft, kind)
         tokenizer = source.model.base.tokenizer
         if tokenizer is not None and format != "gguf":
@@ -166,7 +167,10 @@ def _approximate(source: Source, draft: Path, kind: str) -> _Made:
     after = _perplexity(source, _losses_of(network))
     network.save_pretrained(draft)
     lost = {"validation_perplexity_of_the_mixture": before, "validation_perplexity_of_this_model": after}
-    form = f"A plain model in place of a mixture of experts, whose gates are fixed at their mean. Weights: {kind}."
+    what = "in place of a mixture of experts, whose gates are fixed at their mean"
+    form = (
+        f"A plain model {what if _is_mixture(source) else 'that is the same, as there is no mixture'}. Weights: {kind}."
+    )
     return _made(draft, form, lost), "transformers", _OPEN
 
 

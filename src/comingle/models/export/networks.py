@@ -165,5 +165,10 @@ def _sparse_config(base: PreTrainedModel, *, experts: int, top_k: int) -> Any:
     slides = "sliding_attention" in (getattr(base.config, "layer_types", None) or ())
     window = getattr(base.config, "sliding_window", None)
     values["sliding_window"] = window if family is _MIXTRAL or slides else None
-    values |= {family.experts: experts, family.width: old["intermediate_size"], "num_experts_per_tok": top_k}
-    return AutoConfig.for_model(family.model_type, **values, use_cache=True)
+    values |= {
+        "use_cache": True,
+        family.experts: experts,
+        family.width: old["intermediate_size"],
+        "num_experts_per_tok": top_k,
+    }
+    return AutoConfig.for_model(family.model_type, **values)
