@@ -152,7 +152,7 @@ def _peft(source: Source, draft: Path, kind: str) -> _Made:
     if why := _why_not_plain(source):
         raise DataError(f"user {source.name!r}: its model is not one LoRA: {why}; {_instead(source)}")
     base = source.model.base
-    rank = write_peft(draft, base.model, name_of(base), _changes(source), DTYPES[kind])
+    rank = write_peft(draft, base.model, name_of(base), _plain_changes(source), DTYPES[kind])
     form = f"One LoRA of rank {rank} for the base {name_of(base)}, which is not in this folder. Weights: {kind}."
     return _made(draft, form), "peft", _OPEN_PEFT
 
@@ -209,12 +209,17 @@ def _changes(source: Source) -> list[Change]:
     return changes_of_mixed(source.model, source.tensors)
 
 
+def _plain_changes(source: Source) -> list[Change]:
+    """Of a model that the base's weights can hold: where it has several experts, they are averaged in the weights."""
+    means = ((change, torch.full((len(change.a),), 1 / len(change.a))) for change in _changes(source))
+    return [change.weighed(mean) if change.key else change for change, mean in means]
+
+
 def _exact(source: Source) -> tuple[PreTrainedModel, str]:
     """The network that computes what the user's model does, compared with it; and what it is, in words."""
-    base, changes = source.model.base, _changes(source)
+    base = source.model.base
     if not _is_mixture(source):
-        mean = [change.weighed(_mean(change)) if change.key else change for change in changes]
-        network = plain_network(base.model, mean)
+        network = plain_network(base.model, _plain_changes(source))
         form = f"{type(network).__name__} with the user's adapters merged into its weights."
     else:
         if _mixed_inside(source):
@@ -224,7 +229,7 @@ def _exact(source: Source) -> tuple[PreTrainedModel, str]:
             )
         require_sparse(source.name, base.model.config)
         routing = _routing(source)
-        network = sparse_network(base.model, changes, routing)
+        network = sparse_network(base.model, _changes(source), routing)
         form = (
             f"{type(network).__name__} with {len(routing.gates[0])} experts, of which {routing.top_k} are chosen for "
             "each token; every expert is the base's MLP with that expert's LoRA merged in."
@@ -232,10 +237,6 @@ def _exact(source: Source) -> tuple[PreTrainedModel, str]:
     tokens = torch.arange(_PROBE).unsqueeze(0) * 7 % base.model.config.vocab_size
     require_same(source.name, source.logits(tokens).cpu(), network(input_ids=tokens).logits, base.dtype)
     return network, form
-
-
-def _mean(change: Change) -> Float[Tensor, " experts"]:
-    return torch.full((len(change.a),), 1 / len(change.a))
 
 
 def _routing(source: Source) -> Routing:

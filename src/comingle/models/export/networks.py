@@ -95,7 +95,7 @@ def sparse_network(base: PreTrainedModel, changes: Sequence[Change], routing: Ro
             f"{prefix}{_GATE}": routing.gates[layer].to(down),
         }
     with torch.random.fork_rng(devices=[]):  # the values drawn are thrown away
-        network = AutoModelForCausalLM.from_config(config, dtype=WIDE)
+        network = AutoModelForCausalLM.from_config(config, dtype=WIDE, experts_implementation="eager")
     network.load_state_dict(state, assign=True)
     network.tie_weights()
     return network.eval().requires_grad_(False)
