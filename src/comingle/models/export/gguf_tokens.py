@@ -96,7 +96,9 @@ def _pre(name: str, spec: Mapping[str, Any]) -> str:
             return "smollm"
         pattern = parts[0].get("pattern", {}).get("Regex")
         if kinds == ["Split", "ByteLevel"] and pattern in _SPLITS and not parts[1]["use_regex"]:
-            return _SPLITS[pattern]
+            found = _SPLITS[pattern]
+            if bool(spec["model"].get("ignore_merges")) == (found == "llama-bpe"):  # as llama.cpp has it
+                return found
     raise _refused(name, "a tokenizer that splits text in a way that GGUF has no name for here")
 
 
