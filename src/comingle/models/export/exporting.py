@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.adapters import watching
+from comingle.adapters.lora import base_weight
 from comingle.data.batches import inputs_of
 from comingle.errors import DataError, RunError, did_you_mean
 from comingle.models.adapted import AdaptedModel
@@ -246,7 +247,7 @@ def _routing(source: Source) -> Routing:
     present, found = model.adapters.present[source.row], []
     for name, mlp in model.adapters.experts.items():
         weight = source.tensors.get(f"{name}.router")
-        width = mlp.factors["up"][0].shape[-1]
+        width = base_weight(mlp.first["up"])[0].shape[1]
         found.append(torch.zeros(int(present.sum()), width) if weight is None else weight[0].cpu()[present])
     top_k = next(iter(model.adapters.experts.values())).router.top_k
     experts = len(found[0])

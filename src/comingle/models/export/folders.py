@@ -55,8 +55,10 @@ def written_whole(folder: Path, *, force: bool) -> Iterator[Path]:
             if folder.exists():
                 shutil.rmtree(folder)
             draft.rename(folder)
-    except SafetensorError as error:  # which hides the system's error in its words
-        raise RunError(f"{folder}: cannot be written to: {error}") from None
+    except (SafetensorError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise RunError(f"{folder}: cannot be written to: {error}") from None  # a library's words for the system's
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

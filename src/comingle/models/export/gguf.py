@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +52,18 @@ def write_gguf(path: Path, name: str, network: PreTrainedModel, tokenizer: PreTr
 
     architecture = _architecture(name, network.config)
     words = vocabulary(name, tokenizer, network.config.vocab_size)
-    writer = GGUFWriter(path, architecture)
-    _add_settings(writer, architecture, name, network, kind)
-    _add_words(writer, words)
     written = {}
-    for key, tensor in _tensors(architecture, name, network):
-        array = np.ascontiguousarray(tensor.to(torch.float32).numpy())
-        wanted = GGMLQuantizationType[_kind_of(key, array, kind)]
-        written[key] = quantize(array, wanted)
-        writer.add_tensor(key, written[key], raw_dtype=wanted)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with closing(GGUFWriter(path, architecture)) as writer:
+        _add_settings(writer, architecture, name, network, kind)
+        _add_words(writer, words)
+        for key, tensor in _tensors(architecture, name, network):
+            array = np.ascontiguousarray(tensor.to(torch.float32).numpy())
+            wanted = GGMLQuantizationType[_kind_of(key, array, kind)]
+            written[key] = quantize(array, wanted)
+            writer.add_tensor(key, written[key], raw_dtype=wanted)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
     _read_again(path, written)
 
 
