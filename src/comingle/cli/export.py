@@ -81,9 +81,9 @@ def _run_of(folder: Path, method: str | None, seed: int | None) -> Path:
     rows = {row["method"]: row["seeds"] for row in read_comparison(folder)["methods"]}
     if method is None and len(rows) > 1:
         raise RunError(f"{folder}: is a comparison; say which run with --method: {', '.join(rows)}")
-    method = next(iter(rows)) if method is None else method
-    if method not in rows:
-        raise RunError(f"--method: got {method!r}; in {folder} are: {', '.join(rows)}.{did_you_mean(method, rows)}")
-    if seed is not None and seed not in rows[method]:
-        raise RunError(f"--seed: got {seed}; of {method} there are: {', '.join(map(str, rows[method]))}")
-    return folder / f"{method}-seed{rows[method][0] if seed is None else seed}"
+    name = method if method is not None else next(iter(rows))
+    if name not in rows:
+        raise RunError(f"--method: got {name!r}; in {folder} are: {', '.join(rows)}.{did_you_mean(name, rows)}")
+    if seed is not None and seed not in rows[name]:
+        raise RunError(f"--seed: got {seed}; of {name} there are: {', '.join(map(str, rows[name]))}")
+    return folder / f"{name}-seed{rows[name][0] if seed is None else seed}"

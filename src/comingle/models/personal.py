@@ -20,7 +20,8 @@ from comingle.evaluation.perplexity import Score, score_streams
 from comingle.evaluation.routing import Routing, pieces, route
 from comingle.models.adapted import AdaptedModel
 from comingle.models.export.card import About
-from comingle.models.export.exporting import Exported, Source, export
+from comingle.models.export.exporting import Exported, export
+from comingle.models.export.sources import Source
 from comingle.models.generation import continue_texts, max_places
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.owning import merge_adapters, why_not_merged

@@ -6,59 +6,43 @@ them, where they are mixed, and over which base. Nothing here knows methods by n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
-from comingle.adapters import watching
-from comingle.adapters.lora import base_weight
-from comingle.data.batches import inputs_of
 from comingle.errors import DataError, RunError, did_you_mean
-from comingle.models.adapted import AdaptedModel
-from comingle.models.export.card import About, Card, name_of
-from comingle.models.export.changes import Change, changes_of_adapted, changes_of_mixed
+from comingle.models.export.card import Card, name_of
 from comingle.models.export.folders import CARD, check_target, written_whole
 from comingle.models.export.gguf import KINDS, why_no_gguf, write_gguf
 from comingle.models.export.networks import (
     SPARSE,
-    Routing,
     plain_network,
     require_same,
     require_sparse,
     rounded,
     sparse_network,
-    why_not_sparse,
 )
 from comingle.models.export.peft import write_peft
+from comingle.models.export.sources import (
+    Source,
+    changes_of,
+    instead,
+    is_mixture,
+    mixed_inside,
+    plain_changes,
+    routing_of,
+    why_not_plain,
+)
+from comingle.models.export.validation import losses_of, perplexity, validated
 from comingle.models.hardware import DTYPES
 from comingle.models.language import quiet_transformers
-from comingle.models.mixed import MixedLanguageModel
-from comingle.models.owning import why_not_merged
 from comingle.models.pretrained import PreTrainedModel
-from comingle.trees import Tree
 
 FORMATS = ("transformers", "peft", "gguf", "merged-approximately")
 GGUF_FILE = "model.gguf"
 _PROBE = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """A user's model, as :class:`comingle.models.personal.PersonalModel` has it.
-
-    ``logits`` are what it says of tokens.
-    """
-
-    name: str
-    model: AdaptedModel | MixedLanguageModel
-    tensors: Tree
-    row: int
-    about: About | None
-    logits: Callable[[Int[Tensor, "batch n"]], Float[Tensor, "batch n vocab"]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +124,7 @@ def _transformers(source: Source, draft: Path, kind: str) -> _Made:
 def _gguf(source: Source, draft: Path, kind: str) -> _Made:
     base = source.model.base
     family = SPARSE.get(base.model.config.model_type)
-    if why := "" if family and _is_mixture(source) else why_no_gguf(base.model.config):  # said before it is computed
+    if why := "" if family and is_mixture(source) else why_no_gguf(base.model.config):  # said before it is computed
         raise DataError(f"user {source.name!r}: {why}; --format transformers has no such limit")
     if base.tokenizer is None:
         raise DataError(f"user {source.name!r}: base {name_of(base)} has no tokenizer, which a GGUF file holds")
@@ -150,10 +134,10 @@ def _gguf(source: Source, draft: Path, kind: str) -> _Made:
 
 
 def _peft(source: Source, draft: Path, kind: str) -> _Made:
-    if why := _why_not_plain(source):
-        raise DataError(f"user {source.name!r}: its model is not one LoRA: {why}; {_instead(source)}")
+    if why := why_not_plain(source):
+        raise DataError(f"user {source.name!r}: its model is not one LoRA: {why}; {instead(source)}")
     base = source.model.base
-    rank = write_peft(draft, base.model, name_of(base), _plain_changes(source), DTYPES[kind])
+    rank = write_peft(draft, base.model, name_of(base), plain_changes(source), DTYPES[kind])
     form = f"One LoRA of rank {rank} for the base {name_of(base)}, which is not in this folder. Weights: {kind}."
     return _made(draft, form), "peft", _OPEN_PEFT
 
@@ -162,15 +146,15 @@ def _approximate(source: Source, draft: Path, kind: str) -> _Made:
     """The experts' LoRAs are mixed in the weights, in shares that are the same for every token."""
     if source.about is None:
         raise DataError(f"user {source.name!r}: nothing says where its validation data is; open the run for it")
-    before, shares = _validated(source)
-    changes = [change.weighed(shares[change.layer]) if change.key else change for change in _changes(source)]
+    before, shares = validated(source)
+    changes = [change.weighed(shares[change.layer]) if change.key else change for change in changes_of(source)]
     network = rounded(plain_network(source.model.base.model, changes), DTYPES[kind])
-    after = _perplexity(source, _losses_of(network))
+    after = perplexity(source, losses_of(network))
     network.save_pretrained(draft)
     lost = {"validation_perplexity_of_the_mixture": before, "validation_perplexity_of_this_model": after}
     what = "in place of a mixture of experts, whose gates are fixed at their mean"
     form = (
-        f"A plain model {what if _is_mixture(source) else 'that is the same, as there is no mixture'}. Weights: {kind}."
+        f"A plain model {what if is_mixture(source) else 'that is the same, as there is no mixture'}. Weights: {kind}."
     )
     return _made(draft, form, lost), "transformers", _OPEN
 
@@ -179,58 +163,21 @@ def _made(draft: Path, form: str, lost: Mapping[str, float] | None = None) -> Ex
     return Exported(folder=draft, format="", form=form, lost=lost or {})
 
 
-# -------------------------------------------------------------------- what the model is made of
-
-
-def _why_not_plain(source: Source) -> str:
-    """Why no weights of the base can hold the model; empty where they can."""
-    model = source.model
-    return why_not_merged(model, source.row) if isinstance(model, AdaptedModel) else ""
-
-
-def _is_mixture(source: Source) -> bool:
-    return bool(_why_not_plain(source))
-
-
-def _instead(source: Source) -> str:
-    """The format to take for a mixture."""
-    exact = not why_not_sparse(source.model.base.model.config) and not _mixed_inside(source)
-    return f"--format {'transformers is exact' if exact else 'merged-approximately measures what a plain model loses'}"
-
-
-def _mixed_inside(source: Source) -> bool:
-    """Whether gates stand inside the MLP's linears, as in no architecture."""
-    model = source.model
-    return isinstance(model, AdaptedModel) and any(mlp.mix == "linear" for mlp in model.adapters.experts.values())
-
-
-def _changes(source: Source) -> list[Change]:
-    if isinstance(source.model, AdaptedModel):
-        return changes_of_adapted(source.model, source.tensors, source.row)
-    return changes_of_mixed(source.model, source.tensors)
-
-
-def _plain_changes(source: Source) -> list[Change]:
-    """Of a model that the base's weights can hold: where it has several experts, they are averaged in the weights."""
-    means = ((change, torch.full((len(change.a),), 1 / len(change.a))) for change in _changes(source))
-    return [change.weighed(mean) if change.key else change for change, mean in means]
-
-
 def _exact(source: Source) -> tuple[PreTrainedModel, str]:
     """The network that computes what the user's model does, compared with it; and what it is, in words."""
     base = source.model.base
-    if not _is_mixture(source):
-        network = plain_network(base.model, _plain_changes(source))
+    if not is_mixture(source):
+        network = plain_network(base.model, plain_changes(source))
         form = f"{type(network).__name__} with the user's adapters merged into its weights."
     else:
-        if _mixed_inside(source):
+        if mixed_inside(source):
             raise DataError(
                 f"user {source.name!r}: its experts are mixed inside every linear, as in no architecture of "
-                f"transformers; {_instead(source)}"
+                f"transformers; {instead(source)}"
             )
         require_sparse(source.name, base.model.config)
-        routing = _routing(source)
-        network = sparse_network(base.model, _changes(source), routing)
+        routing = routing_of(source)
+        network = sparse_network(base.model, changes_of(source), routing)
         form = (
             f"{type(network).__name__} with {len(routing.gates[0])} experts, of which {routing.top_k} are chosen for "
             "each token; every expert is the base's MLP with that expert's LoRA merged in."
@@ -238,70 +185,3 @@ def _exact(source: Source) -> tuple[PreTrainedModel, str]:
     tokens = torch.arange(_PROBE).unsqueeze(0) * 7 % base.model.config.vocab_size
     require_same(source.name, source.logits(tokens).cpu(), network(input_ids=tokens).logits, base.dtype)
     return network, form
-
-
-def _routing(source: Source) -> Routing:
-    """The routers of the experts that the user has; zeros where they are averaged."""
-    model = source.model
-    assert isinstance(model, AdaptedModel)
-    present, found = model.adapters.present[source.row], []
-    for name, mlp in model.adapters.experts.items():
-        weight = source.tensors.get(f"{name}.router")
-        width = base_weight(mlp.first["up"])[0].shape[1]
-        found.append(torch.zeros(int(present.sum()), width) if weight is None else weight[0].cpu()[present])
-    top_k = next(iter(model.adapters.experts.values())).router.top_k
-    experts = len(found[0])
-    return Routing(top_k=min(top_k, experts) if watching.routed(model.adapters) else experts, gates=found)
-
-
-# -------------------------------------------------------------------- on validation data
-
-
-def _validated(source: Source) -> tuple[float, Mapping[int, Float[Tensor, " experts"]] | list[Tensor]]:
-    """The model's perplexity on the user's validation data, and each layer's mean gates there."""
-    model = source.model
-    if not isinstance(model, AdaptedModel):
-        return _perplexity(source, _own_losses(source, [])), []
-    experts = int(model.adapters.present[source.row].sum())
-    layers = len(model.adapters.experts)
-    if not watching.routed(model.adapters):
-        return _perplexity(source, _own_losses(source, [])), [torch.full((experts,), 1 / experts)] * layers
-    seen: list[Tensor] = []
-    assert source.about is not None
-    with watching.watched(model.adapters), torch.compiler.set_stance("force_eager"):
-        score = source.about.validate(_own_losses(source, seen), lambda: torch.cat(seen, 1))
-    present = model.adapters.present[source.row]
-    return score.perplexity, [torch.tensor(layer)[present] for layer in score.expert_scores]
-
-
-def _perplexity(source: Source, losses: Callable[[Sequence[int], Tensor], Tensor]) -> float:
-    assert source.about is not None
-    return source.about.validate(losses, None).perplexity
-
-
-def _own_losses(source: Source, seen: list[Tensor]) -> Callable[[Sequence[int], Tensor], Tensor]:
-    """Of the user's model in every slot, in turn; ``seen`` gets each slot's gates, where they are watched."""
-    model = source.model
-
-    def losses(slots: Sequence[int], windows: Tensor) -> Tensor:
-        seen.clear()
-        found = []
-        for batch in windows.to(model.device).unsqueeze(1):
-            found.append(model.predict(source.tensors, [source.row], batch)[0])
-            if isinstance(model, AdaptedModel) and any(m.router.watched for m in model.adapters.experts.values()):
-                seen.append(watching.gates(model.adapters))
-        return torch.stack(found)
-
-    return losses
-
-
-def _losses_of(network: PreTrainedModel) -> Callable[[Sequence[int], Tensor], Tensor]:
-    def losses(slots: Sequence[int], windows: Tensor) -> Tensor:
-        targets = windows[..., 1:]
-        logits = network(input_ids=inputs_of(windows).flatten(0, 1), use_cache=False).logits
-        lost = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), targets.clamp(min=-1).flatten(), ignore_index=-1, reduction="none"
-        )
-        return lost.view(targets.shape)
-
-    return losses
