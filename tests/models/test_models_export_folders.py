@@ -126,10 +126,12 @@ def test_the_licence_and_the_name_are_those_of_the_base(tmp_path: Path) -> None:
     there = replace(base, origin=tmp_path, name=str(tmp_path))
     assert licence_of(there) == "apache-2.0"
     assert name_of(there) == tmp_path.name
+    packaged = replace(there, name="some_package/model.Q4_1.gguf")  # not a name of the hub's
     hub = replace(there, name="owner/model")
     about = About(method="fedit", kind="text", users=1, counts={}, scores={}, validate=lambda losses, gates: None)
     text = Card(name="bob", base=hub, library="peft", form="One LoRA.", usage="...", about=about).text()
     front = yaml.safe_load(text.split("---")[1])
+    assert "base_model" not in Card(name="bob", base=packaged, library="peft", form="", usage="", about=about).text()
     assert (front["base_model"], front["license"]) == ("owner/model", "apache-2.0")
     assert "Of the weights: that of the base, apache-2.0." in text
     assert str(tmp_path) not in Card(name="bob", base=there, library="peft", form="", usage="", about=about).text()

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.models.base import Base
+from comingle.models.sources import is_public
 
 TAG = "comingle"
 """By which an exported folder is known again."""
@@ -55,7 +56,8 @@ class Card:
     def _front(self) -> list[str]:
         licence = licence_of(self.base)
         given = [f"license: {licence}"] if licence else []
-        public = [f"base_model: {self.base.name}"] if "/" in name_of(self.base) else []
+        name = name_of(self.base)
+        public = [f"base_model: {name}"] if "/" in name and is_public(name) else []
         return [
             "---",
             *public,
