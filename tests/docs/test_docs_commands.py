@@ -141,7 +141,8 @@ def test_the_commands_that_results_come_from_are_planned() -> None:
 def test_the_commands_run_one_after_the_other(place: Path) -> None:
     """Page after page as a reader meets them; what stands on two pages is run once, but for what needs --resume."""
     found = list(dict.fromkeys(words for page in PAGES if page != RESULTS for words in commands(page)))
-    found.sort(key=lambda words: words[0] in ("show", "report", "plot", "export"))  # of runs that an earlier page has made
+    later = ("show", "report", "plot", "export")  # of runs that an earlier page has made
+    found.sort(key=lambda words: words[0] in later)
     assert {words[0] for words in found} == verbs()
     for words in found:
         runs(words)

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.errors import BaseModelError, DataError
-from comingle.models.export.changes import WIDE, Change
+from comingle.models.changes import WIDE, Change
 from comingle.models.pretrained import PreTrainedModel
 
 _OF_THE_BASE = ("model_type", "architectures", "transformers_version", "_name_or_path", "dtype", "layer_types")
@@ -67,7 +67,7 @@ def plain_network(base: PreTrainedModel, changes: Sequence[Change]) -> PreTraine
     """The base's architecture in float32 at least, with every change added to its weight."""
     network = _wide_copy(base)
     for change in changes:
-        _add(network.get_parameter(f"{change.name}.weight"), change)
+        change.add_to(network.get_parameter(f"{change.name}.weight"))
     return network
 
 
@@ -145,11 +145,6 @@ def _wide_copy(base: PreTrainedModel) -> PreTrainedModel:
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, WIDE))
     network.config.use_cache = True  # which training has switched off
     return network
-
-
-def _add(weight: Tensor, change: Change) -> None:
-    whole = change.summed()
-    weight.add_((whole.mT if change.transposed else whole).to(weight))
 
 
 def _every_expert(merged: PreTrainedModel, change: Change) -> Float[Tensor, "experts d_out d_in"]:

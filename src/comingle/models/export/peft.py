@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comingle.adapters.layouts import linear_names
-from comingle.models.export.changes import Change
+from comingle.models.changes import Change
 from comingle.models.pretrained import PreTrainedModel
 from comingle.records import write_json
 

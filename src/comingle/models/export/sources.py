@@ -12,8 +12,8 @@ from torch import Tensor
 from comingle.adapters import watching
 from comingle.adapters.lora import base_weight
 from comingle.models.adapted import AdaptedModel
+from comingle.models.changes import Change, averaged, changes_of_adapted, changes_of_mixed
 from comingle.models.export.card import About
-from comingle.models.export.changes import Change, changes_of_adapted, changes_of_mixed
 from comingle.models.export.networks import Routing, why_not_sparse
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.owning import why_not_merged
@@ -66,9 +66,8 @@ def changes_of(source: Source) -> list[Change]:
 
 
 def plain_changes(source: Source) -> list[Change]:
-    """Of a model that the base's weights can hold: where it has several experts, they are averaged in the weights."""
-    means = ((change, torch.full((len(change.a),), 1 / len(change.a))) for change in changes_of(source))
-    return [change.weighed(mean) if change.key else change for change, mean in means]
+    """The same of a model that the base's weights can hold."""
+    return averaged(changes_of(source))
 
 
 def routing_of(source: Source) -> Routing:

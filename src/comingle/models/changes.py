@@ -38,6 +38,12 @@ class Change:
         """The whole change."""
         return torch.einsum("e,ero,eri->oi", self.shares, self.b, self.a)
 
+    @torch.no_grad()
+    def add_to(self, weight: Tensor) -> None:
+        """Into a weight as the base keeps it, in place; rounded once, to its format."""
+        whole = self.summed()
+        weight.add_((whole.mT if self.transposed else whole).to(weight))
+
     def alone(self, expert: int) -> Change:
         """As if the user had this expert only; ``shares`` stay the LoRA scale."""
         one = slice(expert, expert + 1)
@@ -55,12 +61,18 @@ def changes_of_adapted(model: AdaptedModel, tensors: Tree, row: int) -> list[Cha
     present = model.adapters.present[row]
     for at, lora in model.adapters.attention.items():
         a, b = (_wide(f[0]).unsqueeze(0) for f in lora.factors)
-        found.append(_change(names, lora.linear, _layer(at), "", a, b, torch.full((1,), lora.scale)))
+        found.append(_change(names, lora.linear, _layer(at), "", a, b, _same(1, lora.scale)))
     for at, mlp in model.adapters.experts.items():
         for key, linear in (*mlp.first.items(), ("down", mlp.last)):
             a, b = (_wide(f[0])[present.to(f.device)] for f in mlp.factors[key])
-            found.append(_change(names, linear, _layer(at), key, a, b, torch.full((len(a),), mlp.scale)))
+            found.append(_change(names, linear, _layer(at), key, a, b, _same(len(a), mlp.scale)))
     return _cut(found)
+
+
+def averaged(changes: Sequence[Change]) -> list[Change]:
+    """Of a model that the base's weights can hold: where it has several experts, they are averaged in the weights."""
+    means = (_same(len(change.a), 1 / len(change.a)) for change in changes)
+    return [change.weighed(mean) if change.key else change for change, mean in zip(changes, means, strict=True)]
 
 
 def changes_of_mixed(model: MixedLanguageModel, tensors: Tree) -> list[Change]:
@@ -90,6 +102,10 @@ def _names(model: PreTrainedModel) -> dict[int, str]:
 def _layer(name: str) -> int:
     """The number in a name such as "layers.3.mlp", which is the block's."""
     return next(int(part) for part in name.split(".") if part.isdigit())
+
+
+def _same(experts: int, value: float) -> Float[Tensor, " experts"]:
+    return torch.full((experts,), value, dtype=torch.float64)
 
 
 def _wide(tensor: Tensor) -> Tensor:
