@@ -13,6 +13,7 @@ from comingle.cli.compare import compare
 from comingle.cli.cost import cost
 from comingle.cli.data import data
 from comingle.cli.demo import demo
+from comingle.cli.export import export
 from comingle.cli.federate import federate
 from comingle.cli.methods import methods
 from comingle.cli.plot import plot
@@ -33,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (demo, run, compare, methods, data, cost, show, report, plot, federate, server, client):
+for verb in (demo, run, compare, methods, data, cost, show, report, plot, export, federate, server, client):
     app.command()(verb)
 
 
