@@ -8,7 +8,7 @@ from statistics import fmean
 
 import torch
 
-from comingle.engines.rounds import exchanged_after
+from comingle.engines.training import exchanged_after
 from comingle.protocol.messages import LOSS, Download, Upload
 from comingle.protocol.wire import packed_bytes
 from comingle.transports.inprocess import InProcess

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from comingle.engines.cohort import Cohort
 from comingle.engines.feeds import Feed
+from comingle.engines.private import shield_of
 from comingle.engines.scoring import AnyScore, Models, Scorer
 from comingle.engines.state import State, initial_state, true_clusters
 from comingle.engines.steps import Steps
@@ -25,8 +26,9 @@ from comingle.errors import DataError
 from comingle.methods.base import Method
 from comingle.models.hardware import require_bytes
 from comingle.models.model import Model
-from comingle.protocol.compression import RESIDUAL, compress
-from comingle.protocol.messages import COUNT, LOSS, LOWEST, Download, Upload, fill_ranks
+from comingle.privacy.users import without_bound
+from comingle.protocol.compression import RESIDUAL, compress_kept
+from comingle.protocol.messages import COUNT, LOSS, LOWEST, Download, Upload, fill_ranks, insert_own
 from comingle.protocol.wire import packed_bytes
 from comingle.trees import CLIENT_ROUTER, Tree, assign, restrict
 
@@ -65,11 +67,13 @@ class Clients:
         last = (method.placement.copies - 1) * len(trainers)
         self.row_of = [last] * len(users) if method.placement.pooled else list(range(last, last + len(users)))
         self.batch_size = batch_size(method, training, len(users))
+        self.stopped_after: int | None = None  # where the privacy budget allows no more rounds
         self.steps = Steps(model=model, method=method, training=training, trainers=len(trainers), source=feed)
         # Where nobody has more than one expert there is no router, and nothing to do in its phase.
         self.phases = [phase for phase in method.client.phases if model.layout.only(phase.roles).slots]
         self.scorer = Scorer(steps=self.steps)
         self.shares = bool(model.layout.mask(method.shared).any())
+        self.shield = shield_of(training) if self.shares else None
         self.state = self._initial()
         self.initial = self.state.rows.clone() if method.client.resets else self.state.rows[:0]
         self.resized()
@@ -116,6 +120,8 @@ class Clients:
         if self.training.uploads == "int8":
             shared = restrict(layout.views(state.rows), layout, method.shared)
             state.kept |= {RESIDUAL + name: torch.zeros_like(t) for name, t in shared.items()}
+        if self.shield is not None:
+            state.kept |= self.shield.start(restrict(layout.views(state.rows), layout, method.shared))
         if method.server.first_download:
             state.versions -= 1
         mixture = method.placement.mixture
@@ -191,13 +197,16 @@ class Clients:
         members = self.numbers(download.users)
         layout, shared, state = self.model.layout, self.method.shared, self.state.without_moments()
         cohort = self.cohort(members, download.version, state=state)
-        models, made = self._completed(cohort, replace(download, tensors=fill_ranks(download.tensors, layout))), None
+        bounds, tensors = without_bound(download.tensors)
+        models, made = self._completed(cohort, replace(download, tensors=fill_ranks(tensors, layout))), None
         for part in self.method.client.parts:
             made = part.receive(cohort, models, download.senders) if made is None else made
         taken = {name: t[:, 0] for name, t in models.items()} if made is None else made
         assign(cohort.tensors, layout, shared, taken)
         if cohort.mask is not None:  # a server may answer users of unequal size alike
             cohort.part.rows.mul_(cohort.mask)
+        if self.shield is not None:
+            self.shield.remember(cohort.kept, restrict(cohort.tensors, layout, shared), bounds)
         for part in self.method.client.parts:
             part.received(cohort)
         cohort.part.versions.fill_(download.version)
@@ -213,13 +222,8 @@ class Clients:
         models = download.tensors
         if len(download.senders) <= next(iter(models.values())).shape[1]:
             return models
-        of_receiver = restrict(cohort.tensors, self.model.layout, self.method.shared)
         at = [download.senders.index(name) for name in cohort.names]
-        parts = {
-            name: [torch.cat([t[i, :k], of_receiver[name][i : i + 1], t[i, k:]]) for i, k in enumerate(at)]
-            for name, t in models.items()
-        }
-        return {name: torch.stack(part) for name, part in parts.items()}
+        return insert_own(models, restrict(cohort.tensors, self.model.layout, self.method.shared), at)
 
     def upload(self, members: Sequence[int], round_number: int, losses: Tree, *, counts: bool = False) -> Upload:
         """What these users send after their local steps: copies of what is shared, and what they report.
@@ -228,26 +232,21 @@ class Clients:
         """
         cohort = self.cohort(list(members), round_number, state=self.state.without_moments())
         tensors = restrict(self.model.layout.views(self.state.rows), self.model.layout, self.method.shared)
+        copies, reports = {name: t[list(members)] for name, t in tensors.items()}, losses
+        if self.shield is not None:
+            counts_of = [len(self.trainers[owner].train) for owner in cohort.owners]
+            copies, reports = self.shield.protect(copies, cohort, counts_of, round_number)
         return Upload(
             round=round_number,
             users=tuple(self.trainers[member].name for member in members),
-            tensors=self._compressed({name: t[list(members)] for name, t in tensors.items()}, list(members), counts),
+            tensors=compress_kept(copies, self.training.uploads, self.state.kept, list(members), remembers=not counts),
             ranks=cohort.ranks.cpu().clone(),
-            reports={name: t.clone() for name, t in self._reports(cohort, members).items()} | losses,
+            reports={name: t.clone() for name, t in self._reports(cohort, members).items()} | reports,
         )
-
-    def _compressed(self, copies: Tree, members: list[int], counts: bool) -> Tree:
-        """Copies (an index of numbers makes some) in the format of uploads."""
-        form, kept = self.training.uploads, self.state.kept
-        left = {name: kept[RESIDUAL + name][members] for name in copies} if form == "int8" else {}
-        sent, rest = compress(copies, form, left)
-        for name, t in rest.items() if not counts else ():
-            kept[RESIDUAL + name][members] = t
-        return sent
 
     def _reports(self, cohort: Cohort, members: Sequence[int]) -> Tree:
         counts = {COUNT: torch.tensor([len(self.trainers[member].train) for member in members])}
-        reports = counts if self.training.weighting != "uniform" else {}
+        reports = counts if self.training.weighting != "uniform" and self.shield is None else {}
         for part in self.method.client.parts:
             reports = reports | part.report(cohort)
         return reports
@@ -275,7 +274,8 @@ class Clients:
         """After how many rounds users have had the models with which the run ends."""
         if self.state.best:
             return int(self.state.best["round"])
-        return self.training.rounds if self.method.trains else 0
+        whole = self.training.rounds if self.method.trains else 0
+        return whole if self.stopped_after is None else self.stopped_after
 
     def choose(self) -> None:
         """End with the models of the best round, where that is asked for."""

@@ -36,6 +36,10 @@ class LocalRound:
     seconds: float
 
 
+NOBODY = LocalRound(losses={}, rejected={}, tokens=0, seconds=0.0)
+"""A round in which nobody takes part."""
+
+
 def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tick = lambda: None) -> LocalRound:
     """Local iterations of every member, cohort by cohort.
 

@@ -22,9 +22,9 @@ from comingle.engines.clock import Clock, Federation
 from comingle.engines.evaluations import evaluate
 from comingle.engines.events import Observer
 from comingle.engines.faults import diverged
-from comingle.engines.local import LocalRound, finetuned, finish, train
+from comingle.engines.local import NOBODY, LocalRound, finetuned, finish, train
 from comingle.engines.scoring import AnyScore
-from comingle.engines.training import Training, participants
+from comingle.engines.training import Training, counts_exchanged, exchanged_after
 from comingle.methods.base import Method
 
 logger = logging.getLogger("comingle")
@@ -57,16 +57,19 @@ def run_rounds(
     federation.upload_bytes, federation.download_bytes = clock.upload_bytes, clock.download_bytes
     clients = federation.clients
     scores: Sequence[AnyScore] = ()
-    training, names = clients.training, [trainer.name for trainer in clients.trainers]
-    everyone, rounds = range(len(names)), training.rounds if clients.method.trains else 0
+    training, guard = clients.training, federation.server.guard
+    everyone, rounds = range(len(clients.trainers)), training.rounds if clients.method.trains else 0
     if rounds and first_round == 0 and training.evaluate_first:
         federation.download(everyone)
         scores = evaluate(federation, 0, observe)  # where every curve starts: the pretrained model
     for number in range(first_round, rounds):
         due = due_in(clients.method, training, clients.shares, number)
-        members = participants(training, number, names)
+        members = federation.server.invite(training, number, releases=due.exchanges)
+        if members is None:  # one more would exceed the privacy budget
+            scores, rounds = _stop(federation, scores, number, observe), number
+            break
         federation.download(members)  # 1 and 2
-        work = _train(clients, members, number, observe)  # 3
+        work = _train(clients, members, number, observe) if members else NOBODY  # 3
         if due.exchanges:
             federation.upload(list(work.losses), number + 1, work.losses)
         _tell(federation, work, number + 1, observe, clock)
@@ -75,6 +78,8 @@ def run_rounds(
             scores = evaluate(federation, number + 1, observe)
         if due.exchanges:
             federation.aggregate()  # 4
+        if guard is not None:
+            observe({"event": "privacy", "round": number + 1, **guard.spent})
         if due.evaluates == "exchanged":
             federation.download(everyone)  # 5
             if due.ends:
@@ -90,6 +95,19 @@ def run_rounds(
             scores = clients.evaluate()  # an event tells of them already
     # Without rounds there is nothing but this; a run resumed after its last round has these events already.
     return scores or evaluate(federation, rounds, observe if first_round == 0 else lambda event: None)
+
+
+def _stop(federation: Federation, scores: Sequence[AnyScore], done: int, observe: Observer) -> Sequence[AnyScore]:
+    """End a run before round ``done + 1``, as it would have ended had it been planned so."""
+    logger.warning("the privacy budget is spent after round %d of %d", done, federation.clients.training.rounds)
+    clients = federation.clients
+    clients.stopped_after, finishes = done, False
+    if counts_exchanged(clients.method, clients.training):
+        federation.download(range(len(clients.trainers)))
+        finish(clients)
+        finishes = any(part.finishes for part in clients.method.client.parts)
+    known = done % clients.training.evaluate_every == 0 and not finishes
+    return scores if known else evaluate(federation, done, observe)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,17 +130,6 @@ def due_in(method: Method, training: Training, shares: bool, number: int) -> Due
         evaluates=counts if ends or done % training.evaluate_every == 0 else None,
         saves=ends or done % training.checkpoint_every == 0,
     )
-
-
-def counts_exchanged(method: Method, training: Training) -> bool:
-    """Whether the models that count are those behind the exchange that ends a round, not the local ones before it."""
-    return training.evaluate == "exchanged" or method.client.ends_exchanged
-
-
-def exchanged_after(method: Method, training: Training, shares: bool, done: int) -> bool:
-    """Whether there is an exchange after round ``done`` of a run: none after the last where local models count."""
-    wanted = done < training.rounds or counts_exchanged(method, training)
-    return wanted and shares and method.server.exchanges(done)
 
 
 def _train(clients: Clients, members: list[int], number: int, observe: Observer) -> LocalRound:

@@ -6,17 +6,24 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from comingle.engines.private import guard_of
 from comingle.engines.state import draw
+from comingle.engines.training import Training, participants
 from comingle.errors import RecipeError
 from comingle.methods.base import Method
 from comingle.methods.server import Received, ServerSetup
 from comingle.models.hardware import require_room
 from comingle.models.model import Model
+from comingle.privacy.checks import check_layout, check_population
+from comingle.privacy.clipping import without_padding
+from comingle.privacy.guard import BOUND, COUNTS, Guard
+from comingle.privacy.users import CLIP_NORM, WITHIN
 from comingle.protocol.compression import Format, expand
 from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Upload, fill_ranks, verdict
 from comingle.trees import ADAPTOR, STATISTICS, Layout, Tree, restrict
@@ -32,7 +39,8 @@ class ServerHalf:
     ``users`` are the names of all who may take part; ``uploads`` is the format of what they send. ``scales`` are their
     LoRA factors, which follow from settings that everybody knows; ``ranks`` are their LoRA ranks, as of the last upload
     of each. ``version`` is the number of rounds after which it last aggregated, ``lowest_loss`` the lowest mean
-    validation loss that users have reported, where the best round is selected.
+    validation loss that users have reported, where the best round is selected. ``guard`` keeps what a run with privacy
+    reveals in bounds.
     """
 
     method: Method
@@ -47,16 +55,20 @@ class ServerHalf:
     kept: Tree = field(default_factory=dict)
     version: int = 0
     lowest_loss: float = math.inf
+    guard: Guard | None = None
 
     @property
     def state(self) -> Tree:
         """Everything that it goes on from."""
         lowest = torch.tensor(self.lowest_loss, dtype=torch.float64)
-        return {**self.kept, VERSION: torch.tensor(self.version), RANKS: self.ranks.clone(), LOWEST: lowest}
+        guarded = self.guard.state if self.guard is not None else {}
+        return {**self.kept, VERSION: torch.tensor(self.version), RANKS: self.ranks.clone(), LOWEST: lowest, **guarded}
 
     def restore(self, state: Tree) -> None:
         """Go on from there."""
-        self.kept = {name: t for name, t in state.items() if name not in (VERSION, RANKS, LOWEST)}
+        if self.guard is not None:
+            self.guard.restore(state)
+        self.kept = {name: t for name, t in state.items() if name not in (VERSION, RANKS, LOWEST, COUNTS, BOUND)}
         self.version, self.ranks, self.lowest_loss = int(state[VERSION]), state[RANKS].cpu(), float(state[LOWEST])
 
     def answers(self, users: Sequence[str]) -> list[str]:
@@ -69,16 +81,32 @@ class ServerHalf:
     @property
     def by_user(self) -> frozenset[str]:
         """What of its state has the users on its leading dimension."""
-        return self.method.server.by_user | {RANKS}
+        return self.method.server.by_user | {RANKS} | ({COUNTS} if self.guard is not None else frozenset())
+
+    def invite(self, training: Training, number: int, *, releases: bool = True) -> list[int] | None:
+        """Who takes part in round ``number`` (from 0), by number; None where the privacy budget allows no more.
+
+        Nobody may, where users are drawn one by one. A round that ``releases`` nothing costs nothing.
+        """
+        guard = self.guard
+        if guard is None:
+            return participants(training, number, self.users)
+        if guard.release.sampled:
+            return guard.draw(number) if not releases or guard.affordable([0]) else None
+        members = participants(training, number, self.users)
+        return (guard.affordable(members) or None) if releases else members
 
     def download(self, users: Sequence[str]) -> Download:
         """What these users get now."""
         numbers = [self.users.index(user) for user in users]
         senders = self.method.server.senders(self.kept)
+        tensors = self.method.server.download(self.kept, numbers)
+        if self.guard is not None and self.adaptive:
+            tensors |= {CLIP_NORM: torch.full((len(numbers), 1), self.guard.bound, dtype=torch.float64)}
         return Download(
             version=self.version,
             users=tuple(users),
-            tensors=self.method.server.download(self.kept, numbers),
+            tensors=tensors,
             ranks=self.ranks[numbers],
             senders=tuple(self.users[sender] for sender in senders),
         )
@@ -87,9 +115,36 @@ class ServerHalf:
     def aggregate(self, upload: Upload) -> None:
         """Take in the uploads of a round."""
         numbers = [self.users.index(user) for user in upload.users]
-        received = Received(
+        tensors = fill_ranks(expand(upload.tensors, self.uploads), self.layout)
+        if self.guard is not None and self.shares:
+            self.guard.charge(numbers)
+        if self.guard is not None and self.guard.privacy.mechanism == "central":
+            received = self._private_mean(self.guard, tensors, upload)
+        else:
+            received = self._received(numbers, tensors, upload)
+        self.method.server.aggregate(self.kept, received)
+        self.ranks[numbers] = upload.ranks
+        self.version = upload.round
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether users are told the bound of their changes, and report whether they were within."""
+        return self.guard is not None and self.guard.privacy.adaptive
+
+    @property
+    def account(self) -> dict[str, Any]:
+        """What a run's metrics say of privacy, where it has any."""
+        return {} if self.guard is None else {"privacy": self.guard.account}
+
+    @property
+    def shares(self) -> bool:
+        """Whether users have anything to send."""
+        return bool(self.layout.mask(self.method.shared).any())
+
+    def _received(self, numbers: Sequence[int], tensors: Tree, upload: Upload) -> Received:
+        return Received(
             users=numbers,
-            tensors=fill_ranks(expand(upload.tensors, self.uploads), self.layout),
+            tensors=tensors,
             weights=self._weights(upload),
             ranks=upload.ranks,
             scales=self.scales[numbers],
@@ -97,9 +152,24 @@ class ServerHalf:
             clustered=self.clustered,
             centred=self.centred,
         )
-        self.method.server.aggregate(self.kept, received)
-        self.ranks[numbers] = upload.ranks
-        self.version = upload.round
+
+    def _private_mean(self, guard: Guard, uploads: Tree, upload: Upload) -> Received:
+        """The one upload of nobody that the method's server sees: the model moved by the mean change with noise.
+
+        Uploads are clipped here once more, whatever users have sent. Where nobody was drawn there is noise alone.
+        """
+        model = {name: t[0, 0] for name, t in self.method.server.download(self.kept, [0]).items()}
+        told = {n: t.unsqueeze(0).expand(len(upload.users), *t.shape) for n, t in model.items()} if uploads else {}
+        known = without_padding(told, upload.ranks)
+        changes = {name: t.double() - known[name].double() for name, t in uploads.items()}
+        mean = guard.mean(changes, model, upload.round - 1, upload.reports.get(WITHIN))
+        return Received(
+            users=[],
+            tensors={name: (t.double() + mean[name]).to(t.dtype).unsqueeze(0) for name, t in model.items()},
+            weights=torch.ones(1, dtype=torch.float64),
+            ranks=torch.zeros(1, dtype=torch.int64),
+            scales=torch.ones(1),
+        )
 
     def judge(self, report: Upload, users: Sequence[str] | None = None) -> Download:
         """What those who have reported validation losses, or all of ``users``, hear of them."""
@@ -132,14 +202,16 @@ def clustered(model: Model, method: Method) -> frozenset[str]:
     )
 
 
-def start_server(
-    model: Model, method: Method, users: Sequence[str], *, seed: int, weighted: bool, uploads: Format = "float32"
-) -> ServerHalf:
+def start_server(model: Model, method: Method, users: Sequence[str], training: Training) -> ServerHalf:
     """The server before the first round.
 
     Raises:
         RecipeError: it merges or hands out whole models, and users' ranks differ; or it passes uploads on, compressed.
     """
+    uploads, privacy = training.uploads, training.privacy
+    if privacy is not None:
+        check_population(privacy, len(users))
+        check_layout(method, model.layout)
     if method.server.peer_to_peer and uploads != "float32":
         raise RecipeError(
             f"training.uploads: got {uploads!r} for {method.name}, whose users mix uploads; allowed: float32"
@@ -154,14 +226,15 @@ def start_server(
         users=tuple(users),
         scales=_of_each(model.scales, len(users)),
         ranks=_of_each(model.ranks, len(users)),
-        weighted=weighted,
+        weighted=training.weighting != "uniform" and privacy is None,
         uploads=uploads,
         clustered=clustered(model, method),
         centred=model.centre,
+        guard=guard_of(training, tuple(users)),
     )
     if method.shared:
-        models = restrict(model.layout.views(_first_models(model, method, seed)), model.layout, method.shared)
-        kept = method.server.start(ServerSetup(models=models, users=half.users, scales=half.scales, seed=seed))
+        models = restrict(model.layout.views(_first_models(model, method, training.seed)), model.layout, method.shared)
+        kept = method.server.start(ServerSetup(models=models, users=half.users, scales=half.scales, seed=training.seed))
         half.kept = {name: t.to(model.device) for name, t in kept.items()}
     return half
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,6 +11,9 @@ import torch
 from comingle.data.seeds import derive
 from comingle.engines.optimizers import OptimizerSettings
 from comingle.errors import RecipeError
+from comingle.methods.base import Method
+from comingle.privacy.accounting import sample_size
+from comingle.privacy.settings import Privacy
 from comingle.protocol.compression import Format
 
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 65536}
@@ -30,6 +32,7 @@ class Training:
     (Algorithm 1 of CoMiGS returns that one), or "exchanged", after the exchange that ends the round. With
     ``evaluate_first`` there is an evaluation before any training too. ``select`` says with which round's models a run
     ends: the "last", or of those that were evaluated the "best", with the lowest validation loss, mean over users.
+    ``privacy`` says what is done to uploads so that they reveal little of a user; its noise is known.
     """
 
     rounds: int = 20
@@ -51,6 +54,7 @@ class Training:
     select: Literal["last", "best"] = "last"
     checkpoint_every: int = 5
     seed: int = 0
+    privacy: Privacy | None = None
 
     @property
     def iterations(self) -> int:
@@ -91,13 +95,24 @@ def participants(training: Training, round_number: int, users: Sequence[str]) ->
         RecipeError: a list names a user who does not exist.
     """
     if isinstance(training.participation, float | int):
-        count = max(1, math.ceil(training.participation * len(users) - 1e-9))
+        count = sample_size(training.participation, len(users))
         lots = [derive(training.seed, round_number, "participation", name) for name in users]
         return sorted(sorted(range(len(users)), key=lots.__getitem__)[:count])
     chosen = training.participation[round_number % len(training.participation)]
     if wrong := [u for u in chosen if not 0 <= u < len(users)]:
         raise RecipeError(f"training.participation: user {wrong[0]}; allowed: 0 to {len(users) - 1}")
     return sorted(set(chosen))
+
+
+def counts_exchanged(method: Method, training: Training) -> bool:
+    """Whether the models that count are those behind the exchange that ends a round, not the local ones before it."""
+    return training.evaluate == "exchanged" or method.client.ends_exchanged
+
+
+def exchanged_after(method: Method, training: Training, shares: bool, done: int) -> bool:
+    """Whether there is an exchange after round ``done`` of a run: none after the last where local models count."""
+    wanted = done < training.rounds or counts_exchanged(method, training)
+    return wanted and shares and method.server.exchanges(done)
 
 
 def cohorts(members: Sequence[int], size: int) -> list[list[int]]:

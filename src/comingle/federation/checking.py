@@ -5,12 +5,15 @@ Whoever is on the other side may be mistaken or mean harm: nothing of a message 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from comingle.errors import MessageError
 from comingle.methods.base import Method
 from comingle.methods.server import Reported
+from comingle.privacy.users import CLIP_NORM, WITHIN, without_bound
 from comingle.protocol.messages import COUNT, LOSS, VALIDATION, Download, Upload
 from comingle.trees import Layout, Tree, restrict
 
@@ -22,9 +25,19 @@ _LOSS = Reported(least=-_LARGEST, most=_LARGEST)
 
 
 def check_upload(
-    upload: Upload, layout: Layout, method: Method, *, user: str, number: int, rank: int, weighted: bool = False
+    upload: Upload,
+    layout: Layout,
+    method: Method,
+    *,
+    user: str,
+    number: int,
+    rank: int,
+    weighted: bool = False,
+    adaptive: bool = False,
 ) -> None:
     """Whether an upload is a user's own of round ``number`` (from 1); ``rank`` is the largest that the user may have.
+
+    With ``adaptive`` it says whether its change was within the server's bound.
 
     Raises:
         MessageError: it is not; says what is wrong.
@@ -35,7 +48,7 @@ def check_upload(
         raise MessageError(f"upload: of round {upload.round}; now it is round {number}")
     _check_rank("upload", int(upload.ranks[0]), rank)
     _check_tensors("upload", upload.tensors, layout, method.shared, leading=0, rank=int(upload.ranks[0]))
-    _check_reports(upload.reports, _reported(method, weighted=weighted))
+    _check_reports(upload.reports, _reported(method, weighted=weighted, adaptive=adaptive))
 
 
 def check_download(
@@ -51,6 +64,10 @@ def check_download(
     if not 0 <= download.version <= rounds:
         raise MessageError(f"download: of version {download.version}; allowed: 0 to {rounds}")
     _check_rank("download", int(download.ranks[0]), rank)
+    bounds, tensors = without_bound(download.tensors)
+    if bounds is not None and not (len(bounds) == 1 and 0 < float(bounds) <= _LARGEST):
+        raise MessageError(f"download: {CLIP_NORM} is {bounds.tolist()}; allowed: a number above 0")
+    download = replace(download, tensors=tensors)
     _check_tensors("download", download.tensors, layout, method.shared, leading=1, rank=int(download.ranks[0]))
     _check_models(download, users if method.server.peer_to_peer else (), user)
 
@@ -130,9 +147,10 @@ def _cut(name: str, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
     return (*shape[:-2], min(rank, shape[-2]), shape[-1])
 
 
-def _reported(method: Method, *, weighted: bool) -> dict[str, Reported]:
+def _reported(method: Method, *, weighted: bool, adaptive: bool) -> dict[str, Reported]:
     """What goes with an upload besides the mean training loss, which not everybody tells."""
     of_method = {name: one for part in method.client.parts for name, one in part.reports.items()}
+    of_method |= {WITHIN: Reported(most=1, whole=True)} if adaptive else {}
     return of_method | ({COUNT: Reported(least=1, most=_MOST_SAMPLES, whole=True)} if weighted else {})
 
 

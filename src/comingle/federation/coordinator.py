@@ -274,11 +274,7 @@ def new_coordinator(
         RecipeError: the method's server cannot serve such users.
     """
     model = house.model()
-    weighted = house.training.weighting != "uniform"
-    training = house.training
-    server = start_server(
-        model, house.method, public.users, seed=training.seed, weighted=weighted, uploads=training.uploads
-    )
+    server = start_server(model, house.method, public.users, house.training)
     coordinator = Coordinator(
         run=run,
         public=public,

@@ -18,9 +18,10 @@ from typing import Any
 from comingle.engines.checkpoints import load_checkpoint, progress_of, prune_checkpoints, save_checkpoint
 from comingle.engines.checksums import list_checkpoints
 from comingle.engines.client import Clients
+from comingle.engines.private import keep_key
 from comingle.engines.state import State
 from comingle.errors import BaseModelError, MessageError, RunError
-from comingle.federation.own import Own
+from comingle.federation.own import Own, Tells
 from comingle.federation.public import Public, build_house, read_public
 from comingle.kinds.base import Materials
 from comingle.models.base import digests_of
@@ -34,6 +35,8 @@ from comingle.runs.session import prepare
 logger = logging.getLogger("comingle")
 
 PUBLIC = "public.json"
+LEDGER = "privacy.json"
+"""Every upload with noise of the user's own that was ever made in a run, and the epsilon of all."""
 KEPT = 4
 """So many tasks can be undone, or answered again: more than the server asks for between two of its checkpoints."""
 
@@ -123,6 +126,29 @@ class Home:
         self._restore(folders[-1] if folders else None)
         self.serial = _number(folders[-1]) if folders else 0
 
+    # ---------------------------------------------------------------- privacy
+
+    def tells(self, own: Own) -> Tells:
+        """What the user tells of itself: with privacy nothing, unless its own file says so."""
+        return own.tells or ("all" if self.clients.shield is None else "nothing")
+
+    def note_release(self, data: bytes) -> str:
+        """Write down, before it leaves, that an upload with the user's own noise does; why it may not, if it may not.
+
+        The same upload again reveals nothing new; another one for the same task does, and what it cost is not undone.
+        """
+        shield = self.clients.shield
+        if shield is None or shield.privacy.mechanism != "local":
+            return ""
+        path = self.folder / LEDGER
+        known = json.loads(path.read_text(encoding="utf-8"))["releases"] if path.exists() else []
+        releases = sorted({*known, hashlib.sha256(data).hexdigest()})
+        spent, budget = shield.epsilon(len(releases)), shield.privacy.epsilon
+        if budget is not None and spent > budget:
+            return f"its privacy budget of epsilon {budget:g} is spent"
+        write_json(path, {"epsilon": spent, "delta": shield.privacy.delta, "releases": releases})
+        return ""
+
     def _restore(self, folder: Path | None) -> None:
         if folder is None:
             self.clients.state = self.first.copy()
@@ -159,6 +185,7 @@ def open_home(folder: Path, own: Own, public: Public) -> Home:
     if not (folder / PUBLIC).exists():
         write_json(folder / PUBLIC, public.as_dict())
     home = Home(folder=folder, public=public, recipe=recipe, read=read, clients=clients, first=clients.state.copy())
+    keep_key(folder, clients.shield)
     home.tidy()
     home.newest()
     return home

@@ -90,7 +90,7 @@ class Node:
             "done": home.serial,
             "back": home.can_go_back_to()[0],
         }
-        if self.own.tells == "all":
+        if home.tells(self.own) == "all":
             told["amounts"] = amounts(home.clients.trainers[0], home.clients.feed.unit)
         return Answer(run=task.run, serial=task.serial, user=task.user, told=told)
 
@@ -134,6 +134,7 @@ class Work:
 
     def __init__(self, home: Home, own: Own, task: Task):
         self.home, self.own, self.task, self.clients = home, own, task, home.clients
+        self.tells = home.tells(own)
         self.told: dict[str, Any] = {}
         self.sent: list[bytes] = []
         self.received = list(task.messages)
@@ -150,7 +151,7 @@ class Work:
         started = time.perf_counter()
         for step in self.task.todo:
             self.STEPS[step](self)
-        if self.own.tells == "all":
+        if self.tells == "all":
             self.told["seconds"] = time.perf_counter() - started
         task = self.task
         return Answer(run=task.run, serial=task.serial, user=task.user, told=self.told, messages=tuple(self.sent))
@@ -188,18 +189,22 @@ class Work:
             self.clients.state = before
             self.clients.resized()
             return
-        if self.own.tells == "all":
+        if self.tells == "all":
             self.told |= {"tokens": work.tokens, "train_seconds": work.seconds}
         if work.rejected:
             self.told["left_out"] = work.rejected[0]
-        elif self.own.tells != "nothing":
+        elif self.tells != "nothing" and self.clients.shield is None:
             self.told["train_loss"] = work.losses[0]
 
     def _upload(self) -> None:
         if "left_out" in self.told:
             return
         told = {} if (loss := self.told.get("train_loss")) is None else {LOSS: torch.tensor([loss])}
-        self.sent.append(pack(self.clients.upload([0], self.task.round + 1, told)))
+        data = pack(self.clients.upload([0], self.task.round + 1, told))
+        if why := self.home.note_release(data):
+            self.told["left_out"] = why
+        else:
+            self.sent.append(data)
 
     def _finish(self) -> None:
         finish(self.clients)
@@ -211,7 +216,7 @@ class Work:
         if losses and done is not None:
             self.sent.append(pack(validation_report(losses, done)))
         self.told |= {"measure": measure_of(scores), "evaluated": True}
-        if self.own.tells == "all" and all(map(math.isfinite, measured(scores[0]).values())):
+        if self.tells == "all" and all(map(math.isfinite, measured(scores[0]).values())):
             self.told |= {"score": measured(scores[0]), "metrics": users_metrics(clients, scores)[self.own.name]}
 
     def _choose(self) -> None:

@@ -20,15 +20,15 @@ class Own(Section):
 
     ``data`` is what a recipe has under ``data.users.NAME``, or a mapping with ``dataset`` of which the user takes its
     own rows. ``runtime`` are keys of a recipe's ``runtime``. ``tells`` says which numbers about the user the server
-    may see: "all" (losses, test scores, amounts of data), "losses" or "nothing". ``base`` is where the base is on this
-    machine, if not where the federation's recipe says. ``expects`` are digests without which
-    the user takes no part: ``recipe``, ``base``.
+    may see: "all" (losses, test scores, amounts of data), "losses" or "nothing"; without it all, in a federation with
+    privacy nothing. ``base`` is where the base is on this machine, if not where the federation's recipe says.
+    ``expects`` are digests without which the user takes no part: ``recipe``, ``base``.
     """
 
     name: str
     data: Any
     runtime: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
-    tells: Tells = "all"
+    tells: Tells | None = None
     base: str | None = None
     expects: dict[Literal["recipe", "base"], str] = {}  # noqa: RUF012
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,13 +11,15 @@ from typing import Any
 
 from comingle.engines.evaluations import evaluation_event, metrics_of
 from comingle.engines.rounds import Due, due_in
-from comingle.engines.training import participants
+from comingle.engines.training import counts_exchanged
 from comingle.errors import RunError
 from comingle.federation.coordinator import Coordinator
 from comingle.federation.taking import take_in, validation_losses
 from comingle.protocol.messages import validation_report
 from comingle.protocol.tasks import Answer
 from comingle.records import Metrics
+
+logger = logging.getLogger("comingle")
 
 Save = Callable[[int], None]
 """Keeps the server's state after so many rounds."""
@@ -41,7 +44,13 @@ def run_tasks(coordinator: Coordinator, *, first_round: int = 0, save: Save) -> 
     if rounds and first_round == 0 and training.evaluate_first:
         last = _evaluate(coordinator, names, 0)
     for number in range(first_round, rounds):
-        last = _play(coordinator, number, due_in(method, training, coordinator.shares, number)) or last
+        due = due_in(method, training, coordinator.shares, number)
+        members = coordinator.server.invite(training, number, releases=due.exchanges)
+        if members is None:  # one more would exceed the privacy budget
+            logger.warning("the privacy budget is spent after round %d of %d", number, rounds)
+            rounds, last = number, _evaluate_stopped(coordinator, number)
+            break
+        last = _play(coordinator, number, due, [names[i] for i in members]) or last
         save(number + 1)
     ended = rounds
     if training.select == "best":
@@ -54,10 +63,15 @@ def run_tasks(coordinator: Coordinator, *, first_round: int = 0, save: Save) -> 
     return metrics
 
 
-def _play(coordinator: Coordinator, number: int, due: Due) -> Told:
+def _evaluate_stopped(coordinator: Coordinator, done: int) -> Told:
+    """Have everybody evaluate, once, what a run ends with whose budget allows no further round."""
+    exchanged = counts_exchanged(coordinator.house.method, coordinator.house.training)
+    return _evaluate(coordinator, coordinator.public.users, done, finishes=exchanged, receives=exchanged)
+
+
+def _play(coordinator: Coordinator, number: int, due: Due, members: Sequence[str]) -> Told:
     """One round; what users told of their models, if they were evaluated."""
     names, done = coordinator.public.users, number + 1
-    members = [names[i] for i in participants(coordinator.house.training, number, names)]
     local = ("evaluate",) if due.evaluates == "local" else ()
     work = ("receive", "train", *(("upload",) if due.exchanges else ()), *local)
     steps: dict[str, Sequence[str]] = dict.fromkeys(members, work)
@@ -70,6 +84,8 @@ def _play(coordinator: Coordinator, number: int, due: Due) -> Told:
     told = _evaluated(coordinator, answers, done) if local else {}
     if due.exchanges:
         senders = take_in(coordinator, worked, done)
+        if coordinator.server.guard is not None:
+            coordinator.observe({"event": "privacy", "round": done, **coordinator.server.guard.spent})
         if coordinator.house.method.server.peer_to_peer:
             coordinator.ask(dict.fromkeys(senders, ("receive",)), number)
             coordinator.server.forget()
@@ -80,7 +96,7 @@ def _play(coordinator: Coordinator, number: int, due: Due) -> Told:
 
 def _require_enough(coordinator: Coordinator, worked: Mapping[str, Answer], members: Sequence[str], done: int) -> None:
     needed = min(coordinator.patience.min_participants, len(members))
-    if len(worked) < max(1, needed):
+    if members and len(worked) < max(1, needed):
         raise RunError(
             f"round {done}: {len(worked)} of {len(members)} participants answered in "
             f"{coordinator.patience.round_timeout:g} s; needed: {max(1, needed)}"
@@ -111,13 +127,20 @@ def _tell(coordinator: Coordinator, worked: Mapping[str, Answer], done: int) -> 
 
 
 def _evaluate(
-    coordinator: Coordinator, names: Sequence[str], done: int, *, finishes: bool = False, silent: bool = False
+    coordinator: Coordinator,
+    names: Sequence[str],
+    done: int,
+    *,
+    finishes: bool = False,
+    silent: bool = False,
+    receives: bool = True,
 ) -> Told:
     """Have everybody evaluate the model that it has now, behind whatever the server has for it.
 
     What is ``silent`` was told of, and its bytes counted, before the server was stopped.
     """
-    steps, clock = ("receive", *(("finish",) if finishes else ()), "evaluate"), coordinator.clock
+    steps = (*(("receive",) if receives else ()), *(("finish",) if finishes else ()), "evaluate")
+    clock = coordinator.clock
     counted = clock.upload_bytes, clock.download_bytes
     answers = coordinator.ask(dict.fromkeys(names, steps), max(0, done - 1), about={"done": done})
     if silent:

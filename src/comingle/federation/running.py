@@ -22,6 +22,7 @@ from comingle.engines.checkpoints import (
 from comingle.engines.checksums import list_checkpoints
 from comingle.engines.evaluations import start_event
 from comingle.engines.events import EventLog, Observer
+from comingle.engines.private import keep_key
 from comingle.engines.state import State, initial_state
 from comingle.errors import RunError
 from comingle.federation.board import Board
@@ -99,6 +100,7 @@ def _run(
 
     try:
         coordinator = new_coordinator(run, public, house, channel, observe, plan.patience)
+        keep_key(folder, coordinator.server.guard)
         if progress is not None:
             _restore(coordinator, newest[0], progress)
         coordinator.join()
@@ -110,6 +112,7 @@ def _run(
             _save(coordinator, folder, done, log.size_bytes)
 
         metrics = run_tasks(coordinator, first_round=progress.round if progress else 0, save=save).as_dict()
+        metrics |= coordinator.server.account
         measure = f"mean_test_{metrics['measure']}"
         observe({"event": "end"} | {key: metrics[key] for key in (measure, GEOMETRIC) if key in metrics})
     finally:
@@ -167,6 +170,9 @@ def _restore(coordinator: Coordinator, checkpoint: Path, progress: Progress) -> 
     _, kept = load_checkpoint(checkpoint, coordinator.model.layout, _no_rows(coordinator), like)
     own = {name.removeprefix(_OWN): kept.pop(name) for name in list(kept) if name.startswith(_OWN)}
     server.restore(kept)
+    if server.guard is not None and progress.round < coordinator.house.training.rounds:
+        # The round after it may have been published, and will be again, perhaps with other participants.
+        server.guard.charge(range(len(names)))
     coordinator.serials = dict(zip(names, own["serials"].tolist(), strict=True))
     coordinator.versions = dict(zip(names, (own["versions"] - 1).tolist(), strict=True))
     coordinator.local_steps, coordinator.best_round = int(own["local_steps"]), int(own["best_round"])

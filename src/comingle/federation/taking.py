@@ -10,7 +10,7 @@ from comingle.errors import MessageError, RunError
 from comingle.federation.checking import check_upload, validation_loss
 from comingle.federation.coordinator import Coordinator
 from comingle.protocol.compression import expand
-from comingle.protocol.messages import LOSS, Upload, join_uploads
+from comingle.protocol.messages import LOSS, Upload, join_uploads, no_uploads
 from comingle.protocol.tasks import Answer
 from comingle.protocol.wire import unpack
 
@@ -25,9 +25,9 @@ def take_in(coordinator: Coordinator, answers: Mapping[str, Answer], number: int
     """
     found = {name: _upload(coordinator, name, answer, number) for name, answer in answers.items()}
     uploads = {name: upload for name in coordinator.public.users if (upload := found.get(name)) is not None}
-    if not uploads:
+    if answers and not uploads:
         raise RunError(f"round {number}: nobody's upload can be used")
-    coordinator.server.aggregate(join_uploads(list(uploads.values())))
+    coordinator.server.aggregate(join_uploads(list(uploads.values())) if uploads else no_uploads(number))
     return list(uploads)
 
 
@@ -46,6 +46,7 @@ def _upload(coordinator: Coordinator, name: str, answer: Answer, number: int) ->
             number=number,
             rank=coordinator.largest_rank(name),
             weighted=coordinator.server.weighted,
+            adaptive=coordinator.server.adaptive,
         )
     except MessageError as error:
         logger.warning("user %r is left out of round %d: %s", name, number, error)

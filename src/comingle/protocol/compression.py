@@ -41,6 +41,15 @@ def compress(tensors: Tree, form: Format, left: Tree) -> tuple[Tree, Tree]:
     return sent, kept
 
 
+def compress_kept(tensors: Tree, form: Format, kept: Tree, users: list[int], *, remembers: bool = True) -> Tree:
+    """Some users' tensors as they are sent; what is left for the next time is in ``kept``, and put there."""
+    left = {name: kept[RESIDUAL + name][users] for name in tensors} if form == "int8" else {}
+    sent, rest = compress(tensors, form, left)
+    for name, t in rest.items() if remembers else ():
+        kept[RESIDUAL + name][users] = t
+    return sent
+
+
 def expand(tensors: Tree, form: Format) -> Tree:
     """What was sent, as the server computes with it.
 

@@ -75,6 +75,11 @@ class Upload:
         return [self.of(at) for at in range(len(self.users))]
 
 
+def no_uploads(done: int) -> Upload:
+    """What the server has after round ``done`` if nobody takes part in it."""
+    return Upload(round=done, users=(), tensors={}, ranks=torch.zeros(0, dtype=torch.int64))
+
+
 def validation_report(losses: Mapping[str, float], done: int) -> Upload:
     """What users say of their models after ``done`` rounds: each its mean validation loss, and no tensors."""
     return Upload(
@@ -127,6 +132,15 @@ def fill_ranks(tensors: Tree, layout: Layout) -> Tree:
     """LoRA factors ``(..., rank, width)`` filled up with zeros to the largest rank that a user may have."""
     wanted = {slot.name: slot.shape[-2] for slot in layout.slots if slot.name.endswith((".a", ".b"))}
     return {name: _filled(t, wanted[name]) if name in wanted else t for name, t in tensors.items()}
+
+
+def insert_own(models: Tree, own: Tree, at: Sequence[int]) -> Tree:
+    """Models ``(users, others, *shape)`` with each user's own ``(users, *shape)`` among them, at its place."""
+    parts = {
+        name: [torch.cat([t[i, :k], own[name][i : i + 1], t[i, k:]]) for i, k in enumerate(at)]
+        for name, t in models.items()
+    }
+    return {name: torch.stack(part) for name, part in parts.items()}
 
 
 def _filled(factor: Tensor, rank: int) -> Tensor:

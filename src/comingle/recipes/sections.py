@@ -124,6 +124,23 @@ class EvaluationSection(Section):
     select: Literal["last", "best"] = "last"
 
 
+class PrivacySection(Section):
+    """What is done to uploads so that they reveal little of a user; see ``comingle.privacy.settings``."""
+
+    mechanism: Literal["central", "local"] = "central"
+    clip_norm: Positive | Literal["adaptive"] = 1.0
+    noise_multiplier: Positive | None = None
+    epsilon: Positive | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    sampling: Literal["poisson", "fixed"] = "poisson"
+    accountant: Literal["pld", "rdp"] = "pld"
+    weight_cap: Count | None = None
+    noise: Literal["secret", "reproducible"] = "secret"
+    first_clip_norm: Positive = 0.1
+    clip_quantile: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    clip_rate: Positive = 0.2
+
+
 class CheckpointSection(Section):
     """How often everything is saved, and how many checkpoints are kept."""
 
@@ -162,6 +179,7 @@ class Recipe(Section):
     floral: FloralSection = FloralSection()
     training: TrainingSection = TrainingSection()
     evaluation: EvaluationSection = EvaluationSection()
+    privacy: PrivacySection | None = None
     checkpoints: CheckpointSection = CheckpointSection()
     runtime: RuntimeSection = RuntimeSection()
 
@@ -197,7 +215,8 @@ class Recipe(Section):
         does not: a value for each of them stands under the name.
         """
         aside = {"select", "every", "first"} if self.evaluation.select == "last" else set[str]()
-        without = {"runtime": True, "checkpoints": True, "evaluation": aside}
+        without: dict[str, Any] = {"runtime": True, "checkpoints": True, "evaluation": aside}
+        without |= {} if self.privacy is not None else {"privacy": True}
         content = self.model_dump(mode="json", exclude=without)
         for section, key in ((content["adapters"], "rank"), (content["method"]["settings"], "specialists")):
             if key in section:

@@ -26,6 +26,7 @@ from comingle.engines.evaluations import amounts, start_event, summarise
 from comingle.engines.events import EventLog, Observer, tensorboard
 from comingle.engines.naming import check_names, reorder, reorder_kept
 from comingle.engines.optimizers import OptimizerSettings
+from comingle.engines.private import keep_key, with_noise
 from comingle.engines.rounds import run_rounds
 from comingle.engines.runtime import keep_buffers
 from comingle.engines.training import Training
@@ -35,6 +36,8 @@ from comingle.kinds.base import Materials, kind_of
 from comingle.kinds.language import as_settings
 from comingle.methods import make
 from comingle.models.base import Base, digests_of
+from comingle.privacy.checks import check_private
+from comingle.privacy.settings import Privacy
 from comingle.recipes import Recipe
 from comingle.recipes.unused import changed, check_used
 from comingle.records import GEOMETRIC, finite, write_json
@@ -95,7 +98,10 @@ def check_method(recipe: Recipe) -> None:
     Raises:
         RecipeError: it does not, a setting is wrong, or it needs another kind.
     """
-    kind_of(recipe).check(recipe, make(recipe.method.name, **recipe.method.settings))
+    method = make(recipe.method.name, **recipe.method.settings)
+    kind_of(recipe).check(recipe, method)
+    if (privacy := privacy_of(recipe)) is not None:
+        check_private(method, privacy, weighting=recipe.training.weighting, select=recipe.evaluation.select)
 
 
 def warn_unread(recipe: Recipe) -> None:
@@ -151,7 +157,7 @@ def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
                 raise RecipeError(f"training.participation: no user {name!r}; there are: {', '.join(names)}")
         participation = tuple(tuple(names.index(n) for n in members) for members in participation)
     plain = {f.name: getattr(section, f.name) for f in fields(Training) if hasattr(section, f.name)}
-    return Training(
+    training = Training(
         **{
             **plain,
             "experts": OptimizerSettings(**as_settings(section.experts, OptimizerSettings)),
@@ -166,7 +172,14 @@ def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
         evaluate_first=recipe.evaluation.first,
         select=recipe.evaluation.select,
         checkpoint_every=recipe.checkpoints.every,
+        privacy=privacy_of(recipe),
     )
+    return with_noise(training, make(recipe.method.name, **recipe.method.settings), names)
+
+
+def privacy_of(recipe: Recipe) -> Privacy | None:
+    """The recipe's section, if it has one."""
+    return None if recipe.privacy is None else Privacy(**as_settings(recipe.privacy, Privacy))
 
 
 # -------------------------------------------------------------------- execute
@@ -211,6 +224,8 @@ def execute(
         DivergenceError: a user's loss is not finite.
     """
     clock, start, kept, clients = Clock(), 0, 0, federation.clients
+    if folder is not None:
+        keep_key(folder, clients.shield, federation.server.guard)
     if folder is not None and resume and list_checkpoints(folder):
         progress = restore(federation, folder, recipe)
         start, kept, clock = progress.round, progress.events_bytes, progress.clock
@@ -239,7 +254,7 @@ def execute(
         observe(start_event(clients.method, clients.training, clients.model.name, users) | clients.left_out)
     try:
         scores = run_rounds(federation, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
-        metrics = summarise(clients, scores, clock).as_dict() | clients.left_out
+        metrics = summarise(clients, scores, clock).as_dict() | clients.left_out | federation.server.account
         measure = f"mean_test_{metrics['measure']}"
         observe({"event": "end"} | {key: metrics[key] for key in (measure, GEOMETRIC) if key in metrics})
     except DivergenceError as error:

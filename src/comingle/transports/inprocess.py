@@ -10,7 +10,15 @@ import torch
 from comingle.engines.client import Clients
 from comingle.engines.clock import Federation
 from comingle.engines.server import ServerHalf, start_server
-from comingle.protocol.messages import LOSS, Download, Upload, join_downloads, join_uploads, validation_report
+from comingle.protocol.messages import (
+    LOSS,
+    Download,
+    Upload,
+    join_downloads,
+    join_uploads,
+    no_uploads,
+    validation_report,
+)
 from comingle.protocol.wire import pack, packed_bytes, unpack
 
 
@@ -37,6 +45,9 @@ class InProcess(Federation):
 
     def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
         """These users send what they share, and how well they did, after round ``done``."""
+        if not members:
+            self._sent = no_uploads(done)
+            return
         said = {LOSS: torch.tensor([losses[member] for member in members])}
         message = self.clients.upload(members, done, said)
         self.upload_bytes += sum(packed_bytes(message))
@@ -65,15 +76,8 @@ def federate(clients: Clients) -> InProcess:
     Raises:
         RecipeError: the method's server cannot serve such users.
     """
-    training = clients.training
-    server = start_server(
-        clients.model,
-        clients.method,
-        [trainer.name for trainer in clients.trainers],
-        seed=training.seed,
-        weighted=training.weighting != "uniform",
-        uploads=training.uploads,
-    )
+    names = [trainer.name for trainer in clients.trainers]
+    server = start_server(clients.model, clients.method, names, clients.training)
     return InProcess(clients=clients, server=server)
 
 

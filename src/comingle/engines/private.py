@@ -1,0 +1,70 @@
+"""What each half has of privacy, made from the settings of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from comingle.engines.training import Training, exchanged_after, participants
+from comingle.methods.base import Method
+from comingle.privacy.accounting import calibrate, most_releases, release_of
+from comingle.privacy.guard import Guard
+from comingle.privacy.noise import kept_key, new_key
+from comingle.privacy.users import Shield
+
+
+def shield_of(training: Training) -> Shield | None:
+    """What users do to their uploads."""
+    return None if training.privacy is None else Shield(privacy=training.privacy, key=_key(training))
+
+
+def guard_of(training: Training, users: tuple[str, ...]) -> Guard | None:
+    """What the server does to them."""
+    privacy = training.privacy
+    if privacy is None:
+        return None
+    return Guard(privacy=privacy, participation=training.participation, users=users, key=_key(training))
+
+
+def keep_key(folder: Path, *halves: Shield | Guard | None) -> None:
+    """Have these go on with the key in a folder, which is made where there is none.
+
+    Raises:
+        RunError: the key is damaged.
+    """
+    for half in halves:
+        if half is not None and half.privacy.noise == "secret":
+            half.key = kept_key(folder)
+
+
+def _key(training: Training) -> str:
+    """One that nobody knows until a kept one takes its place; in simulations that ask for it, the seed's."""
+    assert training.privacy is not None
+    return f"seed {training.seed}" if training.privacy.noise == "reproducible" else new_key()
+
+
+def with_noise(training: Training, method: Method, users: Sequence[str]) -> Training:
+    """The settings with a noise multiplier: given, or the least with which the planned rounds spend epsilon.
+
+    Raises:
+        RecipeError: the package that computes it is not installed, or no noise is enough.
+    """
+    privacy = training.privacy
+    if privacy is None or privacy.noise_multiplier is not None:
+        return training
+    count = planned_releases(training, method, users)
+    multiplier = calibrate(privacy, training.participation, len(users), count)
+    return replace(training, privacy=replace(privacy, noise_multiplier=multiplier))
+
+
+def planned_releases(training: Training, method: Method, users: Sequence[str]) -> int:
+    """In how many rounds of a whole run something is revealed of the user of whom most is."""
+    privacy = training.privacy
+    assert privacy is not None
+    rounds = training.rounds if method.trains else 0
+    exchanging = [n for n in range(rounds) if exchanged_after(method, training, bool(method.shared), n + 1)]
+    known = replace(privacy, noise_multiplier=privacy.noise_multiplier or 1.0)
+    if release_of(known, training.participation, len(users)).sampled:
+        return len(exchanging)
+    return most_releases([participants(training, number, users) for number in exchanging])

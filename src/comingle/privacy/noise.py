@@ -1,0 +1,84 @@
+"""Noise that nobody can predict without the key: Gaussians out of SHAKE-256.
+
+A stream is derived from the key, what it is for, and what it is added to. So the same release made again, by a run
+that goes on after a stop, has the same noise, which reveals nothing new; and another one never has, as the difference
+of two releases with one noise would be the difference of what was to be hidden. Generators as torch's are for
+simulation: their state can be computed from what they have drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from comingle.errors import RunError
+from comingle.trees import Tree
+
+KEY = "privacy.key"
+_BITS = 53
+
+
+def gaussian(shape: tuple[int, ...], key: str, *parts: str | int) -> Tensor:
+    """Standard normal numbers, float64, by Box and Muller's transform of a keyed stream."""
+    count = int(np.prod(shape, dtype=np.int64))
+    half = (count + 1) // 2
+    first, second = uniform(2 * half, key, *parts).reshape(2, half)
+    radius, angle = np.sqrt(-2.0 * np.log(first)), 2.0 * np.pi * second
+    drawn = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+    return torch.from_numpy(drawn).view(shape)
+
+
+def uniform(count: int, key: str, *parts: str | int) -> np.ndarray:
+    """Numbers in (0, 1), float64."""
+    stream = hashlib.shake_256(json.dumps([key, *parts]).encode("ascii")).digest(8 * count)
+    return ((np.frombuffer(stream, dtype="<u8") >> np.uint64(64 - _BITS)) + 0.5) * 2.0**-_BITS
+
+
+def add_noise(tree: Tree, deviation: float, key: str, *parts: str | int) -> Tree:
+    """Each tensor, float64, with noise of its own."""
+    stamp = digest(tree)
+    return {
+        name: t + deviation * gaussian(tuple(t.shape), key, *parts, name, stamp).to(t.device)
+        for name, t in tree.items()
+    }
+
+
+def digest(tree: Tree) -> str:
+    """A name of what a tree holds."""
+    seen = hashlib.sha256()
+    for name in sorted(tree):
+        seen.update(name.encode() + tree[name].detach().cpu().contiguous().numpy().tobytes())
+    return seen.hexdigest()
+
+
+def new_key() -> str:
+    """A key that nobody knows."""
+    return secrets.token_hex(32)
+
+
+def kept_key(folder: Path) -> str:
+    """The key in a folder, readable by its owner alone; made where there is none.
+
+    Raises:
+        RunError: it is there and is no key.
+    """
+    path = folder / KEY
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        key = path.read_text(encoding="ascii", errors="replace").strip()
+        if len(key) != len(new_key()):
+            raise RunError(f"{path}: damaged; noise would not be what it was, so the run cannot go on") from None
+        return key
+    with os.fdopen(handle, "w") as file:
+        file.write(key := new_key())
+        file.flush()
+        os.fsync(file.fileno())
+    return key

@@ -1,0 +1,51 @@
+"""What a recipe says of privacy, as the inside has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ADAPTIVE = "adaptive"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Privacy:
+    """Differential privacy of users: whatever one user's data is changes what others see by at most epsilon, delta.
+
+    ``mechanism`` says where the noise is added: at the server, to the mean ("central"), or at each user ("local").
+    ``clip_norm`` bounds the L2 norm of a user's change; "adaptive" follows ``clip_quantile`` of the users' norms, from
+    ``first_clip_norm`` on, with steps of ``clip_rate`` (Andrew et al. 2021). The noise's deviation is
+    ``noise_multiplier`` times the clip norm. Without it the whole run spends ``epsilon``; with it the run stops before
+    ``epsilon`` is exceeded. ``sampling`` says how a fraction of the users is drawn: each by itself ("poisson"), or so
+    many ("fixed"). ``weight_cap`` is the amount of data from which on a user has the full weight, where
+    ``training.weighting`` is not uniform. ``noise`` is "secret", or for simulations "reproducible" from the seed.
+    """
+
+    mechanism: Literal["central", "local"] = "central"
+    clip_norm: float | Literal["adaptive"] = 1.0
+    noise_multiplier: float | None = None
+    epsilon: float | None = None
+    delta: float = 1e-5
+    sampling: Literal["poisson", "fixed"] = "poisson"
+    accountant: Literal["pld", "rdp"] = "pld"
+    weight_cap: int | None = None
+    noise: Literal["secret", "reproducible"] = "secret"
+    first_clip_norm: float = 0.1
+    clip_quantile: float = 0.5
+    clip_rate: float = 0.2
+
+    @property
+    def multiplier(self) -> float:
+        """The noise multiplier, once it is known."""
+        assert self.noise_multiplier is not None
+        return self.noise_multiplier
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the clip norm follows the users' norms."""
+        return self.clip_norm == ADAPTIVE
+
+    @property
+    def first_bound(self) -> float:
+        """The clip norm of the first round."""
+        return self.first_clip_norm if isinstance(self.clip_norm, str) else self.clip_norm
