@@ -81,7 +81,10 @@ class TensorBoard:
         if event["event"] == "round":
             for user, loss in event["train_loss_nats"].items():
                 self._writer.add_scalar(f"train_loss_nats/{user}", loss, event["round"])
-            self._writer.add_scalar("tokens_per_second", event["tokens"] / event["seconds"], event["round"])
+            if event["seconds"]:  # somebody took part
+                self._writer.add_scalar("tokens_per_second", event["tokens"] / event["seconds"], event["round"])
+        elif event["event"] == "privacy":
+            self._writer.add_scalar("epsilon", event["epsilon"], event["round"])
         elif event["event"] == "evaluation":
             name = f"test_{measure_of(event)}"
             for user, score in event["users"].items():

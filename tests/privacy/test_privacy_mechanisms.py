@@ -1,0 +1,360 @@
+"""What really leaves and arrives: bounded, with noise, and nothing beside it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import kstest
+
+from comingle.engines.client import Clients
+from comingle.errors import RecipeError
+from comingle.methods import REGISTRY, make
+from comingle.privacy.checks import check_private
+from comingle.privacy.clipping import norms
+from comingle.privacy.noise import add_noise
+from comingle.privacy.settings import Privacy
+from comingle.privacy.users import REFERENCE
+from comingle.protocol.messages import Upload, join_uploads
+from comingle.protocol.wire import pack, unpack
+from comingle.transports.inprocess import InProcess
+from comingle.trees import Tree
+from federations import local_round
+
+USERS = ("ann", "bob", "cem", "dan")
+CENTRAL = (
+    "fedavg", "ffa-lora", "fedsa-lora", "fdlora", "fedavg-moe", "fedavg-moe-tr", "pfedmoe", "comigs-tr", "comigs",
+    "comigs-1g1s", "comigs-2g", "comigs-1gxs", "fedem", "fedavg+", "fedit", "fedlora", "local-adaptor",
+)  # fmt: skip
+LOCAL = (*CENTRAL, "flexlora", "fedmerge", "fedmerge-fixed")
+TRAINED = tuple(name for name in CENTRAL if name not in ("fedem", "local-adaptor"))
+"""Those that a language model has."""
+
+
+def private(federate: Any, method: Any = "fedavg", dtype: str = "float64", **privacy: Any) -> InProcess:
+    """Four users, of whom nobody has sent anything."""
+    training = {key: privacy.pop(key) for key in list(privacy) if key.startswith("training.")}
+    settings = {"noise_multiplier": 1.0, "noise": "reproducible", "accountant": "rdp", **privacy}
+    changes = {f"privacy.{key}": value for key, value in settings.items()} | training
+    return federate(method, users=USERS, base="random:llama?layers=1&dim=32", dtype=dtype, changes=changes)
+
+
+def arrived(federation: InProcess, members: list[int], done: int = 1) -> Upload:
+    """What these users send, packed and unpacked."""
+    losses = {"loss": torch.ones(len(members))}
+    parts = [unpack(pack(part)) for part in federation.clients.upload(members, done, losses).split()]
+    return join_uploads([part for part in parts if isinstance(part, Upload)])
+
+
+def changes_in(clients: Clients, upload: Upload) -> Tree:
+    """Against what users have downloaded."""
+    at = clients.numbers(upload.users)
+    return {n: t.double() - clients.state.kept[REFERENCE + n][at].double() for n, t in upload.tensors.items()}
+
+
+# -------------------------------------------------------------------- sensitivity
+
+
+@pytest.mark.parametrize("method", TRAINED)
+def test_no_user_moves_the_sum_by_more_than_the_bound(federate: Any, method: str) -> None:
+    """Every population of four, with and without each user, of what users have trained."""
+    federation = private(federate, method, clip_norm=0.003)
+    local_round(federation, USERS_AT, 0)
+    neighbours(federation, arrived(federation, USERS_AT), 0.003)
+
+
+USERS_AT = [0, 1, 2, 3]
+
+
+def neighbours(federation: InProcess, upload: Upload, bound: float) -> None:
+    """All pairs of neighbouring populations; at least one user is clipped, so the bound is met."""
+    guard, changes = federation.server.guard, changes_in(federation.clients, upload)
+    assert guard is not None
+    like = {name: t[0] for name, t in changes.items()}
+    populations = {
+        some: guard.sums({n: t[list(some)] for n, t in changes.items()} if some else {}, like)
+        for size in range(5)
+        for some in itertools.combinations(USERS_AT, size)
+    }
+    moved = [
+        distance(populations[some], populations[tuple(user for user in some if user != gone)])
+        for some in populations
+        for gone in some
+    ]
+    assert len(moved) == 32
+    assert max(moved) <= bound * (1 + 1e-9)
+    assert max(moved) > 0.99 * bound
+
+
+def distance(one: Tree, other: Tree) -> float:
+    return float(norms({name: (one[name] - other[name]).unsqueeze(0) for name in one}))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_uploaded_the_published_model_moves_by_no_more(federate: Any, seed: int) -> None:
+    """Hostile and broken uploads, some users absent, any weights: at the server, not at the user's mercy."""
+    draw = torch.Generator().manual_seed(seed)
+    federation = private(federate, clip_norm=0.5, **({"training.uploads": "int8"} if seed % 2 else {}))
+    present = [user for user in USERS_AT if user == 0 or torch.rand((), generator=draw) < 0.6]
+    upload = arrived(federation, present)
+    wild = 10.0 ** torch.randint(-6, 30, (len(present),), generator=draw)
+    for name, t in upload.tensors.items():
+        if t.is_floating_point():
+            noise = torch.randn(t.shape, generator=draw) * wild.view(-1, *[1] * (t.dim() - 1))
+            t.copy_(noise.abs() if name.endswith(".scale") else noise)
+    if seed == 2:
+        next(iter(upload.tensors.values()))[0].fill_(math.nan)
+    guard = federation.server.guard
+    assert guard is not None
+    published = [released(federation, of(upload, some)) for some in (range(len(present)), range(1, len(present)))]
+    whole, without = (tree for tree, _ in published)
+    assert distance(whole, without) <= 0.5 / 4 * (1 + 1e-6)
+
+
+def of(upload: Upload, some: range) -> Upload:
+    parts = [upload.of(at) for at in some]
+    empty = Upload(round=upload.round, users=(), tensors={}, ranks=upload.ranks[:0])
+    return join_uploads(parts) if parts else empty
+
+
+def released(federation: InProcess, upload: Upload) -> tuple[Tree, Tree]:
+    """How the model moves for an upload, without its noise; and the noise, divided as the sum is."""
+    server = federation.server
+    guard, kept = server.guard, {name: t.clone() for name, t in server.kept.items()}
+    assert guard is not None
+    seen: list[Tree] = []
+    sums = guard.sums
+    guard.sums = lambda *told: seen.append(sums(*told)) or seen[-1]  # type: ignore[method-assign]
+    try:
+        server.aggregate(upload)
+    finally:
+        del guard.sums
+    moved = {n.removeprefix("model."): server.kept[n].double() - t.double() for n, t in kept.items()}
+    added = add_noise(seen[0], guard.privacy.multiplier * guard.bound, guard.key, upload.round - 1, "central noise")
+    noise = {n: (added[n] - t) / guard.expected(0) for n, t in seen[0].items()}
+    server.kept = kept
+    return {name: t - noise[name] for name, t in moved.items()}, noise
+
+
+def test_weights_never_make_an_upload_longer_than_the_bound(federate: Any, make_user: Any) -> None:
+    sizes = (40, 60, 120, 400)
+    users = [make_user(name, train=size) for name, size in zip(USERS, sizes, strict=True)]
+    changes = {"privacy.noise_multiplier": 1.0, "privacy.clip_norm": 1e-4, "privacy.weight_cap": 100}
+    weighted = {"training.weighting": "tokens", "privacy.accountant": "rdp"}
+    federation = federate("fedavg", users=users, changes=changes | weighted)
+    local_round(federation, USERS_AT, 0)
+    upload = arrived(federation, USERS_AT)
+    lengths = norms(changes_in(federation.clients, upload))
+    assert lengths.tolist() == pytest.approx([4e-5, 6e-5, 1e-4, 1e-4], rel=1e-6)
+    assert upload.reports == {}  # neither amounts of data nor losses
+    neighbours(federation, upload, 1e-4)
+
+
+# -------------------------------------------------------------------- noise
+
+
+@pytest.mark.parametrize("seen", ["central", "local"])
+def test_the_noise_on_what_arrives_is_as_large_as_it_says(federate: Any, seen: str) -> None:
+    federation = private(federate, "comigs-1g1s", mechanism=seen, clip_norm=0.01, noise_multiplier=3.0)
+    before = {name: t.clone() for name, t in federation.server.kept.items()}
+    local_round(federation, USERS_AT, 0)
+    plain = private(federate, "comigs-1g1s", clip_norm=0.01, noise_multiplier=3.0)
+    local_round(plain, USERS_AT, 0)
+    clean = changes_in(plain.clients, arrived(plain, USERS_AT))
+    upload = arrived(federation, USERS_AT)
+    if seen == "local":
+        noisy = changes_in(federation.clients, upload)
+        found = [torch.cat([(t[i] - clean[n][i]).flatten() for n, t in noisy.items()]) for i in USERS_AT]
+        deviation = 0.03
+    else:
+        federation.server.aggregate(upload)
+        kept = federation.server.kept
+        found = [
+            torch.cat([(kept[f"model.{n}"] - before[f"model.{n}"] - t.mean(0)).flatten() for n, t in clean.items()])
+        ]
+        deviation = 0.03 / 4
+    for noise in found:
+        assert kstest((noise / deviation).numpy(), "norm").pvalue > 0.001
+    if len(found) > 1:  # the same stream never serves two users
+        assert float(torch.corrcoef(torch.stack(found)).fill_diagonal_(0).abs().max()) < 0.1
+
+
+def test_local_tensors_get_no_noise(federate: Any) -> None:
+    """Specialists and routers are what they would have been, to the last bit."""
+    rows = []
+    for settings in ({}, {"mechanism": "local"}, {"noise_multiplier": 50.0}):
+        federation = private(federate, "comigs-1g1s", **settings)
+        local_round(federation, USERS_AT, 0)
+        federation.upload(USERS_AT, 1, dict.fromkeys(USERS_AT, 0.0))
+        federation.aggregate()
+        federation.download(USERS_AT)
+        clients = federation.clients
+        local = ~clients.model.layout.mask(clients.method.shared)
+        rows.append(clients.state.rows[:, local])
+        assert float((clients.state.rows[:, ~local][0] - clients.state.rows[:, ~local][1]).abs().max()) == 0
+    assert all(torch.equal(rows[0], other) for other in rows[1:])
+
+
+def test_users_of_a_smaller_rank_send_no_noise_in_ranks_that_they_have_not(federate: Any) -> None:
+    ranks = {"training.local_steps": 1}
+    for mechanism in ("central", "local"):
+        changes = {"adapters.rank": [2, 4, 1, 3], "privacy.mechanism": mechanism, "privacy.noise_multiplier": 1.0}
+        federation = federate("fedavg", users=USERS, changes=changes | ranks | {"privacy.accountant": "rdp"})
+        local_round(federation, USERS_AT, 0)
+        upload = federation.clients.upload(USERS_AT, 1, {})
+        for name, t in upload.tensors.items():
+            if name.endswith((".a", ".b")):
+                for i, rank in enumerate((2, 4, 1, 3)):
+                    assert not bool(t[i][..., rank:, :].any())
+                    assert bool(t[i][..., :rank, :].any())
+
+
+# -------------------------------------------------------------------- who takes part
+
+
+def test_each_user_is_drawn_with_its_own_chance_and_sometimes_nobody_is(federate: Any) -> None:
+    guard = private(federate, **{"training.participation": 0.3}).server.guard
+    assert guard is not None
+    drawn = [guard.draw(number) for number in range(2000)]
+    for user in USERS_AT:
+        assert abs(sum(user in members for members in drawn) / 2000 - 0.3) < 0.05
+    assert 0.15 < sum(not members for members in drawn) / 2000 < 0.35  # 0.7 ** 4
+    both = sum({0, 1} <= set(members) for members in drawn) / 2000
+    assert abs(both - 0.09) < 0.03
+
+
+def test_a_fixed_number_is_drawn_evenly(federate: Any) -> None:
+    guard = private(federate, sampling="fixed", **{"training.participation": 0.5}).server.guard
+    assert guard is not None
+    drawn = [tuple(guard.draw(number)) for number in range(1200)]
+    assert {len(members) for members in drawn} == {2}
+    assert all(abs(drawn.count(pair) / 1200 - 1 / 6) < 0.05 for pair in itertools.combinations(USERS_AT, 2))
+
+
+def test_nobody_without_the_key_knows_who_is_drawn_or_what_is_added(federate: Any) -> None:
+    guards = [private(federate, noise="secret", **{"training.participation": 0.5}).server.guard for _ in range(2)]
+    assert guards[0] is not None
+    assert guards[1] is not None
+    assert [guards[0].draw(number) for number in range(9)] != [guards[1].draw(number) for number in range(9)]
+
+
+def test_a_round_without_anybody_publishes_noise_alone_and_costs_the_same(federate: Any) -> None:
+    federation = private(federate, **{"training.participation": 0.3})
+    before = {name: t.clone() for name, t in federation.server.kept.items()}
+    guard = federation.server.guard
+    assert guard is not None
+    federation.upload([], 1, {})
+    federation.aggregate()
+    moved = torch.cat([(federation.server.kept[name] - t).flatten() for name, t in before.items()])
+    assert kstest((moved * 1.2).numpy(), "norm").pvalue > 0.001
+    assert guard.counts.tolist() == [1] * 4
+
+
+# -------------------------------------------------------------------- the bound
+
+
+def test_an_adaptive_bound_finds_the_quantile(federate: Any) -> None:
+    """Andrew et al. 2021, without noise worth mentioning: users' norms are 1, 2, 3 and 4."""
+    federation = private(federate, clip_norm="adaptive", noise_multiplier=1e-6, first_clip_norm=0.1, clip_quantile=0.5)
+    guard = federation.server.guard
+    assert guard is not None
+    guard._count_noise = lambda users: 1e-3  # type: ignore[method-assign]
+    for number in range(60):
+        within = torch.tensor([int(length <= guard.bound) for length in (1, 2, 3, 4)])
+        guard._adapt(within, 4.0, number)
+    assert 1.5 < guard.bound < 3.5
+
+
+def test_its_noise_is_shared_between_the_model_and_the_count(federate: Any) -> None:
+    guard = private(federate, clip_norm="adaptive", noise_multiplier=0.8).server.guard
+    assert guard is not None
+    for users in (4.0, 400.0):
+        model, count = guard._multiplier(users), 2 * guard._count_noise(users)
+        assert model**-2 + count**-2 == pytest.approx(0.8**-2)  # two Gaussians are one
+
+
+def test_users_follow_the_servers_bound_and_report_whether_they_were_within(federate: Any) -> None:
+    federation = private(federate, clip_norm="adaptive", first_clip_norm=1e-9)
+    for done in (1, 2):
+        local_round(federation, USERS_AT, done - 1)
+        upload = arrived(federation, USERS_AT, done)
+        assert upload.reports.keys() == {"within"}
+        assert upload.reports["within"].tolist() == [0] * 4
+        guard = federation.server.guard
+        assert guard is not None
+        bound = guard.bound
+        assert float(norms(changes_in(federation.clients, upload)).max()) == pytest.approx(bound, rel=1e-4)
+        federation.upload(USERS_AT, done, dict.fromkeys(USERS_AT, 0.0))
+        federation.aggregate()
+        assert guard.bound != bound
+
+
+# -------------------------------------------------------------------- what applies
+
+
+def reason(method: str, mechanism: str) -> str:
+    clustered = {"clusters": 2} if method in ("floral", "ensemble") else {}
+    try:
+        check_private(
+            make(method, **clustered), Privacy(mechanism=mechanism, noise_multiplier=1.0),  # type: ignore[arg-type]
+            weighting="uniform", select="last",
+        )  # fmt: skip
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def test_every_method_says_what_applies_to_it() -> None:
+    """A method that is new, or changes, has to be thought about here."""
+    accepted = {
+        mechanism: {name for name in REGISTRY if not reason(name, mechanism)} for mechanism in ("central", "local")
+    }
+    nothing = {name for name in REGISTRY if not make(name).shared and not make(name).placement.pooled}
+    assert accepted["central"] == {*CENTRAL} | nothing
+    assert accepted["local"] == {*LOCAL} | nothing
+
+
+@pytest.mark.parametrize(
+    ("method", "mechanism", "why"),
+    [
+        ("centralized", "local", "pools everybody's data"),
+        ("ifca", "local", "its users report choice with each upload"),
+        ("floral", "central", "its users report mixture with each upload"),
+        ("pcl", "local", "make a model of what they download with data of their own"),
+        ("hetlora", "local", "ranks change with users' data"),
+        ("fedmerge", "central", r"what its server \(Merge\) publishes is no mean"),
+        ("flexlora", "central", r"what its server \(Redistribute\) publishes is no mean"),
+    ],
+)
+def test_what_does_not_apply_is_refused_with_the_reason(method: str, mechanism: str, why: str) -> None:
+    assert re.search(why, reason(method, mechanism))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"training.weighting": "tokens"}, r"privacy\.weight_cap: missing"),
+        ({"privacy.weight_cap": 5}, r"privacy\.weight_cap: is not read"),
+        ({"privacy.mechanism": "local", "privacy.clip_norm": "adaptive"}, r"privacy\.clip_norm: adaptive needs"),
+        ({"evaluation.select": "best"}, r"privacy: evaluation\.select: best"),
+        ({"privacy.delta": 0.3}, r"privacy\.delta: got 0\.3 for 4 users"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(federate: Any, changes: dict[str, Any], why: str) -> None:
+    from comingle.recipes import parse_recipe
+    from comingle.runs.session import check_method
+
+    base = {"data": {"users": {"a": "x"}}, "method": "fedavg", "privacy": {"noise_multiplier": 1.0}}
+    with pytest.raises(RecipeError, match=why):  # noqa: PT012
+        check_method(parse_recipe(base).with_changes(changes))
+        private(federate, **{key.removeprefix("privacy."): value for key, value in changes.items()})
+
+
+def test_statistics_of_batch_norm_are_refused(federate_nets: Any) -> None:
+    changes = {"privacy.noise_multiplier": 1.0, "privacy.weight_cap": 40}
+    with pytest.raises(RecipeError, match="running statistics of batch norm"):
+        federate_nets("fedavg", changes=changes)
