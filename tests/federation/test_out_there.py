@@ -178,7 +178,10 @@ def test_a_user_whose_disk_is_full_is_named_and_takes_part_once_there_is_room(tm
         filler.unlink()
         assert server.wait(SECONDS) == 0
         assert [process.wait(60) for process in (ann, bob)] == [0, 0]
-    print((tmp_path / "server.txt").read_text(), (tmp_path / "bob.txt").read_text())
+    assert "No space left on device" in (tmp_path / "bob.txt").read_text()
+    assert "bob: " in (tmp_path / "server.txt").read_text()
+    present = [sorted(event["train_loss_nats"]) for event in rounds_of(tmp_path / "apart")]
+    assert (present[0], present[-1]) == (["ann"], ["ann", "bob"])
     assert read_metrics(tmp_path / "apart")["users"].keys() == {"ann", "bob"}
 
 
