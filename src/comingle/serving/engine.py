@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from comingle.errors import DataError
+from comingle.evaluation.routing import Routing
 from comingle.models.generation import max_places, stop_tokens
 from comingle.models.greedy import can_pad, padded_attention
 from comingle.models.personal import PersonalModel
@@ -89,8 +90,8 @@ class Engine:
 
     # ------------------------------------------------------------ asked from outside
 
-    def submit(self, request: Request) -> None:
-        """Queue a request.
+    def check(self, request: Request) -> None:
+        """Whether a request can be answered.
 
         Raises:
             DataError: no such user, or its prompt with what may follow is longer than the base reads at once.
@@ -103,7 +104,35 @@ class Engine:
                 f"the prompt has {len(request.prompt):,} tokens, with {request.sampling.max_new_tokens:,} new ones more "
                 f"than the {self.most_tokens:,} that the base reads at once"
             )
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            DataError: as :meth:`check`.
+        """
+        self.check(request)
         self.waiting.append(request)
+
+    def ends(self, request: Request) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        return stop_tokens(self.network, self.tokenizer, request.sampling)
+
+    def route(self, name: str, prompt: list[int], text: list[int]) -> Routing:
+        """Where the tokens of ``text`` go in a user's model, behind ``prompt``; between two steps.
+
+        Raises:
+            DataError: there are no routers.
+        """
+        self._bound = False
+        routing = self.people[name].route(torch.tensor([*prompt, *text]), context=len(prompt) + len(text))
+        start = len(prompt)
+        return Routing(tokens=routing.tokens[start:], experts=routing.experts, gates=routing.gates[:, start:])
+
+    @property
+    def free(self) -> int:
+        """How many rows nobody has."""
+        return self.cache.most - len(self.active)
 
     @property
     def busy(self) -> bool:
@@ -158,7 +187,7 @@ class Engine:
         self._tell(first, logits)
 
     def _row(self, request: Request) -> _Row:
-        ends = stop_tokens(self.network, self.tokenizer, request.sampling)
+        ends = self.ends(request)
         chooser = Chooser(request.sampling, len(request.prompt), ends, self.device, request.logprobs)
         writer = Writer(self.tokenizer, request.sampling.stop, ends=ends)
         return _Row(request=request, chooser=chooser, writer=writer, tokens=list(request.prompt))
