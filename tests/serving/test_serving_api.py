@@ -30,7 +30,7 @@ HELLO: Any = [{"role": "user", "content": "hello there"}]
 def serving(app: Any) -> Iterator[str]:
     """The address of a real server in a thread."""
     place = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on", ws="none"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
     thread.start()
     try:
@@ -228,7 +228,7 @@ def test_a_key_opens_its_users_model_alone(locked: str, people: Any) -> None:
         told = refused(openai.NotFoundError, lambda other=other: ann.completions.create(model=other, prompt="a"))
         assert told["message"] == f"no model {other!r} for this key"
         refused(openai.NotFoundError, lambda other=other: ann.models.retrieve(other))
-    for key in ("sk-of-ann-012345678", "", "sk-of-ann-01234567890", "nobody"):
+    for key in ("sk-of-ann-012345678", "sk-of-ann-01234567890", "nobody"):
         headers = {"Authorization": f"Bearer {key}"}
         for path in ("models", "models/ann"):
             assert httpx.get(f"{locked}/v1/{path}", headers=headers).status_code == 401
@@ -303,7 +303,7 @@ def test_a_client_that_goes_away_frees_its_row(people: Any, stream: bool) -> Non
     limits = Limits(queue=0)
     with serving(make_app(engine, Keys(people(), None), limits)) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
-        options: dict[str, Any] = {"model": "ann", "prompt": "a", "max_tokens": 900, "extra_body": {"temperature": 2}}
+        options: dict[str, Any] = {"model": "ann", "prompt": "a", "max_tokens": 900, "temperature": 0}
         if stream:
             chunks = client.completions.create(**options, stream=True)
             next(iter(chunks))
