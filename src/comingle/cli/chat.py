@@ -44,20 +44,17 @@ def chat(
     if web:
         _show_page(run, method)
         return
-    from comingle.kinds.base import kind_of
-    from comingle.recipes import load_recipe
-    from comingle.serving.chat import Chat, speaks_in_turns
+    from comingle.serving.chat import Chat
     from comingle.serving.engine import Engine
-    from comingle.serving.people import find_run, require_user
+    from comingle.serving.people import find_run, names_in, require_user
     from comingle.serving.rows import pretrained
-    from comingle.serving.serve import names_in
 
     folder = find_run(run, method)
     names = names_in(folder)
     first = require_user(user, names) if user is not None else names[0]
     people = opened(run, method)
-    plain = plain or not speaks_in_turns(people[first], kind_of(load_recipe(folder)).name)
-    engine = Engine({**people, PRETRAINED: pretrained(people[first])}, rows=1)
+    engine = Engine({**people.models, PRETRAINED: pretrained(people.models[first])}, rows=1)
+    plain = plain or not people.answers
     talk = Chat(engine=engine, user=first, plain=plain, max_tokens=max_tokens, temperature=temperature, seed=seed)
     _Session(talk, names, _local_run(run, folder, against)).run()
 
@@ -189,7 +186,7 @@ class _Session:
         from comingle.serving.engine import Engine
 
         if str(run) not in self.others:
-            self.others[str(run)] = Engine(opened(run, None), rows=1)
+            self.others[str(run)] = Engine(opened(run, None).models, rows=1)
         return self.others[str(run)]
 
 
@@ -232,4 +229,6 @@ def _show_page(run: Path, method: str | None) -> None:
         webbrowser.open(url)
 
     with listen("127.0.0.1", 0) as place:
-        answer(opened(run, method), place, keys=None, limits=Limits(), rows=16, ready=ready)
+        people = opened(run, method)
+        settings: dict[str, Any] = {"keys": None, "limits": Limits(), "rows": 16, "answers": people.answers}
+        answer(people.models, place, **settings, ready=ready)

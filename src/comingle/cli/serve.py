@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from comingle.errors import ComingleError
+
+if TYPE_CHECKING:
+    from comingle.serving.people import People
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or with --method a comparison's.")]
 Method = Annotated[str | None, typer.Option("--method", help="Which run of a comparison's folder.")]
@@ -36,8 +39,8 @@ def serve(
     from comingle.serving.keys import check_host, read_keys
     from comingle.serving.keys import make_keys as write_keys
     from comingle.serving.limits import Limits
-    from comingle.serving.people import find_run
-    from comingle.serving.serve import listen, names_in
+    from comingle.serving.people import find_run, names_in
+    from comingle.serving.serve import listen
     from comingle.serving.serve import serve as answer
 
     names = names_in(find_run(run, method))
@@ -53,10 +56,11 @@ def serve(
     with listen(host, port) as place:
         people = opened(run, method)
         limits = Limits(max_tokens=max_tokens, rate=rate, queue=queue)
-        answer(people, place, keys=given, limits=limits, rows=rows, ready=say)
+        settings: dict[str, Any] = {"keys": given, "limits": limits, "rows": rows, "answers": people.answers}
+        answer(people.models, place, **settings, ready=say)
 
 
-def opened(run: Path, method: str | None):  # noqa: ANN201 (its type costs an import of torch)
+def opened(run: Path, method: str | None) -> People:
     """Everybody's models of a run."""
     from comingle.cli.progress import status
     from comingle.serving.people import open_people

@@ -36,9 +36,12 @@ NOTHING_ELSE = (
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def make_app(engine: Engine, keys: Keys, limits: Limits) -> FastAPI:
-    """The server as an ASGI application; the engine is stepped for as long as it lives."""
-    service = Service(engine, keys, limits)
+def make_app(engine: Engine, keys: Keys, limits: Limits, *, answers: bool = True) -> FastAPI:
+    """The server as an ASGI application; the engine is stepped for as long as it lives.
+
+    ``answers`` says whether the models were made to answer, rather than to continue a text: what the page begins with.
+    """
+    service = Service(engine, keys, limits, answers=answers)
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -71,8 +74,8 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 class Service:
     """The routes, and what they share."""
 
-    def __init__(self, engine: Engine, keys: Keys, limits: Limits) -> None:
-        self.engine, self.keys, self.limits = engine, keys, limits
+    def __init__(self, engine: Engine, keys: Keys, limits: Limits, *, answers: bool) -> None:
+        self.engine, self.keys, self.limits, self.answers = engine, keys, limits, answers
         self.rates, self.worker = Rates(limits.rate), Worker(engine, queue=limits.queue)
         vocabulary: Any = engine.network.get_input_embeddings()
         self.prompts = Prompts(engine.tokenizer, vocabulary.weight.shape[0])
@@ -126,7 +129,9 @@ class Service:
         return self._told(name)
 
     def _told(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self.started, "owned_by": "comingle"}
+        """What the standard says of a model, and what our page asks for."""
+        own = {"answers": self.answers, "routed": self.engine.people[name].model.routed}
+        return {"id": name, "object": "model", "created": self.started, "owned_by": "comingle", **own}
 
     # ------------------------------------------------------------ answers
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from comingle.errors import DataError
 from comingle.evaluation.routing import Routing
-from comingle.models.personal import PersonalModel
 from comingle.models.sampling import Sampling
 from comingle.serving.engine import Engine, Piece, Request
 from comingle.serving.people import require_user
@@ -117,8 +116,3 @@ class Chat:
             eos_token_id=None if self.plain else self.prompts.chat_ends(),
             seed=secrets.randbits(48) if self.seed is None else self.seed,
         )
-
-
-def speaks_in_turns(person: PersonalModel, kind: str) -> bool:
-    """Whether a model answers, and does not continue a text: its base has a template, or conversations trained it."""
-    return kind in ("conversations", "questions") or bool(getattr(person.model.base.tokenizer, "chat_template", None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -9,11 +10,27 @@ from comingle.errors import DataError, RunError, did_you_mean
 from comingle.kinds.base import kind_of
 from comingle.models.personal import PersonalModel
 from comingle.recipes import load_recipe
+from comingle.records import read_metrics
 from comingle.runs.api import load
 
 
-def open_people(run: Path, method: str | None = None) -> dict[str, PersonalModel]:
-    """The users' models of a finished run, by name; of a comparison's folder, the run of ``method``.
+TURNS = ("conversations", "questions")
+"""Kinds of data that are made of turns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class People:
+    """The users' models of a run by name, and whether they answer (in turns) or continue a text.
+
+    They answer where they were trained on conversations, or their base has a chat template.
+    """
+
+    models: dict[str, PersonalModel]
+    answers: bool
+
+
+def open_people(run: Path, method: str | None = None) -> People:
+    """The users' models of a finished run; of a comparison's folder, the run of ``method``.
 
     Raises:
         RunError: no finished run, or several and ``method`` does not say which.
@@ -24,7 +41,18 @@ def open_people(run: Path, method: str | None = None) -> dict[str, PersonalModel
     opened = load(folder)
     if not kind_of(opened.recipe).needs_base:
         raise DataError(f"{folder}: {opened.federation.clients.model.name} predicts and generates no text")
-    return {name: cast(PersonalModel, opened.user(name)) for name in opened.users}
+    models = {name: cast(PersonalModel, opened.user(name)) for name in opened.users}
+    template = getattr(next(iter(models.values())).model.base.tokenizer, "chat_template", None)
+    return People(models=models, answers=kind_of(opened.recipe).name in TURNS or bool(template))
+
+
+def names_in(run: Path) -> list[str]:
+    """Who is in a run, without its models.
+
+    Raises:
+        RunError: not a finished run.
+    """
+    return list(read_metrics(run)["users"])
 
 
 def find_run(run: Path, method: str | None = None) -> Path:

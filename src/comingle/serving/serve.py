@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import uvicorn
 
@@ -42,22 +41,12 @@ def serve(
     keys: Mapping[str, str] | None,
     limits: Limits,
     rows: int,
+    answers: bool,
     ready: Callable[[str], None],
 ) -> None:
     """Answer until the process is told to end; ``ready`` is called with the address."""
-    app = make_app(Engine(people, rows=rows), Keys(people, keys), limits)
+    app = make_app(Engine(people, rows=rows), Keys(people, keys), limits, answers=answers)
     config = uvicorn.Config(app, log_level="warning", ws="none", access_log=False, timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)
     ready(url_of(place))
     server.run(sockets=[place])
-
-
-def names_in(run: Path) -> list[str]:
-    """Who is in a run, without its models.
-
-    Raises:
-        RunError: not a finished run.
-    """
-    from comingle.records import read_metrics
-
-    return list(read_metrics(run)["users"])
