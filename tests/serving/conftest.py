@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from commands import comingle as comingle
+
 from comingle.models.personal import PersonalModel
 from comingle.recipes import parse_recipe
 from comingle.runs.results import Run

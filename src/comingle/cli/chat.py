@@ -107,8 +107,8 @@ class _Session:
             self.console.file.write(printable(part, keep="\n\t"))
             self.console.file.flush()
 
-        self.asked = text
         self.talk.say(text, show)
+        self.asked = text
         self.console.file.write("\n")
 
     def _obey(self, text: str) -> None:

@@ -53,18 +53,13 @@ def make_app(engine: Engine, keys: Keys, limits: Limits, *, answers: bool = True
     app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
     app.add_exception_handler(Exception, lambda *_: Refused(500, "the server failed; its log says why").response())
     app.middleware("http")(service.same_site)
-    app.get("/", include_in_schema=False)(_page)
+    app.get("/")(service.page)
     app.get("/v1/models")(service.models)
     app.get("/v1/models/{name:path}")(service.model)
     app.post("/v1/chat/completions")(service.chat)
     app.post("/v1/completions")(service.complete)
     app.post("/v1/route")(service.route)
     return app
-
-
-async def _page() -> Response:
-    headers = {"Content-Security-Policy": NOTHING_ELSE, "X-Content-Type-Options": "nosniff"}
-    return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=headers)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
@@ -117,6 +112,12 @@ class Service:
             raise wrong(error) from None
 
     # ------------------------------------------------------------ models
+
+    async def page(self) -> Response:
+        """The page, which is told whether it needs a key."""
+        text = PAGE.read_text(encoding="utf-8")
+        text = text.replace("<html ", "<html data-keys ", 1) if self.keys.needed else text
+        return HTMLResponse(text, headers={"Content-Security-Policy": NOTHING_ELSE, "X-Content-Type-Options": "nosniff"})
 
     async def models(self, request: Request) -> dict[str, Any]:
         """The users whose models the key opens."""

@@ -79,7 +79,7 @@ class Chat:
             DataError: there is no answer yet, or no router.
         """
         if self.last is None or not self.last[2]:
-            raise DataError("/route: no answer yet")
+            raise DataError("/route: no answer yet, or an empty one")
         user, prompt, answer = self.last
         tokens: Any = self.engine.tokenizer(answer, add_special_tokens=False)["input_ids"]
         return self.engine.route(user, prompt, list(tokens))
