@@ -1,6 +1,7 @@
 """Eight users served at once against the same requests one after another through transformers' ``generate``.
 
-``python benchmarks/serving.py [--base smollm2-135m] [--method comigs-1g1s] [--users 8] [--new 64]`` prints one JSON line:
+``python benchmarks/serving.py [--base smollm2-135m] [--method comigs-1g1s] [--users 8] [--new 64]`` prints one JSON
+line:
 
 - ``served_tokens_per_s`` and ``alone_tokens_per_s``: new tokens a second, and ``ratio``, the first over the second;
 - ``same_texts``: how many of the greedy texts are the same both ways (in float32 all, in bfloat16 ties are rounding's);
@@ -54,7 +55,7 @@ def people_of(base: str, method: str, users: int, dtype: str) -> dict[str, Perso
         {
             "base": base,
             "method": method,
-            "data": {"users": {name: "made" for name in names}},
+            "data": {"users": dict.fromkeys(names, "made")},
             "runtime": {"dtype": dtype, "device": "cpu", "compile": False},
         }
     )

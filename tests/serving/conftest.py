@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from commands import comingle as comingle
-
 from comingle.models.personal import PersonalModel
 from comingle.recipes import parse_recipe
 from comingle.runs.results import Run
 from comingle.trees import CLIENT_ROUTER
+from commands import comingle as comingle
 
 People = Callable[..., dict[str, PersonalModel]]
 

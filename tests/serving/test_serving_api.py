@@ -88,7 +88,9 @@ def test_a_chat_is_put_into_the_bases_template(client: openai.OpenAI, people: An
     for name in people():
         answer = client.chat.completions.create(model=name, messages=HELLO, max_completion_tokens=20, temperature=0)
         assert answer.choices[0].message.content == people()[name].generate(HELLO, max_new_tokens=20)
-        parts: Any = [{"role": "user", "content": [{"type": "text", "text": "hello "}, {"type": "text", "text": "there"}]}]
+        parts: Any = [
+            {"role": "user", "content": [{"type": "text", "text": "hello "}, {"type": "text", "text": "there"}]}
+        ]
         again = client.chat.completions.create(model=name, messages=parts, max_tokens=20, temperature=0)
         assert again.choices[0].message.content == answer.choices[0].message.content
 
@@ -117,7 +119,9 @@ def test_streams_are_the_same_text_in_pieces(client: openai.OpenAI, people: Any)
 
 
 def test_probabilities(client: openai.OpenAI) -> None:
-    chat = client.chat.completions.create(model="ann", messages=HELLO, max_tokens=5, temperature=0, logprobs=True, top_logprobs=3)
+    chat = client.chat.completions.create(
+        model="ann", messages=HELLO, max_tokens=5, temperature=0, logprobs=True, top_logprobs=3
+    )
     content = chat.choices[0].logprobs
     assert content is not None
     assert content.content is not None
@@ -132,7 +136,9 @@ def test_probabilities(client: openai.OpenAI) -> None:
     assert told.text_offset is not None
     assert told.token_logprobs == [max(one.values()) for one in told.top_logprobs]
     assert told.text_offset[0] == 0
-    streamed = client.completions.create(model="ann", prompt="one", max_tokens=5, temperature=0, logprobs=2, stream=True)
+    streamed = client.completions.create(
+        model="ann", prompt="one", max_tokens=5, temperature=0, logprobs=2, stream=True
+    )
     values = [v for c in streamed if c.choices[0].logprobs for v in c.choices[0].logprobs.token_logprobs or []]
     assert values == pytest.approx(told.token_logprobs)
 
@@ -142,7 +148,10 @@ def test_several_answers_in_one_request(client: openai.OpenAI, people: Any) -> N
     many = client.completions.create(model="ann", prompt=["a", "one two"], max_tokens=9, temperature=0)
     assert [c.text for c in many.choices] == [ann.generate(t, max_new_tokens=9) for t in ("a", "one two")]
     tokens = encode_prompt(ann.model.base.tokenizer, "one two")
-    assert client.completions.create(model="ann", prompt=tokens, max_tokens=9, temperature=0).choices[0].text == many.choices[1].text
+    assert (
+        client.completions.create(model="ann", prompt=tokens, max_tokens=9, temperature=0).choices[0].text
+        == many.choices[1].text
+    )
     some = client.chat.completions.create(model="ann", messages=HELLO, n=3, max_tokens=9, seed=1, stream=True)
     texts = ["", "", ""]
     for chunk in some:
@@ -197,7 +206,9 @@ def test_a_wrong_request_is_told_what_is_wrong(client: openai.OpenAI, address: s
     told = refused(openai.BadRequestError, chat(extra_body={"tools": []}))
     assert told["code"] == "unsupported_parameter"
     assert refused(openai.BadRequestError, chat(messages=[]))["param"] == "messages"
-    assert refused(openai.BadRequestError, chat(messages=[{"role": "boss", "content": "a"}]))["param"] == "messages.0.role"
+    assert (
+        refused(openai.BadRequestError, chat(messages=[{"role": "boss", "content": "a"}]))["param"] == "messages.0.role"
+    )
     assert refused(openai.BadRequestError, chat(max_tokens=1025))["param"] == "max_tokens"
     assert refused(openai.BadRequestError, chat(n=17))["param"] == "n"
     told = refused(openai.BadRequestError, chat(messages=[{"role": "user", "content": "long " * 2000}]))
@@ -332,9 +343,9 @@ def test_a_step_that_fails_is_told_and_the_next_are_answered(people: Any, caplog
         assert json.loads(lines.strip().splitlines()[-1].removeprefix("data: "))["error"]["type"] == "server_error"
         assert "ZeroDivisionError" in caplog.text
         engine._decode = decode  # type: ignore[method-assign]
-        assert client.completions.create(model="ann", prompt="a", max_tokens=5, temperature=0).choices[0].text == people()[
-            "ann"
-        ].generate("a", max_new_tokens=5)
+        assert client.completions.create(model="ann", prompt="a", max_tokens=5, temperature=0).choices[
+            0
+        ].text == people()["ann"].generate("a", max_new_tokens=5)
 
 
 def test_defaults_sample_from_all_tokens() -> None:

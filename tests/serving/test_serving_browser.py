@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsers import chromium
 from test_serving_api import KEYS, serving
 
+from browsers import chromium
 from comingle.evaluation.routing import pieces
 from comingle.serving.api import make_app
 from comingle.serving.engine import Engine
@@ -83,7 +83,9 @@ def test_a_visit(browser: Any, address: str, people: Any) -> None:
     names = [option.text for option in every(browser, "section:first-child .model option")]
     assert names == list(KEYS)
     assert find(browser, "#mode").get_attribute("value") == "text"
-    browser.execute_script("document.querySelector('#temperature').value = 0; document.querySelector('#length').value = 24")
+    browser.execute_script(
+        "document.querySelector('#temperature').value = 0; document.querySelector('#length').value = 24"
+    )
 
     say(browser, "one two", 1)
     expected = shown(people()["ann"], "one two", 24)
@@ -149,7 +151,9 @@ def test_a_wrong_key_and_a_server_that_refuses(browser: Any, address: str) -> No
 def test_an_answer_can_be_stopped(browser: Any, address: str) -> None:
     browser.get(address)
     wait(browser, lambda: find(browser, "#send").is_enabled())
-    browser.execute_script("document.querySelector('#length').value = 900; document.querySelector('#temperature').value = 0")
+    browser.execute_script(
+        "document.querySelector('#length').value = 900; document.querySelector('#temperature').value = 0"
+    )
     from selenium.webdriver.common.keys import Keys as Press
 
     find(browser, "#prompt").send_keys("one two", Press.ENTER)
@@ -172,7 +176,9 @@ def test_narrow_and_dark(browser: Any, address: str, scheme: str, width: int) ->
         browser.execute_script("document.querySelector('#length').value = 60")
         say(browser, "the longest of them all", 2 * (1 + 0))
         wait(browser, lambda: every(browser, ".token"))
-        wide = browser.execute_script("return document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        wide = browser.execute_script(
+            "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        )
         assert wide == 0
         paper = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
         assert paper == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(21, 25, 30)")

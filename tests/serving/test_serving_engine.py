@@ -78,7 +78,9 @@ def test_every_family_speaks_as_alone(people: Any, family: str) -> None:
 
 def test_a_seed_gives_the_same_text_in_any_company(people: Any) -> None:
     def options(i: int) -> dict[str, Any]:
-        return [{"temperature": 1.0, "seed": i}, {"do_sample": True, "top_k": 5, "top_p": 0.9, "seed": 2 * i}, {}][i % 3]
+        return [{"temperature": 1.0, "seed": i}, {"do_sample": True, "top_k": 5, "top_p": 0.9, "seed": 2 * i}, {}][
+            i % 3
+        ]
 
     come_and_go(people(), Engine(people(), rows=5), options)
 
@@ -145,9 +147,7 @@ def test_a_diverged_model_harms_nobody_else(people: Any) -> None:
     """Its keys are NaN, and lie where others' masked places do."""
     mine = dict(people())
     engine = Engine(mine, rows=2)
-    for tensor in engine.rows.own["bob"].values():
-        engine.rows.own["bob"] = {k: torch.full_like(t, torch.nan) for k, t in engine.rows.own["bob"].items()}
-        break
+    engine.rows.own["bob"] = {k: torch.full_like(t, torch.nan) for k, t in engine.rows.own["bob"].items()}
     asked = Asked(engine)
     asked.ask("bob", "a rather long text of a model that diverged", max_new_tokens=30)
     engine.step()
@@ -170,6 +170,7 @@ def test_a_further_users_memory_is_its_adapters(people: Any) -> None:
     size = sum(t.numel() for t in people()["ann"].tensors.values())
     held = [sum(t.numel() for own in e.rows.own.values() for t in own.values()) for e in (few, many)]
     assert held == [size, 3 * size]
-    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(few.network.parameters(), many.network.parameters()))
+    pairs = zip(few.network.parameters(), many.network.parameters(), strict=True)
+    assert all(a.data_ptr() == b.data_ptr() for a, b in pairs)
     stacked = [sum(t.numel() for t in e.rows.stacked.values()) for e in (few, many)]
     assert stacked == [2 * size, 2 * size]

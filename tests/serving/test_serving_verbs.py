@@ -77,7 +77,9 @@ def test_routes_and_comparisons_are_shown(runs: Path, typed: Any) -> None:
     assert "no local models here; --against RUN adds those of another run" in answer.out
     local = library.load(runs / "local-seed0").user("ann")
     text = next(text for text in "abcdefgh" if local.generate(text, max_new_tokens=5))
-    answer = typed(f"{text}\n/route\n/compare abc\n", runs / "local-seed0", *options[2:], "--against", runs / "local-seed0")
+    answer = typed(
+        f"{text}\n/route\n/compare abc\n", runs / "local-seed0", *options[2:], "--against", runs / "local-seed0"
+    )
     assert "no routers in this model" in answer.out
     assert "│ local" in answer.out or "┃ local" in answer.out
 
@@ -86,7 +88,10 @@ def test_mistakes_in_a_chat_do_not_end_it(runs: Path, typed: Any) -> None:
     text = f"/user eve\n/usre ann\n{'x' * 5000}\n/compare\n/clear\n/help\n"
     answer = typed(text, runs / "local-seed0")
     assert answer.code == 0
-    for told in ("no user 'eve'; there are: ann, bob, cem.", "no command '/usre'; /help lists them. Did you mean '/user'?"):
+    for told in (
+        "no user 'eve'; there are: ann, bob, cem.",
+        "no command '/usre'; /help lists them. Did you mean '/user'?",
+    ):
         assert told in answer.out
     assert "more than the 1,024 that the base reads at once" in answer.out
     assert "/compare: give a text" in answer.out
@@ -160,7 +165,9 @@ def test_keys_that_cannot_be_used(tmp_path: Path, content: Any, told: str) -> No
 
 def test_without_keys_only_loopback(tmp_path: Path) -> None:
     assert [is_loopback(h) for h in ("127.0.0.1", "localhost", "::1", "[::1]", "127.9.9.9")] == [True] * 5
-    assert [is_loopback(h) for h in ("0.0.0.0", "::", "10.0.0.1", "example.org", "", "localhost.example.org")] == [False] * 6
+    assert [is_loopback(h) for h in ("0.0.0.0", "::", "10.0.0.1", "example.org", "", "localhost.example.org")] == [
+        False
+    ] * 6
     with pytest.raises(library.ComingleError, match=r"--host 0.0.0.0: without --keys only this machine may ask"):
         check_host("0.0.0.0", None)
     check_host("0.0.0.0", {"ann": "k" * 16})

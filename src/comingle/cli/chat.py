@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -192,10 +193,8 @@ class _Session:
 
 def _texts(read: Any) -> Iterator[str]:
     """What is typed: lines, those joined by a backslash, and blocks between triple quotes."""
-    try:
+    with suppress(ImportError):
         import readline  # noqa: F401  (arrow keys and earlier lines, where the system has it)
-    except ImportError:
-        pass
     while True:
         try:
             text = read(False)

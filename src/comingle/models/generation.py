@@ -112,7 +112,8 @@ def _generate(
 
     device = ids.device
     rows = [
-        chooser_of(sampling, len(prompt_ids) - start, ends, device) for prompt_ids, start in zip(ids, starts, strict=True)
+        chooser_of(sampling, len(prompt_ids) - start, ends, device)
+        for prompt_ids, start in zip(ids, starts, strict=True)
     ]
 
     def choose(tokens: Tensor, scores: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,13 +18,14 @@ from starlette.exceptions import HTTPException
 
 from comingle.errors import ComingleError
 from comingle.serving import engine as engines
-from comingle.serving.answers import DONE, Answer, Choice, event
-from comingle.serving.engine import Engine, Piece
+from comingle.serving.answers import Answer
+from comingle.serving.engine import Engine
 from comingle.serving.errors import Refused, no_model, wrong
 from comingle.serving.keys import Keys, is_loopback
 from comingle.serving.limits import Limits, Rates
 from comingle.serving.prompts import Prompts
 from comingle.serving.schemas import ChatRequest, CompletionRequest, RouteRequest
+from comingle.serving.talk import Talk, stream, while_connected, whole
 from comingle.serving.worker import Overloaded, Worker
 
 PAGE = Path(__file__).parent / "page" / "index.html"
@@ -117,7 +118,9 @@ class Service:
         """The page, which is told whether it needs a key."""
         text = PAGE.read_text(encoding="utf-8")
         text = text.replace("<html ", "<html data-keys ", 1) if self.keys.needed else text
-        return HTMLResponse(text, headers={"Content-Security-Policy": NOTHING_ELSE, "X-Content-Type-Options": "nosniff"})
+        return HTMLResponse(
+            text, headers={"Content-Security-Policy": NOTHING_ELSE, "X-Content-Type-Options": "nosniff"}
+        )
 
     async def models(self, request: Request) -> dict[str, Any]:
         """The users whose models the key opens."""
@@ -142,7 +145,8 @@ class Service:
         asked = await self._read(request, ChatRequest)
         self._admit(request, asked.model)
         prompt, ends = self._told_wrong(
-            lambda: (self.prompts.of_messages([m.plain() for m in asked.messages]), self.prompts.chat_ends()), "messages"
+            lambda: (self.prompts.of_messages([m.plain() for m in asked.messages]), self.prompts.chat_ends()),
+            "messages",
         )
         return await self._answer(request, asked, [prompt], ends)
 
@@ -182,13 +186,17 @@ class Service:
     def _require_room(self, prompt: int, new: int) -> None:
         most = self.engine.most_tokens
         if most is not None and prompt + new > most:
-            told = f"this model reads at most {most:,} tokens; the prompt has {prompt:,}, and {new:,} new ones were asked"
+            told = (
+                f"this model reads at most {most:,} tokens; the prompt has {prompt:,}, and {new:,} new ones were asked"
+            )
             raise Refused(400, f"{told} for", code="context_length_exceeded", param="messages")
 
     def _new_tokens(self, prompt: int, wanted: int | None) -> int:
         """How many new tokens an answer may have: what was asked for, or what there is room for."""
         if wanted is not None and wanted > self.limits.max_tokens:
-            raise Refused(400, f"max_tokens: got {wanted:,}; allowed: up to {self.limits.max_tokens:,}", param="max_tokens")
+            raise Refused(
+                400, f"max_tokens: got {wanted:,}; allowed: up to {self.limits.max_tokens:,}", param="max_tokens"
+            )
         most = self.engine.most_tokens
         room = self.limits.max_tokens if most is None else min(self.limits.max_tokens, most - prompt)
         new = max(1, room) if wanted is None else wanted
@@ -227,83 +235,7 @@ class Service:
         talk.requests, stops = requests, self.engine.ends(requests[0])
         if asked.stream:
             usage = asked.stream_options is not None and asked.stream_options.include_usage
-            events = _stream(talk, answer, stops, usage=usage)
+            events = stream(talk, answer, stops, usage=usage)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        choices = await _while_connected(http, _whole(talk, stops))
+        choices = await while_connected(http, whole(talk, stops))
         return Response(status_code=499) if choices is None else JSONResponse(answer.whole(choices))
-
-
-class Talk:
-    """The way of pieces from the engine's thread to the event loop."""
-
-    def __init__(self) -> None:
-        self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece]]()
-        self.requests: list[engines.Request] = []
-
-    def teller(self, number: int) -> Callable[[Piece], None]:
-        """Hands over the pieces of one text."""
-
-        def tell(piece: Piece) -> None:
-            if not self.loop.is_closed():
-                self.loop.call_soon_threadsafe(self.queue.put_nowait, (number, piece))
-
-        return tell
-
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """All pieces of all texts; whoever stops listening has them all cancelled."""
-        left = len(self.requests)
-        try:
-            while left:
-                number, piece = await self.queue.get()
-                if piece.error is not None:
-                    raise Refused(500, "the model failed on this; the server's log says why")
-                left -= piece.finish is not None
-                yield number, piece
-        finally:
-            for request in self.requests:
-                request.cancelled = True
-
-
-async def _whole(talk: Talk, ends: Sequence[int]) -> list[Choice]:
-    choices = [Choice() for _ in talk.requests]
-    async with aclosing(talk.pieces()) as pieces:
-        async for number, piece in pieces:
-            choices[number].add(piece, ends)
-    return choices
-
-
-async def _stream(talk: Talk, answer: Answer, ends: Sequence[int], *, usage: bool) -> AsyncIterator[str]:
-    choices = [Choice() for _ in talk.requests]
-    try:
-        async with aclosing(talk.pieces()) as pieces:
-            if answer.chat:
-                yield answer.chunk([answer.first(number) for number in range(len(choices))])
-            async for number, piece in pieces:
-                choice = choices[number]
-                at = len(choice.text)
-                said = choice.add(piece, ends)
-                if piece.text or piece.finish or (answer.probable and said):
-                    yield answer.chunk([answer.part(number, piece.text, said, piece.finish, at)])
-    except Refused as error:
-        yield event(error.body())
-        return
-    if usage:
-        yield answer.chunk([], answer.usage(choices))
-    yield DONE
-
-
-async def _while_connected(http: Request, work: Any) -> Any:
-    """What ``work`` comes to; None where the client goes away first, and then it is cancelled."""
-
-    async def gone() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0].done() else None
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -101,9 +101,10 @@ class Engine:
             raise DataError(f"no user {request.name!r}; there are: {', '.join(self.people)}")
         longest = len(request.prompt) + request.sampling.max_new_tokens
         if self.most_tokens is not None and longest > self.most_tokens:
+            new = request.sampling.max_new_tokens
             raise DataError(
-                f"the prompt has {len(request.prompt):,} tokens, with {request.sampling.max_new_tokens:,} new ones more "
-                f"than the {self.most_tokens:,} that the base reads at once"
+                f"the prompt has {len(request.prompt):,} tokens, with {new:,} new ones more than the "
+                f"{self.most_tokens:,} that the base reads at once"
             )
 
     def submit(self, request: Request) -> None:

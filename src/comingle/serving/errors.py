@@ -22,7 +22,13 @@ class Refused(Exception):
     """A request that is not answered."""
 
     def __init__(
-        self, status: int, message: str, *, code: str | None = None, param: str | None = None, after: float | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        after: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.param, self.after = status, code, param, after

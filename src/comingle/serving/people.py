@@ -13,7 +13,6 @@ from comingle.recipes import load_recipe
 from comingle.records import read_metrics
 from comingle.runs.api import load
 
-
 TURNS = ("conversations", "questions")
 """Kinds of data that are made of turns."""
 

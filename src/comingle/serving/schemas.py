@@ -21,7 +21,6 @@ def _joined(value: Any) -> Any:
 
 
 Stops = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list), Field(max_length=4)]
-Nothing = Literal[0] | None
 
 
 class _Strict(BaseModel):
