@@ -49,6 +49,9 @@ GEOMETRIC = "geometric_mean_test_perplexity"
 """Beside ``mean_test_perplexity``: the exponential of the mean loss over users, which one bad user does not rule."""
 
 
+PARTICIPANTS = "participants.json"
+"""In the run folder of a federation: how its users fare."""
+
 _NAME_MAX, _SHOWN = 255, 200
 
 
@@ -138,11 +141,16 @@ def describe_metrics(metrics: dict[str, Any]) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
+    """As :func:`write_bytes`, in UTF-8 with the system's line ends."""
+    write_bytes(path, text.replace("\n", os.linesep).encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
     """Write a file under a temporary name, then rename: a reader or a crash sees the old file or the new one."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}{DRAFT}")
     try:
-        with draft.open("x", encoding="utf-8") as file:  # the umask says who may read it
-            file.write(text)
+        with draft.open("xb") as file:  # the umask says who may read it
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)

@@ -16,13 +16,13 @@ import pytest
 import torch
 from tests.commands import Answer as CliAnswer
 from tests.federation.direct import Direct, Patience, federated, nodes_of
-from tests.federation.tiny import assert_same_end, one_base, tiny
+from tests.federation.tiny import assert_same_end, one_base, tasks_of, tiny
 
 from comingle.errors import RunError
 from comingle.federation import coordinator
 from comingle.federation.node import Node
 from comingle.federation.running import Plan, coordinate
-from comingle.protocol.messages import Upload
+from comingle.protocol.messages import Download, Upload
 from comingle.protocol.tasks import Answer, unpack_answer, unpack_task
 from comingle.protocol.wire import pack, unpack
 from comingle.recipes import parse_recipe
@@ -89,6 +89,34 @@ def test_a_server_that_stops_at_every_exchange_ends_with_the_same(name: str, tmp
     assert_same_end(channel, whole)
     assert without_times(ended) == without_times(metrics)
     assert told_in(server) == told_in(tmp_path / "whole" / "server")
+
+
+class Leaving(Direct):
+    """Bob goes after the second round's training; the server stops in the fourth round."""
+
+    gone = False
+
+    def present(self) -> Sequence[str]:
+        return [name for name in self.nodes if not (self.gone and name == "bob")]
+
+    def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
+        tasks = [unpack_task(task) for task in requests.values()]
+        self.gone |= any("evaluate" in task.todo for task in tasks)
+        if any("train" in task.todo and task.round == 3 for task in tasks):
+            raise Stopped
+        return super().exchange({n: task for n, task in requests.items() if n in self.present()}, timeout=timeout)
+
+
+def test_who_was_away_hears_of_the_round_that_was_judged(tmp_path: Path) -> None:
+    content = tiny(tmp_path, "fedavg", users=3, evaluation__select="best", evaluation__every=2, training__rounds=4)
+    plan, nodes = started(content, tmp_path / "away", Patience(round_timeout=0.1))
+    with pytest.raises(Stopped):
+        coordinate(plan, Leaving(nodes), tmp_path / "away" / "server")
+    back = Direct(nodes)
+    coordinate(plan, back, tmp_path / "away" / "server", resume=True)
+    verdict = next(unpack(task.messages[0]) for task in tasks_of(back, "bob") if "hear" in task.todo)
+    assert isinstance(verdict, Download)
+    assert verdict.version == 2
 
 
 TIMES = ("wall_seconds", "tokens_per_second", "peak_memory_bytes", "seconds")

@@ -16,7 +16,6 @@ import torch
 from tests.federation.direct import Direct
 from tests.golden.cases import method, text_recipe
 
-from comingle.federation import running
 from comingle.federation.node import Node
 from comingle.federation.own import Own
 from comingle.protocol.messages import Download, Upload
@@ -107,7 +106,6 @@ def one_base() -> Iterator[None]:
     load = cache(given.load_base)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(given, "load_base", load)
-        patch.setattr(running, "load_base", load)
         yield
 
 

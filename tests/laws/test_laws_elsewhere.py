@@ -23,7 +23,6 @@ from cases import NETS_ONLY, ONE_LORA, ROUTED, SMALL, TEXT_ONLY, VARIANTS, metho
 from tests.federation.direct import federated
 
 from comingle.engines.checkpoints import list_checkpoints
-from comingle.federation import running
 from comingle.methods import REGISTRY
 from comingle.recipes import parse_recipe
 from comingle.runs import api, given
@@ -54,7 +53,6 @@ def one_base() -> Iterator[None]:
     load = cache(given.load_base)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(given, "load_base", load)
-        patch.setattr(running, "load_base", load)
         yield
 
 

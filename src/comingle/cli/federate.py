@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from comingle.cli.options import Everybody, Force, Out, Quiet, RecipePath, Resume, Sets, default_folder, read_recipe
+from comingle.cli.options import (
+    Everybody,
+    Force,
+    Out,
+    Quiet,
+    RecipePath,
+    Resume,
+    Seed,
+    Sets,
+    default_folder,
+    read_recipe,
+)
 
 
 def federate(
     recipe: RecipePath,
     sets: Sets = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Random seed (default: the recipe's).")] = None,
+    seed: Seed = None,
     out: Out = None,
     resume: Resume = False,
     force: Force = False,
@@ -21,7 +28,7 @@ def federate(
 ) -> None:
     """Train the users of a recipe as a network would: a server, and for each user processes and a folder of its own."""
     read = read_recipe(recipe, sets, seed)
-    from comingle.cli.network import require_flower, speaker
+    from comingle.cli.network import require_flower, speaker, table_of_participants
 
     require_flower()
     from comingle.cli.progress import console
@@ -30,6 +37,7 @@ def federate(
     from comingle.terminal import words
 
     folder = out or default_folder(recipe, read.method.name, read.seed)
-    metrics = run(read, folder, resume=resume, force=force, say=speaker(quiet=quiet))
+    with table_of_participants(folder, everybody=everybody, quiet=quiet):
+        metrics = run(read, folder, resume=resume, force=force, say=speaker(quiet=quiet))
     console.print(render_run(metrics, everybody=everybody))
     console.print(words(f"{folder}/  metrics.json · events.jsonl · users/NAME/ (each user's own folder)", "dim"))

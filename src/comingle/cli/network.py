@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from comingle.errors import PluginError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def require_flower() -> None:
@@ -29,3 +35,22 @@ def speaker(*, quiet: bool) -> Callable[[str], None]:
             console.print(words(f"{time.strftime('%T')}  {line}"))
 
     return say
+
+
+@contextmanager
+def table_of_participants(folder: Path, *, everybody: bool, quiet: bool) -> Iterator[None]:
+    """In a terminal a table that changes, below the lines that are said; elsewhere those alone."""
+    from rich.live import Live
+
+    from comingle.cli.progress import console
+    from comingle.reports.participants import render_participants
+
+    if quiet or not console.is_terminal:
+        yield
+        return
+
+    def now() -> Table:
+        return render_participants(folder, everybody=everybody)
+
+    with Live(console=console, get_renderable=now, refresh_per_second=2, transient=True):
+        yield

@@ -19,6 +19,7 @@ RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe fil
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a key, as training.rounds=3.")
 ]
+Seed = Annotated[int | None, typer.Option("--seed", help="Random seed (default: the recipe's).")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing of progress.")]
 Everybody = Annotated[bool, typer.Option("--all", help="Show every user, however many there are.")]
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from comingle.cli.options import Everybody, Force, Out, Quiet, RecipePath, Resume, Sets, default_folder, read_recipe
+from comingle.cli.options import (
+    Everybody,
+    Force,
+    Out,
+    Quiet,
+    RecipePath,
+    Resume,
+    Seed,
+    Sets,
+    default_folder,
+    read_recipe,
+)
 
 if TYPE_CHECKING:
     from comingle.engines.client import Clients
@@ -16,7 +25,7 @@ if TYPE_CHECKING:
 def run(
     recipe: RecipePath,
     sets: Sets = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Random seed (default: the recipe's).")] = None,
+    seed: Seed = None,
     out: Out = None,
     resume: Resume = False,
     force: Force = False,

@@ -40,7 +40,7 @@ def server(
     if make_certificates is not None:
         _make(make_certificates, host, plan.users)
         return
-    from comingle.cli.network import speaker
+    from comingle.cli.network import speaker, table_of_participants
     from comingle.cli.progress import console
     from comingle.federation.serving import serve
     from comingle.reports.tables import render_run
@@ -48,7 +48,8 @@ def server(
 
     folder = out or Path("runs") / federation.stem
     say = speaker(quiet=quiet)
-    metrics = serve(federation, plan, folder, host=host, port=port, certificates=certificates, say=say)
+    with table_of_participants(folder, everybody=everybody, quiet=quiet):
+        metrics = serve(federation, plan, folder, host=host, port=port, certificates=certificates, say=say)
     console.print(render_run(metrics, everybody=everybody))
     console.print(words(f"{folder}/  metrics.json · events.jsonl", "dim"))
 

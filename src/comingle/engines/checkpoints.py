@@ -12,7 +12,8 @@ import json
 import math
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from comingle.engines.checksums import advise, list_checkpoints, resume_command, seal, verify
+from comingle.engines.clock import Clock
 from comingle.engines.server import LOWEST
 from comingle.engines.state import State
 from comingle.errors import RunError
@@ -50,6 +52,28 @@ class Progress:
     told_upload_bytes: int
     told_download_bytes: int
     user_rounds: int
+
+    @property
+    def clock(self) -> Clock:
+        """Goes on from there."""
+        return Clock(earlier_seconds=self.wall_seconds, **{key: getattr(self, key) for key in _COUNTED})
+
+
+_COUNTED = {one.name for one in fields(Clock)} & {one.name for one in fields(Progress)}
+
+
+def progress_of(
+    done: int, fingerprint: str, trainers: Sequence[str], *, clock: Clock | None = None, events_bytes: int = 0
+) -> Progress:
+    """How far a run has come after so many rounds; without a clock nothing has been counted."""
+    return Progress(
+        round=done,
+        fingerprint=fingerprint,
+        trainers=list(trainers),
+        events_bytes=events_bytes,
+        wall_seconds=clock.wall_seconds if clock is not None else 0.0,
+        **{key: getattr(clock or Clock(), key) for key in _COUNTED},
+    )
 
 
 def save_checkpoint(run: Path, layout: Layout, state: State, kept: Tree, progress: Progress) -> Path:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 from comingle.engines.client import Clients
 from comingle.engines.server import ServerHalf
@@ -55,17 +54,7 @@ class Clock:
     told_download_bytes: int = 0
     user_rounds: int = 0
     earlier_seconds: float = 0.0
-    started: float = 0.0
-
-    COUNTS: ClassVar = (
-        "train_seconds",
-        "tokens",
-        "upload_bytes",
-        "download_bytes",
-        "told_upload_bytes",
-        "told_download_bytes",
-        "user_rounds",
-    )
+    started: float = field(default_factory=time.perf_counter)
 
     @property
     def wall_seconds(self) -> float:

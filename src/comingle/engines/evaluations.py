@@ -77,18 +77,23 @@ def measured(score: AnyScore) -> dict[str, float]:
     return {f"test_{name}": value for name, value in score.measures.items()}
 
 
-def start_event(clients: Clients) -> dict[str, Any]:
-    """What a run says first: what it is, and how much everybody has."""
-    unit = clients.feed.unit
+def start_event(
+    method: Method, training: Training, base: str, users: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What a run says first: what it is, and how much everybody has, by :func:`amounts`."""
     return {
         "event": "start",
-        "method": clients.method.name,
-        "seed": clients.training.seed,
-        "base": clients.model.name,
-        "rounds": clients.training.rounds if clients.method.trains else 0,
-        "users": {u.name: {f"train_{unit}": len(u.train), f"test_{unit}": len(u.test)} for u in clients.users},
-        **clients.left_out,
+        "method": method.name,
+        "seed": training.seed,
+        "base": base,
+        "rounds": training.rounds if method.trains else 0,
+        "users": users,
     }
+
+
+def amounts(user: Any, unit: str) -> dict[str, int]:
+    """How much a user has, in the unit of its kind."""
+    return {f"train_{unit}": len(user.train), f"test_{unit}": len(user.test)}
 
 
 def measure_of(scores: Sequence[AnyScore]) -> str:

@@ -18,7 +18,7 @@ from comingle.methods.server import Received, ServerSetup
 from comingle.models.hardware import require_room
 from comingle.models.model import Model
 from comingle.protocol.compression import Format, expand
-from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Upload, fill_ranks
+from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Upload, fill_ranks, verdict
 from comingle.trees import ADAPTOR, STATISTICS, Layout, Tree, restrict
 
 VERSION, RANKS = "version", "ranks"
@@ -101,17 +101,12 @@ class ServerHalf:
         self.ranks[numbers] = upload.ranks
         self.version = upload.round
 
-    def judge(self, report: Upload) -> Download:
-        """What users hear of the validation losses that they have reported: whether the mean is the lowest so far."""
-        loss, count = fmean(report.reports[VALIDATION].tolist()), len(report.users)
-        lower = torch.full((count, 1), int(loss < self.lowest_loss))
+    def judge(self, report: Upload, users: Sequence[str] | None = None) -> Download:
+        """What those who have reported validation losses, or all of ``users``, hear of them."""
+        loss = fmean(report.reports[VALIDATION].tolist())
+        lowest = loss < self.lowest_loss
         self.lowest_loss = min(loss, self.lowest_loss)
-        return Download(
-            version=report.round,
-            users=report.users,
-            tensors={LOWEST: lower},
-            ranks=torch.zeros(count, dtype=torch.int64),
-        )
+        return verdict(users or report.users, report.round, lowest=lowest)
 
     def forget(self) -> None:
         """Keep nothing of what peers have sent, once all of them have been answered."""

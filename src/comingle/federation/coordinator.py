@@ -11,8 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from comingle.engines.clock import Clock
 from comingle.engines.events import Observer
 from comingle.engines.server import ServerHalf, start_server
@@ -20,7 +18,7 @@ from comingle.errors import MessageError, RunError
 from comingle.federation.public import House, Public
 from comingle.federation.telling import check_told
 from comingle.models.model import Model
-from comingle.protocol.messages import Download, validation_report
+from comingle.protocol.messages import Download
 from comingle.protocol.tasks import Answer, Task, unpack_answer
 from comingle.protocol.wire import pack
 from comingle.transports.channel import Channel
@@ -65,7 +63,7 @@ class Coordinator:
     clock: Clock = field(default_factory=Clock)
     serials: dict[str, int] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
-    verdicts: dict[str, bytes] = field(default_factory=dict)
+    verdicts: dict[str, Download] = field(default_factory=dict)
     away: set[str] = field(default_factory=set)
     """Who was waited for in vain, and is not waited for again before it is there."""
     joined: dict[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -140,8 +138,8 @@ class Coordinator:
                 self.versions[name] = self.server.version
             if "hear" in task.todo:
                 self.verdicts.pop(name, None)
-            self.clock.download_bytes += sum(len(message) for message in task.messages)
-            self.clock.upload_bytes += sum(len(message) for message in answers[name].messages)
+            self.clock.download_bytes += _length(task)
+            self.clock.upload_bytes += _length(answers[name])
         return answers
 
     def _with_messages(self, name: str, todo: Sequence[str], number: int, about: Mapping[str, Any]) -> Task:
@@ -152,7 +150,7 @@ class Coordinator:
             else:
                 steps.remove("receive")
         if name in self.verdicts:
-            messages.insert(0, self.verdicts[name])
+            messages.insert(0, pack(self.verdicts[name]))
             steps.insert(0, "hear")
         return self._task(name, tuple(steps), number=number, about=about, messages=tuple(messages))
 
@@ -202,7 +200,16 @@ class Coordinator:
                     self._complain(failed, name, answer.refused, gone=True)
                     continue
                 answers[name] = answer
-                self.observe({"event": "step", "advance": 1, "round": tasks[name].round + 1, "user": name})
+                self.observe(
+                    {
+                        "event": "step",
+                        "advance": 1,
+                        "round": tasks[name].round + 1,
+                        "user": name,
+                        "upload_bytes": _length(answer),
+                        "download_bytes": _length(tasks[name]),
+                    }
+                )
             if not pending - self.away or time.monotonic() + AGAIN_SECONDS > ends:
                 break
             if pending:
@@ -253,6 +260,10 @@ class Coordinator:
         failed[name] = why
 
 
+def _length(said: Task | Answer) -> int:
+    return sum(len(message) for message in said.messages)
+
+
 def new_coordinator(
     run: str, public: Public, house: House, channel: Channel, observe: Observer, patience: Patience
 ) -> Coordinator:
@@ -280,11 +291,3 @@ def new_coordinator(
     )
     coordinator.versions = dict.fromkeys(public.users, coordinator.first_version)
     return coordinator
-
-
-def verdicts_of(server: ServerHalf, losses: Mapping[str, float], done: int, names: Sequence[str]) -> dict[str, bytes]:
-    """What everybody is to hear of the validation losses after round ``done``."""
-    said = server.judge(validation_report(losses, done))
-    flag = {name: t[:1] for name, t in said.tensors.items()}
-    ranks = torch.zeros(1, dtype=torch.int64)
-    return {n: pack(Download(version=done, users=(n,), tensors=flag, ranks=ranks)) for n in names}

@@ -24,22 +24,22 @@ from comingle.data.names import name_problem
 from comingle.errors import RecipeError
 from comingle.federation.coordinator import Patience
 from comingle.federation.own import Own
+from comingle.federation.public import without_data
 from comingle.federation.running import Plan
 from comingle.recipes import parse_recipe
+from comingle.recipes.data import PATHS
 from comingle.recipes.fields import Count, Positive, Section
 from comingle.recipes.files import read_yaml
 from comingle.recipes.problems import first_problem
 from comingle.records import write_text
 
-_PATHS = ("path", "train", "valid", "test")
-
 
 class NetworkSection(Section):
     """How long the server waits, in seconds, and for how many."""
 
-    min_participants: Count = 1
-    round_timeout: Positive = 3600.0
-    join_timeout: Positive = 300.0
+    min_participants: Count = Patience.min_participants
+    round_timeout: Positive = Patience.round_timeout
+    join_timeout: Positive = Patience.join_timeout
 
 
 class Participant(Own):
@@ -89,10 +89,7 @@ def load_plan(path: Path) -> Plan:
 
 def save_plan(path: Path, plan: Plan) -> None:
     """Write a coordinator's file, which :func:`load_plan` reads."""
-    content = plan.recipe.model_dump(mode="json", exclude_unset=True)
-    options = {key: value for key, value in content["data"].items() if key not in ("users", "dataset", "given")}
-    content |= {"data": {**options, "kind": plan.recipe.data.kind}, "participants": list(plan.users)}
-    content["network"] = asdict(plan.patience)
+    content = without_data(plan.recipe) | {"participants": list(plan.users), "network": asdict(plan.patience)}
     content |= {"shapes": plan.settings} if plan.settings else {}
     write_text(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
@@ -143,7 +140,7 @@ def _anchored(folder: Path, data: Any) -> Any:
         return _existing(folder, data)
     if isinstance(data, Mapping):
         inner = data.get("dataset")
-        found = {key: _existing(folder, data[key]) for key in _PATHS if isinstance(data.get(key), str)}
+        found = {key: _existing(folder, data[key]) for key in PATHS if isinstance(data.get(key), str)}
         return {**data, **found, **({"dataset": _anchored(folder, inner)} if isinstance(inner, Mapping) else {})}
     return data
 

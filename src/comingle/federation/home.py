@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from comingle.engines.checkpoints import Progress, load_checkpoint, prune_checkpoints, save_checkpoint
+from comingle.engines.checkpoints import load_checkpoint, progress_of, prune_checkpoints, save_checkpoint
 from comingle.engines.checksums import list_checkpoints
 from comingle.engines.client import Clients
 from comingle.engines.state import State
@@ -24,12 +23,12 @@ from comingle.errors import BaseModelError, MessageError, RunError
 from comingle.federation.own import Own
 from comingle.federation.public import Public, build_house, read_public
 from comingle.kinds.base import Materials
-from comingle.models.digests import digest_tokenizer
+from comingle.models.base import digests_of
 from comingle.models.sources import is_public
 from comingle.protocol.tasks import unpack_answer
 from comingle.protocol.wire import unpack
 from comingle.recipes import Recipe, parse_recipe
-from comingle.records import DRAFT, told_in_one_line, write_json
+from comingle.records import DRAFT, told_in_one_line, write_bytes, write_json
 from comingle.runs.session import prepare
 
 logger = logging.getLogger("comingle")
@@ -46,6 +45,8 @@ class Home:
     folder: Path
     public: Public
     recipe: Recipe
+    read: Materials
+    """The user's own data, and the base."""
     clients: Clients
     first: State
     """What the user had before its first task."""
@@ -95,13 +96,8 @@ class Home:
             RunError: the disk does not take it; the state of before stays.
         """
         with told_in_one_line(self.folder):
-            _write(self._answer(serial, task), answer)
-        progress = Progress(
-            round=serial,
-            fingerprint=self.public.digest,
-            trainers=[trainer.name for trainer in self.clients.trainers],
-            **dict.fromkeys(_COUNTS, 0),
-        )
+            write_bytes(self._answer(serial, task), answer)
+        progress = progress_of(serial, self.public.digest, [trainer.name for trainer in self.clients.trainers])
         save_checkpoint(self.folder, self.clients.model.layout, self.clients.state, {}, progress)
         self.serial = serial
         prune_checkpoints(self.folder, KEPT)
@@ -138,19 +134,6 @@ class Home:
         return self.folder / "answers" / f"{serial:06d}-{hashlib.sha256(task).hexdigest()[:16]}.bin"
 
 
-_COUNTS = (
-    "events_bytes",
-    "train_seconds",
-    "wall_seconds",
-    "tokens",
-    "upload_bytes",
-    "download_bytes",
-    "told_upload_bytes",
-    "told_download_bytes",
-    "user_rounds",
-)
-
-
 def open_home(folder: Path, own: Own, public: Public) -> Home:
     """The user's part of a run, as it was left.
 
@@ -175,7 +158,7 @@ def open_home(folder: Path, own: Own, public: Public) -> Home:
     (folder / "answers").mkdir(exist_ok=True)
     if not (folder / PUBLIC).exists():
         write_json(folder / PUBLIC, public.as_dict())
-    home = Home(folder=folder, public=public, recipe=recipe, clients=clients, first=clients.state.copy())
+    home = Home(folder=folder, public=public, recipe=recipe, read=read, clients=clients, first=clients.state.copy())
     home.tidy()
     home.newest()
     return home
@@ -225,12 +208,7 @@ def _check_expected(own: Own, public: Public) -> None:
 
 
 def _check_base(public: Public, read: Materials) -> None:
-    base = read.base
-    here = {
-        "base": base.digest if base is not None else "",
-        "tokenizer": digest_tokenizer(base.tokenizer) if base is not None else "",
-    }
-    for what, mine in here.items():
+    for what, mine in digests_of(read.base).items():
         if mine != (theirs := getattr(public, what)):
             raise MessageError(
                 f"{what}: the server's is {theirs or 'none'}, this user's {mine or 'none'}; use the same"
@@ -249,20 +227,6 @@ def _check_settings(own: Own, public: Public, read: Materials) -> None:
 
 def _number(folder: Path) -> int:
     return int(folder.name.removeprefix("round-"))
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all, and on disk."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 def _is_whole(answer: bytes) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comingle.engines.checkpoints import Progress, save_checkpoint
+from comingle.engines.checkpoints import progress_of, save_checkpoint
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock
 from comingle.engines.evaluations import summarise
@@ -20,7 +20,7 @@ from comingle.federation.own import Own
 from comingle.inputs import write_inputs
 from comingle.recipes import Recipe
 from comingle.records import write_json, write_text
-from comingle.runs.session import build, describe, prepare
+from comingle.runs.session import build, describe
 
 MODEL = "model"
 
@@ -34,8 +34,7 @@ def keep_model(home: Home, own: Own) -> Path:
         ComingleError: the data or the base cannot be read any more, or the disk does not take it.
     """
     recipe = _of_one_user(home, own)
-    materials = prepare(recipe)
-    federation = build(recipe, materials)
+    federation = build(recipe, home.read)
     clients = federation.clients
     _fill(clients, home.clients)
     with finetuned(clients):
@@ -43,16 +42,9 @@ def keep_model(home: Home, own: Own) -> Path:
     folder = home.folder / MODEL
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
-    write_inputs(folder, describe(materials, recipe))
+    write_inputs(folder, describe(home.read, recipe))
     write_text(folder / "recipe.yaml", recipe.as_yaml())
-    progress = Progress(
-        round=metrics["rounds"],
-        fingerprint=recipe.fingerprint,
-        trainers=[own.name],
-        events_bytes=0,
-        wall_seconds=0.0,
-        **dict.fromkeys(Clock.COUNTS, 0),
-    )
+    progress = progress_of(metrics["rounds"], recipe.fingerprint, [own.name])
     save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)
     write_json(folder / "metrics.json", metrics)
     return folder

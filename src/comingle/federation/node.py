@@ -18,13 +18,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from comingle.engines.evaluations import measure_of, measured, users_metrics
+from comingle.engines.evaluations import amounts, measure_of, measured, users_metrics
 from comingle.engines.local import finetuned, finish, train
 from comingle.errors import ComingleError, DivergenceError, MessageError
 from comingle.federation.asking import check_address, check_task
@@ -32,7 +32,7 @@ from comingle.federation.checking import check_download, check_verdict
 from comingle.federation.home import Home, known_public, open_home
 from comingle.federation.keeping import MODEL, keep_model
 from comingle.federation.own import ENDED, Own
-from comingle.federation.public import read_public
+from comingle.federation.public import Public, read_public
 from comingle.protocol.messages import LOSS, LOWEST, Download, validation_report
 from comingle.protocol.tasks import Answer, Task, unpack_task
 from comingle.protocol.wire import pack, unpack
@@ -82,7 +82,7 @@ class Node:
                 f"run {task.run}: its recipe was {known.digest} when user {self.own.name!r} joined, and is "
                 f"{public.digest} now"
             )
-        home = self._enter(task.run, public.as_dict())
+        home = self._enter(task.run, public)
         self.say(what_leaves(home))
         told: dict[str, Any] = {
             "unit": home.clients.feed.unit,
@@ -91,8 +91,7 @@ class Node:
             "back": home.can_go_back_to()[0],
         }
         if self.own.tells == "all":
-            trainer, unit = home.clients.trainers[0], home.clients.feed.unit
-            told["amounts"] = {f"train_{unit}": len(trainer.train), f"test_{unit}": len(trainer.test)}
+            told["amounts"] = amounts(home.clients.trainers[0], home.clients.feed.unit)
         return Answer(run=task.run, serial=task.serial, user=task.user, told=told)
 
     def _answer(self, task: Task, data: bytes) -> Answer | bytes:
@@ -122,11 +121,11 @@ class Node:
         public = known_public(self._folder(run))
         if public is None:
             raise MessageError(f"run {run}: user {self.own.name!r} has not joined it")
-        return self._enter(run, public.as_dict())
+        return self._enter(run, public)
 
-    def _enter(self, run: str, public: Mapping[str, Any]) -> Home:
+    def _enter(self, run: str, public: Public) -> Home:
         if self._home is None or self._run != run:
-            self._home, self._run = open_home(self._folder(run), self.own, read_public(public)), run
+            self._home, self._run = open_home(self._folder(run), self.own, public), run
         return self._home
 
 

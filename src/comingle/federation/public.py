@@ -15,8 +15,7 @@ from comingle.errors import DataError, MessageError, RecipeError
 from comingle.kinds.base import Materials, kind_of, later
 from comingle.methods import make
 from comingle.methods.base import Method
-from comingle.models.base import Base
-from comingle.models.digests import digest_tokenizer
+from comingle.models.base import Base, digests_of
 from comingle.models.model import Model
 from comingle.protocol.wire import FORMAT
 from comingle.recipes import Recipe, parse_recipe
@@ -104,15 +103,16 @@ def public_part(recipe: Recipe, users: tuple[str, ...], settings: Mapping[str, A
         RecipeError: something in it cannot be done with users elsewhere; says why.
     """
     check_possible(recipe)
+    content = without_data(recipe)
+    public = {**content, "data": {**content["data"], "given": True}}
+    return replace(Public(recipe=public, users=users, settings=dict(settings)), **digests_of(base))
+
+
+def without_data(recipe: Recipe) -> dict[str, Any]:
+    """A recipe's content, whose ``data`` says what users have and not where."""
     content = recipe.model_dump(mode="json", exclude_unset=True)
     options = {key: value for key, value in content["data"].items() if key not in ("users", "dataset", "given")}
-    return Public(
-        recipe={**content, "data": {**options, "kind": recipe.data.kind, "given": True}},
-        users=users,
-        settings=dict(settings),
-        base=base.digest if base is not None else "",
-        tokenizer=digest_tokenizer(base.tokenizer) if base is not None else "",
-    )
+    return {**content, "data": {**options, "kind": recipe.data.kind}}
 
 
 def check_possible(recipe: Recipe) -> None:

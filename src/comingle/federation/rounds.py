@@ -12,8 +12,9 @@ from comingle.engines.evaluations import evaluation_event, metrics_of
 from comingle.engines.rounds import Due, due_in
 from comingle.engines.training import participants
 from comingle.errors import RunError
-from comingle.federation.coordinator import Coordinator, verdicts_of
+from comingle.federation.coordinator import Coordinator
 from comingle.federation.taking import take_in, validation_losses
+from comingle.protocol.messages import validation_report
 from comingle.protocol.tasks import Answer
 from comingle.records import Metrics
 
@@ -134,9 +135,9 @@ def _evaluated(coordinator: Coordinator, answers: Mapping[str, Answer], done: in
     losses = {} if silent else validation_losses(coordinator, answers, done)  # which have decided already
     event = evaluation_event(scores, _measure(told), done=done, iterations=done * coordinator.local_steps)
     if losses:
-        before = coordinator.server.lowest_loss
-        everyone = coordinator.public.users
-        coordinator.verdicts |= verdicts_of(coordinator.server, losses, done, everyone)
+        before, everyone = coordinator.server.lowest_loss, coordinator.public.users
+        said = coordinator.server.judge(validation_report(losses, done), everyone)
+        coordinator.verdicts |= dict(zip(everyone, said.split(), strict=True))
         if coordinator.server.lowest_loss < before:
             coordinator.best_round = done
         event["mean_valid_loss"] = fmean(losses.values())

@@ -14,27 +14,27 @@ import torch
 from comingle.engines.checkpoints import (
     Progress,
     load_checkpoint,
+    progress_of,
     prune_checkpoints,
     read_progress,
     save_checkpoint,
 )
 from comingle.engines.checksums import list_checkpoints
-from comingle.engines.clock import Clock
+from comingle.engines.evaluations import start_event
 from comingle.engines.events import EventLog, Observer
 from comingle.engines.state import State, initial_state
 from comingle.errors import RunError
+from comingle.federation.board import Board
 from comingle.federation.coordinator import Coordinator, Patience, new_coordinator
 from comingle.federation.public import House, Public, build_house, check_possible, public_part, read_public
 from comingle.federation.rounds import run_tasks
 from comingle.inputs import SPLITS, Inputs, UserInputs
 from comingle.kinds.base import kind_of
-from comingle.models.base import Base
-from comingle.models.language import load_base
-from comingle.protocol.messages import LOWEST, Download
-from comingle.protocol.wire import pack, unpack
+from comingle.protocol.messages import LOWEST, verdict
 from comingle.recipes import Recipe
 from comingle.records import GEOMETRIC, write_json
 from comingle.runs.folders import open_folder
+from comingle.runs.given import NOTHING
 from comingle.transports.channel import Channel
 from comingle.trees import Tree
 
@@ -69,7 +69,7 @@ def coordinate(
             answered.
     """
     check_possible(plan.recipe)
-    base = _load_base(plan.recipe)
+    base = NOTHING.load_base(plan.recipe) if kind_of(plan.recipe).needs_base else None
     public = public_part(plan.recipe, plan.users, plan.settings, base)
     house = build_house(public, public.whole_recipe(), base)
     inputs = Inputs(
@@ -83,13 +83,6 @@ def coordinate(
         return _run(public, house, plan, channel, folder, observers)
 
 
-def _load_base(recipe: Recipe) -> Base | None:
-    if not kind_of(recipe).needs_base:
-        return None
-    runtime = recipe.runtime
-    return load_base(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
-
-
 def _run(
     public: Public, house: House, plan: Plan, channel: Channel, folder: Path, observers: Sequence[Observer]
 ) -> dict[str, Any]:
@@ -97,7 +90,8 @@ def _run(
     newest = list_checkpoints(folder)[-1:] if known else []
     progress = read_progress(newest[0]) if newest else None
     log = EventLog(folder / "events.jsonl", keep_bytes=progress.events_bytes if progress else 0)
-    sinks = [log, *observers]
+    rounds = house.training.rounds if house.method.trains else 0
+    sinks = [log, Board(folder, plan.users, rounds), *observers]
 
     def observe(event: dict[str, Any]) -> None:
         for sink in sinks:
@@ -109,7 +103,7 @@ def _run(
             _restore(coordinator, newest[0], progress)
         coordinator.join()
         if log.size_bytes == 0 or progress is None:
-            observe(_start_event(coordinator))
+            observe(start_event(house.method, house.training, coordinator.model.name, _amounts(coordinator)))
 
         def save(done: int) -> None:
             log.to_disk()
@@ -137,57 +131,34 @@ def _named(folder: Path, public: Public) -> tuple[str, bool]:
     return run, False
 
 
-def _start_event(coordinator: Coordinator) -> dict[str, Any]:
-    house = coordinator.house
-    amounts = {name: dict(told["amounts"]) for name, told in coordinator.joined.items() if "amounts" in told}
-    return {
-        "event": "start",
-        "method": house.method.name,
-        "seed": house.training.seed,
-        "base": coordinator.model.name,
-        "rounds": house.training.rounds if house.method.trains else 0,
-        "users": {name: amounts.get(name, {}) for name in coordinator.public.users},
-    }
+def _amounts(coordinator: Coordinator) -> dict[str, dict[str, Any]]:
+    """How much everybody has, of those who tell."""
+    joined = coordinator.joined
+    return {name: dict(joined.get(name, {}).get("amounts", {})) for name in coordinator.public.users}
 
 
 # ---------------------------------------------------------------- the server's own state
 
 
 def _save(coordinator: Coordinator, folder: Path, done: int, events_bytes: int) -> None:
-    clock = coordinator.clock
-    progress = Progress(
-        round=done,
-        fingerprint=coordinator.public.digest,
-        trainers=list(coordinator.public.users),
-        events_bytes=events_bytes,
-        wall_seconds=clock.wall_seconds,
-        **{key: getattr(clock, key) for key in Clock.COUNTS},
-    )
+    public = coordinator.public
+    progress = progress_of(done, public.digest, public.users, clock=coordinator.clock, events_bytes=events_bytes)
     kept = coordinator.server.state | _own_tensors(coordinator)
     save_checkpoint(folder, coordinator.model.layout, _no_rows(coordinator), kept, progress)
     prune_checkpoints(folder, KEPT)
 
 
 def _own_tensors(coordinator: Coordinator) -> Tree:
-    names = coordinator.public.users
-    verdicts = [_flag(coordinator.verdicts.get(name)) for name in names]
+    names, said = coordinator.public.users, coordinator.verdicts
     numbers = {
         "serials": [coordinator.serials[name] for name in names],
         "versions": [coordinator.versions[name] + 1 for name in names],  # counts, which are never negative
-        "verdicts": verdicts,
+        "verdicts": [1 + int(said[name].tensors[LOWEST]) if name in said else 0 for name in names],
+        "verdict_rounds": [said[name].version if name in said else 0 for name in names],
         "local_steps": coordinator.local_steps,
         "best_round": coordinator.best_round,
     }
     return {_OWN + name: torch.tensor(value) for name, value in numbers.items()}
-
-
-def _flag(verdict: bytes | None) -> int:
-    """0: there is none; else one more than what it says."""
-    if verdict is None:
-        return 0
-    message = unpack(verdict)
-    assert isinstance(message, Download)
-    return 1 + int(next(iter(message.tensors.values())))
 
 
 def _restore(coordinator: Coordinator, checkpoint: Path, progress: Progress) -> None:
@@ -199,16 +170,9 @@ def _restore(coordinator: Coordinator, checkpoint: Path, progress: Progress) -> 
     coordinator.serials = dict(zip(names, own["serials"].tolist(), strict=True))
     coordinator.versions = dict(zip(names, (own["versions"] - 1).tolist(), strict=True))
     coordinator.local_steps, coordinator.best_round = int(own["local_steps"]), int(own["best_round"])
-    for name, flag in zip(names, own["verdicts"].tolist(), strict=True):
-        if flag:
-            coordinator.verdicts[name] = _verdict(name, flag - 1, progress.round)
-    counted = {key: getattr(progress, key) for key in Clock.COUNTS}
-    coordinator.clock = Clock(earlier_seconds=progress.wall_seconds, **counted)
-
-
-def _verdict(name: str, flag: int, done: int) -> bytes:
-    ranks = torch.zeros(1, dtype=torch.int64)
-    return pack(Download(version=done, users=(name,), tensors={LOWEST: torch.tensor([[flag]])}, ranks=ranks))
+    said = zip(names, own["verdicts"].tolist(), own["verdict_rounds"].tolist(), strict=True)
+    coordinator.verdicts = {name: verdict([name], done, lowest=flag > 1) for name, flag, done in said if flag}
+    coordinator.clock = progress.clock
 
 
 def _no_rows(coordinator: Coordinator) -> State:

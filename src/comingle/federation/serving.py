@@ -36,13 +36,12 @@ def serve(
     if certificates is not None:
         files = read_certificates(certificates)
         secure = Certificates(authority=files.authority, certificate=files.certificate, key=files.key)
-        keys = dict(files.users)
-        if strange := [name for name in plan.users if name not in keys]:
+        if strange := [name for name in plan.users if name not in files.users]:
             raise RecipeError(
                 f"{certificates}: no key of {', '.join(strange)}; `comingle server {file} --make-certificates "
                 f"{certificates}` makes the missing ones"
             )
-        keys = {name: keys[name] for name in plan.users}
+        keys = {name: files.users[name] for name in plan.users}
     link = SuperLink(folder=folder, say=say, host=host, port=port, certificates=secure, keys=keys)
     say(f"listening on {host}:{link.port} for {len(plan.users)} participants: {', '.join(plan.users)}")
     coordinate(link, {"federation": str(file.absolute()), "users": spell(plan.users)})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from comingle.models.digests import digest_all, digest_folder, digest_model
+from comingle.models.digests import digest_all, digest_folder, digest_model, digest_tokenizer
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger("comingle")
@@ -53,3 +53,10 @@ def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
     eos, bos, pad = (getattr(ids, f"{key}_token_id", None) for key in ("eos", "bos", "pad"))
     pad = eos if pad is None else pad
     model.generation_config = GenerationConfig(eos_token_id=eos, bos_token_id=bos, pad_token_id=pad, use_cache=True)
+
+
+def digests_of(base: Base | None) -> dict[str, str]:
+    """Of a base and of its tokenizer, by what each is called; empty where users train nets."""
+    if base is None:
+        return {"base": "", "tokenizer": ""}
+    return {"base": base.digest, "tokenizer": digest_tokenizer(base.tokenizer)}

@@ -86,6 +86,16 @@ def validation_report(losses: Mapping[str, float], done: int) -> Upload:
     )
 
 
+def verdict(users: Sequence[str], done: int, *, lowest: bool) -> Download:
+    """What users hear of that: whether their mean validation loss after ``done`` rounds is the lowest so far."""
+    return Download(
+        version=done,
+        users=tuple(users),
+        tensors={LOWEST: torch.full((len(users), 1), int(lowest))},
+        ranks=torch.zeros(len(users), dtype=torch.int64),
+    )
+
+
 Message = TypeVar("Message", Upload, Download)
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,7 +76,7 @@ def unpack_task(data: bytes) -> Task:
         MessageError: not such bytes.
     """
     words, messages = _unpack("task", data)
-    try:
+    with _refused("task"):
         return Task(
             run=str(words["run"]),
             serial=int(words["serial"]),
@@ -85,8 +86,6 @@ def unpack_task(data: bytes) -> Task:
             about=dict(words["about"]),
             messages=messages,
         )
-    except _WRONG as error:
-        raise MessageError(f"task: not one of comingle's ({type(error).__name__}: {error})") from None
 
 
 def unpack_answer(data: bytes) -> Answer:
@@ -96,7 +95,7 @@ def unpack_answer(data: bytes) -> Answer:
         MessageError: not such bytes.
     """
     words, messages = _unpack("answer", data)
-    try:
+    with _refused("answer"):
         return Answer(
             run=str(words["run"]),
             serial=int(words["serial"]),
@@ -104,8 +103,6 @@ def unpack_answer(data: bytes) -> Answer:
             told=dict(words["told"]),
             messages=messages,
         )
-    except _WRONG as error:
-        raise MessageError(f"answer: not one of comingle's ({type(error).__name__}: {error})") from None
 
 
 def _pack(kind: str, run: str, serial: int, user: str, words: Mapping[str, Any], messages: tuple[bytes, ...]) -> bytes:
@@ -125,19 +122,26 @@ def _unpack(kind: str, data: bytes) -> tuple[dict[str, Any], tuple[bytes, ...]]:
     start = _PREFIX.size + length
     if zlib.crc32(data[_PREFIX.size : start]) != check:
         raise MessageError(f"{kind}: its checksum is wrong, so something has changed on the way")
-    try:
+    with _refused(kind):
         words = json.loads(data[_PREFIX.size : start], parse_constant=_refuse)
         lengths = [int(one) for one in words["lengths"]]
         if words["kind"] != kind:
             raise MessageError(f"{kind}: got one of kind {words['kind']!r}")
-    except _WRONG as error:
-        if isinstance(error, MessageError):
-            raise
-        raise MessageError(f"{kind}: not one of comingle's ({type(error).__name__}: {error})") from None
     if min(lengths, default=0) < 0 or start + sum(lengths) != len(data):
         raise MessageError(f"{kind}: has {len(data)} bytes and says that it has {start + sum(lengths)}")
     ends = [start + sum(lengths[: i + 1]) for i in range(len(lengths))]
     return words, tuple(data[end - size : end] for end, size in zip(ends, lengths, strict=True))
+
+
+@contextmanager
+def _refused(kind: str) -> Iterator[None]:
+    """Whatever is wrong with words is the message's fault."""
+    try:
+        yield
+    except MessageError:
+        raise
+    except _WRONG as error:
+        raise MessageError(f"{kind}: not one of comingle's ({type(error).__name__}: {error})") from None
 
 
 def _refuse(constant: str) -> None:

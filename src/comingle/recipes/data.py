@@ -16,6 +16,9 @@ from comingle.recipes.fields import Fraction, Section
 GROUP = "comingle.kinds"
 """Under which entry points plug-ins offer sections of kinds of their own."""
 
+PATHS = ("path", "train", "valid", "test")
+"""Keys that say where a user's own data is."""
+
 Anchor = Callable[[Any], Any]
 """Makes a relative path, or every one of a list, absolute where it exists beside the recipe."""
 

@@ -15,13 +15,14 @@ from comingle.engines.checkpoints import (
     Progress,
     list_checkpoints,
     load_checkpoint,
+    progress_of,
     prune_checkpoints,
     read_progress,
     save_checkpoint,
 )
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock
-from comingle.engines.evaluations import start_event, summarise
+from comingle.engines.evaluations import amounts, start_event, summarise
 from comingle.engines.events import EventLog, Observer, tensorboard
 from comingle.engines.naming import check_names, reorder, reorder_kept
 from comingle.engines.optimizers import OptimizerSettings
@@ -33,8 +34,7 @@ from comingle.inputs import Inputs, UserInputs
 from comingle.kinds.base import Materials, kind_of
 from comingle.kinds.language import as_settings
 from comingle.methods import make
-from comingle.models.base import Base
-from comingle.models.digests import digest_tokenizer
+from comingle.models.base import Base, digests_of
 from comingle.recipes import Recipe
 from comingle.recipes.unused import changed, check_used
 from comingle.records import GEOMETRIC, finite, write_json
@@ -119,14 +119,8 @@ def describe(materials: Materials, recipe: Recipe) -> Inputs:
         )
         for i, user in enumerate(materials.users)
     }
-    base = materials.base
-    return Inputs(
-        kind=materials.kind.name,
-        base=base.digest if base is not None else "",
-        tokenizer=digest_tokenizer(base.tokenizer) if base is not None else "",
-        users=users,
-        settings=materials.kind.settings(materials),
-    )
+    settings = materials.kind.settings(materials)
+    return Inputs(kind=materials.kind.name, **digests_of(materials.base), users=users, settings=settings)
 
 
 # -------------------------------------------------------------------- build
@@ -219,9 +213,7 @@ def execute(
     clock, start, kept, clients = Clock(), 0, 0, federation.clients
     if folder is not None and resume and list_checkpoints(folder):
         progress = restore(federation, folder, recipe)
-        start, kept = progress.round, progress.events_bytes
-        counted = {key: getattr(progress, key) for key in Clock.COUNTS}
-        clock = Clock(earlier_seconds=progress.wall_seconds, **counted)
+        start, kept, clock = progress.round, progress.events_bytes, progress.clock
     log = EventLog(folder / "events.jsonl", keep_bytes=kept) if folder else None
     board = tensorboard(folder / "tensorboard") if folder else None
     sinks = [sink for sink in (log, board, *observers) if sink is not None]
@@ -237,19 +229,14 @@ def execute(
         if folder is None or log is None:
             return
         log.to_disk()
-        progress = Progress(
-            round=done,
-            fingerprint=recipe.fingerprint,
-            trainers=[trainer.name for trainer in clients.trainers],
-            events_bytes=log.size_bytes,
-            wall_seconds=clock.wall_seconds,
-            **{key: getattr(clock, key) for key in Clock.COUNTS},
-        )
+        names = [trainer.name for trainer in clients.trainers]
+        progress = progress_of(done, recipe.fingerprint, names, clock=clock, events_bytes=log.size_bytes)
         save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)
         prune_checkpoints(folder, recipe.checkpoints.keep)
 
     if (log is not None and log.size_bytes == 0) or start == 0:  # a log that was lost begins anew
-        observe(start_event(clients))
+        users = {user.name: amounts(user, clients.feed.unit) for user in clients.users}
+        observe(start_event(clients.method, clients.training, clients.model.name, users) | clients.left_out)
     try:
         scores = run_rounds(federation, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
         metrics = summarise(clients, scores, clock).as_dict() | clients.left_out

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from comingle.data.names import name_problem
-from comingle.recipes.data import Anchor, DataSection, SplitSection
+from comingle.recipes.data import PATHS, Anchor, DataSection, SplitSection
 from comingle.recipes.fields import Count, Section, Source, TokenLimit
 from comingle.recipes.unread import ON_LANGUAGE
 
@@ -64,7 +64,6 @@ class DatasetSource(UsersRows):
     max_documents: Count | None = None
 
 
-PATHS = ("path", "train", "valid", "test")
 _LIMIT = "a whole number from 1, or a mapping of names to such numbers"
 
 
