@@ -216,6 +216,17 @@ def test_a_server_that_is_killed_answers_the_same_again(runs: Path) -> None:
     assert sorted((path, path.stat().st_mtime_ns) for path in runs.rglob("*")) == before
 
 
+@pytest.mark.slow
+def test_the_pages_example_runs_as_it_is_printed(runs: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    code = page.split("```python\n")[1].split("```")[0]
+    with served(runs, "--method", "comigs-1g1s", "--port", 0) as (_, url):
+        code = code.replace("http://127.0.0.1:8000", url).replace('"ada"', '"ann"')
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.rstrip().rpartition(" ")[2].isdecimal()
+
+
 def test_a_port_in_use_is_one_line(runs: Path, comingle: Any) -> None:
     import socket
 
