@@ -7,6 +7,7 @@ line:
 - ``same_texts``: how many of the greedy texts are the same both ways (in float32 all, in bfloat16 ties are rounding's);
 - ``bytes_per_user``: what the process has grown by for each of 32 further users, and ``adapter_bytes``, their adapters.
 
+``--alone exported`` takes exported checkpoints for the one-by-one way, ``adapted`` each user's model over the one base.
 Both ways see the same prompts and threads, in turns; the middle one of ``--repeats`` counts.
 """
 
@@ -16,9 +17,13 @@ import argparse
 import gc
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -86,10 +91,23 @@ def at_once(engine: Engine, prompts: Mapping[str, list[int]], new: int) -> dict[
     return said
 
 
-def one_by_one(people: Mapping[str, PersonalModel], prompts: Mapping[str, list[int]], new: int) -> dict[str, list[int]]:
+def exported(people: Mapping[str, PersonalModel]) -> dict[str, Any]:
+    """Everybody's model as a checkpoint of transformers' own classes, loaded again."""
+    from transformers import AutoModelForCausalLM
+
+    networks = {}
+    for name, person in people.items():
+        with tempfile.TemporaryDirectory() as folder:
+            person.export(Path(folder) / "model", format="transformers")
+            dtype = person.model.base.dtype
+            networks[name] = AutoModelForCausalLM.from_pretrained(Path(folder) / "model", dtype=dtype).eval()
+    return {name: partial(nullcontext, network) for name, network in networks.items()}
+
+
+def one_by_one(networks: Mapping[str, Any], prompts: Mapping[str, list[int]], new: int) -> dict[str, list[int]]:
     said = {}
     for name, prompt in prompts.items():
-        with people[name].generating() as network, torch.inference_mode():
+        with networks[name]() as network, torch.inference_mode():
             ids = torch.tensor([prompt])
             generate: Any = network.generate
             out = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
@@ -125,6 +143,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--alone", choices=["adapted", "exported"], default="adapted")
     parser.add_argument("--cpu-time", action="store_true", help="processor time: where others use the machine")
     args = parser.parse_args()
     clock = time.process_time if args.cpu_time else time.perf_counter
@@ -132,13 +151,14 @@ def main() -> None:
     people = people_of(args.base, args.method, args.users, args.dtype)
     engine = Engine(people, rows=args.users)
     prompts = {name: list(engine.tokenizer(PROMPTS[i % 8])["input_ids"]) for i, name in enumerate(people)}
+    networks = exported(people) if args.alone == "exported" else {name: one.generating for name, one in people.items()}
     at_once(engine, prompts, 4)
-    one_by_one(people, prompts, 4)
+    one_by_one(networks, prompts, 4)
     served, alone, same = [], [], 0
     for _ in range(args.repeats):
         speed, together = timed(lambda: at_once(engine, prompts, args.new), clock)
         served.append(speed)
-        speed, apart = timed(lambda: one_by_one(people, prompts, args.new), clock)
+        speed, apart = timed(lambda: one_by_one(networks, prompts, args.new), clock)
         alone.append(speed)
         same = sum(together[name] == apart[name] for name in people)
     own = next(iter(engine.rows.own.values()))
