@@ -39,6 +39,7 @@ from comingle.recipes import parse_recipe
 from comingle.runs.results import Run
 from comingle.runs.session import build
 from comingle.serving.engine import Engine, Request
+from comingle.serving.rows import lay_out
 
 PROMPTS = (
     "The harbour was quiet that morning, and",
@@ -150,8 +151,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     people = people_of(args.base, args.method, args.users, args.dtype)
     engine = Engine(people, rows=args.users)
+    names = list(people)
     prompts = {name: list(engine.tokenizer(PROMPTS[i % 8])["input_ids"]) for i, name in enumerate(people)}
     networks = exported(people) if args.alone == "exported" else {name: one.generating for name, one in people.items()}
+    lay_out(engine.people[names[0]].model.base.model)
     at_once(engine, prompts, 4)
     one_by_one(networks, prompts, 4)
     served, alone, same = [], [], 0

@@ -19,6 +19,8 @@ ROOM = 256
 """Places are added so many at a time."""
 
 States = Float[Tensor, "rows heads places width"]
+Stores = Float[Tensor, "most heads room width"]
+Window = Float[Tensor, "rows heads window width"]
 
 
 class _Layer(DynamicLayer):
@@ -27,9 +29,9 @@ class _Layer(DynamicLayer):
     def __init__(self, cache: RowCache) -> None:
         super().__init__()
         self.cache = cache
-        self.stores: list[States] = []
+        self.stores: list[Stores] = []
 
-    def update(self, key_states: States, value_states: States, *args: Any, **kwargs: Any) -> tuple[States, States]:
+    def update(self, key_states: States, value_states: States, *args: Any, **kwargs: Any) -> tuple[Window, Window]:
         """Write a step behind the window, and return the window with it."""
         at, count = self.cache.stop, key_states.shape[-2]
         window = slice(self.cache.start, at + count)
@@ -110,7 +112,7 @@ class RowCache(Cache):
         self.begins = [begin + shift for begin in self.begins]
         self.start, self.stop, self.room = self.start + shift, stop, room
 
-    def _moved(self, store: States, stop: int, room: int) -> States:
+    def _moved(self, store: States, stop: int, room: int) -> Stores:
         moved = store.new_zeros(self.most, store.shape[1], room, store.shape[3])
         if rows := len(self.begins):
             moved[:rows, :, stop - (self.stop - self.start) : stop] = store[:rows, :, self.start : self.stop]

@@ -24,7 +24,7 @@ from comingle.models.greedy import can_pad, padded_attention
 from comingle.models.personal import PersonalModel
 from comingle.models.sampling import Sampling
 from comingle.serving.cache import RowCache
-from comingle.serving.rows import lay_out, rows_of
+from comingle.serving.rows import rows_of
 from comingle.serving.sampling import Chooser, Chosen
 from comingle.serving.writer import Writer
 
@@ -79,7 +79,6 @@ class Engine:
         most = rows if can_pad(base.model) else 1
         self.rows = rows_of(people, most)
         self.network = self.rows.network
-        lay_out(self.network)
         self.cache = RowCache(most)
         self.active: list[_Row] = []
         self.waiting: deque[Request] = deque()
