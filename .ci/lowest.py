@@ -10,7 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?:[>=]=(?P<version>[\d.]+))?")
+_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?:\[[\w,-]+\])?(?:[>=]=(?P<version>[\d.]+))?")
 
 
 def lowest(pyproject: Path) -> dict[str, str]:

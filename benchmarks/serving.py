@@ -92,7 +92,7 @@ def at_once(engine: Engine, prompts: Mapping[str, list[int]], new: int) -> dict[
     return said
 
 
-def exported(people: Mapping[str, PersonalModel]) -> dict[str, Any]:
+def exported(people: Mapping[str, Any]) -> dict[str, Any]:
     """Everybody's model as a checkpoint of transformers' own classes, loaded again."""
     from transformers import AutoModelForCausalLM
 

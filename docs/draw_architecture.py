@@ -66,7 +66,7 @@ def rooms() -> Graph:
     graph: Graph = {}
     for path in sorted(SOURCE.rglob("*.py")):
         own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-        if own == "__init__":
+        if own in ("__init__", "__main__"):
             continue
         room = group.get(own, own)
         wanted = {group.get(name, name) for name in imported(path)}

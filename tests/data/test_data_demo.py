@@ -7,8 +7,9 @@ import sys
 import pytest
 
 from comingle.data import demo
+from comingle.data.demo import read_demo
 from comingle.data.partition import UserText, find_overlap, split_by_fractions
-from comingle.data.sources import read_demo, read_documents
+from comingle.data.sources import read_documents
 from comingle.errors import DataError
 
 
@@ -51,7 +52,7 @@ def test_a_demo_user_reads_what_it_is_named_after(name: str, least: int, phrase:
 def test_demo_users_are_the_same_in_another_process():
     code = """if 1:
         import hashlib
-        from comingle.data.demo import DEMO_USERS
+        from comingle.data.demo import read_demo, DEMO_USERS
         print(hashlib.sha256(repr([read() for read in DEMO_USERS.values()]).encode()).hexdigest())"""
     runs = [
         subprocess.run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -69,6 +70,17 @@ def test_there_is_one_version() -> None:
     assert {version, comingle.__version__, citation["version"], heading[1]} == {version}
     assert citation["date-released"] == heading[2]
     assert citation["license"] == PROJECT["license"]
+
+
+def test_the_lowest_versions_are_those_of_every_requirement() -> None:
+    command = [sys.executable, REPOSITORY / ".ci" / "lowest.py", "torch==9.9"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    pins = dict(line.split("==") for line in printed.splitlines())
+    asked = [*PROJECT["dependencies"], *(one for extra in PROJECT["optional-dependencies"].values() for one in extra)]
+    assert {normal(name) for name in pins} == {normal(one) for one in asked}
+    assert pins["torch"] == "9.9"
+    assert pins["mkdocstrings"] == "0.30"  # asked for with an extra of its own, which a constraint may not name
+    assert pins["flwr"] == re.search(r"flwr>=([\d.]+),", str(asked))[1]  # type: ignore[index]
 
 
 def test_every_suite_that_the_makefile_names_is_there() -> None:

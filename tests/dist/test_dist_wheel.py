@@ -19,7 +19,7 @@ import pytest
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
 SMOKE = {
-    "base": "random:llama?layers=1&dim=16",
+    "base": "random:llama?layers=1&dim=32",
     "data.max_train_tokens": 4000,
     "data.max_valid_tokens": 500,
     "data.max_test_tokens": 500,
@@ -69,13 +69,18 @@ def test_both_have_what_they_should_and_nothing_else(built: Path, wheel: Path) -
     with tarfile.open(sdist) as archive:
         source = {name.partition("/")[2] for name in archive.getnames()}
     code = {path for path in tracked("src") if path != ".gitignore"}
-    recipes = {f"comingle/shipped_recipes/{path}" for path in tracked("recipes")}
+    # Those in folders are the papers'.
+    recipes = {f"comingle/{'papers/' * ('/' in path)}shipped_recipes/{path}" for path in tracked("recipes")}
     assert {name for name in packed if ".dist-info/" not in name} == code | recipes
     assert "comingle/py.typed" in packed
     assert any(name.endswith("licenses/LICENSE") for name in packed)
     assert {"LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "recipes/demo.yaml"} <= source
     allowed = set(tracked(".")) | {"PKG-INFO"}
     assert sorted(source - allowed) == []
+
+
+def test_the_index_would_take_both(built: Path) -> None:
+    ran(sys.executable, "-m", "twine", "check", "--strict", *built.iterdir(), at=built)
 
 
 def tracked(folder: str) -> list[str]:

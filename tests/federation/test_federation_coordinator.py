@@ -283,7 +283,7 @@ def test_too_few_end_the_run_in_one_line_and_it_goes_on(tmp_path: Path) -> None:
     plan, nodes = started(tiny(tmp_path, "fedavg", users=3, training__rounds=3), tmp_path / "few", patience)
     server = tmp_path / "few" / "server"
     nobody = Unsteady(nodes, away=dict.fromkeys(EVERYBODY, ALL_ROUNDS))
-    with pytest.raises(RunError, match=r"^0 of 3 users are there after 0.1 s; needed: 2$"):
+    with pytest.raises(RunError, match=r"^0 of 3 users have joined; needed: 2; network.join_timeout is 0.1 s$"):
         coordinate(plan, nobody, server)
     few = Unsteady(nodes, away={"ann": [2], "bob": [2]})
     with pytest.raises(RunError, match=r"^round 2: 1 of 3 participants answered in 0.1 s; needed: 2$"):

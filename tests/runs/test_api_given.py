@@ -96,6 +96,15 @@ def test_a_recipe_may_be_a_file_an_object_or_a_mapping_and_keeps_its_options(
     assert runs[0].metrics["users"]["ann"]["test_tokens"] == 59  # of data.max_test_tokens, the first is not predicted
 
 
+def test_options_of_the_data_may_stand_beside_the_users(options: dict[str, Any], texts: dict[str, list[str]]) -> None:
+    data = options.pop("data")
+    done = comingle.run(options | {"data": data}, users=texts)
+    assert computed(comingle.run(options, users=texts, data=data)) == computed(done)
+    assert computed(comingle.run(done.recipe, users=texts, data=data)) == computed(done)
+    message = refused(RecipeError, lambda: comingle.run(options, users=texts, data={"spilt": {}}))
+    assert "data.spilt" in message
+
+
 def test_tables_and_splits_are_text_too(options: dict[str, Any], texts: dict[str, list[str]]) -> None:
     datasets = pytest.importorskip("datasets")
     plain = comingle.run(options, users=texts)
@@ -124,9 +133,19 @@ def test_a_run_goes_on_with_the_same_texts_alone(
     assert "give users={...} again" in refused(DataError, lambda: comingle.run(tmp_path / "run"))
 
 
-def test_a_run_opens_without_its_texts_and_scores_with_them(
-    options: dict[str, Any], texts: dict[str, list[str]], tmp_path: Path
+def as_rows(texts: list[str]) -> list[dict[str, str]]:
+    return [{"prompt": f"{number}?", "response": text[:8].strip() or "-"} for number, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize("kind", ["text", "conversations"])
+def test_a_run_opens_without_its_data_and_scores_with_it(
+    comingle_command: Any, options: dict[str, Any], texts: dict[str, Any], tmp_path: Path, kind: str
 ) -> None:
+    other = ["something else"] * 30
+    if kind == "conversations":
+        options["data"] = {"split": {"valid": 0.2, "test": 0.2}}
+        options["training"] = {"rounds": 1, "batch_size": 2, "context": 64}
+        texts, other = {name: as_rows(texts[name][0].split()[:12]) for name in NAMES}, as_rows(other)
     done = comingle.run(options, users=texts, out=tmp_path / "run")
     opened = comingle.load(tmp_path / "run")
     assert opened.user("ann").generate("a", max_new_tokens=3) == done.user("ann").generate("a", max_new_tokens=3)  # type: ignore[union-attr]
@@ -134,8 +153,23 @@ def test_a_run_opens_without_its_texts_and_scores_with_them(
     whole = comingle.load(tmp_path / "run", users=texts)
     scores = [score.measures["perplexity"] for score in whole.federation.clients.evaluate()]
     assert scores == [done.metrics["users"][name]["test_perplexity"] for name in NAMES]
-    wrong = comingle.load(tmp_path / "run", users=texts | {"ann": ["something else"] * 30})
+    wrong = comingle.load(tmp_path / "run", users=texts | {"ann": other})
     assert "user 'ann'" in refused(RunError, wrong.federation.clients.evaluate)
+    # The command line has no data to give: it says so, and counts without.
+    for verb, *words in (("run", "--out", tmp_path / "again"), ("cost",), ("data",)):
+        found = comingle_command(verb, tmp_path / "run", *words)
+        assert found.code == 2
+        assert "a program handed them over, so nothing says where they are; give users={...} again" in found.err
+    assert "3 users: user 1, user 2, user 3" in comingle_command("cost", tmp_path / "run", "--users", "3").out
+
+
+def test_a_handed_base_cannot_be_counted(comingle_command: Any, texts: dict[str, Any], tmp_path: Path) -> None:
+    base = load_base(BASE, dtype="float32", device="cpu")
+    training = {"rounds": 1, "local_steps": 1, "context": 16}
+    comingle.run(users=texts, base=(base.model, base.tokenizer), training=training, out=tmp_path / "run")  # type: ignore[arg-type]
+    found = comingle_command("cost", tmp_path / "run", "--users", "3")
+    assert (found.code, found.err.count("\n")) == (2, 1)
+    assert "base: a program handed it over" in found.err
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from comingle.cli.compare import compare
 from comingle.cli.cost import cost
 from comingle.cli.data import data
 from comingle.cli.demo import demo
+from comingle.cli.export import export
 from comingle.cli.federate import federate
 from comingle.cli.methods import methods
 from comingle.cli.plot import plot
@@ -35,7 +36,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (demo, run, compare, methods, data, cost, show, report, plot, chat, serve, federate, server, client):
+for verb in (
+    demo, run, compare, methods, data, cost, show, report, plot, export, chat, serve, federate, server, client,
+):  # fmt: skip
     app.command()(verb)
 
 
@@ -54,6 +57,16 @@ class _Formatter(logging.Formatter):
         return printable(super().format(record), keep="\n\t")
 
 
+_AGAIN = {
+    **dict.fromkeys(("client", "server"), "; the same command goes on from where it was"),
+    **dict.fromkeys(
+        ("compare", "demo", "federate", "reproduce", "run"),
+        "; the same command with --resume goes on from the last checkpoint",
+    ),
+}
+"""How a verb that was interrupted goes on; others have nothing to go on with."""
+
+
 def main() -> None:
     """Entry point: a user's mistake is one line and exit code 2, an interruption is 130, a bug of ours a traceback."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -65,7 +78,7 @@ def main() -> None:
     except (KeyboardInterrupt, SystemExit) as stop:  # typer turns the former into the latter, with code 130
         if isinstance(stop, SystemExit) and stop.code != 130:
             raise
-        print("\ncomingle: stopped; the same command with --resume goes on from the last checkpoint", file=sys.stderr)
+        print(f"\ncomingle: stopped{_AGAIN.get(sys.argv[1] if sys.argv[1:] else '', '')}", file=sys.stderr)
         raise SystemExit(130) from None
     except Exception as error:
         if (line := _line(error)) is None:

@@ -11,10 +11,9 @@ from comingle.costing.footprint import process_bytes
 from comingle.costing.passes import Rehearsal, rehearse
 from comingle.costing.records import MethodCost, Plan
 from comingle.costing.stacked import Base, Load, count_stacked, measured_base
-from comingle.costing.summaries import summarise, with_method
+from comingle.costing.summaries import check_count, summarise, with_method
 from comingle.data.samples import SPLITS
 from comingle.engines.client import Clients
-from comingle.errors import RecipeError
 from comingle.evaluation.costs.memory import free_bytes
 from comingle.kinds.base import kind_of
 from comingle.kinds.samples.population import Population
@@ -32,8 +31,7 @@ def plan_nets(recipes: Sequence[Recipe], users: int | None = None) -> Plan:
         DataError: somebody's samples cannot be read.
     """
     if users is not None:
-        if users < 1:
-            raise RecipeError(f"--users: got {users}; allowed: whole numbers from 1")
+        check_count(users)
         recipes = [kind_of(recipe).of_users(recipe, users) for recipe in recipes]
     population = prepare(recipes[0]).common
     plain = rehearse_nets(with_method(recipes[0], "fedavg"), population)

@@ -17,11 +17,11 @@ from comingle.costing.passes import rehearse
 from comingle.costing.records import MethodCost, Plan
 from comingle.costing.stacked import Base as BaseFlops
 from comingle.costing.stacked import count_stacked, text_load
-from comingle.costing.summaries import summarise, with_method
+from comingle.costing.summaries import check_count, summarise, with_method
 from comingle.data.pack import UserData
 from comingle.engines.client import Clients, batch_size
 from comingle.engines.training import portions
-from comingle.errors import RecipeError
+from comingle.errors import DataError
 from comingle.evaluation.costs.memory import free_bytes
 from comingle.evaluation.costs.paper import Account, Difference, Sizes, table3
 from comingle.kinds.base import kind_of
@@ -32,6 +32,7 @@ from comingle.models.base import Base
 from comingle.models.skeleton import load_skeleton
 from comingle.recipes import Recipe
 from comingle.recipes.unused import check_used
+from comingle.runs.given import HANDED_OVER, NOTHING
 from comingle.runs.session import check_method, training_settings
 from comingle.transports.inprocess import InProcess, federate
 
@@ -59,9 +60,10 @@ def plan(
         check_used(one)
     if (kind := kind_of(recipe)).read_for_costs:
         return plan_nets(recipes, users)
-    small, note = kind.check_here(recipes) if users is None else (set[str](), "")
-    recipes, notes = zip(*(kind.as_text(one) for one in recipes), strict=True)
-    recipe, note = recipes[0], notes[0] or note
+    check_count(users)
+    _check_given(recipe, users)
+    recipes, small, note = kind.as_text(recipes, users)
+    recipe = recipes[0]
     names = tuple(name for name in user_names(recipe, users) if name not in small)
     runtime = recipe.runtime
     base = load_skeleton(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
@@ -85,16 +87,20 @@ def plan(
     )
 
 
+def _check_given(recipe: Recipe, users: int | None) -> None:
+    """What a program handed over is not here; costs of a base by name need no more than the number of users."""
+    NOTHING.check_base(recipe)
+    if recipe.data.given and users is None:
+        raise DataError(f"{HANDED_OVER}; to count without their data, say how many users there are: --users N")
+
+
 def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:
     """Who the users are, without reading text where that can be helped.
 
     Raises:
-        RecipeError: a number of users below 1.
         DataError: they are groups of rows that cannot be read.
     """
     if users is not None:
-        if users < 1:
-            raise RecipeError(f"--users: got {users}; allowed: whole numbers from 1")
         return tuple(f"user {i + 1}" for i in range(users))
     return kind_of(recipe).names_of(recipe)
 

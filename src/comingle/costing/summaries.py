@@ -11,6 +11,7 @@ from comingle.costing.messages import count_exchanges
 from comingle.costing.passes import Rehearsal, memory
 from comingle.costing.records import MemoryCost, MethodCost, UserCost
 from comingle.engines.training import Portions
+from comingle.errors import RecipeError
 from comingle.methods import settings_beside
 from comingle.recipes import Recipe
 
@@ -24,6 +25,16 @@ def with_method(recipe: Recipe, name: str, for_all: Mapping[str, Any] = MappingP
     return recipe.with_changes(
         {"method": {"name": name, **settings}, "training.participation": 1.0, "runtime.compile": False}
     )
+
+
+def check_count(users: int | None) -> None:
+    """Whether there can be so many users.
+
+    Raises:
+        RecipeError: there cannot.
+    """
+    if users is not None and users < 1:
+        raise RecipeError(f"--users: got {users}; allowed: whole numbers from 1")
 
 
 def summarise(stage: Rehearsal, users: Sequence[UserCost], free: int) -> MethodCost:

@@ -12,6 +12,7 @@ import re
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from importlib.metadata import distributions
 from itertools import accumulate
 from pathlib import Path
@@ -20,8 +21,9 @@ from typing import Any
 
 from comingle.data.files import join_paragraphs, split_paragraphs
 from comingle.data.shingles import drop_near_duplicates, split_words
-from comingle.errors import DataError
+from comingle.errors import DataError, did_you_mean
 
+DEMO_PREFIX = "demo:"
 _USER_CHARACTERS = 400_000
 _DOCUMENT_CHARACTERS = 20_000
 # Below this a docstring is a signature or a pointer to another docstring.
@@ -145,3 +147,21 @@ def _read_or_none(path: Path) -> str | None:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
+
+
+def read_demo(name: str) -> list[str]:
+    """The documents of a demo user, named as ``demo:NAME`` or ``NAME``.
+
+    Raises:
+        DataError: no demo user of that name.
+    """
+    name = name.removeprefix(DEMO_PREFIX)
+    if name not in DEMO_USERS:
+        raise DataError(f"no demo user {name!r}; there are: {', '.join(DEMO_USERS)}.{did_you_mean(name, DEMO_USERS)}")
+    return list(_read_once(name))
+
+
+@cache
+def _read_once(name: str) -> tuple[str, ...]:
+    """Looking through installed packages takes a second or two."""
+    return tuple(DEMO_USERS[name]())

@@ -1,4 +1,7 @@
-"""Files with a JSON mapping on every line."""
+"""Files with a JSON mapping on every line, read without the package ``datasets``, which not everybody installs.
+
+For rows that say more than a text; :mod:`comingle.data.sources` reads the text of files in any format.
+"""
 
 from __future__ import annotations
 

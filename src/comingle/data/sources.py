@@ -11,20 +11,18 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from comingle.data.demo import DEMO_USERS
+from comingle.data.demo import DEMO_PREFIX, read_demo
 from comingle.data.files import check_regular, read_text_file, read_text_folder, warn_longer
 from comingle.data.formats import BUILDERS, COMPRESSIONS, builder_of, is_saved, looks_like_path
 from comingle.data.hub import HUB_PREFIX, parse_hub_name
 from comingle.data.names import name_problem
 from comingle.data.rows import Rows, choose_columns, choose_users, describe, iterate_batches, iterate_rows, list_names
-from comingle.errors import DataError, NoTextError, did_you_mean
+from comingle.errors import DataError, NoTextError
 
-_DEMO_PREFIX = "demo:"
 _LOCAL_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 
 Groups = dict[str, dict[str, list[str]]]
@@ -49,7 +47,7 @@ def read_documents(path: str | Path, *, column: str = "text", most: int | None =
         NoTextError: no text at all.
         DataError: no such path or column, what is neither file nor folder, or an unreadable file.
     """
-    if str(path).startswith(_DEMO_PREFIX):
+    if str(path).startswith(DEMO_PREFIX):
         return read_demo(str(path))
     if str(path).startswith(HUB_PREFIX):
         documents = _read_rows(str(path), column, parse_hub_name(str(path)).documents, most)
@@ -60,24 +58,6 @@ def read_documents(path: str | Path, *, column: str = "text", most: int | None =
     if not documents:
         raise NoTextError(f"{path}: no text in it, a user needs at least one document")
     return documents
-
-
-def read_demo(name: str) -> list[str]:
-    """The documents of a demo user, named as ``demo:NAME`` or ``NAME``.
-
-    Raises:
-        DataError: no demo user of that name.
-    """
-    name = name.removeprefix(_DEMO_PREFIX)
-    if name not in DEMO_USERS:
-        raise DataError(f"no demo user {name!r}; there are: {', '.join(DEMO_USERS)}.{did_you_mean(name, DEMO_USERS)}")
-    return list(_demo_documents(name))
-
-
-@cache
-def _demo_documents(name: str) -> tuple[str, ...]:
-    """Read once: looking through installed packages takes a second or two."""
-    return tuple(DEMO_USERS[name]())
 
 
 def read_dataset(

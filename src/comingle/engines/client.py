@@ -12,23 +12,22 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from comingle.engines.cohort import Cohort
 from comingle.engines.feeds import Feed
 from comingle.engines.scoring import AnyScore, Models, Scorer
-from comingle.engines.state import State, initial_state
+from comingle.engines.state import State, initial_state, true_clusters
 from comingle.engines.steps import Steps
 from comingle.engines.training import Portions, Training
-from comingle.errors import DataError, RecipeError
+from comingle.errors import DataError
 from comingle.methods.base import Method
 from comingle.models.hardware import require_bytes
 from comingle.models.model import Model
 from comingle.protocol.compression import RESIDUAL, compress
 from comingle.protocol.messages import COUNT, LOSS, LOWEST, Download, Upload, fill_ranks
 from comingle.protocol.wire import packed_bytes
-from comingle.routers.mixtures import NEVER
 from comingle.trees import CLIENT_ROUTER, Tree, assign, restrict
 
 Population = Sequence[Any]
@@ -121,16 +120,9 @@ class Clients:
             state.versions -= 1
         mixture = method.placement.mixture
         if mixture is not None and mixture.optimal:
-            layout.views(state.rows)[CLIENT_ROUTER].copy_(self._true_clusters(mixture.clusters))
+            known = [getattr(trainer, "cluster", None) for trainer in self.trainers] * copies
+            layout.views(state.rows)[CLIENT_ROUTER].copy_(true_clusters(method.name, known, mixture.clusters))
         return state
-
-    def _true_clusters(self, clusters: int) -> Float[Tensor, "rows clusters"]:
-        """Logits whose softmax is exactly one-hot at each trainer's true cluster."""
-        known = [getattr(trainer, "cluster", None) for trainer in self.trainers] * self.method.placement.copies
-        if any(cluster is None for cluster in known):
-            raise RecipeError(f"method {self.method.name}: needs users whose true clusters are known, as in made tasks")
-        clusters_of_rows = torch.tensor(known) % clusters
-        return torch.full((len(clusters_of_rows), clusters), NEVER).scatter(1, clusters_of_rows.unsqueeze(1), 0.0)
 
     def _check_validation(self) -> None:
         if not any(len(user.valid) for user in self.users):

@@ -10,6 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from comingle.data.seeds import generator
+from comingle.errors import RecipeError
+from comingle.routers.mixtures import NEVER
 from comingle.trees import Layout, Tree
 
 MOMENTS = frozenset({"first", "second"})
@@ -133,3 +135,15 @@ def draw(
         if only is None or bool(only[span].any()):
             drawn[span] = slot.init(slot.shape, generator(seed, owner, "init", slot.name)).flatten()
     return drawn
+
+
+def true_clusters(method: str, known: Sequence[int | None], clusters: int) -> Float[Tensor, "rows clusters"]:
+    """Logits whose softmax is exactly one-hot at each row's true cluster.
+
+    Raises:
+        RecipeError: somebody's is not known, and ``method`` needs it.
+    """
+    if any(cluster is None for cluster in known):
+        raise RecipeError(f"method {method}: needs users whose true clusters are known, as in made tasks")
+    at = torch.tensor(known) % clusters
+    return torch.full((len(at), clusters), NEVER).scatter(1, at.unsqueeze(1), 0.0)

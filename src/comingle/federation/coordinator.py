@@ -100,8 +100,9 @@ class Coordinator:
         for name, answer in self._exchange(tasks, self.patience.join_timeout).items():
             self._welcome(name, answer)
         if len(self.joined) < self.patience.min_participants:
-            there = f"{len(self.joined)} of {len(self.public.users)} users are there"
-            raise RunError(f"{there} after {self.patience.join_timeout:g} s; needed: {self.patience.min_participants}")
+            there = f"{len(self.joined)} of {len(self.public.users)} users have joined"
+            waits = f"network.join_timeout is {self.patience.join_timeout:g} s"
+            raise RunError(f"{there}; needed: {self.patience.min_participants}; {waits}")
 
     def _welcome(self, name: str, answer: Answer) -> None:
         self.joined[name] = answer.told

@@ -192,13 +192,15 @@ class Kind(ABC):
         """The recipe with so many users, where their number alone decides on the costs that are read for."""
         return recipe
 
-    def check_here(self, recipes: Sequence[Recipe]) -> tuple[set[str], str]:
-        """What a run would refuse of data that lies on this machine: who would be left out, and a note."""
-        return set(), ""
+    def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
+        """Recipes of several methods, with text that costs as much, where costs are counted in tokens.
 
-    def as_text(self, recipe: Recipe) -> tuple[Recipe, str]:
-        """A recipe with text that costs as much, where costs are counted in tokens; and a note."""
-        return recipe, ""
+        Who would be left out comes with them, and a note. With a number of ``users`` their data may be out of reach.
+
+        Raises:
+            DataError: what a run would refuse of data that lies on this machine.
+        """
+        return list(recipes), set(), ""
 
 
 def kind_of(recipe: Recipe) -> Kind:

@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from comingle.errors import RecipeError
 from comingle.methods.base import Method
-from comingle.methods.client import ROUTERS, Phase
-from comingle.methods.mixtures import TRAINED, ClusterSteps, Entropic, WarmUp, client_mixture
+from comingle.methods.client import ROUTERS, Cohort, Part, Phase
+from comingle.methods.mixtures import TRAINED, ClusterSteps, Entropic, client_mixture
 from comingle.methods.settings import CountOrNone, Models, NotNegative, Positive
 from comingle.routers.mixtures import ClientMixture
+
+
+@dataclass(frozen=True)
+class WarmUp(Part):
+    """The router takes some steps before the others, at the start of each round; maybe from what it was at first."""
+
+    steps: int
+    forget: bool
+    roles = ROUTERS
+
+    @property
+    def resets(self) -> bool:
+        """Whether it asks for the router of before any training."""
+        return self.forget
+
+    def begin(self, cohort: Cohort) -> None:
+        """Forget, then warm up."""
+        if self.forget:
+            cohort.reset(ROUTERS)
+        for phase in self.before:
+            cohort.take_steps(phase)
+
+    @property
+    def before(self) -> tuple[Phase, ...]:
+        """The router's steps."""
+        return (Phase(roles=ROUTERS, steps=self.steps, optimizer="router"),) if self.steps else ()
 
 
 def floral(

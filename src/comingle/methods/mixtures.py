@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import ROUTERS, Client, Cohort, Part, Phase
+from comingle.methods.client import Client, Cohort, Part, Phase
 from comingle.methods.server import MODEL, MeanByCluster, Received, Reported, Server, model_of
 from comingle.routers.mixtures import ClientMixture
 from comingle.trees import ADAPTOR, BASE, BASE_STATISTICS, CLIENT_ROUTER, Tree
@@ -54,32 +54,6 @@ class ReportMixture(Part):
     def reports(self) -> Mapping[str, Reported]:
         """Shares of the components."""
         return {"mixture": Reported(shape=(self.mixture.clusters,), most=1.0 + 1e-4)}
-
-
-@dataclass(frozen=True)
-class WarmUp(Part):
-    """The router takes some steps before the others, at the start of each round; maybe from what it was at first."""
-
-    steps: int
-    forget: bool
-    roles = ROUTERS
-
-    @property
-    def resets(self) -> bool:
-        """Whether it asks for the router of before any training."""
-        return self.forget
-
-    def begin(self, cohort: Cohort) -> None:
-        """Forget, then warm up."""
-        if self.forget:
-            cohort.reset(ROUTERS)
-        for phase in self.before:
-            cohort.take_steps(phase)
-
-    @property
-    def before(self) -> tuple[Phase, ...]:
-        """The router's steps."""
-        return (Phase(roles=ROUTERS, steps=self.steps, optimizer="router"),) if self.steps else ()
 
 
 class Entropic(Part):

@@ -30,6 +30,7 @@ __all__ = [
     "fast_bf16",
     "lm_head",
     "load_base",
+    "quiet_transformers",
     "resolve_device",
     "resolve_dtype",
 ]
@@ -47,7 +48,7 @@ def load_base(name: str, *, dtype: str = "auto", device: str = "auto", attention
     place = resolve_device(device)
     number = resolve_dtype(dtype, place)
     style = resolve_attention(attention, place)
-    with _quiet_transformers():
+    with quiet_transformers():
         if name.startswith(PREFIX):
             _require_room(name)
             model = random_base(name, dtype=number, attention=style, seed=seed)
@@ -72,7 +73,7 @@ def _require_room(name: str) -> None:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No progress bars, reports or advice from transformers meanwhile; its settings are put back."""
     from transformers.utils import logging
 

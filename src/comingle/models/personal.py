@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
@@ -18,6 +19,9 @@ from comingle.errors import DataError, RecipeError
 from comingle.evaluation.perplexity import Score, score_streams
 from comingle.evaluation.routing import Routing, pieces, route
 from comingle.models.adapted import AdaptedModel
+from comingle.models.export.card import About
+from comingle.models.export.exporting import Exported, export
+from comingle.models.export.sources import Source
 from comingle.models.generation import continue_texts, max_places
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.owning import merge_adapters, why_not_merged
@@ -33,12 +37,16 @@ else:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PersonalModel:
-    """Speaks and scores as one user's model. ``row`` is the user's row in the federation."""
+    """Speaks and scores as one user's model. ``row`` is the user's row in the federation.
+
+    ``about`` is what its run knows of it, for :meth:`export`.
+    """
 
     name: str
     model: AdaptedModel | MixedLanguageModel
     tensors: Tree
     row: int
+    about: About | None = None
 
     def __repr__(self) -> str:
         return f"PersonalModel({self.name!r} on {self.model.base.name})"
@@ -80,6 +88,31 @@ class PersonalModel:
                 "models of one expert (as of fedit) and client-level mixtures can"
             )
         return merge_adapters(self.model, self.tensors, self.row)
+
+    def export(
+        self, folder: str | Path, *, format: str = "transformers", dtype: str | None = None, force: bool = False
+    ) -> Exported:
+        """Write the model to a folder that other programs open, with a model card and the tokenizer.
+
+        Args:
+            folder: which must not exist, unless ``force`` replaces an earlier export.
+            format: "transformers" (a plain model, or the sparse mixture that the base's family has), "peft" (one LoRA),
+                "gguf" (for llama.cpp), or "merged-approximately" (a plain model with gates fixed at their mean over
+                the user's validation text, on which the loss is measured).
+            dtype: float32, bfloat16 or float64; for GGUF float32, bfloat16 or q8_0; None is the base's.
+            force: replace what an export has written there.
+
+        Raises:
+            DataError: the model cannot be exported in this format, with the reason and the format that can.
+            RunError: an unknown format or number format, or the folder cannot be written to.
+        """
+        own = {name: getattr(self, name) for name in ("name", "model", "tensors", "row", "about")}
+        with torch.no_grad():
+            return export(Source(**own, logits=self._logits), Path(folder), format=format, dtype=dtype, force=force)
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        with self.generating() as network, torch.compiler.set_stance("force_eager"):
+            return network(input_ids=tokens.to(self.model.base.device), use_cache=False).logits
 
     @overload
     def generate(

@@ -33,6 +33,7 @@ AnyMethod = str | Method | Make | Mapping[str, Any]
 Loss = Callable[..., Tensor]
 """Of outputs and targets, one number a sample."""
 
+HANDED_OVER = "users: a program handed them over, so nothing says where they are; give users={...} again, in Python"
 _BASES = "a name, (model, tokenizer) of transformers, or a function that makes an nn.Module"
 
 
@@ -58,7 +59,7 @@ class Given:
             RecipeError: a function is for samples, and there are none.
         """
         if recipe.data.given and self.users is None:
-            raise DataError("users: a program handed them over, so nothing says where they are; give users={...} again")
+            raise DataError(HANDED_OVER)
         self.check_base(recipe)
 
     def check_base(self, recipe: Recipe) -> None:
@@ -131,6 +132,8 @@ def recipe_with(
         content = recipe.model_dump(mode="json", exclude_unset=True) if isinstance(recipe, Recipe) else recipe or {}
         read = parse_recipe(marked(content))
     name = base if isinstance(base, str) else GIVEN if given.loaded is not None else None
+    if given.users is not None and "data" in changes:  # whose options it may replace, and not who they are
+        changes = {**changes, **_with_users({"data": changes["data"]}, given.users)}
     named = {"base": name, "method": method}
     changed = {**{key: value for key, value in named.items() if value is not None}, **changes}
     return read.with_changes(changed) if changed else read

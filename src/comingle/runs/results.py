@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from comingle.data.samples import SPLITS
 from comingle.engines.checkpoints import personal_tensors
 from comingle.engines.local import finetuned
 from comingle.errors import DataError, RunError
 from comingle.kinds.base import kind_of
+from comingle.models.export.card import About, Gates, Losses
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import PersonalNet
 from comingle.recipes import Recipe
@@ -21,6 +23,8 @@ from comingle.transports.inprocess import InProcess
 
 if TYPE_CHECKING:
     import pandas
+
+_COUNTS = tuple(f"{split}_{unit}" for split in SPLITS for unit in ("tokens", "samples"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +77,29 @@ class Run:
         row, model = clients.row_of[self.users.index(name)], clients.model
         with finetuned(clients, members=clients.owners([row])):
             tensors = {k: t.to(model.dtype) for k, t in personal_tensors(model.layout, clients.state, row).items()}
-        return kind_of(self.recipe).personal(name, model, tensors, clients.owners([row])[0])
+        person = kind_of(self.recipe).personal(name, model, tensors, clients.owners([row])[0])
+        return replace(person, about=self._about(name)) if isinstance(person, PersonalModel) else person
+
+    def _about(self, name: str) -> About:
+        clients = self.federation.clients
+        known = self.metrics.get("users", {}).get(name, {})
+        scores = {key: value for key, value in known.items() if key.startswith("test_") and isinstance(value, float)}
+        counts = {key: known[key] for key in _COUNTS if known.get(key)}
+
+        def validate(losses: Losses, gates: Gates | None) -> Any:
+            user = clients.users[self.users.index(name)]
+            if not len(user.valid):
+                raise DataError(f"user {name!r}: no validation data")
+            return clients.steps.feed.score(losses, [user.valid], [0], clients.portions, gates)[0]
+
+        return About(
+            method=self.metrics.get("method", self.recipe.method.name),
+            kind=self.recipe.data.label,
+            users=len(self.users),
+            counts=counts,
+            scores=scores,
+            validate=validate,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -96,14 +97,14 @@ def _fit(encoded: Encoded, context: int, cuts: bool, counts: Counter[str]) -> En
     return Encoded(tokens=tokens, responses=tuple(kept), references=references)
 
 
-def find_small(users: Sequence[UserAnswers], *, needs_validation: bool) -> dict[str, str]:
+def find_small(users: Sequence[Any], *, needs_validation: bool) -> dict[str, str]:
     """Who lacks conversations that will be used, and which."""
     wanted = ("train", "valid", "test") if needs_validation else ("train", "test")
     small = {user.name: [split for split in wanted if not len(getattr(user, split))] for user in users}
     return {name: f"no conversations in {' and '.join(splits)}" for name, splits in small.items() if splits}
 
 
-def check_small(users: Sequence[UserAnswers], *, needs_validation: bool) -> None:
+def check_small(users: Sequence[Any], *, needs_validation: bool) -> None:
     """Whether everybody has the conversations that will be used; all who have not are named at once.
 
     Raises:
@@ -116,13 +117,15 @@ def check_small(users: Sequence[UserAnswers], *, needs_validation: bool) -> None
         raise DataError(f"{count}{list_small(small)}{advice}")
 
 
-def leave_out(users: Sequence[UserAnswers], *, needs_validation: bool) -> tuple[list[UserAnswers], Mapping[str, str]]:
-    """Users with enough conversations, and what each of the others lacks, which a warning says.
+def enough(data: ConversationsSection, users: Sequence[Any], validates: bool) -> tuple[list[Any], Mapping[str, str]]:
+    """All users; or those with enough conversations where others are left out, which a warning says, and their lack.
 
     Raises:
-        DataError: nobody has enough.
+        DataError: nobody would be left.
     """
-    small = find_small(users, needs_validation=needs_validation)
+    if data.on_small_user != "skip":
+        return list(users), {}
+    small = find_small(users, needs_validation=validates)
     if len(small) == len(users):
         raise DataError(f"all {len(users)} users have too few conversations: {list_small(small)}")
     if small:

@@ -13,15 +13,17 @@ from comingle.data.records import field_of, read_records
 from comingle.data.samples import SPLITS
 from comingle.engines.client import Clients, batch_size
 from comingle.engines.training import Training
+from comingle.errors import DataError
 from comingle.kinds.base import LoadBase, Materials, always_there, count_trainers
-from comingle.kinds.conversations.encoding import check_small, encode_users, leave_out
+from comingle.kinds.conversations.checking import count_here
+from comingle.kinds.conversations.encoding import check_small, encode_users, enough
 from comingle.kinds.conversations.feed import AnswerFeed
 from comingle.kinds.conversations.preview import preview_answers, preview_conversations
 from comingle.kinds.conversations.reading import UserConversations, adopt_users, has_messages, read_users
 from comingle.kinds.conversations.rows import Columns
 from comingle.kinds.conversations.section import ConversationsSection
 from comingle.kinds.language import language_model, tokenizer_of
-from comingle.kinds.text.kind import LanguageKind
+from comingle.kinds.text.kind import LanguageKind, anybody_validates
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.model import Model
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 NOTE = "Conversations count as long as the context, the most that training on them can cost."
+ABSENT_NOTE = f"{NOTE} How many there are is not known, so a round has one batch ({{}})."
 
 
 class AnswersKind(LanguageKind):
@@ -111,7 +114,7 @@ class ConversationsKind(AnswersKind):
     ) -> Materials:
         data, base = section(recipe), load_base()
         users = encode_users(data, read, tokenizer_of(base), recipe.training.context)
-        users, skipped = leave_out(users, needs_validation=validates) if data.on_small_user == "skip" else (users, {})
+        users, skipped = enough(data, users, validates)
         texts = tuple(_as_text(user) for user in read if user.name not in skipped)
         return Materials(kind=self, base=base, users=tuple(users), texts=texts, skipped=skipped)
 
@@ -134,24 +137,29 @@ class ConversationsKind(AnswersKind):
 
         return self.known_names(recipe, source, owners, "rows")
 
-    def as_text(self, recipe: Recipe) -> tuple[Recipe, str]:
+    def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
         """Users with text as long as the context, and as many steps of it as the one with most conversations has.
 
         That is the most that conversations can cost: a batch is as wide as its longest, and none is wider than the
-        context.
+        context. Where their number is out of reach, one batch counts.
         """
-        users = read_users(section(recipe), recipe.seed)
-        pooled = make(recipe.method.name, **recipe.method.settings).placement.pooled
-        counts = [len(user.train) for user in users]
-        steps = ceil((sum(counts) if pooled else max(counts)) / recipe.training.batch_size)
-        text = {"users": {user.name: "not read" for user in users}}
-        return as_steps(recipe, text, max(1, steps)), NOTE
+        data, batch = section(recipes[0]), recipes[0].training.batch_size
+        try:
+            counts, small = count_here(recipes[0], data, anybody_validates(recipes))
+        except DataError as error:
+            if users is None:
+                raise
+            told = ABSENT_NOTE.format(error)
+            return [as_steps(recipe, {"somebody": batch}) for recipe in recipes], set(), told
+        return [as_steps(recipe, counts) for recipe in recipes], small, NOTE
 
 
-def as_steps(recipe: Recipe, text: Mapping[str, Any], batches: int) -> Recipe:
-    """The recipe with text instead of data that is passed over in so many batches."""
-    steps = batches * recipe.training.local_epochs
-    return recipe.with_changes({"data": text, "training.local_steps": steps})
+def as_steps(recipe: Recipe, counts: Mapping[str, int]) -> Recipe:
+    """The recipe with text of its users, and the steps in which so many conversations of each are passed over."""
+    pooled = make(recipe.method.name, **recipe.method.settings).placement.pooled
+    batches = ceil((sum if pooled else max)(counts.values()) / recipe.training.batch_size)
+    text = {"users": dict.fromkeys(counts, "not read")}
+    return recipe.with_changes({"data": text, "training.local_steps": max(1, batches) * recipe.training.local_epochs})
 
 
 def section(recipe: Recipe) -> ConversationsSection:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil
+from collections.abc import Sequence
 from typing import cast
 
 from comingle.kinds.base import LoadBase, Materials
@@ -10,7 +10,6 @@ from comingle.kinds.conversations.kind import AnswersKind, as_steps
 from comingle.kinds.language import tokenizer_of
 from comingle.kinds.questions.section import QuestionsDataSection, QuestionsSection
 from comingle.kinds.questions.sets import QUESTIONS, choose_languages, make_questions
-from comingle.methods import make
 from comingle.recipes import Recipe
 
 NOTE = "Questions are not read: they count as long as the context, the most that training on them can cost."
@@ -35,17 +34,15 @@ class QuestionsKind(AnswersKind):
         asked = section(recipe)
         return choose_languages(asked.name, asked.languages)
 
-    def as_text(self, recipe: Recipe) -> tuple[Recipe, str]:
+    def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
         """Users with text as long as the context, and as many steps of it as they have batches of questions.
 
         That is the most that questions can cost: a batch is as wide as its longest question, which only the questions'
         tokens say, and none is wider than the context.
         """
-        asked, names = section(recipe), self.names_of(recipe)
-        pooled = make(recipe.method.name, **recipe.method.settings).placement.pooled
-        questions = (asked.train or QUESTIONS[asked.name].train) * (len(names) if pooled else 1)
-        text = {"users": dict.fromkeys(names, "not read")}
-        return as_steps(recipe, text, ceil(questions / recipe.training.batch_size)), NOTE
+        asked = section(recipes[0])
+        counts = dict.fromkeys(self.names_of(recipes[0]), asked.train or QUESTIONS[asked.name].train)
+        return [as_steps(recipe, counts) for recipe in recipes], set(), NOTE
 
 
 def section(recipe: Recipe) -> QuestionsSection:

@@ -32,7 +32,7 @@ def check_texts(recipe: Recipe, data: TextSection, validates: bool) -> tuple[set
     if not all(os.path.exists(os.path.expanduser(source)) for source in sources):
         return set(), ABSENT_NOTE
     texts = read_users(data, recipe.seed)
-    tokenizer = _tokenizer(recipe.base)
+    tokenizer = tokenizer_here(recipe.base)
     if tokenizer is None:
         return set(), ""
     return _check_lengths(recipe, data, texts, tokenizer, validates), ""
@@ -63,7 +63,7 @@ def _sources(data: TextSection) -> list[str]:
     return [source for user in users for source in (user.path, user.train, user.valid, user.test) if source]
 
 
-def _tokenizer(base: str) -> PreTrainedTokenizerBase | None:
+def tokenizer_here(base: str) -> PreTrainedTokenizerBase | None:
     """The base's tokenizer where that takes neither weights nor the hub."""
     if base.startswith(PREFIX):
         return byte_tokenizer()

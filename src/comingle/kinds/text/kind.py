@@ -133,10 +133,16 @@ class TextKind(LanguageKind):
 
         return self.known_names(recipe, source, owners, "text")
 
-    def check_here(self, recipes: Sequence[Recipe]) -> tuple[set[str], str]:
-        """Whether users named in the recipes have the text that a run needs."""
-        validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in recipes)
-        return check_texts(recipes[0], section(recipes[0]), validates)
+    def as_text(self, recipes: Sequence[Recipe], users: int | None) -> tuple[list[Recipe], set[str], str]:
+        """As they are, if users named in them have the text that a run needs."""
+        if users is not None:
+            return list(recipes), set(), ""
+        return list(recipes), *check_texts(recipes[0], section(recipes[0]), anybody_validates(recipes))
+
+
+def anybody_validates(recipes: Iterable[Recipe]) -> bool:
+    """Whether one of the recipes' methods needs validation data."""
+    return any(make(one.method.name, **one.method.settings).client.needs_validation for one in recipes)
 
 
 def section(recipe: Recipe) -> TextSection:

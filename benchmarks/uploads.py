@@ -1,0 +1,72 @@
+"""Compressed uploads on a real data set: bytes a user and round, and perplexity, against float32; one JSON line each.
+
+    python benchmarks/uploads.py --base BASE --data ag_news.jsonl.xz --user category --split split
+
+Everything but ``training.uploads`` is equal; ``perplexity`` is the geometric mean over users and seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from statistics import fmean, stdev
+
+import comingle
+
+FORMATS = ("float32", "bfloat16", "int8")
+
+
+def main() -> None:
+    """Print a line for each method and format."""
+    asked = _arguments()
+    for method in asked.methods.split(","):
+        exact: list[float] = []
+        for form in FORMATS:
+            runs = [comingle.run(_recipe(asked, method, form, seed), progress=False) for seed in range(asked.seeds)]
+            logs = [math.log(run.metrics["geometric_mean_test_perplexity"]) for run in runs]
+            exact = exact or logs
+            changes = [100 * math.expm1(log - was) for log, was in zip(logs, exact, strict=True)]
+            line = {
+                "benchmark": "uploads",
+                "method": method,
+                "uploads": form,
+                "upload_bytes_per_user_round": runs[0].metrics["upload_bytes_per_user_round"],
+                "perplexity": round(math.exp(fmean(logs)), 4),
+                "change_percent": round(fmean(changes), 4),
+                "change_std": round(stdev(changes), 4) if len(changes) > 1 else None,
+                "seeds": asked.seeds,
+            }
+            print(json.dumps(line), flush=True)
+
+
+def _recipe(asked: argparse.Namespace, method: str, form: str, seed: int) -> dict:
+    dataset = {"path": asked.data, "user": asked.user} | ({"split": asked.split} if asked.split else {})
+    data = {"dataset": dataset, "max_train_tokens": asked.tokens, "max_valid_tokens": 20000, "max_test_tokens": 20000}
+    training = {"rounds": asked.rounds, "local_steps": asked.steps, "batch_size": 8, "context": 128, "uploads": form}
+    return {
+        "base": asked.base,
+        "data": data,
+        "method": method,
+        "seed": seed,
+        "training": training,
+        "evaluation": {"every": asked.rounds, "first": False},
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", required=True)
+    parser.add_argument("--data", required=True, help="a file of rows")
+    parser.add_argument("--user", required=True, help="the field that names the user")
+    parser.add_argument("--split", help="the field that names the split")
+    parser.add_argument("--methods", default="fedavg,comigs-1g1s")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=100000)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

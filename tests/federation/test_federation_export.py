@@ -1,0 +1,29 @@
+"""What a federation leaves in a user's own folder is exported like any run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.federation.direct import federated
+from tests.federation.tiny import tiny
+from transformers import AutoModelForCausalLM
+
+from comingle.runs import api
+from exporting import check_same
+
+
+def test_a_participants_own_model_is_exported(tmp_path: Path) -> None:
+    metrics, channel = federated(tiny(tmp_path), tmp_path)
+    name, *others = channel.nodes
+    (folder,) = (tmp_path / name).glob("run-*/model")
+    run = api.load(folder)
+    assert run.users == [name]
+    person = run.user(name)
+    person.export(tmp_path / "out")
+    network = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert network.config.num_local_experts == 2
+    check_same(person, network)
+    lost = person.export(tmp_path / "plain", format="merged-approximately").lost
+    assert len(lost) == 2
+    assert not any(other in (tmp_path / "plain" / "README.md").read_text() for other in others)
+    assert metrics["users"].keys() >= {name}

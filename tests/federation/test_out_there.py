@@ -1,0 +1,192 @@
+"""A server and clients by their commands, each a process: no network for a minute, and a user's disk that is full."""
+
+from __future__ import annotations
+
+import selectors
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from tests.federation.test_federate import assert_equal, nothing_is_left, recipe_of
+
+from comingle.federation.coordinator import Patience
+from comingle.federation.files import save_plan
+from comingle.federation.splitting import split_recipe
+from comingle.records import read_events, read_metrics
+from comingle.runs import api
+from comingle.transports.flower.processes import free_port
+
+pytestmark = pytest.mark.slow
+__all__ = ["nothing_is_left"]  # around each of these tests too
+
+SECONDS = 400
+
+
+@dataclass
+class Proxy:
+    """Stands between a client and the server, and can be cut."""
+
+    port: int
+    own: int = field(default_factory=free_port)
+    up: bool = True
+    _open: list[socket.socket] = field(default_factory=list)
+
+    def __enter__(self) -> Proxy:
+        self._listener = socket.create_server(("127.0.0.1", self.own))
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cut()
+        self._listener.close()
+
+    def cut(self) -> None:
+        self.up = False
+        for one in self._open:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        self._open.clear()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                if not self.up:
+                    client.close()
+                    continue
+                threading.Thread(target=self._carry, args=(client,), daemon=True).start()
+
+    def _carry(self, client: socket.socket) -> None:
+        with suppress(OSError), client, socket.create_connection(("127.0.0.1", self.port)) as server:
+            self._open += [client, server]
+            other, watched = {client: server, server: client}, selectors.DefaultSelector()
+            for one in other:
+                watched.register(one, selectors.EVENT_READ)
+            while True:
+                for key, _ in watched.select():
+                    if not (data := key.fileobj.recv(65536)):  # type: ignore[union-attr]
+                        return
+                    other[key.fileobj].sendall(data)  # type: ignore[index]
+
+
+@contextmanager
+def command(folder: Path, name: str, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
+    """``comingle`` with some arguments; what it prints goes to ``NAME.txt``."""
+    line = [sys.executable, "-c", "from comingle.cli import main; main()", *map(str, arguments)]
+    with (folder / f"{name}.txt").open("wb") as out:
+        process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def wait_for(what: Callable[[], Any], *processes: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + SECONDS
+    while not what():
+        assert time.monotonic() < until
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.2)
+
+
+def rounds_of(folder: Path) -> list[dict[str, Any]]:
+    with suppress(OSError):
+        return [event for event in read_events(folder) if event["event"] == "round"]
+    return []
+
+
+@dataclass
+class Place:
+    """A federation's file, and how its commands are typed; users' own folders lie where ``federate`` puts them."""
+
+    folder: Path
+    users: dict[str, str]
+    port: int = field(default_factory=free_port)
+
+    def server(self) -> Sequence[object]:
+        return "server", self.folder / "federation.yaml", "--out", self.folder / "apart", "--port", self.port
+
+    def client(self, name: str, port: int) -> Sequence[object]:
+        address, state = f"127.0.0.1:{port}", self.folder / "apart" / "users" / name
+        return "client", "--name", name, "--data", self.users[name], "--server", address, "--state", state
+
+
+def place(folder: Path, name: str, **patience: float) -> Place:
+    recipe = recipe_of(folder, name)
+    api.run(recipe, out=folder / "together")
+    plan, _ = split_recipe(recipe, Patience(**patience))  # type: ignore[arg-type]
+    save_plan(folder / "federation.yaml", plan)
+    (folder / "apart" / "users").mkdir(parents=True)
+    return Place(folder, {name: str(user.path) for name, user in recipe.data.users.items()})
+
+
+def test_no_network_for_a_minute_loses_nothing(tmp_path: Path) -> None:
+    here = place(tmp_path, "comigs-1g1s")
+    with (
+        Proxy(here.port) as proxy,
+        command(tmp_path, "server", *here.server()) as server,
+        command(tmp_path, "ann", *here.client("ann", proxy.own)) as ann,
+        command(tmp_path, "bob", *here.client("bob", here.port)) as bob,
+    ):
+        wait_for(lambda: rounds_of(tmp_path / "apart"), server, ann, bob)
+        proxy.cut()
+        time.sleep(60)
+        assert [process.poll() for process in (server, ann, bob)] == [None] * 3
+        before = len(rounds_of(tmp_path / "apart"))
+        assert before < 3  # they wait for her
+        proxy.up = True
+        assert server.wait(SECONDS) == 0
+        assert [process.wait(60) for process in (ann, bob)] == [0, 0]
+    assert_equal(tmp_path / "together", tmp_path / "apart")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MB, which needs root."""
+    disk = tmp_path / "apart" / "users" / "bob"
+    disk.mkdir(parents=True)
+    if not shutil.which("mount") or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]).returncode:
+        pytest.skip("no right to mount a disk")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_user_whose_disk_is_full_is_named_and_takes_part_once_there_is_room(tmp_path: Path, small_disk: Path) -> None:
+    shutil.rmtree(tmp_path / "texts", ignore_errors=True)
+    here = place_beside(tmp_path)
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(700_000))
+    with (
+        command(tmp_path, "server", *here.server()) as server,
+        command(tmp_path, "ann", *here.client("ann", here.port)) as ann,
+        command(tmp_path, "bob", *here.client("bob", here.port)) as bob,
+    ):
+        wait_for(lambda: rounds_of(tmp_path / "apart"), server, ann, bob)
+        filler.unlink()
+        assert server.wait(SECONDS) == 0
+        assert [process.wait(60) for process in (ann, bob)] == [0, 0]
+    assert "No space left on device" in (tmp_path / "bob.txt").read_text()
+    assert "bob: " in (tmp_path / "server.txt").read_text()
+    present = [sorted(event["train_loss_nats"]) for event in rounds_of(tmp_path / "apart")]
+    assert (present[0], present[-1]) == (["ann"], ["ann", "bob"])
+    assert read_metrics(tmp_path / "apart")["users"].keys() == {"ann", "bob"}
+
+
+def place_beside(folder: Path) -> Place:
+    recipe = recipe_of(folder, "fedavg")
+    plan, _ = split_recipe(recipe, Patience(round_timeout=60))
+    save_plan(folder / "federation.yaml", plan)
+    return Place(folder, {name: str(user.path) for name, user in recipe.data.users.items()})
