@@ -25,6 +25,7 @@ GROUPS = {
 WORDS = {
     "papers": "tables, theory",
     "cli": "one file per verb",
+    "serving": "chat, API, page",
     "costing": "what a run will cost",
     "federation": "users elsewhere",
     "runs": "session.py: prepare, build, execute",

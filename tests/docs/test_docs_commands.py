@@ -66,7 +66,11 @@ def shortened(words: tuple[str, ...]) -> list[str]:
     """The same command on toy models and little text."""
     verb, extra = words[0], []
     alone = ("demo", "server", "client")  # which need the pretrained model, or somebody at the other end
-    if verb in alone or (verb == "federate" and "--set" not in words):
+    if (
+        verb in alone
+        or (verb == "serve" and "--make-keys" not in words)
+        or (verb == "federate" and "--set" not in words)
+    ):
         extra = ["--help"]
     elif verb in ("run", "compare", "data", "cost"):
         given = {words[i + 1].partition("=")[0] for i, word in enumerate(words) if word == "--set"}
@@ -182,7 +186,7 @@ def test_the_python_examples_run_as_they_are_printed(tmp_path: Path) -> None:
 
 
 def test_no_other_page_has_python_examples_that_nobody_runs() -> None:
-    """Those in methods.md are pieces of files: see ``test_docs_readme.py``; for the last two see below."""
+    """Those in methods.md are pieces of files: see ``test_docs_readme.py``; the one in serving.md asks a server."""
     assert {page.name for page in PAGES if shown(page, "python")} == {
         "README.md",
         "python.md",
@@ -190,6 +194,7 @@ def test_no_other_page_has_python_examples_that_nobody_runs() -> None:
         "samples.md",
         "conversations.md",
         "federation.md",
+        "serving.md",
     }
 
 
