@@ -165,8 +165,6 @@ class _Session:
     def _compare(self, text: str) -> None:
         from rich.table import Table
 
-        from comingle.terminal import words
-
         text = text or self.asked
         if not text:
             raise RecipeError("/compare: give a text, as /compare Once upon a time")
@@ -178,7 +176,7 @@ class _Session:
         models[self.talk.user] = (self.talk.engine, self.talk.user)
         said = self.talk.compare(models, text)
         table = Table(*said, expand=True)
-        table.add_row(*[words(answer) for answer in said.values()])
+        table.add_row(*said.values())
         self.console.print(table)
         if self.local is None:
             self._print("no local models here; --against RUN adds those of another run", "dim")
