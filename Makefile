@@ -20,7 +20,7 @@ $(VENV)/demo: $(VENV)/base
 	@touch $@
 
 $(VENV)/dev: $(VENV)/base
-	$(PIP) -e ".[data,reports,flower,docs,dev]"
+	$(PIP) -e ".[app,data,reports,flower,docs,dev]"
 	@touch $@
 
 demo: $(VENV)/demo

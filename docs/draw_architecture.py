@@ -25,6 +25,7 @@ GROUPS = {
 WORDS = {
     "papers": "tables, theory",
     "cli": "one file per verb",
+    "serving": "chat, API, page",
     "costing": "what a run will cost",
     "federation": "users elsewhere",
     "runs": "session.py: prepare, build, execute",
@@ -65,7 +66,7 @@ def rooms() -> Graph:
     graph: Graph = {}
     for path in sorted(SOURCE.rglob("*.py")):
         own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-        if own == "__init__":
+        if own in ("__init__", "__main__"):
             continue
         room = group.get(own, own)
         wanted = {group.get(name, name) for name in imported(path)}

@@ -66,7 +66,11 @@ def shortened(words: tuple[str, ...]) -> list[str]:
     """The same command on toy models and little text."""
     verb, extra = words[0], []
     alone = ("demo", "server", "client")  # which need the pretrained model, or somebody at the other end
-    if verb in alone or (verb == "federate" and "--set" not in words):
+    if (
+        verb in alone
+        or (verb == "serve" and "--make-keys" not in words)
+        or (verb == "federate" and "--set" not in words)
+    ):
         extra = ["--help"]
     elif verb in ("run", "compare", "data", "cost"):
         given = {words[i + 1].partition("=")[0] for i, word in enumerate(words) if word == "--set"}
@@ -138,6 +142,15 @@ def test_the_commands_that_results_come_from_are_planned() -> None:
         runs(words)
 
 
+@pytest.mark.usefixtures("place")
+def test_the_commands_of_the_first_page_run() -> None:
+    found = commands(README)
+    assert len(found) >= 5
+    for words in found:
+        runs(words)
+
+
+@pytest.mark.slow
 def test_the_commands_run_one_after_the_other(place: Path) -> None:
     """Page after page as a reader meets them; what stands on two pages is run once, but for what needs --resume."""
     found = list(dict.fromkeys(words for page in PAGES if page != RESULTS for words in commands(page)))
@@ -182,7 +195,7 @@ def test_the_python_examples_run_as_they_are_printed(tmp_path: Path) -> None:
 
 
 def test_no_other_page_has_python_examples_that_nobody_runs() -> None:
-    """Those in methods.md are pieces of files: see ``test_docs_readme.py``; for the last two see below."""
+    """Those in methods.md are pieces of files: see ``test_docs_readme.py``; the one in serving.md asks a server."""
     assert {page.name for page in PAGES if shown(page, "python")} == {
         "README.md",
         "python.md",
@@ -190,6 +203,7 @@ def test_no_other_page_has_python_examples_that_nobody_runs() -> None:
         "samples.md",
         "conversations.md",
         "federation.md",
+        "serving.md",
     }
 
 
@@ -222,6 +236,7 @@ def test_a_federation_is_run_and_its_files_are_read_as_its_page_says(place: Path
     assert done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_conversations_become_personal_models_as_their_page_says(place: Path) -> None:
     page = DOCS / "conversations.md"
     for words in commands(page):

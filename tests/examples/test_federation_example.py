@@ -52,13 +52,12 @@ def test_the_compose_file_has_only_what_the_specification_has(compose: dict[str,
         assert volumes <= set(compose["volumes"])
 
 
-def test_docker_reads_it() -> None:
-    if (
-        shutil.which("docker") is None
-        or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode
-    ):
-        pytest.skip("docker compose is not here")
-    subprocess.run(["docker", "compose", "-f", str(FOLDER / "compose.yaml"), "config", "--quiet"], check=True)
+@pytest.mark.parametrize("command", ["docker compose", "docker-compose"])
+def test_docker_reads_it(command: str) -> None:
+    words = command.split()
+    if shutil.which(words[0]) is None or subprocess.run([*words, "version"], capture_output=True).returncode:
+        pytest.skip(f"{command} is not here")
+    subprocess.run([*words, "-f", str(FOLDER / "compose.yaml"), "config", "--quiet"], check=True)
 
 
 def test_every_command_has_options_that_there_are(compose: dict[str, Any]) -> None:

@@ -21,9 +21,9 @@ pytest.importorskip("flwr")
 
 from tests.federation.test_federate import assert_equal, nothing_is_left, recipe_of
 
-from comingle.federation.coordinator import Patience
 from comingle.federation.files import save_plan
 from comingle.federation.splitting import split_recipe
+from comingle.recipes import Recipe
 from comingle.records import read_events, read_metrics
 from comingle.runs import api
 from comingle.transports.flower.processes import free_port
@@ -116,6 +116,13 @@ class Place:
     users: dict[str, str]
     port: int = field(default_factory=free_port)
 
+    @classmethod
+    def of(cls, folder: Path, recipe: Recipe) -> Place:
+        plan, _ = split_recipe(recipe)
+        save_plan(folder / "federation.yaml", plan)
+        (folder / "apart" / "users").mkdir(parents=True, exist_ok=True)
+        return cls(folder, {name: str(user.path) for name, user in recipe.data.users.items()})  # type: ignore[union-attr]
+
     def server(self) -> Sequence[object]:
         return "server", self.folder / "federation.yaml", "--out", self.folder / "apart", "--port", self.port
 
@@ -124,17 +131,10 @@ class Place:
         return "client", "--name", name, "--data", self.users[name], "--server", address, "--state", state
 
 
-def place(folder: Path, name: str, **patience: float) -> Place:
-    recipe = recipe_of(folder, name)
-    api.run(recipe, out=folder / "together")
-    plan, _ = split_recipe(recipe, Patience(**patience))  # type: ignore[arg-type]
-    save_plan(folder / "federation.yaml", plan)
-    (folder / "apart" / "users").mkdir(parents=True)
-    return Place(folder, {name: str(user.path) for name, user in recipe.data.users.items()})
-
-
 def test_no_network_for_a_minute_loses_nothing(tmp_path: Path) -> None:
-    here = place(tmp_path, "comigs-1g1s")
+    recipe = recipe_of(tmp_path, "comigs-1g1s")
+    api.run(recipe, out=tmp_path / "together")
+    here = Place.of(tmp_path, recipe)
     with (
         Proxy(here.port) as proxy,
         command(tmp_path, "server", *here.server()) as server,
@@ -155,35 +155,42 @@ def test_no_network_for_a_minute_loses_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 1 MB, which needs root."""
+    """A disk of 8 MB, which needs root."""
     disk = tmp_path / "apart" / "users" / "bob"
     disk.mkdir(parents=True)
-    if not shutil.which("mount") or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]).returncode:
+    if not shutil.which("mount") or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk]).returncode:
         pytest.skip("no right to mount a disk")
     yield disk
     subprocess.run(["umount", "-l", disk], check=True)
 
 
+def fill(disk: Path) -> Path:
+    filler = disk / "filler"
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return filler
+
+
 def test_a_user_whose_disk_is_full_is_named_and_takes_part_once_there_is_room(tmp_path: Path, small_disk: Path) -> None:
-    shutil.rmtree(tmp_path / "texts", ignore_errors=True)
-    here = place_beside(tmp_path)
-    filler = small_disk / "filler"
-    filler.write_bytes(bytes(700_000))
+    recipe = recipe_of(tmp_path, "fedavg").with_changes({"training.rounds": 8})
+    here = Place.of(tmp_path, recipe)
     with (
         command(tmp_path, "server", *here.server()) as server,
         command(tmp_path, "ann", *here.client("ann", here.port)) as ann,
         command(tmp_path, "bob", *here.client("bob", here.port)) as bob,
     ):
-        wait_for(lambda: rounds_of(tmp_path / "apart"), server, ann, bob)
+        wait_for(lambda: "bob has joined" in (tmp_path / "server.txt").read_text(), server, ann, bob)
+        filler = fill(small_disk)
+        wait_for(lambda: ["ann"] in present_in(tmp_path / "apart"), server, ann, bob)
         filler.unlink()
         assert server.wait(SECONDS) == 0
         assert [process.wait(60) for process in (ann, bob)] == [0, 0]
-    print((tmp_path / "server.txt").read_text(), (tmp_path / "bob.txt").read_text())
+    assert "No space left on device" in (tmp_path / "bob.txt").read_text()
+    assert "bob: " in (tmp_path / "server.txt").read_text()
+    assert present_in(tmp_path / "apart")[-1] == ["ann", "bob"]
     assert read_metrics(tmp_path / "apart")["users"].keys() == {"ann", "bob"}
 
 
-def place_beside(folder: Path) -> Place:
-    recipe = recipe_of(folder, "fedavg")
-    plan, _ = split_recipe(recipe, Patience(round_timeout=60))
-    save_plan(folder / "federation.yaml", plan)
-    return Place(folder, {name: str(user.path) for name, user in recipe.data.users.items()})
+def present_in(folder: Path) -> list[list[str]]:
+    return [sorted(event["train_loss_nats"]) for event in rounds_of(folder)]

@@ -8,6 +8,7 @@ import sys
 
 import typer
 
+from comingle.cli.chat import chat
 from comingle.cli.client import client
 from comingle.cli.compare import compare
 from comingle.cli.cost import cost
@@ -19,6 +20,7 @@ from comingle.cli.methods import methods
 from comingle.cli.plot import plot
 from comingle.cli.report import report
 from comingle.cli.run import run
+from comingle.cli.serve import serve
 from comingle.cli.server import server
 from comingle.cli.show import show
 from comingle.cli.verbs import Verbs
@@ -34,7 +36,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (demo, run, compare, methods, data, cost, show, report, plot, export, federate, server, client):
+for verb in (
+    demo, run, compare, methods, data, cost, show, report, plot, export, chat, serve, federate, server, client,
+):  # fmt: skip
     app.command()(verb)
 
 

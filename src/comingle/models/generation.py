@@ -35,13 +35,13 @@ def continue_texts(
     """
     if not prompts:
         return []
-    encoded = [_encode(tokenizer, prompt) for prompt in prompts]
+    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     if len({len(ids) for ids in encoded}) > 1 and not can_pad(network):
         return [text for prompt in prompts for text in continue_texts(network, tokenizer, [prompt], sampling)]
     _require_places(network, encoded, sampling)
     width, device = max(map(len, encoded)), next(network.parameters()).device
     starts = [width - len(ids) for ids in encoded]
-    ends = _stop_ids(network, tokenizer, sampling)
+    ends = stop_tokens(network, tokenizer, sampling)
     pad = cast(int, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0))
     ids = torch.tensor([[pad] * start + ids for start, ids in zip(starts, encoded, strict=True)], device=device)
     mask = (torch.arange(width, device=device) >= torch.tensor(starts, device=device).unsqueeze(1)).long()
@@ -50,10 +50,11 @@ def continue_texts(
     with torch.compiler.set_stance("force_eager"), padded_attention(network, padded=any(starts)):
         out = _generate(network, ids, mask, starts, ends, pad, sampling, watch)
     said = [str(tokenizer.decode(out[i, width : watch.ends[i]], skip_special_tokens=True)) for i in range(len(encoded))]
-    return [_cut(text, sampling.stop) for text in said]
+    return [cut_at(text, sampling.stop) for text in said]
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int]) -> list[int]:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int]) -> list[int]:
+    """The tokens of a prompt; of an empty one, the token between documents."""
     if not isinstance(prompt, str):
         return list(prompt)
     ids = cast(list[int], list(tokenizer(prompt, add_special_tokens=False)["input_ids"]))
@@ -81,7 +82,12 @@ def max_places(network: PreTrainedModel) -> int | None:
     return places if isinstance(places, int) and places > 0 else None
 
 
-def _stop_ids(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> tuple[int, ...]:
+def stop_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> tuple[int, ...]:
+    """The tokens after which a text ends.
+
+    Raises:
+        RecipeError: ``eos_token_id`` is not in the vocabulary.
+    """
     if sampling.eos_token_id is None:
         config = network.generation_config
         stops = tokenizer.eos_token_id if config is None else config.eos_token_id
@@ -106,7 +112,8 @@ def _generate(
 
     device = ids.device
     rows = [
-        _chooser(sampling, len(prompt_ids) - start, ends, device) for prompt_ids, start in zip(ids, starts, strict=True)
+        chooser_of(sampling, len(prompt_ids) - start, ends, device)
+        for prompt_ids, start in zip(ids, starts, strict=True)
     ]
 
     def choose(tokens: Tensor, scores: Tensor) -> Tensor:
@@ -129,7 +136,7 @@ def _generate(
     )
 
 
-def _chooser(sampling: Sampling, prompt: int, ends: Sequence[int], device: torch.device) -> Callable[..., Tensor]:
+def chooser_of(sampling: Sampling, prompt: int, ends: Sequence[int], device: torch.device) -> Callable[..., Tensor]:
     """One row's processors, in transformers' own order; the last one draws and leaves a single token possible."""
     import transformers as library
 
@@ -194,6 +201,6 @@ class _Watch:
         return bool(self.stops) and any(s in self.tokenizer.decode(said, skip_special_tokens=True) for s in self.stops)
 
 
-def _cut(text: str, stops: Sequence[str]) -> str:
+def cut_at(text: str, stops: Sequence[str]) -> str:
     """``text`` up to the first of ``stops``."""
     return text[: min([at for stop in stops if (at := text.find(stop)) >= 0], default=len(text))]

@@ -1,0 +1,1 @@
+"""A personal model in use: everybody served at once, chat, a page."""

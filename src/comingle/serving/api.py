@@ -1,0 +1,241 @@
+"""An OpenAI-compatible server over one engine: models, completions and chats of everybody's."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+
+from comingle.errors import ComingleError
+from comingle.serving import engine as engines
+from comingle.serving.answers import Answer
+from comingle.serving.engine import Engine
+from comingle.serving.errors import Refused, no_model, wrong
+from comingle.serving.keys import Keys, is_loopback
+from comingle.serving.limits import Limits, Rates
+from comingle.serving.prompts import Prompts
+from comingle.serving.schemas import ChatRequest, CompletionRequest, RouteRequest
+from comingle.serving.talk import Talk, stream, while_connected, whole
+from comingle.serving.worker import Overloaded, Worker
+
+PAGE = Path(__file__).parent / "page" / "index.html"
+NOTHING_ELSE = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def make_app(engine: Engine, keys: Keys, limits: Limits, *, answers: bool = True) -> FastAPI:
+    """The server as an ASGI application; the engine is stepped for as long as it lives.
+
+    ``answers`` says whether the models were made to answer, rather than to continue a text: what the page begins with.
+    """
+    service = Service(engine, keys, limits, answers=answers)
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.worker.close()
+
+    app = FastAPI(title="comingle", docs_url=None, redoc_url=None, openapi_url=None, lifespan=life)
+    app.add_exception_handler(Refused, lambda _, error: error.response())  # type: ignore[attr-defined,arg-type]
+    app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
+    app.add_exception_handler(Exception, lambda *_: Refused(500, "the server failed; its log says why").response())
+    app.middleware("http")(service.same_site)
+    app.get("/")(service.page)
+    app.get("/v1/models")(service.models)
+    app.get("/v1/models/{name:path}")(service.model)
+    app.post("/v1/chat/completions")(service.chat)
+    app.post("/v1/completions")(service.complete)
+    app.post("/v1/route")(service.route)
+    return app
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    return Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response()
+
+
+class Service:
+    """The routes, and what they share."""
+
+    def __init__(self, engine: Engine, keys: Keys, limits: Limits, *, answers: bool) -> None:
+        self.engine, self.keys, self.limits, self.answers = engine, keys, limits, answers
+        self.rates, self.worker = Rates(limits.rate), Worker(engine, queue=limits.queue)
+        vocabulary: Any = engine.network.get_input_embeddings()
+        self.prompts = Prompts(engine.tokenizer, vocabulary.weight.shape[0])
+        self.started = int(time.time())
+
+    # ------------------------------------------------------------ who asks
+
+    async def same_site(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        """Without keys, a page of another site must not reach this machine by a name that leads here."""
+        host = request.url.hostname or ""
+        if not self.keys.needed and not is_loopback(host):
+            return Refused(400, f"got the host {host!r}; without keys only this machine is answered").response()
+        return await call_next(request)
+
+    def _opened(self, request: Request) -> tuple[str, ...]:
+        """The models that the request's key opens."""
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        names = self.keys.opens(key.strip() if kind.lower() == "bearer" else "")
+        if self.keys.needed and not names:
+            raise Refused(401, "no such key; give one as Authorization: Bearer KEY", code="invalid_api_key")
+        return names
+
+    def _admit(self, request: Request, name: str) -> None:
+        if name not in self._opened(request):
+            raise no_model(name)
+        if wait := self.rates.wait(name):
+            told = f"{name!r} has asked {self.limits.rate} times within a minute"
+            raise Refused(429, told, code="rate_limit_exceeded", after=wait)
+
+    async def _read(self, request: Request, kind: type[Body]) -> Body:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self.limits.body_bytes:
+                raise Refused(400, f"a request has at most {self.limits.body_bytes:,} bytes")
+        try:
+            return kind.model_validate_json(bytes(body))
+        except ValidationError as error:
+            raise wrong(error) from None
+
+    # ------------------------------------------------------------ models
+
+    async def page(self) -> Response:
+        """The page, which is told whether it needs a key."""
+        text = PAGE.read_text(encoding="utf-8")
+        text = text.replace("<html ", "<html data-keys ", 1) if self.keys.needed else text
+        return HTMLResponse(
+            text, headers={"Content-Security-Policy": NOTHING_ELSE, "X-Content-Type-Options": "nosniff"}
+        )
+
+    async def models(self, request: Request) -> dict[str, Any]:
+        """The users whose models the key opens."""
+        return {"object": "list", "data": [self._told(name) for name in self._opened(request)]}
+
+    async def model(self, request: Request, name: str) -> dict[str, Any]:
+        """One of them."""
+        if name not in self._opened(request):
+            raise no_model(name)
+        return self._told(name)
+
+    def _told(self, name: str) -> dict[str, Any]:
+        """What the standard says of a model, and what our page asks for."""
+        own = {"answers": self.answers, "routed": self.engine.people[name].model.routed}
+        return {"id": name, "object": "model", "created": self.started, "owned_by": "comingle", **own}
+
+    # ------------------------------------------------------------ answers
+
+    async def chat(self, request: Request) -> Response:
+        """Messages, answered."""
+        self._opened(request)
+        asked = await self._read(request, ChatRequest)
+        self._admit(request, asked.model)
+        prompt, ends = self._told_wrong(
+            lambda: (self.prompts.of_messages([m.plain() for m in asked.messages]), self.prompts.chat_ends()),
+            "messages",
+        )
+        return await self._answer(request, asked, [prompt], ends)
+
+    async def complete(self, request: Request) -> Response:
+        """Texts, continued."""
+        self._opened(request)
+        asked = await self._read(request, CompletionRequest)
+        self._admit(request, asked.model)
+        return await self._answer(request, asked, self._told_wrong(lambda: self.prompts.of_texts(asked.prompt)), None)
+
+    async def route(self, request: Request) -> Response:
+        """Which expert each token of an answer went to, in every layer."""
+        self._opened(request)
+        asked = await self._read(request, RouteRequest)
+        self._admit(request, asked.model)
+        messages = [message.plain() for message in asked.messages or ()]
+        prompt = self._told_wrong(
+            lambda: self.prompts.of_messages(messages) if messages else self.prompts.of_texts(asked.prompt or "")[0]
+        )
+        text: Any = self.engine.tokenizer(asked.text, add_special_tokens=False)["input_ids"]
+        self._require_room(len(prompt) + len(text), 0)
+        try:
+            job = self.worker.call(lambda: self.engine.route(asked.model, prompt, list(text)))
+            found = await asyncio.wrap_future(job)
+        except Overloaded as error:
+            raise Refused(503, str(error), code="overloaded", after=1) from None
+        except ComingleError as error:
+            raise Refused(400, str(error), code="no_routers") from None
+        return JSONResponse({"experts": found.experts, "tokens": found.tokens, "gates": found.gates.tolist()})
+
+    def _told_wrong(self, call: Callable[[], Any], param: str = "prompt") -> Any:
+        try:
+            return call()
+        except ComingleError as error:
+            raise Refused(400, str(error), param=param) from None
+
+    def _require_room(self, prompt: int, new: int) -> None:
+        most = self.engine.most_tokens
+        if most is not None and prompt + new > most:
+            told = (
+                f"this model reads at most {most:,} tokens; the prompt has {prompt:,}, and {new:,} new ones were asked"
+            )
+            raise Refused(400, f"{told} for", code="context_length_exceeded", param="messages")
+
+    def _new_tokens(self, prompt: int, wanted: int | None) -> int:
+        """How many new tokens an answer may have: what was asked for, or what there is room for."""
+        if wanted is not None and wanted > self.limits.max_tokens:
+            raise Refused(
+                400, f"max_tokens: got {wanted:,}; allowed: up to {self.limits.max_tokens:,}", param="max_tokens"
+            )
+        most = self.engine.most_tokens
+        room = self.limits.max_tokens if most is None else min(self.limits.max_tokens, most - prompt)
+        new = max(1, room) if wanted is None else wanted
+        self._require_room(prompt, new)
+        return new
+
+    async def _answer(
+        self, http: Request, asked: ChatRequest | CompletionRequest, prompts: Sequence[list[int]], ends: Any
+    ) -> Response:
+        count = asked.n or 1
+        if count * len(prompts) > self.limits.choices:
+            told = f"{count * len(prompts)} answers in one request; allowed: up to {self.limits.choices}"
+            raise Refused(400, told, param="n")
+        seed = secrets.randbits(48) if asked.seed is None else asked.seed % 2**63
+        talk, requests = Talk(), list[engines.Request]()
+        for prompt in prompts:
+            new = self._new_tokens(len(prompt), asked.wanted)
+            for number in range(count):
+                sampling = replace(asked.sampling(new, (seed + number) % 2**63), eos_token_id=ends)
+                tell = talk.teller(len(requests))
+                settings = {"name": asked.model, "prompt": prompt, "sampling": sampling, "logprobs": asked.likeliest}
+                requests.append(engines.Request(tell=tell, **settings))
+        answer = Answer(
+            chat=isinstance(asked, ChatRequest),
+            model=asked.model,
+            tokenizer=self.engine.tokenizer,
+            probable=asked.likeliest is not None,
+            prompt_tokens=sum(map(len, prompts)),
+        )
+        try:
+            self.worker.ask(requests)
+        except Overloaded as error:
+            raise Refused(503, str(error), code="overloaded", after=1) from None
+        except ComingleError as error:
+            raise Refused(400, str(error)) from None
+        talk.requests, stops = requests, self.engine.ends(requests[0])
+        if asked.stream:
+            usage = asked.stream_options is not None and asked.stream_options.include_usage
+            events = stream(talk, answer, stops, usage=usage)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        choices = await while_connected(http, whole(talk, stops))
+        return Response(status_code=499) if choices is None else JSONResponse(answer.whole(choices))

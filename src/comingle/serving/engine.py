@@ -1,0 +1,252 @@
+"""Everybody's texts, continued at once: rows of one batch, which requests join and leave while others go on.
+
+A step reads the prompts of those who wait, as far as there is room, and then gives every row its next token. Nothing
+here knows of threads or of the network: :mod:`comingle.serving.worker` steps, :mod:`comingle.serving.api` asks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import DynamicCache
+
+from comingle.errors import DataError
+from comingle.evaluation.routing import Routing
+from comingle.models.generation import max_places, stop_tokens
+from comingle.models.greedy import can_pad, padded_attention
+from comingle.models.personal import PersonalModel
+from comingle.models.sampling import Sampling
+from comingle.serving.cache import RowCache
+from comingle.serving.rows import rows_of
+from comingle.serving.sampling import Chooser, Chosen
+from comingle.serving.writer import Writer
+
+ROWS = 16
+PROMPT_TOKENS = 2048
+"""Of prompts, with what fills them up, are read in one pass: those who are being answered wait for it."""
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What one step adds to an answer: a token, the text that is certain by now, and at the end why it ends."""
+
+    text: str
+    chosen: Chosen | None = None
+    finish: Finish | None = None
+    error: Exception | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """A text of some user's to continue. ``tell`` is called with each piece, from whoever steps.
+
+    ``logprobs``: how many likeliest tokens come with each token's probability; None: no probabilities.
+    """
+
+    name: str
+    prompt: list[int]
+    sampling: Sampling
+    tell: Callable[[Piece], None]
+    logprobs: int | None = None
+    cancelled: bool = False
+    """Set by whoever does not want the rest: the row is free from the next step on."""
+
+
+@dataclass(eq=False, kw_only=True)
+class _Row:
+    request: Request
+    chooser: Chooser
+    writer: Writer
+    tokens: list[int] = field(default_factory=list)
+
+
+class Engine:
+    """The models of one run's people over one base in memory."""
+
+    def __init__(self, people: Mapping[str, PersonalModel], *, rows: int = ROWS) -> None:
+        base = next(iter(people.values())).model.base
+        assert base.tokenizer is not None
+        self.people, self.tokenizer, self.device = dict(people), base.tokenizer, base.device
+        most = rows if can_pad(base.model) else 1
+        self.rows = rows_of(people, most)
+        self.network = self.rows.network
+        self.cache = RowCache(most)
+        self.active: list[_Row] = []
+        self.waiting: deque[Request] = deque()
+        self.most_tokens = max_places(base.model)
+        known = signature(self.network.forward).parameters
+        self._options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        self._places = "position_ids" in known
+        self._bound = False
+
+    # ------------------------------------------------------------ asked from outside
+
+    def check(self, request: Request) -> None:
+        """Whether a request can be answered.
+
+        Raises:
+            DataError: no such user, or its prompt with what may follow is longer than the base reads at once.
+        """
+        if request.name not in self.people:
+            raise DataError(f"no user {request.name!r}; there are: {', '.join(self.people)}")
+        longest = len(request.prompt) + request.sampling.max_new_tokens
+        if self.most_tokens is not None and longest > self.most_tokens:
+            new = request.sampling.max_new_tokens
+            raise DataError(
+                f"the prompt has {len(request.prompt):,} tokens, with {new:,} new ones more than the "
+                f"{self.most_tokens:,} that the base reads at once"
+            )
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            DataError: as :meth:`check`.
+        """
+        self.check(request)
+        self.waiting.append(request)
+
+    def ends(self, request: Request) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        return stop_tokens(self.network, self.tokenizer, request.sampling)
+
+    def route(self, name: str, prompt: list[int], text: list[int]) -> Routing:
+        """Where the tokens of ``text`` go in a user's model, behind ``prompt``; between two steps.
+
+        Raises:
+            DataError: there are no routers.
+        """
+        self._bound = False
+        routing = self.people[name].route(torch.tensor([*prompt, *text]), context=len(prompt) + len(text))
+        start = len(prompt)
+        return Routing(tokens=routing.tokens[start:], experts=routing.experts, gates=routing.gates[:, start:])
+
+    @property
+    def free(self) -> int:
+        """How many rows nobody has."""
+        return self.cache.most - len(self.active)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has something to do."""
+        return bool(self.active or self.waiting)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Let rows go that are cancelled, read prompts that wait, and give every row a token."""
+        for number in reversed(range(len(self.active))):
+            if self.active[number].request.cancelled:
+                self._leave(number)
+        # Lengths change with every token: compiling for each of them would not pay.
+        with torch.compiler.set_stance("force_eager"), padded_attention(self.network):
+            self._join()
+            if self.active:
+                self._decode()
+
+    def drop(self, error: Exception) -> None:
+        """Answer everybody with an error, and begin anew."""
+        for request in [*(row.request for row in self.active), *self.waiting]:
+            request.tell(Piece(text="", error=error))
+        self.active, self._bound = [], False
+        self.waiting.clear()
+        self.cache = RowCache(self.cache.most)
+
+    # ------------------------------------------------------------ a step
+
+    def _join(self) -> None:
+        """Add rows, each with its first token."""
+        taken: list[Request] = []
+        while self.waiting and len(self.active) + len(taken) < self.cache.most:
+            if self.waiting[0].cancelled:
+                self.waiting.popleft()
+                continue
+            longest = max(len(request.prompt) for request in [*taken, self.waiting[0]])
+            if taken and longest * (len(taken) + 1) > PROMPT_TOKENS:
+                break
+            taken.append(self.waiting.popleft())
+        if not taken:
+            return
+        first = len(self.active)
+        self.active += [self._row(request) for request in taken]
+        for number, request in enumerate(taken, start=first):
+            self.rows.set(number, request.name)
+        self.rows.bind(slice(first, first + len(taken)))
+        self._bound = False
+        lengths = [len(request.prompt) for request in taken]
+        read = DynamicCache()
+        logits = self._read(taken, lengths, read)
+        self.cache.join(read, lengths)
+        self._tell(first, logits)
+
+    def _row(self, request: Request) -> _Row:
+        ends = self.ends(request)
+        chooser = Chooser(request.sampling, len(request.prompt), ends, self.device, request.logprobs)
+        writer = Writer(self.tokenizer, request.sampling.stop, ends=ends)
+        return _Row(request=request, chooser=chooser, writer=writer, tokens=list(request.prompt))
+
+    def _read(self, requests: list[Request], lengths: list[int], cache: DynamicCache) -> Float[Tensor, "rows vocab"]:
+        """The logits after each prompt."""
+        width = max(lengths)
+        ids = torch.tensor([[0] * (width - len(r.prompt)) + r.prompt for r in requests])
+        mask = torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(1)
+        places = (mask.cumsum(-1) - 1).clamp(min=0)
+        return self._pass(ids, mask, places, cache)
+
+    def _decode(self) -> None:
+        """One more token for every row."""
+        if not self._bound:
+            self.rows.bind(slice(0, len(self.active)))
+            self._bound = True
+        ids = torch.tensor([[row.tokens[-1]] for row in self.active])
+        places = self.cache.lengths().unsqueeze(1)
+        logits = self._pass(ids, self.cache.mask(), places, self.cache)
+        self.cache.advance()
+        self._tell(0, logits)
+
+    def _pass(self, ids: Tensor, mask: Tensor, places: Tensor, cache: Any) -> Float[Tensor, "rows vocab"]:
+        options: dict[str, Any] = {"position_ids": places.to(self.device)} if self._places else {}
+        out = self.network(
+            input_ids=ids.to(self.device),
+            attention_mask=mask.to(self.device, torch.long),
+            past_key_values=cache,
+            use_cache=True,
+            **options,
+            **self._options,
+        )
+        return out.logits[:, -1]
+
+    def _tell(self, first: int, logits: Float[Tensor, "rows vocab"]) -> None:
+        """Choose a token for every row from ``first`` on, tell it, and let go who has finished."""
+        for number in reversed(range(first, len(self.active))):
+            row = self.active[number]
+            piece = self._piece(row, row.chooser(logits[number - first], row.tokens))
+            row.request.tell(piece)
+            if piece.finish:
+                self._leave(number)
+
+    def _piece(self, row: _Row, chosen: Chosen) -> Piece:
+        row.tokens.append(chosen.token)
+        text = row.writer.add(chosen.token)
+        if row.writer.stopped:
+            return Piece(text=text, chosen=chosen, finish="stop")
+        if len(row.tokens) - len(row.request.prompt) >= row.request.sampling.max_new_tokens:
+            return Piece(text=text + row.writer.finish(), chosen=chosen, finish="length")
+        return Piece(text=text, chosen=chosen)
+
+    def _leave(self, number: int) -> None:
+        last = len(self.active) - 1
+        self.cache.leave(number)
+        if number != last:
+            self.rows.move(last, number)
+        self.active[number] = self.active[last]
+        self.active.pop()
+        self._bound = False

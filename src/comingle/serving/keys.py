@@ -1,0 +1,115 @@
+"""Who may use which model: a key for each user, in a file that maps users' names to keys."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import secrets
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from comingle.errors import ComingleError, DataError, RunError, did_you_mean
+from comingle.records import write_text
+
+logger = logging.getLogger("comingle")
+
+SHORTEST = 16
+"""Characters of a key, at least: shorter ones can be guessed."""
+
+
+class Keys:
+    """Opens models. ``keys`` maps users to keys; None: everybody's models are open to all who reach the server."""
+
+    def __init__(self, names: Iterable[str], keys: Mapping[str, str] | None) -> None:
+        self.names = tuple(names)
+        self._digests = None if keys is None else {name: _digest(key) for name, key in keys.items()}
+
+    @property
+    def needed(self) -> bool:
+        """Whether a request needs a key."""
+        return self._digests is not None
+
+    def opens(self, key: str) -> tuple[str, ...]:
+        """The users whose models a key opens; compared with everybody's, in a time that tells nothing."""
+        if self._digests is None:
+            return self.names
+        given = _digest(key)
+        return tuple([name for name, known in self._digests.items() if hmac.compare_digest(given, known)])
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def read_keys(path: Path, names: Iterable[str]) -> dict[str, str]:
+    """The keys in a YAML file of ``USER: KEY``. A user without one cannot be reached.
+
+    Raises:
+        DataError: not such a file, a user that does not exist, a key that is too short, or one key for two users.
+    """
+    from comingle.recipes.reading import read_text
+
+    try:
+        content: Any = read_text(path.read_text(encoding="utf-8"), str(path))
+        open_to_others = path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--keys {path}: cannot be read as UTF-8 text ({type(error).__name__})") from None
+    if not isinstance(content, Mapping) or not content:
+        raise DataError(f"--keys {path}: expected lines of USER: KEY")
+    known, keys = list(names), dict[str, str]()
+    for name, key in content.items():
+        if name not in known:
+            hint = did_you_mean(str(name), known)
+            raise DataError(f"--keys {path}: no user {name!r}; there are: {', '.join(known)}.{hint}")
+        if not isinstance(key, str) or len(key) < SHORTEST:
+            raise DataError(f"--keys {path}: the key of {name!r} is no text of at least {SHORTEST} characters")
+        if key in keys.values():
+            raise DataError(f"--keys {path}: {name!r} has the key of another user; each needs its own")
+        keys[name] = key
+    if open_to_others:
+        logger.warning("--keys %s: others on this machine can read it; chmod 600 keeps it private", path)
+    return keys
+
+
+def make_keys(path: Path, names: Iterable[str]) -> None:
+    """Write a new key for every user, to a file that its owner alone can read.
+
+    Raises:
+        RunError: the file exists, or cannot be written.
+    """
+    import yaml
+
+    if path.exists():
+        raise RunError(f"--make-keys {path}: exists; another name, or delete it first")
+    keys = {name: f"sk-{secrets.token_urlsafe(24)}" for name in names}
+    try:
+        path.touch(mode=0o600, exist_ok=False)
+        write_text(path, yaml.safe_dump(keys, sort_keys=False, allow_unicode=True))
+        path.chmod(0o600)
+    except OSError as error:
+        raise RunError(f"--make-keys {path}: cannot be written: {error.strerror}") from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address reaches this machine alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_host(host: str, keys: Mapping[str, str] | None) -> None:
+    """Without keys, only this machine.
+
+    Raises:
+        ComingleError: others could reach the models.
+    """
+    if keys is None and not is_loopback(host):
+        raise ComingleError(
+            f"--host {host}: without --keys only this machine may ask (127.0.0.1); --make-keys FILE writes a key for "
+            "each user, --keys FILE uses them"
+        )

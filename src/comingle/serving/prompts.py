@@ -1,0 +1,50 @@
+"""From what a request says to the tokens that a model continues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from comingle.data.templates import ChatTemplate, Message
+from comingle.errors import DataError
+from comingle.models.generation import encode_prompt
+from comingle.models.pretrained import PreTrainedTokenizerBase
+
+
+class Prompts:
+    """Texts, tokens and messages as prompts for one base."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
+        self.tokenizer, self.vocabulary = tokenizer, vocabulary
+        self.template = ChatTemplate(tokenizer)
+
+    def of_messages(self, messages: Sequence[Message]) -> list[int]:
+        """Messages in the base's chat template, or the plain one where it has none, up to where the answer begins.
+
+        Raises:
+            DataError: the template refuses them.
+        """
+        return list(self.template.prompt(messages))
+
+    def chat_ends(self) -> tuple[int, ...]:
+        """The tokens that end an answer in a chat.
+
+        Raises:
+            DataError: the base knows none.
+        """
+        return self.template.ends()
+
+    def of_texts(self, prompt: Any) -> list[list[int]]:
+        """A text, tokens, or a list of either.
+
+        Raises:
+            DataError: nothing is asked for, or a token is not in the vocabulary.
+        """
+        many = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
+        if not many:
+            raise DataError("prompt: an empty list; give a text, tokens, or a list of either")
+        tokens = [encode_prompt(self.tokenizer, one) if isinstance(one, str) or not one else one for one in many]
+        for number in (number for one in tokens for number in one):
+            if not 0 <= number < self.vocabulary:
+                raise DataError(f"prompt: got token {number}; allowed are those from 0 below {self.vocabulary:,}")
+        return tokens

@@ -1,0 +1,38 @@
+"""Users of a tiny federation whose tensors were moved at random, so that no two speak alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from comingle.models.personal import PersonalModel
+from comingle.recipes import parse_recipe
+from comingle.runs.results import Run
+from comingle.trees import CLIENT_ROUTER
+from commands import comingle as comingle
+
+People = Callable[..., dict[str, PersonalModel]]
+
+
+@pytest.fixture(scope="session")
+def people(federate: Any) -> People:
+    """Ann, Bob and Cem of a federation, by name."""
+
+    @cache
+    def make(method: str = "comigs-1g1s", base: str = "random:llama", dtype: str = "float32") -> dict[str, Any]:
+        sim = federate(method, base=base, dtype=dtype)
+        rows, draw = sim.clients.state.rows, torch.Generator().manual_seed(1)
+        noise = torch.randn(rows.shape, generator=draw, dtype=torch.float64)
+        rows.add_(0.3 * noise.to(rows))
+        views = sim.clients.model.layout.views(rows)
+        if CLIENT_ROUTER in views:
+            views[CLIENT_ROUTER].mul_(4)
+        recipe = parse_recipe({"method": method, "data": {"users": {"somebody": "unused"}}})
+        run = Run(folder=None, recipe=recipe, metrics={}, federation=sim)
+        return {name: run.user(name) for name in run.users}
+
+    return make

@@ -1,0 +1,355 @@
+"""The server as the official client sees it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from comingle.models.generation import encode_prompt
+from comingle.models.sampling import Sampling
+from comingle.serving.api import make_app
+from comingle.serving.engine import Engine
+from comingle.serving.keys import Keys
+from comingle.serving.limits import Limits, Rates
+
+KEYS = {"ann": "sk-of-ann-0123456789", "bob": "sk-of-bob-0123456789"}
+HELLO: Any = [{"role": "user", "content": "hello there"}]
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """The address of a real server in a thread."""
+    place = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on", ws="none"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{place.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        place.close()
+
+
+@pytest.fixture(scope="module")
+def engine(people: Any) -> Engine:
+    return Engine(people(), rows=3)
+
+
+@pytest.fixture(scope="module")
+def address(people: Any) -> Iterator[str]:
+    """Everybody's models, open to all."""
+    with serving(make_app(Engine(people(), rows=3), Keys(people(), None), Limits(rate=10_000))) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="anything", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def locked(people: Any) -> Iterator[str]:
+    """The same behind keys, with little of everything."""
+    limits = Limits(rate=10_000, queue=2, max_tokens=64, body_bytes=4000, choices=3)
+    with serving(make_app(Engine(people(), rows=1), Keys(people(), KEYS), limits)) as address:
+        yield address
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_the_models_are_the_users(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["ann", "bob", "cem"]
+    assert client.models.retrieve("bob").owned_by == "comingle"
+
+
+def test_a_completion_is_what_the_users_model_says(client: openai.OpenAI, people: Any) -> None:
+    for name in people():
+        answer = client.completions.create(model=name, prompt="one two", max_tokens=20, temperature=0)
+        assert answer.choices[0].text == people()[name].generate("one two", max_new_tokens=20)
+        assert answer.choices[0].finish_reason in ("stop", "length")
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == 7
+        assert answer.usage.total_tokens == 7 + answer.usage.completion_tokens
+
+
+def test_a_chat_is_put_into_the_bases_template(client: openai.OpenAI, people: Any) -> None:
+    for name in people():
+        answer = client.chat.completions.create(model=name, messages=HELLO, max_completion_tokens=20, temperature=0)
+        assert answer.choices[0].message.content == people()[name].generate(HELLO, max_new_tokens=20)
+        parts: Any = [
+            {"role": "user", "content": [{"type": "text", "text": "hello "}, {"type": "text", "text": "there"}]}
+        ]
+        again = client.chat.completions.create(model=name, messages=parts, max_tokens=20, temperature=0)
+        assert again.choices[0].message.content == answer.choices[0].message.content
+
+
+def test_sampling_settings_mean_what_they_mean_in_generate(client: openai.OpenAI, people: Any) -> None:
+    cases: list[dict[str, Any]] = [{"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.5}, {"stop": ["e", "4"]}]
+    for case in cases:
+        answer = client.completions.create(model="cem", prompt="a", max_tokens=20, seed=5, **case)
+        options = {"temperature": 1.0, "top_p": 1.0, **case}
+        assert answer.choices[0].text == people()["cem"].generate("a", max_new_tokens=20, top_k=0, seed=5, **options)
+
+
+def test_streams_are_the_same_text_in_pieces(client: openai.OpenAI, people: Any) -> None:
+    expected = people()["ann"].generate(HELLO, max_new_tokens=30)
+    options: dict[str, Any] = {"model": "ann", "max_tokens": 30, "temperature": 0, "stream": True}
+    options["stream_options"] = {"include_usage": True}
+    chunks = list(client.chat.completions.create(messages=HELLO, **options))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == expected
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] in ("stop", "length")
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens <= 30
+    texts = [c.choices[0].text for c in client.completions.create(prompt="one two", **options) if c.choices]
+    assert "".join(texts) == people()["ann"].generate("one two", max_new_tokens=30)
+    assert len(texts) > 3
+
+
+def test_probabilities(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="ann", messages=HELLO, max_tokens=5, temperature=0, logprobs=True, top_logprobs=3
+    )
+    content = chat.choices[0].logprobs
+    assert content is not None
+    assert content.content is not None
+    for token in content.content:
+        assert token.logprob == token.top_logprobs[0].logprob
+        assert [t.logprob for t in token.top_logprobs] == sorted((t.logprob for t in token.top_logprobs), reverse=True)
+    text = client.completions.create(model="ann", prompt="one", max_tokens=5, temperature=0, logprobs=2)
+    told = text.choices[0].logprobs
+    assert told is not None
+    assert told.token_logprobs is not None
+    assert told.top_logprobs is not None
+    assert told.text_offset is not None
+    assert told.token_logprobs == [max(one.values()) for one in told.top_logprobs]
+    assert told.text_offset[0] == 0
+    streamed = client.completions.create(
+        model="ann", prompt="one", max_tokens=5, temperature=0, logprobs=2, stream=True
+    )
+    values = [v for c in streamed if c.choices[0].logprobs for v in c.choices[0].logprobs.token_logprobs or []]
+    assert values == pytest.approx(told.token_logprobs)
+
+
+def test_several_answers_in_one_request(client: openai.OpenAI, people: Any) -> None:
+    ann = people()["ann"]
+    many = client.completions.create(model="ann", prompt=["a", "one two"], max_tokens=9, temperature=0)
+    assert [c.text for c in many.choices] == [ann.generate(t, max_new_tokens=9) for t in ("a", "one two")]
+    tokens = encode_prompt(ann.model.base.tokenizer, "one two")
+    assert (
+        client.completions.create(model="ann", prompt=tokens, max_tokens=9, temperature=0).choices[0].text
+        == many.choices[1].text
+    )
+    some = client.chat.completions.create(model="ann", messages=HELLO, n=3, max_tokens=9, seed=1, stream=True)
+    texts = ["", "", ""]
+    for chunk in some:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    said = {"max_new_tokens": 9, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    assert texts == [ann.generate(HELLO, seed=1 + i, **said) for i in range(3)]
+
+
+def test_everybody_at_once(client: openai.OpenAI, people: Any) -> None:
+    said: dict[tuple[str, int], str | None] = {}
+
+    def ask(name: str, number: int) -> None:
+        answer = client.completions.create(model=name, prompt="x" * number, max_tokens=5 + number, temperature=0)
+        said[name, number] = answer.choices[0].text
+
+    threads = [threading.Thread(target=ask, args=(name, i)) for name in people() for i in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said == {(n, i): people()[n].generate("x" * i, max_new_tokens=5 + i) for n in people() for i in range(1, 9)}
+
+
+def test_routes_are_those_of_the_users_model(address: str, people: Any) -> None:
+    body = {"model": "bob", "prompt": "one ", "text": "two"}
+    found = httpx.post(f"{address}/v1/route", json=body).json()
+    expected = people()["bob"].route("one two")
+    assert found["experts"] == list(expected.experts)
+    assert found["tokens"] == list(expected.tokens[-3:])
+    assert found["gates"] == expected.gates[:, -3:].tolist()
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def refused(kind: type[openai.APIStatusError], call: Callable[[], Any]) -> dict[str, Any]:
+    with pytest.raises(kind) as caught:
+        call()
+    body: Any = caught.value.body
+    assert set(body) == {"message", "type", "param", "code"}
+    return body
+
+
+def test_a_wrong_request_is_told_what_is_wrong(client: openai.OpenAI, address: str) -> None:
+    def chat(**changes: Any) -> Callable[[], Any]:
+        return lambda: client.chat.completions.create(**{"model": "ann", "messages": HELLO, **changes})
+
+    told = refused(openai.BadRequestError, chat(temperature=3))
+    assert told["param"] == "temperature"
+    assert told["message"] == "temperature: Input should be less than or equal to 2"
+    told = refused(openai.BadRequestError, chat(extra_body={"tools": []}))
+    assert told["code"] == "unsupported_parameter"
+    assert refused(openai.BadRequestError, chat(messages=[]))["param"] == "messages"
+    assert (
+        refused(openai.BadRequestError, chat(messages=[{"role": "boss", "content": "a"}]))["param"] == "messages.0.role"
+    )
+    assert refused(openai.BadRequestError, chat(max_tokens=1025))["param"] == "max_tokens"
+    assert refused(openai.BadRequestError, chat(n=17))["param"] == "n"
+    told = refused(openai.BadRequestError, chat(messages=[{"role": "user", "content": "long " * 2000}]))
+    assert told["code"] == "context_length_exceeded"
+    told = refused(openai.BadRequestError, lambda: client.completions.create(model="ann", prompt=[9999]))
+    assert told["message"].startswith("prompt: got token 9999; allowed are those from 0 below ")
+    refused(openai.NotFoundError, chat(model="eve"))
+    for body in (b"{", b"", b"[]", b"\xff", b'{"model": "ann", "model"'):
+        answer = httpx.post(f"{address}/v1/chat/completions", content=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert httpx.get(f"{address}/v1/nothing").json()["error"]["message"] == "GET /v1/nothing: Not Found"
+    assert httpx.get(f"{address}/v1/completions").status_code == 405
+
+
+def test_without_keys_only_this_machine_is_answered(address: str) -> None:
+    answer = httpx.get(f"{address}/v1/models", headers={"Host": "evil.example"})
+    assert answer.status_code == 400
+    assert "evil.example" in answer.json()["error"]["message"]
+
+
+def test_a_key_opens_its_users_model_alone(locked: str, people: Any) -> None:
+    ann = openai.OpenAI(base_url=f"{locked}/v1", api_key=KEYS["ann"], max_retries=0)
+    assert [model.id for model in ann.models.list()] == ["ann"]
+    text = ann.completions.create(model="ann", prompt="a", max_tokens=4, temperature=0).choices[0].text
+    assert text == people()["ann"].generate("a", max_new_tokens=4)
+    for other in ("bob", "cem", "eve"):  # another's, one without a key, nobody
+        told = refused(openai.NotFoundError, lambda other=other: ann.completions.create(model=other, prompt="a"))
+        assert told["message"] == f"no model {other!r} for this key"
+        refused(openai.NotFoundError, lambda other=other: ann.models.retrieve(other))
+    for key in ("sk-of-ann-012345678", "sk-of-ann-01234567890", "nobody"):
+        headers = {"Authorization": f"Bearer {key}"}
+        for path in ("models", "models/ann"):
+            assert httpx.get(f"{locked}/v1/{path}", headers=headers).status_code == 401
+        for path in ("chat/completions", "completions", "route"):
+            answer = httpx.post(f"{locked}/v1/{path}", headers=headers, content=b"{")
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_a_body_and_answers_have_a_limit(locked: str) -> None:
+    ann = openai.OpenAI(base_url=f"{locked}/v1", api_key=KEYS["ann"], max_retries=0)
+    told = refused(openai.BadRequestError, lambda: ann.completions.create(model="ann", prompt="a" * 5000))
+    assert told["message"] == "a request has at most 4,000 bytes"
+    refused(openai.BadRequestError, lambda: ann.completions.create(model="ann", prompt=["a"] * 4))
+
+
+def test_a_rate_has_a_limit(people: Any) -> None:
+    with serving(make_app(Engine(people(), rows=1), Keys(people(), None), Limits(rate=2))) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
+        for _ in range(2):
+            client.completions.create(model="ann", prompt="a", max_tokens=1)
+        told = refused(openai.RateLimitError, lambda: client.completions.create(model="ann", prompt="a", max_tokens=1))
+        assert told["code"] == "rate_limit_exceeded"
+        client.completions.create(model="bob", prompt="a", max_tokens=1)
+
+
+def test_a_bucket_fills_as_time_goes_by() -> None:
+    now = [0.0]
+    rates = Rates(60, clock=lambda: now[0])
+    assert [rates.wait("ann") for _ in range(60)] == [0] * 60
+    assert rates.wait("ann") == pytest.approx(1)
+    now[0] = 1.0
+    assert rates.wait("ann") == 0
+    assert rates.wait("ann") > 0
+
+
+def test_a_thousand_requests_at_once(people: Any) -> None:
+    """Few are answered and the rest refused, each in the standard's words, and the server goes on."""
+    limits = Limits(rate=10_000, queue=8)
+    with serving(make_app(Engine(people(), rows=2), Keys(people(), None), limits)) as address:
+        codes: list[int] = []
+
+        def ask() -> None:
+            with httpx.Client(timeout=60) as client:
+                body = {"model": "ann", "prompt": "a", "max_tokens": 64, "temperature": 0}
+                for _ in range(25):
+                    codes.append(client.post(f"{address}/v1/completions", json=body).status_code)
+
+        threads = [threading.Thread(target=ask) for _ in range(40)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(codes) == 1000
+        assert set(codes) == {200, 503}
+        assert httpx.get(f"{address}/v1/models").status_code == 200
+
+
+# ---------------------------------------------------------------- clients that go away
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_row(people: Any, stream: bool) -> None:
+    engine = Engine(people(), rows=1)
+    step = engine.step
+
+    def slowly() -> None:
+        time.sleep(0.01)
+        step()
+
+    engine.step = slowly  # type: ignore[method-assign]
+    limits = Limits(queue=0)
+    with serving(make_app(engine, Keys(people(), None), limits)) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
+        options: dict[str, Any] = {"model": "ann", "prompt": "a", "max_tokens": 900, "temperature": 0}
+        if stream:
+            chunks = client.completions.create(**options, stream=True)
+            next(iter(chunks))
+            told = refused(openai.InternalServerError, lambda: client.completions.create(**options))
+            assert told["code"] == "overloaded"
+            chunks.close()
+        else:
+            with pytest.raises(openai.APITimeoutError):
+                client.completions.create(**options, timeout=0.3)
+        deadline = time.monotonic() + 10
+        while engine.busy and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not engine.busy
+        assert client.completions.create(model="bob", prompt="a", max_tokens=2).choices[0].text
+
+
+def test_a_step_that_fails_is_told_and_the_next_are_answered(people: Any, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(people(), rows=2)
+    decode = engine._decode
+    engine._decode = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    with serving(make_app(engine, Keys(people(), None), Limits())) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
+        told = refused(openai.InternalServerError, lambda: client.completions.create(model="ann", prompt="a"))
+        assert told["message"] == "the model failed on this; the server's log says why"
+        lines = httpx.post(f"{address}/v1/completions", json={"model": "ann", "prompt": "a", "stream": True}).text
+        assert json.loads(lines.strip().splitlines()[-1].removeprefix("data: "))["error"]["type"] == "server_error"
+        assert "ZeroDivisionError" in caplog.text
+        engine._decode = decode  # type: ignore[method-assign]
+        assert client.completions.create(model="ann", prompt="a", max_tokens=5, temperature=0).choices[
+            0
+        ].text == people()["ann"].generate("a", max_new_tokens=5)
+
+
+def test_defaults_sample_from_all_tokens() -> None:
+    from comingle.serving.schemas import CompletionRequest
+
+    sampling = CompletionRequest(model="a", prompt="b").sampling(4, 7)
+    assert sampling == Sampling(max_new_tokens=4, temperature=1.0, top_p=1.0, top_k=0, seed=7)

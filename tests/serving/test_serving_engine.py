@@ -1,0 +1,176 @@
+"""What a row of a batch says is what its user's model says alone, whoever else is there, comes and goes."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from comingle.errors import DataError
+from comingle.models.generation import encode_prompt
+from comingle.models.sampling import read_sampling
+from comingle.serving import cache
+from comingle.serving.engine import Engine, Piece, Request
+
+METHODS = ["comigs-1g1s", "fedavg", "fedmerge", "floral", "local", "pfedmoe", "pretrained"]
+TEXTS = ["one two three", "a", "", "the longest of them all, by far, is the one that you are reading now", "b c", "x"]
+
+
+class Asked:
+    """Requests to an engine, and what they were told."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.requests = engine, list[Request]()
+        self.pieces: dict[int, list[Piece]] = defaultdict(list)
+
+    def ask(self, name: str, text: str, *, logprobs: int | None = None, **options: Any) -> int:
+        number = len(self.requests)
+        prompt = encode_prompt(self.engine.tokenizer, text)
+        sampling, tell = read_sampling(**options), self.pieces[number].append
+        request = Request(name=name, prompt=prompt, sampling=sampling, tell=tell, logprobs=logprobs)
+        self.engine.submit(request)
+        self.requests.append(request)
+        return number
+
+    def finish(self) -> None:
+        while self.engine.busy:
+            self.engine.step()
+
+    def text(self, number: int) -> str:
+        return "".join(piece.text for piece in self.pieces[number])
+
+
+def come_and_go(
+    people: Any, engine: Engine, options: Callable[[int], dict[str, Any]], names: list[str] | None = None
+) -> None:
+    """Twelve requests at times of their own, each held against its user's model alone."""
+    draw, asked, expected = random.Random(3), Asked(engine), []
+    for i in range(12):
+        name, text = (names or list(people))[i % 3], TEXTS[draw.randrange(len(TEXTS))]
+        settings = {"max_new_tokens": draw.randint(1, 24), **options(i)}
+        asked.ask(name, text, **settings)
+        expected.append((name, text, settings))
+        for _ in range(draw.randint(0, 4)):
+            engine.step()
+    asked.finish()
+    said = [asked.text(i) for i in range(12)]
+    assert said == [people[name].generate(text, **settings) for name, text, settings in expected]
+    assert len(set(said)) > 6
+    assert not engine.active
+    assert not engine.cache.begins
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_speaks_as_alone(people: Any, method: str) -> None:
+    mine = people(method)
+    come_and_go(mine, Engine(mine, rows=5), lambda i: {})
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "qwen3", "mistral", "gemma3", "opt"])
+def test_every_family_speaks_as_alone(people: Any, family: str) -> None:
+    mine = people(base=f"random:{family}")
+    come_and_go(mine, Engine(mine, rows=4), lambda i: {})
+
+
+def test_a_seed_gives_the_same_text_in_any_company(people: Any) -> None:
+    def options(i: int) -> dict[str, Any]:
+        return [{"temperature": 1.0, "seed": i}, {"do_sample": True, "top_k": 5, "top_p": 0.9, "seed": 2 * i}, {}][
+            i % 3
+        ]
+
+    come_and_go(people(), Engine(people(), rows=5), options)
+
+
+def test_stops_end_a_text_and_are_cut_off(people: Any) -> None:
+    stops = ["e", "th", ("zz", "a"), "4"]
+    come_and_go(people(), Engine(people(), rows=5), lambda i: {"stop": stops[i % 4], "temperature": 2.0, "seed": i})
+
+
+def test_users_with_ranks_of_their_own(federate: Any, people: Any) -> None:
+    mine = people("hetlora")
+    come_and_go(mine, Engine(mine, rows=3), lambda i: {})
+
+
+def test_the_cache_moves_as_texts_grow(people: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "ROOM", 8)
+    come_and_go(people(), Engine(people(), rows=3), lambda i: {"max_new_tokens": 5 + 4 * (i % 7)})
+
+
+def test_who_goes_away_frees_a_row(people: Any) -> None:
+    engine = Engine(people(), rows=2)
+    asked = Asked(engine)
+    first, second, third = (asked.ask(name, "a b", max_new_tokens=20) for name in people())
+    engine.step()
+    assert [row.request for row in engine.active] == asked.requests[:2]
+    assert not asked.pieces[third]
+    asked.requests[first].cancelled = True
+    engine.step()
+    assert asked.requests[third] in [row.request for row in engine.active]
+    told = len(asked.pieces[first])
+    asked.finish()
+    assert len(asked.pieces[first]) == told
+    assert asked.text(second) == people()["bob"].generate("a b", max_new_tokens=20)
+    assert asked.text(third) == people()["cem"].generate("a b", max_new_tokens=20)
+
+
+def test_who_waits_and_goes_away_is_never_read(people: Any) -> None:
+    engine = Engine(people(), rows=1)
+    asked = Asked(engine)
+    asked.ask("ann", "a", max_new_tokens=4)
+    gone = asked.ask("bob", "b", max_new_tokens=4)
+    asked.requests[gone].cancelled = True
+    asked.finish()
+    assert not asked.pieces[gone]
+
+
+def test_probabilities_are_the_models_own(people: Any) -> None:
+    engine, ann = Engine(people(), rows=3), people()["ann"]
+    asked = Asked(engine)
+    number = asked.ask("ann", "one two", max_new_tokens=6, temperature=0.5, seed=4, logprobs=3)
+    asked.ask("bob", "three", max_new_tokens=9)
+    asked.finish()
+    chosen = [piece.chosen for piece in asked.pieces[number] if piece.chosen]
+    prompt = encode_prompt(engine.tokenizer, "one two")
+    ids = torch.tensor([[*prompt, *(one.token for one in chosen)]])
+    with ann.generating() as network, torch.no_grad():
+        expected = network(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    for one, row in zip(chosen, expected, strict=True):
+        assert one.logprob == pytest.approx(float(row[one.token]), abs=1e-4)
+        assert [token for token, _ in one.top] == row.topk(3).indices.tolist()
+
+
+def test_a_diverged_model_harms_nobody_else(people: Any) -> None:
+    """Its keys are NaN, and lie where others' masked places do."""
+    mine = dict(people())
+    engine = Engine(mine, rows=2)
+    engine.rows.own["bob"] = {k: torch.full_like(t, torch.nan) for k, t in engine.rows.own["bob"].items()}
+    asked = Asked(engine)
+    asked.ask("bob", "a rather long text of a model that diverged", max_new_tokens=30)
+    engine.step()
+    numbers = [asked.ask("ann", "x", max_new_tokens=n) for n in (10, 30)]
+    asked.finish()
+    assert [asked.text(n) for n in numbers] == [mine["ann"].generate("x", max_new_tokens=n) for n in (10, 30)]
+
+
+def test_what_cannot_be_answered_is_refused(people: Any) -> None:
+    asked = Asked(Engine(people(), rows=1))
+    with pytest.raises(DataError, match=r"no user 'eve'; there are: ann, bob, cem"):
+        asked.ask("eve", "a")
+    with pytest.raises(DataError, match=r"the prompt has 1 tokens, with 9,999 new ones more than the [\d,]+"):
+        asked.ask("ann", "a", max_new_tokens=9999)
+
+
+def test_a_further_users_memory_is_its_adapters(people: Any) -> None:
+    """Rows are as many as there are, and the base is one."""
+    few, many = (Engine({n: people()[n] for n in names}, rows=2) for names in (["ann"], ["ann", "bob", "cem"]))
+    size = sum(t.numel() for t in people()["ann"].tensors.values())
+    held = [sum(t.numel() for own in e.rows.own.values() for t in own.values()) for e in (few, many)]
+    assert held == [size, 3 * size]
+    pairs = zip(few.network.parameters(), many.network.parameters(), strict=True)
+    assert all(a.data_ptr() == b.data_ptr() for a, b in pairs)
+    stacked = [sum(t.numel() for t in e.rows.stacked.values()) for e in (few, many)]
+    assert stacked == [2 * size, 2 * size]

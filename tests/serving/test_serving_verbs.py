@@ -1,0 +1,244 @@
+"""``comingle chat`` and ``comingle serve`` as commands: what they say, refuse, and survive."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import yaml
+
+import comingle as library
+from comingle.serving.keys import check_host, is_loopback, make_keys, read_keys
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, write_recipe: Any) -> Path:
+    """A comparison of CoMiGS and local training."""
+    recipe = write_recipe(tmp_path_factory.mktemp("serving") / "project")
+    folder = recipe.parent / "runs"
+    library.compare(recipe, ["comigs-1g1s", "local"], out=folder, **{"training.rounds": 1})
+    return folder
+
+
+@pytest.fixture
+def typed(comingle: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """``comingle chat`` with what somebody types."""
+
+    def chat(text: str, *arguments: Any) -> Any:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        return comingle("chat", *arguments)
+
+    return chat
+
+
+def printable(text: str) -> str:
+    from comingle.terminal import printable
+
+    return printable(text, keep="\n\t")
+
+
+# ---------------------------------------------------------------- chat
+
+
+def test_a_chat_says_what_the_users_model_says(runs: Path, typed: Any) -> None:
+    options = ["--method", "comigs-1g1s", "--user", "bob", "--temperature", 0, "--max-tokens", 9]
+    answer = typed('one two\n/user cem\n"""\na\nb\n"""\nthree\\\nfour\n', runs, *options)
+    run = library.load(runs / "comigs-1g1s-seed0")
+    said = [("bob", "one two"), ("cem", "a\nb"), ("cem", "three\nfour")]
+    texts = [printable(run.user(name).generate(text, max_new_tokens=9)) for name, text in said]
+    assert answer.code == 0
+    assert answer.out.split("\n", 1)[0] == "bob's model continues your texts; /help lists commands, Ctrl-D ends"
+    assert answer.out.split("\n", 1)[1] == f"{texts[0]}\ncem's model speaks\n{texts[1]}\n{texts[2]}\n"
+
+
+def test_routes_and_comparisons_are_shown(runs: Path, typed: Any) -> None:
+    options = ["--method", "comigs-1g1s", "--temperature", 0, "--max-tokens", 5]
+    ann = library.load(runs / "comigs-1g1s-seed0").user("ann")
+    text = next(text for text in "abcdefgh" if ann.generate(text, max_new_tokens=5))
+    answer = typed(f"/route\n{text}\n/route\n/route 2\n/route 3\n/compare\n", runs, *options)
+    assert "/route: no answer yet" in answer.out
+    assert "mean of all layers: generalist " in answer.out
+    assert "layer 2: generalist " in answer.out
+    assert "/route: got '3'; layers are numbered from 1 to 2" in answer.out
+    assert all(name in answer.out for name in ("pretrained", "local", "ann"))
+    answer = typed("/compare abc\n/route\n", runs / "local-seed0", *options[2:])
+    assert "no local models here; --against RUN adds those of another run" in answer.out
+    local = library.load(runs / "local-seed0").user("ann")
+    text = next(text for text in "abcdefgh" if local.generate(text, max_new_tokens=5))
+    answer = typed(
+        f"{text}\n/route\n/compare abc\n", runs / "local-seed0", *options[2:], "--against", runs / "local-seed0"
+    )
+    assert "no routers in this model" in answer.out
+    assert "│ local" in answer.out or "┃ local" in answer.out
+
+
+def test_mistakes_in_a_chat_do_not_end_it(runs: Path, typed: Any) -> None:
+    text = f"/user eve\n/usre ann\n{'x' * 5000}\n/compare\n/clear\n/help\n"
+    answer = typed(text, runs / "local-seed0")
+    assert answer.code == 0
+    for told in (
+        "no user 'eve'; there are: ann, bob, cem.",
+        "no command '/usre'; /help lists them. Did you mean '/user'?",
+    ):
+        assert told in answer.out
+    assert "more than the 1,024 that the base reads at once" in answer.out
+    assert "/compare: give a text" in answer.out
+    assert "a new conversation" in answer.out
+
+
+def test_conversations_are_answered_with_what_was_said_before(runs: Path, people: Any) -> None:
+    from comingle.serving.chat import Chat
+    from comingle.serving.engine import Engine
+
+    mine, told = people(), list[str]()
+    chat = Chat(engine=Engine(mine, rows=1), user="ann", plain=False, max_tokens=7, temperature=0)
+    first = chat.say("hello", told.append)
+    messages: list[dict[str, str]] = [{"role": "user", "content": "hello"}]
+    assert first == "".join(told) == mine["ann"].generate(messages, max_new_tokens=7)
+    chat.switch("bob")
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "and?"}]
+    assert chat.say("and?", told.append) == mine["bob"].generate(messages, max_new_tokens=7)
+    chat.clear()
+    assert chat.say("hello", told.append) == mine["bob"].generate(messages[:1], max_new_tokens=7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--user", "eve"], "no user 'eve'; there are: ann, bob, cem."),
+        (["--method", "fedavg"], "no run of 'fedavg'; there are: comigs-1g1s, local."),
+        ([], "runs of comigs-1g1s, local; say which with --method"),
+    ],
+)
+def test_a_run_or_a_user_that_is_not_there(runs: Path, typed: Any, arguments: list[str], told: str) -> None:
+    more = ["--method", "local"] if "--user" in arguments else []
+    answer = typed("", runs, *arguments, *more)
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.rstrip("\n").endswith(told)
+
+
+# ---------------------------------------------------------------- keys
+
+
+def test_keys_are_made_private_and_read_again(runs: Path, comingle: Any, tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    answer = comingle("serve", runs / "local-seed0", "--make-keys", path)
+    assert answer.code == 0
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    keys = read_keys(path, ["ann", "bob", "cem"])
+    assert list(keys) == ["ann", "bob", "cem"]
+    assert len(set(keys.values())) == 3
+    assert comingle("serve", runs / "local-seed0", "--make-keys", path).code == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"eve": "k" * 16}, "no user 'eve'; there are: ann, bob."),
+        ({"ann": "short"}, "the key of 'ann' is no text of at least 16 characters"),
+        ({"ann": 1234567890123456789}, "the key of 'ann' is no text of at least 16 characters"),
+        ({"ann": "k" * 16, "bob": "k" * 16}, "'bob' has the key of another user; each needs its own"),
+        (["ann"], "expected lines of USER: KEY"),
+        ({}, "expected lines of USER: KEY"),
+    ],
+)
+def test_keys_that_cannot_be_used(tmp_path: Path, content: Any, told: str) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(yaml.safe_dump(content))
+    path.chmod(0o600)
+    with pytest.raises(library.ComingleError) as error:
+        read_keys(path, ["ann", "bob"])
+    assert str(error.value) == f"--keys {path}: {told}"
+
+
+def test_without_keys_only_loopback(tmp_path: Path) -> None:
+    assert [is_loopback(h) for h in ("127.0.0.1", "localhost", "::1", "[::1]", "127.9.9.9")] == [True] * 5
+    assert [is_loopback(h) for h in ("0.0.0.0", "::", "10.0.0.1", "example.org", "", "localhost.example.org")] == [
+        False
+    ] * 6
+    with pytest.raises(library.ComingleError, match=r"--host 0.0.0.0: without --keys only this machine may ask"):
+        check_host("0.0.0.0", None)
+    check_host("0.0.0.0", {"ann": "k" * 16})
+    make_keys(tmp_path / "keys", ["ann"])
+
+
+# ---------------------------------------------------------------- serve, as a process
+
+
+@contextmanager
+def served(*arguments: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    program = "from comingle.cli import main; main()"
+    command = [sys.executable, "-c", program, "serve", *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("http://127.0.0.1:"), line + process.stdout.read()
+        yield process, line.split()[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_answers_the_same_again(runs: Path) -> None:
+    """Nothing but what was being generated is lost: it keeps nothing."""
+    before = sorted((path, path.stat().st_mtime_ns) for path in runs.rglob("*"))
+    said = []
+    for attempt in range(2):
+        with served(runs, "--method", "comigs-1g1s", "--port", 0) as (process, url):
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+            answer = client.completions.create(model="bob", prompt="one", max_tokens=8, temperature=0)
+            said.append(answer.choices[0].text)
+            assert "<title>comingle: chat</title>" in httpx.get(url).text
+            if attempt == 0:
+                chunks = client.completions.create(model="ann", prompt="a", max_tokens=900, temperature=0, stream=True)
+                next(iter(chunks))
+                process.kill()
+            else:
+                process.send_signal(signal.SIGINT)
+                started = time.monotonic()
+                process.wait(20)
+                assert time.monotonic() - started < 15
+    assert said == [library.load(runs / "comigs-1g1s-seed0").user("bob").generate("one", max_new_tokens=8)] * 2
+    assert sorted((path, path.stat().st_mtime_ns) for path in runs.rglob("*")) == before
+
+
+@pytest.mark.slow
+def test_the_pages_example_runs_as_it_is_printed(runs: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    code = page.split("```python\n")[1].split("```")[0]
+    with served(runs, "--method", "comigs-1g1s", "--port", 0) as (_, url):
+        code = code.replace("http://127.0.0.1:8000", url).replace('"ada"', '"ann"')
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.rstrip().rpartition(" ")[2].isdecimal()
+
+
+def test_a_port_in_use_is_one_line(runs: Path, comingle: Any) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        answer = comingle("serve", runs / "local-seed0", "--port", port)
+    assert answer.code == 2
+    assert f"--host 127.0.0.1 --port {port}: cannot listen there: " in answer.err
+
+
+def test_what_is_no_run_is_one_line(comingle: Any, tmp_path: Path) -> None:
+    answer = comingle("serve", tmp_path / "nothing")
+    assert answer.code == 2
+    assert answer.err.startswith(f"comingle: {tmp_path}/nothing: ")
+    assert comingle("serve", tmp_path).code == 2
