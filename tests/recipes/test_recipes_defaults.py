@@ -12,6 +12,7 @@ from comingle.adapters.inject import AdapterSettings
 from comingle.adapters.layouts import Targets
 from comingle.engines.optimizers import OptimizerSettings
 from comingle.engines.training import Training
+from comingle.privacy.settings import Privacy
 from comingle.recipes import sections
 
 EVALUATION = {"every": "evaluate_every", "first": "evaluate_first", "model": "evaluate"}
@@ -21,6 +22,7 @@ PAIRS: dict[str, tuple[type[BaseModel], type, dict[str, str]]] = {
     "optimisers": (sections.OptimizerSection, OptimizerSettings, {}),
     "training": (sections.TrainingSection, Training, {}),
     "evaluation": (sections.EvaluationSection, Training, EVALUATION),
+    "privacy": (sections.PrivacySection, Privacy, {}),
     "checkpoints": (sections.CheckpointSection, Training, {"every": "checkpoint_every"}),
     "runtime": (sections.RuntimeSection, Training, {}),
 }

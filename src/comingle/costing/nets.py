@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from comingle.costing.footprint import process_bytes
 from comingle.costing.passes import Rehearsal, rehearse
 from comingle.costing.records import MethodCost, Plan
 from comingle.costing.stacked import Base, Load, count_stacked, measured_base
-from comingle.costing.summaries import check_count, summarise, with_method
+from comingle.costing.summaries import check_count, summarise, with_method, with_privacy
 from comingle.data.samples import SPLITS
 from comingle.engines.client import Clients
 from comingle.evaluation.costs.memory import free_bytes
@@ -21,8 +22,10 @@ from comingle.recipes import Recipe
 from comingle.runs.session import prepare
 
 
-def plan_nets(recipes: Sequence[Recipe], users: int | None = None) -> Plan:
+def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation: Any = 1.0) -> Plan:
     """The costs of one population under several methods; ``users`` replaces their number.
+
+    Of who takes part (``participation``) privacy alone depends.
 
     Samples are read, or made, as their numbers and shapes decide on the costs; nothing is trained.
 
@@ -37,13 +40,14 @@ def plan_nets(recipes: Sequence[Recipe], users: int | None = None) -> Plan:
     plain = rehearse_nets(with_method(recipes[0], "fedavg"), population)
     clients = plain.federation.clients
     base, free = measured_base(plain), free_bytes(clients.model.device)
-    costs = [net_cost(recipe, population, base, free) for recipe in recipes]
+    names = tuple(user.name for user in population.users)
+    costs = [with_privacy(net_cost(recipe, population, base, free), recipe, names, participation) for recipe in recipes]
     return Plan(
         base=clients.model.name,
         base_parameters=clients.model.base_parameters,
         dtype=str(clients.model.dtype).removeprefix("torch."),
         device=str(clients.model.device),
-        users=tuple(user.name for user in population.users),
+        users=names,
         rounds=clients.training.rounds,
         local_steps=max(load.steps for load in loads_of(clients, population).values()),
         batch_size=clients.training.batch_size,

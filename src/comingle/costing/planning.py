@@ -17,7 +17,7 @@ from comingle.costing.passes import rehearse
 from comingle.costing.records import MethodCost, Plan
 from comingle.costing.stacked import Base as BaseFlops
 from comingle.costing.stacked import count_stacked, text_load
-from comingle.costing.summaries import check_count, summarise, with_method
+from comingle.costing.summaries import check_count, summarise, with_method, with_privacy
 from comingle.data.pack import UserData
 from comingle.engines.client import Clients, batch_size
 from comingle.engines.training import portions
@@ -54,12 +54,13 @@ def plan(
         BaseModelError: the base cannot be used.
         DataError: who the users are cannot be found out, or text that is here is too little for a run.
     """
+    present = recipe.training.participation
     recipes = [with_method(recipe, name, for_all) for name in methods or [recipe.method.name]]
     for one in recipes:
         check_method(one)
         check_used(one)
     if (kind := kind_of(recipe)).read_for_costs:
-        return plan_nets(recipes, users)
+        return plan_nets(recipes, users, present)
     check_count(users)
     _check_given(recipe, users)
     recipes, small, note = kind.as_text(recipes, users)
@@ -68,7 +69,7 @@ def plan(
     runtime = recipe.runtime
     base = load_skeleton(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
     free, training = free_bytes(base.device), recipe.training
-    costs = [method_cost(one, base, names, free) for one in recipes]
+    costs = [with_privacy(method_cost(one, base, names, free), one, names, present) for one in recipes]
     return Plan(
         base=base.name,
         base_parameters=base.model.num_parameters(),

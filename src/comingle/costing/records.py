@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from comingle.evaluation.costs.flops import Flops
@@ -118,13 +118,16 @@ class MethodCost:
     own_device: MemoryCost
     fits: bool
     advice: str
+    privacy: dict[str, Any] = field(default_factory=dict)
+    """What a run will have revealed, by :func:`comingle.engines.private.promise`; empty without privacy."""
 
     def as_dict(self) -> dict[str, Any]:
         """As nested dictionaries."""
         users = {"users": [user.as_dict() for user in self.users]}
         memory = {"machine": self.machine.as_dict(), "own_device": self.own_device.as_dict()}
         plain = {key: getattr(self, key) for key in ("exchanges", "users_per_step", "micro_batch", "fits", "advice")}
-        return {"method": self.method, **users, **memory, **plain}
+        revealed = {"privacy": self.privacy} if self.privacy else {}
+        return {"method": self.method, **users, **memory, **plain, **revealed}
 
 
 @dataclass(frozen=True, kw_only=True)

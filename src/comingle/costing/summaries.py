@@ -10,10 +10,12 @@ from typing import Any
 from comingle.costing.messages import count_exchanges
 from comingle.costing.passes import Rehearsal, memory
 from comingle.costing.records import MemoryCost, MethodCost, UserCost
+from comingle.engines.private import promise
 from comingle.engines.training import Portions
 from comingle.errors import RecipeError
-from comingle.methods import settings_beside
+from comingle.methods import make, settings_beside
 from comingle.recipes import Recipe
+from comingle.runs.session import training_settings
 
 
 def with_method(recipe: Recipe, name: str, for_all: Mapping[str, Any] = MappingProxyType({})) -> Recipe:
@@ -25,6 +27,15 @@ def with_method(recipe: Recipe, name: str, for_all: Mapping[str, Any] = MappingP
     return recipe.with_changes(
         {"method": {"name": name, **settings}, "training.participation": 1.0, "runtime.compile": False}
     )
+
+
+def with_privacy(cost: MethodCost, recipe: Recipe, names: Sequence[str], participation: Any) -> MethodCost:
+    """The costs with what a run reveals, where the recipe has privacy; it depends on who takes part how often."""
+    if recipe.privacy is None:
+        return cost
+    recipe = recipe.with_changes({"training.participation": participation})
+    method = make(recipe.method.name, **recipe.method.settings)
+    return replace(cost, privacy=promise(training_settings(recipe, names), method, names))
 
 
 def check_count(users: int | None) -> None:

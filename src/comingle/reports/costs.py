@@ -18,6 +18,9 @@ def render_plan(plan: dict[str, Any]) -> Iterator[Table | Text | str]:
     for table in (_parameters(plan), _compute(plan), _memory(plan)):
         yield table
         yield ""
+    if any("privacy" in method for method in plan["methods"]):
+        yield from _privacy(plan)
+        yield ""
     if plan["comigs_1g1s_minus_fedavg"]:
         yield from _paper(plan)
 
@@ -33,6 +36,20 @@ def verdicts(plan: dict[str, Any]) -> Iterator[tuple[str, bool]]:
             advice = method["advice"]
             hint = advice if advice.startswith("no ") else f"try {advice}"
             yield f"{method['method']}: does not fit: {needs}; {hint}", False
+
+
+def _privacy(plan: dict[str, Any]) -> Iterator[str]:
+    """How much a run reveals of a user, and with how much noise."""
+    yield "Privacy: what the run reveals of the user of whom most is revealed"
+    for method in plan["methods"]:
+        if not (found := method.get("privacy")):
+            continue
+        ends = "" if found["releases"] == found["planned_releases"] else f" of {found['planned_releases']}"
+        yield (
+            f"{method['method']}: epsilon {found['epsilon']:.3g} at delta {found['delta']:g}, {found['mechanism']} "
+            f"noise of {found['noise_multiplier']:.4g} times the clip norm ({found['clip_norm']}), "
+            f"{found['releases']}{ends} exchanges, by {found['accountant'].upper()}"
+        )
 
 
 def _head(plan: dict[str, Any]) -> Text:
