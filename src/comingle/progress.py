@@ -249,7 +249,8 @@ class Lines:
             if event["event"] == "step":
                 self._doing = lambda: f"{course.title} · {course.place}{course.left}"
             elif event["event"] == "round":
-                loss = f"training loss {fmean(event['train_loss_nats'].values()):.4g}"
+                losses = event["train_loss_nats"].values()
+                loss = f"training loss {fmean(losses):.4g}" if losses else "nobody was drawn"
                 new = f" · {course.result}" if course.result != told else ""
                 told = course.result
                 self._say(f"{course.title} · round {event['round']}/{course.rounds} · {loss}{new}{course.left}")
