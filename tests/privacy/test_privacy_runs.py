@@ -35,11 +35,13 @@ def base() -> Iterator[None]:
         yield
 
 
-def run(content: dict[str, Any], folder: Path, *, resume: bool = False, stops: bool = False) -> Run:
+def run(
+    content: dict[str, Any], folder: Path, *, resume: bool = False, stops: bool = False, force: bool = False
+) -> Run:
     recipe = parse_recipe(content)
     watching = (stop_in_round_3,) if stops else ()
     return run_in(
-        folder, recipe, prepare(recipe), resume=resume, force=False, observers=lambda clients: watching
+        folder, recipe, prepare(recipe), resume=resume, force=force, observers=lambda clients: watching
     )  # fmt: skip
 
 
@@ -259,6 +261,16 @@ def test_the_key_is_the_owners_alone_and_in_no_other_file(tmp_path: Path) -> Non
     others = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != KEY]
     assert others
     assert not any(key in path.read_bytes() for path in others)
+
+
+def test_a_run_anew_in_the_same_folder_draws_other_users(tmp_path: Path) -> None:
+    content = recipe(tmp_path, noise="secret", training__rounds=2)
+    run(content, tmp_path / "run")
+    key = (tmp_path / "run" / KEY).read_text()
+    run(content, tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / KEY).read_text() == key
+    run(content, tmp_path / "run", force=True)
+    assert (tmp_path / "run" / KEY).read_text() != key
 
 
 def test_without_privacy_a_recipe_is_what_it_was(tmp_path: Path) -> None:

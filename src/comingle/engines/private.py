@@ -13,7 +13,7 @@ from comingle.engines.training import Training, exchanged_after, participants
 from comingle.methods.base import Method
 from comingle.privacy.accounting import accountant_of, calibrate, epsilon, most_releases, release_of
 from comingle.privacy.guard import Guard
-from comingle.privacy.noise import kept_key, new_key
+from comingle.privacy.noise import KEY, kept_key, new_key
 from comingle.privacy.users import Shield
 
 
@@ -30,12 +30,16 @@ def guard_of(training: Training, users: tuple[str, ...]) -> Guard | None:
     return Guard(privacy=privacy, participation=training.participation, users=users, key=_key(training))
 
 
-def keep_key(folder: Path, *halves: Shield | Guard | None) -> None:
+def keep_key(folder: Path, *halves: Shield | Guard | None, anew: bool = False) -> None:
     """Have these go on with the key in a folder, which is made where there is none.
+
+    A run that begins ``anew`` where another was has another: with one key both would draw the same users.
 
     Raises:
         RunError: the key is damaged.
     """
+    if anew:
+        (folder / KEY).unlink(missing_ok=True)
     for half in halves:
         if half is not None and half.privacy.noise == "secret":
             half.key = kept_key(folder)

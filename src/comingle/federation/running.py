@@ -100,7 +100,7 @@ def _run(
 
     try:
         coordinator = new_coordinator(run, public, house, channel, observe, plan.patience)
-        keep_key(folder, coordinator.server.guard)
+        keep_key(folder, coordinator.server.guard, anew=not known)
         if progress is not None:
             _restore(coordinator, newest[0], progress)
         coordinator.join()

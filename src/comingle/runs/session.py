@@ -225,7 +225,7 @@ def execute(
     """
     clock, start, kept, clients = Clock(), 0, 0, federation.clients
     if folder is not None:
-        keep_key(folder, clients.shield, federation.server.guard)
+        keep_key(folder, clients.shield, federation.server.guard, anew=not resume)
     if folder is not None and resume and list_checkpoints(folder):
         progress = restore(federation, folder, recipe)
         start, kept, clock = progress.round, progress.events_bytes, progress.clock
