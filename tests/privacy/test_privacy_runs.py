@@ -16,7 +16,7 @@ from tests.federation.tiny import answer_of, download_in, one_base, own_of, task
 from comingle.federation.node import Node
 from comingle.privacy import noise
 from comingle.privacy.accounting import Release, epsilon
-from comingle.privacy.noise import KEY
+from comingle.privacy.settings import KEY
 from comingle.protocol.messages import Upload
 from comingle.protocol.tasks import unpack_answer
 from comingle.protocol.wire import unpack

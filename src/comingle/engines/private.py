@@ -13,7 +13,8 @@ from comingle.engines.training import Training, exchanged_after, participants
 from comingle.methods.base import Method
 from comingle.privacy.accounting import accountant_of, calibrate, epsilon, most_releases, release_of
 from comingle.privacy.guard import Guard
-from comingle.privacy.noise import KEY, kept_key, new_key
+from comingle.privacy.noise import kept_key, new_key
+from comingle.privacy.settings import KEY
 from comingle.privacy.users import Shield
 
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from comingle.errors import RunError
+from comingle.privacy.settings import KEY
 from comingle.trees import Tree
 
-KEY = "privacy.key"
 _BITS = 53
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 ADAPTIVE = "adaptive"
+KEY = "privacy.key"
+"""The file with the key of the noise."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from comingle.errors import RunError
 from comingle.inputs import INPUTS, Inputs, check_inputs, read_inputs, write_inputs
 from comingle.locks import HOLDER, LOCK, check_free, locked
 from comingle.methods import make
-from comingle.privacy.noise import KEY
+from comingle.privacy.settings import KEY
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import DRAFT, check_name, told_in_one_line, write_text
 
