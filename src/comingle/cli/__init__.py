@@ -16,6 +16,7 @@ from comingle.cli.data import data
 from comingle.cli.demo import demo
 from comingle.cli.export import export
 from comingle.cli.federate import federate
+from comingle.cli.join import join
 from comingle.cli.methods import methods
 from comingle.cli.plot import plot
 from comingle.cli.report import report
@@ -37,7 +38,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb in (
-    demo, run, compare, methods, data, cost, show, report, plot, export, chat, serve, federate, server, client,
+    demo, run, compare, methods, data, cost, show, report, plot, export, join, chat, serve, federate, server, client,
 ):  # fmt: skip
     app.command()(verb)
 

@@ -26,6 +26,7 @@ RUN_FILES = (
     INPUTS,
     "events.jsonl",
     "metrics.json",
+    "joined.json",
     "checkpoints",
     "tensorboard",
     "report.html",
