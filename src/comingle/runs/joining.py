@@ -21,6 +21,7 @@ from comingle.engines.events import Observer
 from comingle.engines.steps import Held
 from comingle.errors import DataError, RecipeError, RunError
 from comingle.kinds.base import Materials
+from comingle.kinds.handed import section_for
 from comingle.methods.base import Method
 from comingle.progress import LOADING, Reporter
 from comingle.recipes import Recipe
@@ -75,6 +76,8 @@ def newcomer(run: Run, name: str, data: Any, *, rounds: int | None, local_step: 
             f"--local-step: {method.name} has no part of a user's own to train first; leave --local-step out"
         )
     handed = None if isinstance(data, str | os.PathLike) else {name: data}
+    if handed is not None:
+        section_for(handed, run.recipe.data.kind)
     recipe = of_one_user(run.recipe, max)
     total = (rounds or recipe.training.rounds) + local_step
     changes = {"training.rounds": total, "data": _data(run.recipe, name, data)}
