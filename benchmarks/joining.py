@@ -10,6 +10,7 @@ import argparse
 import json
 import lzma
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,7 +27,7 @@ SOURCES = {
     "stackexchange_users": ("users/stackexchange_users.jsonl.xz", "user"),
 }
 METHODS = ("comigs-1g1s", "floral", "fedmerge", "ifca", "fedavg", "fedavg+")
-USERS, DOCUMENTS = 4, 60
+USERS, DOCUMENTS = 4, 40
 ROWS = ("pretrained", "local", "shared", "joined")
 
 
@@ -46,8 +47,14 @@ def settings(data: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "base": str(data / "models/stories260K"),
         "adapters": {"rank": 4},
-        "data": {"max_train_tokens": args.train_tokens, "max_valid_tokens": 2048, "max_test_tokens": 4096},
-        "training": {"rounds": args.rounds, "local_steps": 10, "batch_size": 4, "context": 64},
+        "data": {"max_train_tokens": args.train_tokens, "max_valid_tokens": 2048, "max_test_tokens": 2048},
+        "training": {
+            "rounds": args.rounds,
+            "local_steps": 5,
+            "batch_size": 4,
+            "context": 64,
+            "experts": {"learning_rate": 0.005},
+        },
         "evaluation": {"every": args.rounds, "first": False},
         "checkpoints": {"every": args.rounds},
         "runtime": {"device": "cpu", "dtype": "float32", "threads": 1, "compile": False},
@@ -93,17 +100,17 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--sources", default=",".join(SOURCES))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--train-tokens", type=int, default=16384)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--train-tokens", type=int, default=8192)
     args = parser.parse_args()
     torch.set_num_threads(1)
     started = time.perf_counter()
-    results = [
-        measure(args.data, args, source, method, seed)
-        for source in args.sources.split(",")
-        for method in args.methods.split(",")
-        for seed in range(args.seeds)
-    ]
+    results = []
+    for method in args.methods.split(","):
+        for source in args.sources.split(","):
+            for seed in range(args.seeds):
+                results.append(measure(args.data, args, source, method, seed))
+                print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     print("\n".join(table(results)))
     seconds = round(time.perf_counter() - started, 1)
     print(json.dumps({"benchmark": "joining", "seconds": seconds, "rounds": args.rounds, "results": results}))

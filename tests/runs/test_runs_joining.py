@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from comingle.errors import ComingleError, DataError, RecipeError, RunError
 from comingle.methods.client import joint
 from comingle.methods.server import model_of
 from comingle.methods.soups import MERGING, soup_of
+from comingle.models.personal import PersonalModel
 from comingle.runs.api import join, load, run
 from comingle.runs.results import Run
 from comingle.trees import restrict
@@ -72,7 +73,9 @@ def test_what_is_taken_stands_still(trained: Callable[..., Run], method: Any, tm
     for name, t in views.items():
         assert torch.equal(t[0], taken[name]), name
     assert bool(clients.state.first[-1].any())  # something else has moved
-    for name, t in restrict(clients.model.layout.views(clients.state.first[:1]), clients.model.layout, clients.method.shared).items():
+    for name, t in restrict(
+        clients.model.layout.views(clients.state.first[:1]), clients.model.layout, clients.method.shared
+    ).items():
         assert not t.any(), name
 
 
@@ -91,7 +94,7 @@ def test_the_folder_is_a_run_of_one_user(trained: Callable[..., Run], method: An
     assert opened.users == ["eve"]
     assert opened.metrics["users"]["eve"]["test_perplexity"] == rows["joined"]["test_perplexity"]
     assert torch.equal(opened.federation.clients.state.rows, joined.run.federation.clients.state.rows)
-    assert isinstance(opened.user("eve").generate("dog", max_new_tokens=2), str)
+    assert isinstance(cast(PersonalModel, opened.user("eve")).generate("dog", max_new_tokens=2), str)
     alone = run(
         joined.run.recipe, method="local", **{"training.rounds": 3 + (method == "fedavg+"), "evaluation.first": False}
     )
@@ -160,7 +163,12 @@ def test_a_step_more_trains_what_was_taken_too(trained: Callable[..., Run]) -> N
     ],
 )
 def test_what_cannot_be_is_one_line(
-    trained: Callable[..., Run], method: Any, options: dict[str, Any], error: type[ComingleError], said: str, tmp_path: Path
+    trained: Callable[..., Run],
+    method: Any,
+    options: dict[str, Any],
+    error: type[ComingleError],
+    said: str,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(error) as raised:
         join(trained(method), **{"name": "eve", "data": texts(9), "out": tmp_path / "eve", **options})

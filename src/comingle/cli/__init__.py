@@ -39,7 +39,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb in (
-    demo, run, compare, advise, methods, data, cost, show, report, plot, export, join, chat, serve, federate, server, client,
+    demo, run, compare, advise, methods, data, cost, show, report, plot, export, join, chat, serve, federate, server,
+    client,
 ):  # fmt: skip
     app.command()(verb)
 

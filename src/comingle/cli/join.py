@@ -14,7 +14,8 @@ def join(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder; it is only read.")],
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="The newcomer's name.")],
     data: Annotated[
-        str, typer.Option("--data", metavar="<path>", help="The newcomer's data, of the kind that the run's users have.")
+        str,
+        typer.Option("--data", metavar="<path>", help="The newcomer's data, of the kind that the run's users have."),
     ],
     out: Out = None,
     rounds: Annotated[

@@ -6,7 +6,7 @@ Where an interval holds 0, nothing is said of its sign.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -59,7 +59,7 @@ def advise_on(
     All have the seeds of ``local``, which has everybody; there is at least one method.
     """
     first = next(iter(local.values()))
-    measure = measure_of(first)
+    measure = measure_of(dict(first))
     means = {name: _mean_gain(name, runs, local, measure) for name, runs in methods.items()}
     best = _best(means, measure)
     return Advice(
@@ -119,8 +119,8 @@ def _best(means: Mapping[str, Gain], measure: str) -> str:
 
 
 def method_to_take(advice: Advice) -> str | None:
-    """The method that is shown to gain in the mean over users, and of those not shown to be worse than the best one that
-    sends least; None where no method is shown to gain."""
+    """Of the methods that are shown to gain in the mean over users, and not to be worse than the best, the one that sends
+    least; None where no method is shown to gain."""
     best = next(name for name in advice.means if name not in advice.against_best)
     level = [name for name, gain in advice.against_best.items() if gain.verdict != HARMED]
     shown = [name for name in (best, *level) if advice.means[name].verdict == GAINED]
@@ -137,7 +137,7 @@ def undecided(advice: Advice) -> list[str]:
     return _users(advice, lambda verdicts: GAINED not in verdicts and verdicts != {HARMED})
 
 
-def _users(advice: Advice, wanted: Any) -> list[str]:
+def _users(advice: Advice, wanted: Callable[[set[str]], bool]) -> list[str]:
     users = dict.fromkeys(user for gains in advice.methods.values() for user in gains)
     verdicts = {user: {gains[user].verdict for gains in advice.methods.values() if user in gains} for user in users}
     return [user for user in users if wanted(verdicts[user])]
@@ -169,8 +169,8 @@ def paragraph(advice: Advice) -> str:
         said += _pairs_told(advice)
     chance = 0.05 * advice.intervals
     said.append(
-        f"Each of the {advice.intervals} intervals is a 95% one by itself, so about {chance:.1g} of them miss 0 by chance; "
-        f"all is of {advice.rounds} rounds and {len(advice.seeds)} seeds, and longer runs may differ."
+        f"Each of the {advice.intervals} intervals is a 95% one by itself, so about {chance:.1g} of them would miss 0 by "
+        f"chance; all is of {advice.rounds} rounds and {len(advice.seeds)} seeds, and longer runs may differ."
     )
     return " ".join(said)
 
@@ -194,7 +194,11 @@ def _pairs_told(advice: Advice) -> list[str]:
     said = []
     for user in users:
         found = partners(advice, user)
-        parts = [f"{word} {_listed(found[key])}" for key, word in ((GAINED, "gains from"), (HARMED, "is harmed by")) if found[key]]
+        parts = [
+            f"{word} {_listed(found[key])}"
+            for key, word in ((GAINED, "gains from"), (HARMED, "is harmed by"))
+            if found[key]
+        ]
         if parts:
             said.append(f"In pairs ({advice.grouped_by}) {printable(user)} {' and '.join(parts)}.")
     if advice.groups and not said:

@@ -36,8 +36,8 @@ def advise_runs(
     grouped_by: str | None = None,
     given: Given = NOTHING,
 ) -> Advice:
-    """What runs of the recipe say: ``local`` and ``methods`` with everybody, and ``grouped_by`` (the first of them) with
-    smaller groups. Nothing is written.
+    """What runs of the recipe say: ``local`` and ``methods`` with everybody, and ``grouped_by`` (the first of them)
+    with smaller groups. Nothing is written.
 
     Raises:
         RecipeError: fewer than two users, no method that shares anything, or a wrong setting.

@@ -1,7 +1,7 @@
 """Somebody joins a federation that is over: takes what its server has, and trains what is left to train, alone.
 
-What a newcomer gets follows from the method's placement, client and server. What is shared is downloaded once. Where a
-user has something of its own (specialists, a router, a mixture vector), that is trained and what was taken stands still;
+What a newcomer gets follows from the method's placement, client and server. What is shared is downloaded. Where a user
+has something of its own (specialists, a router, a mixture vector), that is trained and what was taken stands still;
 where the server keeps something of each user (merging weights), that moves and the rest of what it keeps stands still;
 where all of a model is shared, the newcomer fine-tunes what it took.
 """
@@ -200,9 +200,7 @@ def take(federation: InProcess, run: Run, *, rounds: int) -> None:
     federation.download([0])
 
 
-def _alone(
-    who: Newcomer, materials: Materials, method: str, rounds: int, reporter: Reporter
-) -> dict[str, Any]:
+def _alone(who: Newcomer, materials: Materials, method: str, rounds: int, reporter: Reporter) -> dict[str, Any]:
     """What somebody gets without the federation, in as many rounds."""
     recipe = who.recipe.with_changes({"method": method, "training.rounds": rounds, "evaluation.first": False})
     federation = build(recipe, materials)
