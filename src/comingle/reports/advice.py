@@ -1,7 +1,8 @@
 """What short runs allow to be said: who should train alone, who gains from whom, by which method, for how many bytes.
 
-Everything is a change against ``local`` of the same seed, with the 95% interval of its mean over seeds (Student's t).
-Where an interval holds 0, nothing is said of its sign.
+Everything is a change against ``local`` of the same seed, with an interval of its mean over seeds (Student's t). All
+intervals of users hold together with 95%, as do those of the means over users: who looks at many must not find one by
+chance. Where an interval holds 0, nothing is said of its sign.
 """
 
 from __future__ import annotations
@@ -60,19 +61,22 @@ def advise_on(
     """
     first = next(iter(local.values()))
     measure = measure_of(dict(first))
-    means = {name: _mean_gain(name, runs, local, measure) for name, runs in methods.items()}
+    asked = len(first["users"]) * len(methods) + sum(map(len, groups))
+    means = {name: _mean_gain(name, runs, local, measure, 2 * len(methods) - 1) for name, runs in methods.items()}
     best = _best(means, measure)
     return Advice(
         measure=measure,
         seeds=tuple(local),
         rounds=max(metrics["rounds"] for metrics in local.values()),
         grouped_by=grouped_by,
-        methods={name: _gains(runs, local, list(first["users"]), measure) for name, runs in methods.items()},
+        methods={name: _gains(runs, local, list(first["users"]), measure, asked) for name, runs in methods.items()},
         means=means,
         against_best={
-            name: _mean_gain(name, runs, methods[best], measure) for name, runs in methods.items() if name != best
+            name: _mean_gain(name, runs, methods[best], measure, 2 * len(methods) - 1)
+            for name, runs in methods.items()
+            if name != best
         },
-        groups={names: _gains(runs, local, names, measure) for names, runs in groups.items()},
+        groups={names: _gains(runs, local, names, measure, asked) for names, runs in groups.items()},
         upload_bytes={name: _bytes(runs, "upload") for name, runs in methods.items()},
         download_bytes={name: _bytes(runs, "download") for name, runs in methods.items()},
     )
@@ -82,32 +86,32 @@ def _bytes(runs: Runs, way: str) -> float:
     return fmean(metrics[f"{way}_bytes_per_user_round"] for metrics in runs.values())
 
 
-def _gains(runs: Runs, local: Runs, users: Sequence[str], measure: str) -> dict[str, Gain]:
+def _gains(runs: Runs, local: Runs, users: Sequence[str], measure: str, asked: int) -> dict[str, Gain]:
     """Each of some users' change, seed by seed; nobody whose number is not finite."""
     key, found = f"test_{measure}", {}
     for user in users:
         pairs = [(runs[seed]["users"][user][key], local[seed]["users"][user][key]) for seed in local]
-        if (gain := _gain(user, pairs, measure)) is not None:
+        if (gain := _gain(user, pairs, measure, asked)) is not None:
             found[user] = gain
     return found
 
 
-def _mean_gain(name: str, runs: Runs, others: Runs, measure: str) -> Gain:
+def _mean_gain(name: str, runs: Runs, others: Runs, measure: str, asked: int) -> Gain:
     """The users' mean change, seed by seed: each user counts alike, however hard its text is."""
     key, by_seed = f"test_{measure}", []
     for seed, other in others.items():
         users = other["users"]
         changes = [change(runs[seed]["users"][user][key], users[user][key], measure) for user in users]
         by_seed.append(fmean(value for value in changes if value is not None))
-    return Gain(user=name, measure=measure, change=spread(by_seed), interval=interval(by_seed))
+    return Gain(user=name, measure=measure, change=spread(by_seed), interval=interval(by_seed, together=asked))
 
 
-def _gain(user: str, pairs: Sequence[tuple[float | None, float | None]], measure: str) -> Gain | None:
+def _gain(user: str, pairs: Sequence[tuple[float | None, float | None]], measure: str, asked: int) -> Gain | None:
     known = [change(one, other, measure) for one, other in pairs if one is not None and other is not None]
     values = [value for value in known if value is not None]
     if len(values) < len(pairs):
         return None
-    return Gain(user=user, measure=measure, change=spread(values), interval=interval(values))
+    return Gain(user=user, measure=measure, change=spread(values), interval=interval(values, together=asked))
 
 
 def _best(means: Mapping[str, Gain], measure: str) -> str:
@@ -167,10 +171,9 @@ def paragraph(advice: Advice) -> str:
         if level := undecided(advice):
             said.append(f"No method is shown to help {_listed(level)}.")
         said += _pairs_told(advice)
-    chance = 0.05 * advice.intervals
     said.append(
-        f"Each of the {advice.intervals} intervals is a 95% one by itself, so about {chance:.1g} of them would miss 0 by "
-        f"chance; all is of {advice.rounds} rounds and {len(advice.seeds)} seeds, and longer runs may differ."
+        f"The {advice.intervals} intervals of users hold together with 95%, and those of means too. All is of "
+        f"{advice.rounds} rounds and {len(advice.seeds)} seeds; longer runs may differ."
     )
     return " ".join(said)
 
@@ -243,7 +246,7 @@ def rows_of(advice: Advice) -> tuple[list[str], list[list[str]]]:
 def render_advice(advice: Advice) -> Table:
     """The table for the terminal."""
     unit = "per cent of perplexity" if advice.measure == "perplexity" else f"in test {advice.measure}"
-    title = f"change against local, {unit} ({MEASURES[advice.measure]} is better), with 95% intervals"
+    title = f"change against local, {unit} ({MEASURES[advice.measure]} is better); intervals hold together with 95%"
     head, rows = rows_of(advice)
     table = Table(title=title, title_justify="left", box=None)
     for name in head:
