@@ -1,4 +1,4 @@
-"""Advice on populations whose truth is known: it is found where runs show it, and nothing is said beyond the intervals."""
+"""Advice on populations whose truth is known: found where runs show it, and nothing is said beyond the intervals."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def advise(users: Mapping[str, Any], seeds: list[int], methods: tuple[str, ...] 
         return advise_runs(recipe, methods, seeds, reporter, given=given)
 
 
+@pytest.mark.slow
 def test_the_same_task_is_learnt_together() -> None:
     advice = advise({"ann": user(0, (0, 1)), "bob": user(0, (2, 3))}, [0, 1, 2, 3])
     assert method_to_take(advice) == "fedavg"
@@ -54,6 +55,7 @@ def test_the_same_task_is_learnt_together() -> None:
     assert paragraph(advice).startswith("Take fedavg: ")
 
 
+@pytest.mark.slow
 def test_disjoint_languages_are_told_to_train_alone() -> None:
     advice = advise({"ann": user(0, ALL), "bob": user(1, ALL)}, [0, 1, 2, 3])
     assert method_to_take(advice) is None

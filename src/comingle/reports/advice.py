@@ -123,8 +123,8 @@ def _best(means: Mapping[str, Gain], measure: str) -> str:
 
 
 def method_to_take(advice: Advice) -> str | None:
-    """Of the methods that are shown to gain in the mean over users, and not to be worse than the best, the one that sends
-    least; None where no method is shown to gain."""
+    """Of methods that are shown to gain in the mean over users, and not to be worse than the best, the one that sends
+    least; None where none is shown to gain."""
     best = next(name for name in advice.means if name not in advice.against_best)
     level = [name for name, gain in advice.against_best.items() if gain.verdict != HARMED]
     shown = [name for name in (best, *level) if advice.means[name].verdict == GAINED]
