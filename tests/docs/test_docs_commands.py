@@ -142,6 +142,15 @@ def test_the_commands_that_results_come_from_are_planned() -> None:
         runs(words)
 
 
+@pytest.mark.usefixtures("place")
+def test_the_commands_of_the_first_page_run() -> None:
+    found = commands(README)
+    assert len(found) >= 5
+    for words in found:
+        runs(words)
+
+
+@pytest.mark.slow
 def test_the_commands_run_one_after_the_other(place: Path) -> None:
     """Page after page as a reader meets them; what stands on two pages is run once, but for what needs --resume."""
     found = list(dict.fromkeys(words for page in PAGES if page != RESULTS for words in commands(page)))
@@ -227,6 +236,7 @@ def test_a_federation_is_run_and_its_files_are_read_as_its_page_says(place: Path
     assert done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_conversations_become_personal_models_as_their_page_says(place: Path) -> None:
     page = DOCS / "conversations.md"
     for words in commands(page):

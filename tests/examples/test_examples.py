@@ -93,6 +93,7 @@ def test_own_model(told: Callable[[str], str]) -> None:
     assert re.search(r"names \d+ of 20 new pictures", said)
 
 
+@pytest.mark.slow
 def test_the_quickstart_is_a_notebook_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Executed as in Jupyter: progress is one line that changes, scores are tables."""
     nbformat = pytest.importorskip("nbformat")

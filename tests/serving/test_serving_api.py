@@ -276,6 +276,7 @@ def test_a_bucket_fills_as_time_goes_by() -> None:
     assert rates.wait("ann") > 0
 
 
+@pytest.mark.slow
 def test_a_thousand_requests_at_once(people: Any) -> None:
     """Few are answered and the rest refused, each in the standard's words, and the server goes on."""
     limits = Limits(rate=10_000, queue=8)

@@ -22,7 +22,9 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize(
+    "name", ["figure5", *[pytest.param(name, marks=pytest.mark.slow) for name in SHOWN if name != "figure5"]]
+)
 def test_every_kind_of_figure_shows_what_was_run(name: str, tmp_path: Path) -> None:
     methods = ["local", "comigs-2s"] if name == "figure9" else None
     found = plan(f"comigs/{name}", Wanted(scale="smoke", methods=methods))

@@ -61,6 +61,7 @@ def test_a_table_of_tasks_runs_beside_the_public_code(comingle: Any, tmp_path: P
     assert text.count("\n| ") == 9
 
 
+@pytest.mark.slow
 def test_a_subset_then_all_the_rest(comingle: Any, tmp_path: Path) -> None:
     first = comingle("reproduce", "comigs/table1", *SMOKE, "--methods", "local,fedavg", "--out", tmp_path)
     assert first.code == 0
@@ -82,6 +83,7 @@ def test_a_subset_then_all_the_rest(comingle: Any, tmp_path: Path) -> None:
     assert other.err.count("was there") == 3
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_where_it_was(comingle: Any, tmp_path: Path) -> None:
     changes = ("--set", "training.rounds=3", "--set", "checkpoints.every=1", "--methods", "comigs-1g1s")
     whole = comingle("reproduce", "comigs/table1", *SMOKE, *changes, "--out", tmp_path / "whole")

@@ -65,6 +65,7 @@ def save(path: Path, content: Any) -> Path:
 # ---------------------------------------------------------------- from end to end
 
 
+@pytest.mark.slow
 def test_the_verb_prints_a_table_and_writes_numbers_and_figures(comingle: Comingle, tmp_path: Path) -> None:
     recipe, folder = save(tmp_path / "small.yaml", SMALL), tmp_path / "out"
     code, printed, errors = comingle("theory", recipe, "--out", folder, "--seed", 3)
