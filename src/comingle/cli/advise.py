@@ -36,6 +36,6 @@ def advise(
     short = read.with_changes({"training.rounds": rounds, "evaluation.every": rounds, "evaluation.first": False})
     with reporting(quiet=quiet) as reporter:
         advice = advise_runs(short, names, numbers, reporter)
-    console.print(paragraph(advice), highlight=False, markup=False)
+    console.print(paragraph(advice), highlight=False, markup=False, soft_wrap=True)
     console.print()
     console.print(render_advice(advice))

@@ -173,7 +173,7 @@ def paragraph(advice: Advice) -> str:
         said += _pairs_told(advice)
     said.append(
         f"The {advice.intervals} intervals of users hold together with 95%, and those of means too. All is of "
-        f"{advice.rounds} rounds and {len(advice.seeds)} seeds; longer runs may differ."
+        f"runs of {advice.rounds} rounds with seeds {', '.join(map(str, advice.seeds))}; longer ones may differ."
     )
     return " ".join(said)
 
