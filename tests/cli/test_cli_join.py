@@ -72,11 +72,8 @@ def test_advice_is_a_paragraph_and_a_table(comingle: Any, recipe: Path) -> None:
     assert said.code == 0, said.err
     paragraph, table = said.out.split("\n\n", 1)
     assert "All is of runs of 1 rounds with seeds 0, 1" in paragraph
-    assert [line.split("  ")[0].strip() for line in table.splitlines() if line.startswith("fedavg:")] == [
-        "fedavg: ann and bob",
-        "fedavg: ann and cem",
-        "fedavg: bob and cem",
-    ]
+    for pair in ("ann and bob", "ann and cem", "bob and cem"):
+        assert f"fedavg: {pair}" in table
 
 
 def test_advice_needs_something_that_is_shared(comingle: Any, recipe: Path) -> None:

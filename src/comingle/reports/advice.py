@@ -250,7 +250,7 @@ def render_advice(advice: Advice) -> Table:
     head, rows = rows_of(advice)
     table = Table(title=title, title_justify="left", box=None)
     for name in head:
-        table.add_column(words(name))
+        table.add_column(words(name), no_wrap=name == "together")
     for row in rows:
         table.add_row(*map(words, row))
     return table
