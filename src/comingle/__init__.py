@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from comingle.errors import ComingleError as ComingleError
     from comingle.recipes import Recipe as Recipe
     from comingle.runs.api import compare as compare
+    from comingle.runs.api import join as join
     from comingle.runs.api import load as load
     from comingle.runs.api import run as run
 
@@ -32,11 +33,12 @@ _HOMES = {
     "Recipe": "comingle.recipes",
     "compare": "comingle.runs.api",
     "floral": "comingle.adapters.clustered",
+    "join": "comingle.runs.api",
     "load": "comingle.runs.api",
     "run": "comingle.runs.api",
 }
 
-__all__ = ["ComingleError", "Recipe", "__version__", "compare", "floral", "load", "run"]
+__all__ = ["ComingleError", "Recipe", "__version__", "compare", "floral", "join", "load", "run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -65,19 +65,21 @@ def shown(page: Path, language: str) -> list[str]:
 def shortened(words: tuple[str, ...]) -> list[str]:
     """The same command on toy models and little text."""
     verb, extra = words[0], []
-    alone = ("demo", "server", "client")  # which need the pretrained model, or somebody at the other end
+    # Which need the pretrained model, somebody at the other end, or a run of more than one round.
+    alone = ("demo", "server", "client", "join")
     if (
         verb in alone
         or (verb == "serve" and "--make-keys" not in words)
         or (verb == "federate" and "--set" not in words)
     ):
         extra = ["--help"]
-    elif verb in ("run", "compare", "data", "cost"):
+    elif verb in ("run", "compare", "data", "cost", "advise"):
         given = {words[i + 1].partition("=")[0] for i, word in enumerate(words) if word == "--set"}
         fitting = TINY if "photos.yaml" not in words else {"training.rounds": 1, "runtime.threads": 1}
         chats = "chats.yaml" in words
         tiny = {k: v for k, v in fitting.items() if k not in given and not (chats and k in NOT_OF_CHATS)}
         extra = [part for key, value in tiny.items() for part in ("--set", f"{key}={value}")]
+        extra += ["--rounds", "1"] if verb == "advise" else []
     elif verb == "report":
         extra = ["--force", *([] if "--no-tokens" in words else ["--tokens", "4", "--users", "ada"])]
     elif verb == "plot":

@@ -8,6 +8,7 @@ import sys
 
 import typer
 
+from comingle.cli.advise import advise
 from comingle.cli.chat import chat
 from comingle.cli.client import client
 from comingle.cli.compare import compare
@@ -16,6 +17,7 @@ from comingle.cli.data import data
 from comingle.cli.demo import demo
 from comingle.cli.export import export
 from comingle.cli.federate import federate
+from comingle.cli.join import join
 from comingle.cli.methods import methods
 from comingle.cli.plot import plot
 from comingle.cli.report import report
@@ -37,7 +39,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb in (
-    demo, run, compare, methods, data, cost, show, report, plot, export, chat, serve, federate, server, client,
+    demo, run, compare, advise, methods, data, cost, show, report, plot, export, join, chat, serve, federate, server,
+    client,
 ):  # fmt: skip
     app.command()(verb)
 

@@ -5,7 +5,8 @@ The objective is the sum over users of each user's mean loss, so a user's gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,6 +27,14 @@ from comingle.models.model import Model
 from comingle.trees import CLIENT_ROUTER, STATISTICS, Tree, flatten
 
 
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Columns of the first copy of a user's tensors that no step moves, for so many rounds."""
+
+    columns: Bool[Tensor, " columns"]
+    rounds: int
+
+
 @dataclass(kw_only=True)
 class Steps:
     """How users take local steps: the model, the method's phases, where batches come from, and how many go at once."""
@@ -38,6 +47,8 @@ class Steps:
     """The trainers' data, or what makes it a feed when something needs it."""
     most_steps: int | None = None
     """Local iterations of a round, of whoever has most; where some users are elsewhere, as somebody else says."""
+    held: Held | None = None
+    """What does not move, of somebody who has joined a federation that is over."""
     blamed: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Optimisers that made a row leave the real numbers, in this round."""
 
@@ -98,15 +109,28 @@ class Steps:
         for i in range(phase.steps):
             drawn = self.feed.draw(cohort.owners, phase, number, step, i)
             noise = self._noise(cohort.names, number, phase.purpose, step, i)
-            with self.model.randomness(self.training.seed, cohort.names[0], number, step, i):
-                losses, gradients = self.gradient(cohort, drawn, phase, noise)
-            for place in (~losses.isfinite()).nonzero().flatten().tolist():  # before the step spoils all that it trains
-                self.suspects(cohort.rows[place], cohort.part.rows[place])
-            for part in self.method.client.parts:
-                part.correct(cohort, gradients)
-            self.descend(phase, cohort, gradients, number * self.local_steps + max(step, 0))
+            with self._holding(cohort) as held:
+                with self.model.randomness(self.training.seed, cohort.names[0], number, step, i):
+                    losses, gradients = self.gradient(cohort, drawn, phase, noise)
+                for place in (~losses.isfinite()).nonzero().flatten().tolist():  # before the step spoils all it trains
+                    self.suspects(cohort.rows[place], cohort.part.rows[place])
+                for part in self.method.client.parts:
+                    part.correct(cohort, gradients)
+                self.descend(phase, cohort, gradients, number * self.local_steps + max(step, 0), held)
             total += losses
         return total / phase.steps
+
+    @contextmanager
+    def _holding(self, cohort: Members) -> Iterator[Bool[Tensor, "users columns"] | None]:
+        """What of each user does not move in a step, which is as it was before it at the end of the block."""
+        if self.held is None or cohort.round_number >= self.held.rounds:
+            yield None
+            return
+        firsts = torch.tensor([row < self.trainers for row in cohort.rows], device=cohort.part.rows.device)
+        held = firsts.unsqueeze(1) & self.held.columns.to(firsts.device)
+        before = cohort.part.rows[held]
+        yield held
+        cohort.part.rows[held] = before  # which decay and running statistics would change without any gradient
 
     def suspects(self, row: int, values: Float[Tensor, " columns"]) -> tuple[str, ...]:
         """Which optimisers may have made a row leave the real numbers: as its tensors were when that first showed."""
@@ -126,8 +150,18 @@ class Steps:
         drawn = torch.stack([torch.randn(mixture.clusters, generator=stream) for stream in streams])
         return mixture.noise * drawn.to(self.model.device, self.model.dtype)
 
-    def descend(self, phase: Phase, cohort: Members, gradients: Tree, iteration: int) -> None:
-        """One optimiser step on the columns that ``phase`` trains, in place; ``gradients`` is used up."""
+    def descend(
+        self,
+        phase: Phase,
+        cohort: Members,
+        gradients: Tree,
+        iteration: int,
+        held: Bool[Tensor, "users columns"] | None = None,
+    ) -> None:
+        """One optimiser step on the columns that ``phase`` trains, in place; ``gradients`` is used up.
+
+        Gradients of what is ``held`` are zero, so that they neither count in a norm nor become moments.
+        """
         layout, part = self.model.layout, cohort.part
         for name, roles in phase.optimizers:
             if name == "router":
@@ -135,7 +169,9 @@ class Steps:
             settings = self.training.router if name == "router" else self.training.experts
             count = part.router_steps if name == "router" else part.iterations + 1
             slots_layout, rate = layout.only(roles), learning_rate(settings, iteration, self.iterations)
-            if settings.memoryless and cohort.mask is None:  # a gradient as large as everybody's nets is not copied
+            if (
+                settings.memoryless and cohort.mask is None and held is None
+            ):  # a gradient as large as everybody's nets is not copied
                 views = layout.views(part.rows)
                 for slot in slots_layout.slots:
                     descend(settings, rate, views[slot.name], gradients.pop(slot.name))
@@ -144,6 +180,8 @@ class Steps:
             gradient = flatten([gradients.pop(slot.name) for slot in slots_layout.slots])
             if cohort.mask is not None:
                 gradient *= cohort.mask[:, span]
+            if held is not None:
+                gradient.masked_fill_(held[:, span], 0.0)
             moments = part.first[:, span], part.second[:, span]
             update(settings, rate, part.rows[:, span], gradient, *moments, count)
 

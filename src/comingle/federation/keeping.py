@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from comingle.federation.own import Own
 from comingle.inputs import write_inputs
 from comingle.recipes import Recipe
 from comingle.records import write_json, write_text
+from comingle.runs.alone import of_one_user
 from comingle.runs.session import build, describe
 
 MODEL = "model"
@@ -52,16 +52,8 @@ def keep_model(home: Home, own: Own) -> Path:
 
 def _of_one_user(home: Home, own: Own) -> Recipe:
     """The user's own recipe, with its own rank and specialists in the place of everybody's."""
-    number, recipe = home.public.users.index(own.name), home.recipe
-    changes: dict[str, Any] = {"evaluation.select": "last"}
-    if isinstance(recipe.adapters.rank, list):
-        changes["adapters.rank"] = recipe.adapters.rank[number]
-    specialists = recipe.method.settings.get("specialists")
-    if isinstance(specialists, list):
-        changes["method.settings.specialists"] = specialists[number]
-    if isinstance(recipe.training.participation, list):
-        changes["training.participation"] = 1.0
-    return recipe.with_changes(changes)
+    number = home.public.users.index(own.name)
+    return of_one_user(home.recipe, lambda values: values[number])
 
 
 def _fill(clients: Clients, of_all: Clients) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -14,6 +14,10 @@ from comingle.trees import Tree
 
 MODEL = "model."
 """What servers keep of the model that everybody downloads, by the names of its tensors."""
+
+
+NEVER = 10**18
+"""A round that no run comes to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +114,13 @@ class Server:
     def merging_weights(self, kept: Tree) -> Float[Tensor, "users models"] | None:
         """How much of each of the server's models every user has, where it knows."""
         return None
+
+    def settled(self) -> Server:
+        """The same server for somebody who joins when the others have finished: what it keeps for all stays as it is.
+
+        Where it keeps nothing of each user (:attr:`by_user`) nothing is left to be sent to it, so there is no exchange.
+        """
+        return replace(self, exchange_from=NEVER)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -80,6 +80,10 @@ class Merge(Server):
     def merging_weights(self, kept: Tree) -> Float[Tensor, "users models"]:
         """Everybody's weights."""
         return self._shares(kept[MERGING])
+
+    def settled(self) -> Merge:
+        """The models stay; the weights of who joins move by eq. 6."""
+        return replace(self, global_rate=0.0)
 
     def _shares(self, logits: Float[Tensor, "users models"]) -> Float[Tensor, "users models"]:
         return softmax_mixture(logits, 1.0) if self.softmax else logits

@@ -82,12 +82,15 @@ def verdicts(measure: str) -> tuple[str, ...]:
     return ("gained", good, "level", bad, "harmed")
 
 
-def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95% confidence interval of the mean, ``mean -+ t s / sqrt(n)``; None for a single value."""
+def interval(values: Sequence[float], *, together: int = 1) -> tuple[float, float] | None:
+    """The 95% confidence interval of the mean, ``mean -+ t s / sqrt(n)``; None for a single value.
+
+    Of intervals that hold ``together``, so many, with 95%, each is wider (Bonferroni).
+    """
     if len(values) < 2:
         return None
     mean, reach = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
-    reach *= float(stdtrit(len(values) - 1, 0.975))
+    reach *= float(stdtrit(len(values) - 1, 1 - 0.025 / together))
     return mean - reach, mean + reach
 
 

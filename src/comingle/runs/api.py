@@ -20,6 +20,7 @@ from comingle.reports.tables import write_comparison
 from comingle.runs.comparing import compare_runs, folders_of, recipes_of
 from comingle.runs.folders import check_folder
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
+from comingle.runs.joining import Joined, join_run, newcomer
 from comingle.runs.opening import reopen
 from comingle.runs.results import Comparison, Run
 from comingle.runs.session import build, prepare, restore, run_in, warn_unread
@@ -172,3 +173,38 @@ def _check_round(folder: Path, metrics: dict[str, Any], progress: Progress) -> N
             f"{newest}: the run has {metrics['rounds']} rounds, its last checkpoint {progress.round}; "
             f"{resume_command(newest)} goes on from there"
         )
+
+
+def join(
+    run: Run | str | Path,
+    *,
+    name: str,
+    data: Any,
+    out: str | Path | None = None,
+    rounds: int | None = None,
+    local_step: bool = False,
+    force: bool = False,
+    base: AnyBase | None = None,
+    progress: bool = False,
+) -> Joined:
+    """Let somebody join a federation that is over, while nobody else trains; as ``comingle join``.
+
+    Args:
+        run: a finished run, or its folder, which is only read.
+        name: the newcomer's.
+        data: a path, or what :func:`run` takes of one user.
+        out: the run folder of this one user, as :func:`load` opens it; None writes nothing.
+        rounds: of the newcomer's own training, by default as many as the run had.
+        local_step: one round more, in which what was taken is trained too.
+        force: replace that folder.
+        base: what a program handed over to :func:`run`, again.
+        progress: tell on stderr how far it is.
+
+    Raises:
+        ComingleError: a name of the run, data of another kind or too little, or a run from which nothing can be taken.
+    """
+    opened = run if isinstance(run, Run) else load(run, base=base)
+    with reporting(quiet=not progress) as reporter:
+        who = newcomer(opened, name, data, rounds=rounds, local_step=local_step)
+        given = given_of(None, base)
+        return join_run(opened, who, Path(out) if out is not None else None, reporter, given=given, force=force)

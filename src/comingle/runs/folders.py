@@ -28,6 +28,7 @@ RUN_FILES = (
     KEY,
     "events.jsonl",
     "metrics.json",
+    "joined.json",
     "checkpoints",
     "tensorboard",
     "report.html",

@@ -1,0 +1,41 @@
+"""``comingle advise``: whether training together pays, for whom and how, out of short runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from comingle.cli.compare import split_names, split_seeds
+from comingle.cli.options import Quiet, RecipePath, Sets, read_recipe
+
+_ROUNDS = 5
+
+
+def advise(
+    recipe: RecipePath,
+    methods: Annotated[
+        str, typer.Option("--methods", help="Methods to hold against local, separated by commas.")
+    ] = "fedavg,comigs-1g1s",
+    seeds: Annotated[str, typer.Option("--seeds", help="Seeds, separated by commas; intervals need two.")] = "0,1,2",
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of each run.")] = _ROUNDS,
+    sets: Sets = None,
+    quiet: Quiet = False,
+) -> None:
+    """Say who should train alone, who gains from whom and by which method, as far as short runs show it.
+
+    Runs local and the methods with everybody, and the first method with smaller groups: every pair of up to five users,
+    all but one of up to twelve. Nothing is written.
+    """
+    read, names, numbers = read_recipe(recipe, sets), split_names(methods), split_seeds(seeds)
+    from comingle.cli.progress import console
+    from comingle.progress import reporting
+    from comingle.reports.advice import paragraph, render_advice
+    from comingle.runs.advising import advise_runs
+
+    short = read.with_changes({"training.rounds": rounds, "evaluation.every": rounds, "evaluation.first": False})
+    with reporting(quiet=quiet) as reporter:
+        advice = advise_runs(short, names, numbers, reporter)
+    console.print(paragraph(advice), highlight=False, markup=False, soft_wrap=True)
+    console.print()
+    console.print(render_advice(advice))

@@ -1,0 +1,256 @@
+"""What short runs allow to be said: who should train alone, who gains from whom, by which method, for how many bytes.
+
+Everything is a change against ``local`` of the same seed, with an interval of its mean over seeds (Student's t). All
+intervals of users hold together with 95%, as do those of the means over users: who looks at many must not find one by
+chance. Where an interval holds 0, nothing is said of its sign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from rich.table import Table
+
+from comingle.records import MEASURES, measure_of
+from comingle.reports.measures import change, change_text
+from comingle.reports.series import Gain, interval, spread
+from comingle.reports.tables import sizes
+from comingle.terminal import printable, words
+
+Runs = Mapping[int, Mapping[str, Any]]
+"""Metrics of runs by seed."""
+
+GAINED, HARMED, LEVEL = "gained", "harmed", "level"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Gains against ``local``: of each user by ``methods``, of the mean over users (``means``), and in smaller groups.
+
+    ``groups`` has, by the names of those who trained together, each one's gain; ``upload_bytes`` are of a user in a
+    round, and so are ``download_bytes``. ``against_best`` says how far each method's mean is from that of the best.
+    """
+
+    measure: str
+    seeds: tuple[int, ...]
+    rounds: int
+    grouped_by: str
+    """With which method the groups trained."""
+    methods: Mapping[str, Mapping[str, Gain]]
+    means: Mapping[str, Gain]
+    against_best: Mapping[str, Gain]
+    groups: Mapping[tuple[str, ...], Mapping[str, Gain]]
+    upload_bytes: Mapping[str, float]
+    download_bytes: Mapping[str, float]
+
+    @property
+    def intervals(self) -> int:
+        """How many intervals there are of users' gains."""
+        return sum(map(len, self.methods.values())) + sum(map(len, self.groups.values()))
+
+
+def advise_on(
+    local: Runs, methods: Mapping[str, Runs], groups: Mapping[tuple[str, ...], Runs], grouped_by: str
+) -> Advice:
+    """The advice of runs of ``methods`` with everybody, and of smaller ``groups`` with one method.
+
+    All have the seeds of ``local``, which has everybody; there is at least one method.
+    """
+    first = next(iter(local.values()))
+    measure = measure_of(dict(first))
+    asked = len(first["users"]) * len(methods) + sum(map(len, groups))
+    means = {name: _mean_gain(name, runs, local, measure, 2 * len(methods) - 1) for name, runs in methods.items()}
+    best = _best(means, measure)
+    return Advice(
+        measure=measure,
+        seeds=tuple(local),
+        rounds=max(metrics["rounds"] for metrics in local.values()),
+        grouped_by=grouped_by,
+        methods={name: _gains(runs, local, list(first["users"]), measure, asked) for name, runs in methods.items()},
+        means=means,
+        against_best={
+            name: _mean_gain(name, runs, methods[best], measure, 2 * len(methods) - 1)
+            for name, runs in methods.items()
+            if name != best
+        },
+        groups={names: _gains(runs, local, names, measure, asked) for names, runs in groups.items()},
+        upload_bytes={name: _bytes(runs, "upload") for name, runs in methods.items()},
+        download_bytes={name: _bytes(runs, "download") for name, runs in methods.items()},
+    )
+
+
+def _bytes(runs: Runs, way: str) -> float:
+    return fmean(metrics[f"{way}_bytes_per_user_round"] for metrics in runs.values())
+
+
+def _gains(runs: Runs, local: Runs, users: Sequence[str], measure: str, asked: int) -> dict[str, Gain]:
+    """Each of some users' change, seed by seed; nobody whose number is not finite."""
+    key, found = f"test_{measure}", {}
+    for user in users:
+        pairs = [(runs[seed]["users"][user][key], local[seed]["users"][user][key]) for seed in local]
+        if (gain := _gain(user, pairs, measure, asked)) is not None:
+            found[user] = gain
+    return found
+
+
+def _mean_gain(name: str, runs: Runs, others: Runs, measure: str, asked: int) -> Gain:
+    """The users' mean change, seed by seed: each user counts alike, however hard its text is."""
+    key, by_seed = f"test_{measure}", []
+    for seed, other in others.items():
+        users = other["users"]
+        changes = [change(runs[seed]["users"][user][key], users[user][key], measure) for user in users]
+        by_seed.append(fmean(value for value in changes if value is not None))
+    return Gain(user=name, measure=measure, change=spread(by_seed), interval=interval(by_seed, together=asked))
+
+
+def _gain(user: str, pairs: Sequence[tuple[float | None, float | None]], measure: str, asked: int) -> Gain | None:
+    known = [change(one, other, measure) for one, other in pairs if one is not None and other is not None]
+    values = [value for value in known if value is not None]
+    if len(values) < len(pairs):
+        return None
+    return Gain(user=user, measure=measure, change=spread(values), interval=interval(values, together=asked))
+
+
+def _best(means: Mapping[str, Gain], measure: str) -> str:
+    sign = 1 if MEASURES[measure] == "lower" else -1
+    return min(means, key=lambda name: sign * means[name].change.mean)
+
+
+# -------------------------------------------------------------------- what is chosen
+
+
+def method_to_take(advice: Advice) -> str | None:
+    """Of methods that are shown to gain in the mean over users, and not to be worse than the best, the one that sends
+    least; None where none is shown to gain."""
+    best = next(name for name in advice.means if name not in advice.against_best)
+    level = [name for name, gain in advice.against_best.items() if gain.verdict != HARMED]
+    shown = [name for name in (best, *level) if advice.means[name].verdict == GAINED]
+    return min(shown, key=lambda name: (advice.upload_bytes[name], name != best), default=None)
+
+
+def alone(advice: Advice) -> list[str]:
+    """Users whom each method is shown to harm."""
+    return _users(advice, lambda verdicts: verdicts == {HARMED})
+
+
+def undecided(advice: Advice) -> list[str]:
+    """Users of whom no method is shown to gain them anything, and not all are shown to harm them."""
+    return _users(advice, lambda verdicts: GAINED not in verdicts and verdicts != {HARMED})
+
+
+def _users(advice: Advice, wanted: Callable[[set[str]], bool]) -> list[str]:
+    users = dict.fromkeys(user for gains in advice.methods.values() for user in gains)
+    verdicts = {user: {gains[user].verdict for gains in advice.methods.values() if user in gains} for user in users}
+    return [user for user in users if wanted(verdicts[user])]
+
+
+def partners(advice: Advice, user: str) -> dict[str, list[str]]:
+    """With whom a user trained in a pair, by verdict."""
+    by_verdict: dict[str, list[str]] = {GAINED: [], LEVEL: [], HARMED: []}
+    for names, gains in advice.groups.items():
+        if len(names) == 2 and user in gains:
+            other = next(name for name in names if name != user)
+            by_verdict.setdefault(gains[user].verdict, []).append(other)
+    return by_verdict
+
+
+# -------------------------------------------------------------------- told
+
+
+def paragraph(advice: Advice) -> str:
+    """What the runs show, in a few sentences; nothing that an interval leaves open."""
+    said = [_method_told(advice)]
+    if len(advice.seeds) < 2:
+        said = ["With one seed there are no intervals, so nothing is shown; give at least two seeds."]
+    else:
+        if lonely := alone(advice):
+            said.append(f"Every method tried harms {_listed(lonely)}: train alone.")
+        if level := undecided(advice):
+            said.append(f"No method is shown to help {_listed(level)}.")
+        said += _pairs_told(advice)
+    said.append(
+        f"The {advice.intervals} intervals of users hold together with 95%, and those of means too. All is of "
+        f"runs of {advice.rounds} rounds with seeds {', '.join(map(str, advice.seeds))}; longer ones may differ."
+    )
+    return " ".join(said)
+
+
+def _method_told(advice: Advice) -> str:
+    taken = method_to_take(advice)
+    if taken is None:
+        return "No method is shown to gain on training alone in the mean over users: local, which sends nothing."
+    gain, best = advice.means[taken], next(name for name in advice.means if name not in advice.against_best)
+    cost = sizes([advice.upload_bytes[taken]])[0]
+    told = f"Take {taken}: {_told(gain)} in the mean over users, for {cost} sent by each user in a round."
+    if taken != best:
+        told += f" {best} has the best mean and is not shown to be better."
+    elif level := [name for name, other in advice.against_best.items() if other.verdict != HARMED]:
+        told += f" It is not shown to be better than {_listed(level)}."
+    return told
+
+
+def _pairs_told(advice: Advice) -> list[str]:
+    users = dict.fromkeys(user for gains in advice.groups.values() for user in gains)
+    said = []
+    for user in users:
+        found = partners(advice, user)
+        parts = [
+            f"{word} {_listed(found[key])}"
+            for key, word in ((GAINED, "gains from"), (HARMED, "is harmed by"))
+            if found[key]
+        ]
+        if parts:
+            said.append(f"In pairs ({advice.grouped_by}) {printable(user)} {' and '.join(parts)}.")
+    if advice.groups and not said:
+        said.append(f"No smaller group ({advice.grouped_by}) is shown to gain or to harm anybody on its own.")
+    return said
+
+
+def _listed(names: Sequence[str]) -> str:
+    *most, last = map(printable, names)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _told(gain: Gain) -> str:
+    return change_text(gain.change.mean, gain.measure) + _reach(gain)
+
+
+def _reach(gain: Gain) -> str:
+    return "" if gain.interval is None else f" ({gain.interval[0]:+.1f} to {gain.interval[1]:+.1f})"
+
+
+def cell(gain: Gain | None) -> str:
+    """A gain in a table: its mean, its interval, and what that allows to be said."""
+    if gain is None:
+        return "not finite"
+    return f"{gain.change.mean:+.1f}{_reach(gain)} {gain.verdict}"
+
+
+def rows_of(advice: Advice) -> tuple[list[str], list[list[str]]]:
+    """Head and rows: the methods with everybody, then the smaller groups; a column for each user."""
+    users = list(dict.fromkeys(user for gains in advice.methods.values() for user in gains))
+    up, down = (sizes(list(sent.values())) for sent in (advice.upload_bytes, advice.download_bytes))
+    rows = [
+        [name, *(cell(gains.get(user)) for user in users), cell(advice.means[name]), up[i], down[i]]
+        for i, (name, gains) in enumerate(advice.methods.items())
+    ]
+    for names, gains in advice.groups.items():
+        label = f"{advice.grouped_by}: {_listed(names)}"
+        rows.append([label, *(cell(gains[user]) if user in gains else "" for user in users), "", "", ""])
+    return ["together", *users, "mean", "sent / round", "received / round"], rows
+
+
+def render_advice(advice: Advice) -> Table:
+    """The table for the terminal."""
+    unit = "per cent of perplexity" if advice.measure == "perplexity" else f"in test {advice.measure}"
+    title = f"change against local, {unit} ({MEASURES[advice.measure]} is better); intervals hold together with 95%"
+    head, rows = rows_of(advice)
+    table = Table(title=title, title_justify="left", box=None)
+    for name in head:
+        table.add_column(words(name), no_wrap=name == "together")
+    for row in rows:
+        table.add_row(*map(words, row))
+    return table

@@ -1,0 +1,32 @@
+"""A population's recipe for one user of it, or for some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from comingle.recipes import Recipe
+
+PerUser = Callable[[list[Any]], Any]
+"""What of a list with a value for each user of a population counts."""
+
+
+def of_one_user(recipe: Recipe, value: PerUser) -> Recipe:
+    """The recipe of somebody alone: ``value`` takes what counts of lists of ranks and specialists.
+
+    Nobody else takes part in a round, and no mean over others selects one.
+    """
+    return recipe.with_changes({**per_user(recipe, value), "evaluation.select": "last"})
+
+
+def per_user(recipe: Recipe, value: PerUser) -> dict[str, Any]:
+    """Changes of what a recipe lists user by user; who takes part when is everybody, always."""
+    changes: dict[str, Any] = {}
+    if isinstance(recipe.adapters.rank, list):
+        changes["adapters.rank"] = value(recipe.adapters.rank)
+    specialists = recipe.method.settings.get("specialists")
+    if isinstance(specialists, list):
+        changes["method.settings.specialists"] = value(specialists)
+    if isinstance(recipe.training.participation, list):
+        changes["training.participation"] = 1.0
+    return changes

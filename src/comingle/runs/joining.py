@@ -1,0 +1,243 @@
+"""Somebody joins a federation that is over: takes what its server has, and trains what is left to train, alone.
+
+What a newcomer gets follows from the method's placement, client and server. What is shared is downloaded. Where a user
+has something of its own (specialists, a router, a mixture vector), that is trained and what was taken stands still;
+where the server keeps something of each user (merging weights), that moves and the rest of what it keeps stands still;
+where all of a model is shared, the newcomer fine-tunes what it took.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from comingle.engines.client import Clients
+from comingle.engines.evaluations import measure_of, measured
+from comingle.engines.events import Observer
+from comingle.engines.steps import Held
+from comingle.errors import DataError, RecipeError, RunError
+from comingle.kinds.base import Materials
+from comingle.kinds.handed import section_for
+from comingle.methods.base import Method
+from comingle.progress import LOADING, Reporter
+from comingle.recipes import Recipe
+from comingle.records import write_json
+from comingle.runs.alone import of_one_user
+from comingle.runs.folders import check_folder, open_folder
+from comingle.runs.given import Given
+from comingle.runs.results import Run
+from comingle.runs.session import build, describe, execute, prepare
+from comingle.transports.inprocess import InProcess
+
+JOINED = "joined.json"
+_PER_NAME = ("max_train_tokens", "max_valid_tokens", "max_test_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """A newcomer's run, and what it is to be held against: by row (``pretrained``, ``local``, ``shared``, ``joined``)
+    the test result, the ``train_tokens`` (or samples) of the newcomer's own that it took, and what the row is."""
+
+    run: Run
+    name: str
+    measure: str
+    rows: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Newcomer:
+    """Who joins, with what; ``handed`` is data that a program hands over, None where the recipe says where it is."""
+
+    name: str
+    recipe: Recipe
+    handed: Mapping[str, Any] | None
+    tuned: int
+    """Rounds in which the newcomer fine-tunes what it has taken, after all others."""
+
+
+def newcomer(run: Run, name: str, data: Any, *, rounds: int | None, local_step: bool) -> Newcomer:
+    """Who joins a run, after everything that can be wrong without reading the data has been looked at.
+
+    Raises:
+        DataError: the name is taken, or the run's kind of data is nobody's to bring.
+        RunError: the run has nothing that could be taken.
+        RecipeError: ``local_step`` where everything is trained anyway.
+    """
+    method = run.federation.clients.method
+    if name in run.users:
+        raise DataError(f"--name: {name!r} is a user of the run already; there are: {', '.join(run.users)}")
+    check_takes(run, method)
+    if local_step and not holds(run.federation.clients):
+        raise RecipeError(
+            f"--local-step: {method.name} has no part of a user's own to train first; leave --local-step out"
+        )
+    handed = None if isinstance(data, str | os.PathLike) else {name: data}
+    if handed is not None:
+        section_for(handed, run.recipe.data.kind)
+    recipe = of_one_user(run.recipe, max)
+    total = (rounds or recipe.training.rounds) + local_step
+    changes = {"training.rounds": total, "data": _data(run.recipe, name, data)}
+    return Newcomer(
+        name=name, recipe=recipe.with_changes(changes, where="--data"), handed=handed, tuned=int(local_step)
+    )
+
+
+def check_takes(run: Run, method: Method) -> None:
+    """Whether there is something to take.
+
+    Raises:
+        RunError: the method shares nothing, keeps nothing between rounds, or has not exchanged anything.
+    """
+    where = run.folder or "the run"
+    if method.placement.pooled:
+        raise RunError(f"{where}: {method.name} is one model on everybody's text; a newcomer's would have to be in it")
+    if not method.shared:
+        raise RunError(f"{where}: {method.name} shares nothing, so there is nothing to join; train alone: method local")
+    if method.server.peer_to_peer:
+        raise RunError(
+            f"{where}: users of {method.name} hear each other while they train, and its server keeps nothing to take"
+        )
+    if run.federation.server.version == 0:
+        raise RunError(
+            f"{where}: its server has not aggregated anything ({run.recipe.training.rounds} round, evaluated before "
+            "the exchange); allowed: a run of more rounds, or with evaluation.model: exchanged"
+        )
+
+
+def _data(recipe: Recipe, name: str, data: Any) -> dict[str, Any]:
+    """The section ``data`` of a newcomer: read as the others' is, but for who they are."""
+    section = recipe.data
+    if "users" not in type(section).model_fields:
+        raise DataError(f"the run's users have {section.label}, which the recipe makes; nobody can bring their own")
+    content = section.model_dump(mode="json", exclude_unset=True)
+    rows = content.pop("dataset", None) or {}
+    content = {key: value for key, value in content.items() if key not in ("users", "given", "held_out")}
+    content = {key: value for key, value in content.items() if key not in _PER_NAME or not isinstance(value, dict)}
+    content |= {"kind": section.kind}
+    if "on_small_user" in content:  # there is nobody else
+        content["on_small_user"] = "refuse"
+    if rows and "split" in content:  # names of a data set's splits
+        content["split"] = {key: value for key, value in content["split"].items() if key in ("valid", "test")}
+    if not isinstance(data, str | os.PathLike):
+        return content | {"given": True}
+    path = os.fspath(data)
+    path = os.path.abspath(os.path.expanduser(path)) if os.path.exists(os.path.expanduser(path)) else path
+    source: dict[str, Any] = {"path": path}
+    if "text" in rows:
+        source["column"] = rows["text"]
+    return content | {"users": {name: source}}
+
+
+def holds(clients: Clients) -> bool:
+    """Whether what a user takes stands still while a newcomer trains what is its own: where there is something."""
+    method, layout = clients.method, clients.model.layout
+    if method.placement.mixture is not None or method.placement.copies > 1:
+        return True
+    return bool((layout.mask(method.client.trained) & ~layout.mask(method.shared)).any())
+
+
+def join_run(
+    run: Run,
+    who: Newcomer,
+    folder: Path | None,
+    reporter: Reporter,
+    *,
+    given: Given,
+    force: bool = False,
+) -> Joined:
+    """Train the newcomer, and what it is held against, on its data; write an ordinary run folder of this one user.
+
+    Raises:
+        ComingleError: the data is of another kind or too little, or the folder exists.
+    """
+    if folder is not None:
+        check_folder(folder, who.recipe, resume=False, force=force)
+    base = getattr(run.federation.clients.model, "base", None)
+    with reporter.waiting(LOADING):
+        materials = prepare(who.recipe, base=base, given=replace(given, users=who.handed))
+    federation = build(who.recipe, materials)
+    take(federation, run, rounds=who.recipe.training.rounds - who.tuned)
+    clients = federation.clients
+    told = clients.scorer.score(clients.models, [clients.users[0].test], [0])  # of several copies the one that is sent
+    measure = measure_of(told)
+    rows = {"shared": measured(told[0]) | {"train": 0}}
+    tunes = federation.clients.method.client.finetunes
+    rounds = who.recipe.training.rounds + tunes
+    for method in ("pretrained", "local"):
+        rows[method] = _alone(who, materials, method, rounds, reporter)
+    done = _trained(federation, who, materials, folder, reporter, force=force)
+    seen = _seen(done, federation.clients) + tunes * federation.clients.feed.seen(0)
+    rows["joined"] = {key: value for key, value in done.metrics["users"][who.name].items() if key in rows["shared"]}
+    rows["joined"] |= {"train": seen}
+    unit = federation.clients.feed.unit
+    ordered = {
+        row: {key if key != "train" else f"train_{unit}": value for key, value in rows[row].items()}
+        for row in ("pretrained", "local", "shared", "joined")
+    }
+    joined = Joined(run=done, name=who.name, measure=measure, rows=ordered)
+    if folder is not None:
+        write_json(folder / JOINED, {"user": who.name, "measure": measure, "rows": ordered})
+    return joined
+
+
+def take(federation: InProcess, run: Run, *, rounds: int) -> None:
+    """Have a newcomer receive what a run's server has; what it takes stands still for so many rounds, if it ever does.
+
+    The server goes on as it was left, for this one user: what it keeps for all does not move any more.
+    """
+    clients, server, method = federation.clients, federation.server, federation.clients.method
+    kept = run.federation.server.kept
+    by_user = method.server.by_user
+    server.kept = {name: own if name in by_user else kept[name].clone() for name, own in server.kept.items()}
+    clients.method = server.method = replace(method, server=method.server.settled())
+    clients.state.versions[:1] = -1  # has received nothing, not even what everybody starts with
+    if holds(clients):
+        clients.steps.held = Held(columns=clients.model.layout.mask(method.shared), rounds=rounds)
+    federation.download([0])
+
+
+def _alone(who: Newcomer, materials: Materials, method: str, rounds: int, reporter: Reporter) -> dict[str, Any]:
+    """What somebody gets without the federation, in as many rounds."""
+    recipe = who.recipe.with_changes({"method": method, "training.rounds": rounds, "evaluation.first": False})
+    federation = build(recipe, materials)
+    watching = [reporter.watch(federation.clients, f"{who.name} · {method}")]
+    done = execute(federation, recipe, None, observers=watching)
+    of_user = done.metrics["users"][who.name]
+    scores = {key: of_user[key] for key in of_user if key.startswith("test_") and isinstance(of_user[key], float)}
+    return scores | {"train": _seen(done, federation.clients)}
+
+
+def _seen(run: Run, clients: Clients) -> int:
+    """Tokens or samples of training data that steps have been taken on, each copy's once."""
+    steps = sum(event["tokens"] for event in run.events if event["event"] == "round")
+    return steps // clients.method.placement.copies
+
+
+def _trained(
+    federation: InProcess,
+    who: Newcomer,
+    materials: Materials,
+    folder: Path | None,
+    reporter: Reporter,
+    *,
+    force: bool,
+) -> Run:
+    """The newcomer's rounds. A folder has its name when it is whole: what stopped before cannot be gone on with."""
+    watching: Callable[[], Sequence[Observer]] = lambda: [reporter.watch(federation.clients, f"{who.name} joins")]  # noqa: E731
+    if folder is None:
+        return execute(federation, who.recipe, None, observers=watching())
+    draft = folder.with_name(f".{folder.name}.joining")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        with open_folder(draft, who.recipe, describe(materials, who.recipe), resume=False, force=True):
+            done = execute(federation, who.recipe, draft, observers=watching())
+        check_folder(folder, who.recipe, resume=False, force=force)
+        shutil.rmtree(folder, ignore_errors=True)
+        draft.rename(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return replace(done, folder=folder)

@@ -1,0 +1,84 @@
+"""``comingle join`` and ``comingle advise``, through the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comingle.runs import api
+
+
+@pytest.fixture(scope="module")
+def recipe(write_recipe: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_recipe(tmp_path_factory.mktemp("project") / "project")
+
+
+@pytest.fixture(scope="module")
+def run(recipe: Path) -> Path:
+    folder = recipe.parent.parent / "run"
+    api.run(recipe, out=folder)
+    return folder
+
+
+@pytest.fixture
+def eve(tmp_path: Path) -> Path:
+    path = tmp_path / "eve.txt"
+    path.write_text("\n\n".join(f"Paragraph {i} is one of many that eve wrote by herself." for i in range(60)))
+    return path
+
+
+def test_a_newcomers_run_is_told_and_used(comingle: Any, run: Path, eve: Path, tmp_path: Path) -> None:
+    said = comingle("join", run, "--name", "eve", "--data", eve, "--out", tmp_path / "out")
+    assert said.code == 0, said.err
+    written = json.loads((tmp_path / "out" / "joined.json").read_text())
+    for row in ("pretrained", "local", "shared", "joined"):
+        assert f"{written['rows'][row]['test_perplexity']:,.2f}" in said.out
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["users"].keys() == {"eve"}
+    export = comingle("export", tmp_path / "out", "--user", "eve", "--to", tmp_path / "model")
+    assert export.code == 0, export.err
+    again = comingle("join", run, "--name", "eve", "--data", eve, "--out", tmp_path / "out")
+    assert (again.code, again.err.count("\n")) == (2, 1)
+    assert "exists" in again.err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--name", "bob", "--data", "eve.txt"), "'bob' is a user of the run already"),
+        (("--name", "eve", "--data", "nowhere.txt"), "nowhere.txt"),
+        (("--name", "eve", "--data", "short.txt"), "user 'eve'"),
+        (("--name", "eve", "--data", "chats.jsonl"), "chats.jsonl"),
+    ],
+)
+def test_mistakes_of_joining_are_one_line(
+    comingle: Any, run: Path, eve: Path, options: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(eve.parent)
+    Path("short.txt").write_text("Too short.")
+    Path("chats.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    before = sorted(path.name for path in eve.parent.iterdir())
+    answer = comingle("join", run, *options, "--out", eve.parent / "out")
+    assert (answer.code, answer.err.count("\n")) == (2, 1), answer.err
+    assert said in answer.err
+    assert sorted(path.name for path in eve.parent.iterdir()) == before
+
+
+def test_advice_is_a_paragraph_and_a_table(comingle: Any, recipe: Path) -> None:
+    said = comingle("advise", recipe, "--seeds", "0,1", "--rounds", 1, "--methods", "fedavg")
+    assert said.code == 0, said.err
+    paragraph, table = said.out.split("\n\n", 1)
+    assert "All is of runs of 1 rounds with seeds 0, 1" in paragraph
+    for pair in ("ann and bob", "ann and cem", "bob and cem"):
+        assert f"fedavg: {pair}" in table
+
+
+def test_advice_needs_something_that_is_shared(comingle: Any, recipe: Path) -> None:
+    said = comingle("advise", recipe, "--methods", "local")
+    assert (said.code, said.err) == (
+        2,
+        "comingle: --methods: nothing but local; give a method that shares something, as fedavg\n",
+    )
