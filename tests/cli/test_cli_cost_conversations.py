@@ -45,6 +45,7 @@ def test_cost_refuses_what_a_run_refuses_in_the_same_words(comingle: Any, recipe
     assert cost.err == run.err.splitlines(keepends=True)[-1]
 
 
+@pytest.mark.slow
 def test_those_who_are_left_out_cost_nothing(comingle: Any, recipe_file: Path) -> None:
     skip = ["--set", "data.on_small_user=skip"]
     found = json.loads(comingle("cost", recipe_file, *skip, "--method", "fedavg,centralized", "--json").out)

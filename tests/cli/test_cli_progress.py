@@ -101,6 +101,7 @@ def test_reproduce_says_a_line_a_round(comingle: Any, tmp_path: Path) -> None:
     assert (quiet.code, quiet.err, quiet.progress) == (0, "", ())
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_say_a_line_a_round_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -172,6 +172,7 @@ def test_users_whose_text_is_cut_short_have_what_their_limits_ask_for(
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.slow
 def test_two_gigabytes_are_not_read_for_four_thousand_tokens(tmp_path: Path) -> None:
     """A sparse file of that size that is text at its beginning."""
     path = tmp_path / "huge.txt"

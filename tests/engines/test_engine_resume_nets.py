@@ -93,6 +93,7 @@ def killed(recipes: dict[str, Path]) -> Path:
     return stage
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed after a fork")
 @pytest.mark.parametrize("name", [*NETS, DROPOUT, *MIXED])
 def test_a_killed_run_of_nets_resumes_as_if_nothing_had_happened(

@@ -68,9 +68,8 @@ CASES = {
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize(
-    "case", [*list(CASES)[:1], *(pytest.param(c, marks=pytest.mark.slow) for c in list(CASES)[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_the_planned_peak_is_the_measured_one(case: str, tmp_path: Path) -> None:
     """Within 10%: what tensors hold is exact, what libraries hold meanwhile is not in the plan."""
     found = measured(CASES[case], tmp_path)

@@ -140,6 +140,7 @@ def test_a_mistake_of_the_persons_ends_the_run_with_its_line(federation: Federat
         coordinate(federation.link, {"users": "ada eve", "timeout": 20}, federation.nodes[0].tend)
 
 
+@pytest.mark.slow
 def test_all_children_end_when_whoever_has_started_them_is_killed(tmp_path: Path) -> None:
     code = f"""
 import time

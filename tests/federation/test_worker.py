@@ -98,6 +98,7 @@ def test_of_two_workers_in_one_folder_the_second_ends(state: Path) -> None:
     assert ask(state, b"who") == who
 
 
+@pytest.mark.slow
 def test_it_ends_when_nobody_is_left_to_work_for(state: Path) -> None:
     supernode = subprocess.Popen(["sleep", "600"])
     process = int(ask(state, b"who", keeper=Keeper.of(supernode.pid)).split()[1])

@@ -246,6 +246,7 @@ def test_programs_hand_over_rows_data_sets_and_files(tmp_path: Path) -> None:
         kind.adopt(given, {"ada": [{"prompt": "a", "response": " "}]}, lambda: base, validates=False)
 
 
+@pytest.mark.slow
 def test_the_command_line_from_files_to_a_report(comingle: Any, tmp_path: Path, chatml: Base) -> None:
     assert chatml.tokenizer is not None
     chatml.model.save_pretrained(tmp_path / "base")

@@ -230,6 +230,7 @@ def test_changed_images_are_refused_where_a_run_goes_on(tmp_path: Path) -> None:
         api.run(recipe, out=tmp_path / "run", resume=True)
 
 
+@pytest.mark.slow
 def test_data_and_cost_are_told_before_training(tmp_path: Path, comingle: Callable[..., Any]) -> None:
     two_users(tmp_path)
     shown = comingle("data", tmp_path / "own.yaml").out

@@ -105,6 +105,7 @@ def test_local_users_are_alone_with_twice_the_bound() -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"sampling": "fixed"}, {"mechanism": "local"}, {"accountant": "rdp"}], ids=str
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("participation", [1.0, 0.25])
 def test_the_noise_for_a_budget_is_the_least(settings: dict[str, Any], participation: float) -> None:
     privacy = Privacy(epsilon=3.0, **settings)
