@@ -85,9 +85,7 @@ def make_keys(path: Path, names: Iterable[str]) -> None:
         raise RunError(f"--make-keys {path}: exists; another name, or delete it first")
     keys = {name: f"sk-{secrets.token_urlsafe(24)}" for name in names}
     try:
-        path.touch(mode=0o600, exist_ok=False)
-        write_text(path, yaml.safe_dump(keys, sort_keys=False, allow_unicode=True))
-        path.chmod(0o600)
+        write_text(path, yaml.safe_dump(keys, sort_keys=False, allow_unicode=True), private=True)
     except OSError as error:
         raise RunError(f"--make-keys {path}: cannot be written: {error.strerror}") from None
 
