@@ -15,7 +15,7 @@ from comingle.engines.local import finetuned
 from comingle.engines.mixing import mixtures
 from comingle.engines.runtime import peak_memory_bytes
 from comingle.engines.scoring import AnyScore
-from comingle.engines.training import Training
+from comingle.engines.settings import Training
 from comingle.methods.base import Method
 from comingle.models.model import Model
 from comingle.records import GEOMETRIC, Metrics, geometric

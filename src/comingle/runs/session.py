@@ -25,11 +25,10 @@ from comingle.engines.clock import Clock
 from comingle.engines.evaluations import amounts, end_event, start_event, summarise
 from comingle.engines.events import EventLog, Observer, tensorboard
 from comingle.engines.naming import check_names, reorder, reorder_kept
-from comingle.engines.optimizers import OptimizerSettings
 from comingle.engines.private import keep_key, with_noise
 from comingle.engines.rounds import run_rounds
 from comingle.engines.runtime import keep_buffers
-from comingle.engines.training import Training
+from comingle.engines.settings import OptimizerSettings, Training
 from comingle.errors import DivergenceError, RecipeError, RunError
 from comingle.inputs import Inputs, UserInputs
 from comingle.kinds.base import Materials, kind_of
