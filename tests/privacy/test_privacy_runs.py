@@ -283,3 +283,33 @@ def test_without_privacy_a_recipe_is_what_it_was(tmp_path: Path) -> None:
     assert not any(name.startswith("privacy/") for name in federation.server.state)
     assert not (tmp_path / "run" / KEY).exists()
     assert federation.server.guard is None
+
+
+# -------------------------------------------------------------------- seen by people
+
+
+def test_epsilon_stands_beside_accuracy(tmp_path: Path) -> None:
+    """In the page and in the server's table; what is sent without privacy has no bound."""
+    from comingle.reports.page import render_page
+    from comingle.reports.participants import render_participants
+    from comingle.reports.runs import read_entries
+    from comingle.terminal import Terminal
+
+    metrics, _ = federated(recipe(tmp_path), tmp_path / "apart")
+    told = f"{metrics['privacy']['epsilon']:.3g}"
+    private = run(recipe(tmp_path), tmp_path / "private").metrics["privacy"]["epsilon"]
+    assert f"{private:.3g}" == told
+    for name in ("comigs-1g1s", "local"):
+        run({**recipe(tmp_path, name), "privacy": None}, tmp_path / f"open-{name}")
+    page = render_page(read_entries([tmp_path / "private", tmp_path / "open-comigs-1g1s", tmp_path / "open-local"]))
+    table = page[page.index('<section id="results">') : page.index('<section id="curves">')]
+    assert [word for word in (f">{told}<", ">no bound<", ">nothing is sent<") if word not in table] == []
+    assert "at delta 1e-05, bounds what" in table
+    assert "epsilon" not in render_page(read_entries([tmp_path / "open-local"])).lower()
+    console = Terminal(width=160)
+    with console.capture() as captured:
+        console.print(render_participants(tmp_path / "apart" / "server"))
+    title, head, *rows = [line for line in captured.get().splitlines() if line.strip()]
+    assert f"epsilon {told} at delta 1e-05" in title
+    assert head.split()[-1] == "epsilon"
+    assert [row.split()[-1] for row in rows] == [told] * 3

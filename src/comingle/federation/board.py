@@ -20,7 +20,8 @@ class Seat:
     """What is known of one user.
 
     ``state`` is "expected", "here" or "away"; ``seen`` the time of its last answer (seconds since 1970); bytes are
-    those of its messages in this run. Losses and scores are there if the user tells them.
+    those of its messages in this run. Losses and scores are there if the user tells them, ``epsilon`` where the recipe
+    has ``privacy``.
     """
 
     state: str = "expected"
@@ -30,6 +31,7 @@ class Seat:
     download_bytes: int = 0
     train_loss_nats: float | None = None
     test: float | None = None
+    epsilon: float | None = None
     why: str = ""
 
 
@@ -38,6 +40,7 @@ class Board:
 
     def __init__(self, folder: Path, users: Sequence[str], rounds: int):
         self._path, self._rounds, self._round, self._measure = folder / PARTICIPANTS, rounds, 0, ""
+        self._privacy: dict[str, float] = {}
         known = self._known()
         self._seats = {name: Seat(**known.get(name, {})) for name in users}
         for seat in self._seats.values():
@@ -53,6 +56,10 @@ class Board:
             self._round = event["round"]
             for name, loss in event["train_loss_nats"].items():
                 self._seats[name].train_loss_nats = loss
+        elif event["event"] == "privacy":
+            self._privacy = {key: event[key] for key in ("epsilon", "delta")}
+            for name, seat in self._seats.items():
+                seat.epsilon = event.get("users", {}).get(name, event["epsilon"])
         elif event["event"] == "evaluation":
             for name, scores in event["users"].items():
                 key, self._seats[name].test = next(iter(scores.items()))
@@ -79,5 +86,6 @@ class Board:
     def _write(self) -> None:
         seats = {name: asdict(seat) for name, seat in self._seats.items()}
         content = {"round": self._round, "rounds": self._rounds, "measure": self._measure, "users": seats}
+        content |= {"privacy": self._privacy} if self._privacy else {}
         write_json(self._path, content)
         self._written = time.monotonic()

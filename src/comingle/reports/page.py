@@ -73,6 +73,7 @@ def render_page(entries: Sequence[Entry], views: Sequence[TokenView] = (), *, ti
         results=_results(entries, users),
         panels=MAX_PANELS,
         population=is_population(users),
+        deltas=sorted({run.spent["delta"] for entry in entries for run in entry.runs if run.spent}),
         level=level_text(first.measure),
         curves=list(_curves(entries, drawn)),
         gains=[learned for baseline in baselines(entries) if (learned := _gains(entries, baseline, drawn))],
@@ -117,6 +118,8 @@ def _results(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, Any]:
         means["geometric mean"] = [final(entry, geometric=True) for entry in entries]
     columns = whole if len(users) <= WIDE else [_extreme(by_user, measure, worst=worst) for worst in (True, False)]
     columns = [*columns, *((name, _marked([_told(v, measure) for v in of], of, measure)) for name, of in means.items())]
+    if any(entry.first.spent for entry in entries):
+        columns.append(("epsilon", [(_epsilon(entry), False) for entry in entries]))
     rows = zip(entries, zip(*(cells for _, cells in columns), strict=True), strict=True)
     return {
         "head": [name for name, _ in columns],
@@ -124,6 +127,14 @@ def _results(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, Any]:
         "labels": [entry.label for entry in entries],
         "users": whole if len(users) > WIDE else [],
     }
+
+
+def _epsilon(entry: Entry) -> str:
+    """What an entry's exchanges have revealed of the user of whom most, in the run in which it was most."""
+    if all(run.spent for run in entry.runs):
+        return f"{max(run.spent['epsilon'] for run in entry.runs):.3g}"
+    sent = any(event["upload_bytes"] for run in entry.runs for event in run.rounds)
+    return "no bound" if sent else "nothing is sent"
 
 
 def _extreme(by_user: dict[str, list[Spread | None]], measure: str, *, worst: bool) -> tuple[str, list[Any]]:

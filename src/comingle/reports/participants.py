@@ -27,13 +27,15 @@ def render_participants(folder: Path, *, everybody: bool = False) -> Table:
     users: Mapping[str, Mapping[str, Any]] = content.get("users", {})
     measure = content.get("measure") or "test"
     table = Table("user", "", title=_title(content), title_justify="left", box=None)
-    for name in ("round", "last seen", "sent", "received", "loss", measure):
+    private = "privacy" in content
+    for name in ("round", "last seen", "sent", "received", "loss", measure, *(["epsilon"] if private else [])):
         table.add_column(name, justify="right")
     table.add_column("")
     order = sorted(users, key=lambda name: ("away", "expected", "here").index(users[name]["state"]))
     shown = order if everybody or len(order) <= MOST_ROWS else order[:MOST_ROWS]
     for name in shown if len(shown) < len(users) else users:
-        table.add_row(*_row(name, users[name], measure))
+        *cells, why = _row(name, users[name], measure)
+        table.add_row(*cells, *([_epsilon(users[name])] if private else []), why)
     if len(shown) < len(users):
         table.caption, table.caption_justify = words(f"and {len(users) - len(shown):,} more", "table.caption"), "left"
     return table
@@ -52,7 +54,9 @@ def _title(content: Mapping[str, Any]) -> str:
         return "waiting for the coordinator"
     states = [user["state"] for user in content["users"].values()]
     counts = ", ".join(f"{states.count(state)} {state}" for state in _STYLES if state in states)
-    return f"{content['round']} of {content['rounds']} rounds are done · {counts}"
+    spent = content.get("privacy")
+    at = f" · epsilon {spent['epsilon']:.3g} at delta {spent['delta']:g}" if spent else ""
+    return f"{content['round']} of {content['rounds']} rounds are done · {counts}{at}"
 
 
 def _row(name: str, user: Mapping[str, Any], measure: str) -> tuple[Any, ...]:
@@ -68,6 +72,10 @@ def _row(name: str, user: Mapping[str, Any], measure: str) -> tuple[Any, ...]:
         "–" if test is None else number(test, measure),
         words(user["why"], "dim"),
     )
+
+
+def _epsilon(user: Mapping[str, Any]) -> str:
+    return "–" if user.get("epsilon") is None else f"{user['epsilon']:.3g}"
 
 
 def _size(count: int) -> str:

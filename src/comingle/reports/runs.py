@@ -63,6 +63,8 @@ class RunRecord:
     """What the users' data is counted in: tokens or samples."""
     amounts: dict[str, int] = field(default_factory=dict)
     """How much each user trains on, in that unit; empty where the run does not tell."""
+    spent: dict[str, Any] = field(default_factory=dict)
+    """What its exchanges have revealed so far: ``epsilon`` of the user of whom most, and ``delta``; else empty."""
 
     @property
     def task(self) -> str:
@@ -181,6 +183,7 @@ def read_run(folder: Path) -> RunRecord:
         metrics=read_metrics(folder) if (folder / "metrics.json").exists() else None,
         unit=_unit(start["users"]),
         amounts=_amounts(start["users"], f"train_{_unit(start['users'])}"),
+        spent=next((event for event in reversed(events) if event["event"] == "privacy"), {}),
     )
 
 
@@ -253,14 +256,24 @@ def _labels(runs: Sequence[RunRecord]) -> list[str]:
     """The method's name; where several entries share it, with the settings in which they differ."""
     labels = []
     for run in runs:
-        alike = [dict(other.key) for other in runs if other.method == run.method]
-        of_run = dict(run.key)
+        among = [other for other in runs if other.method == run.method]
+        whole = all(other.recipe.get("privacy") for other in among)
+        alike = [_told(other, whole=whole) for other in among]
+        of_run = _told(run, whole=whole)
         keys = sorted(
             {key for other in alike for key in of_run.keys() | other.keys() if of_run.get(key) != other.get(key)}
         )
         told = [f"{key.rpartition('.')[2]} {_short(of_run.get(key))}" for key in keys]
         labels.append(f"{run.method} ({', '.join(told)})" if told else run.method)
     return labels
+
+
+def _told(run: RunRecord, *, whole: bool) -> dict[str, Any]:
+    """Everything that tells a run from others; not the ``whole`` of its privacy where others have none."""
+    if whole:
+        return dict(run.key)
+    kept = {key: value for key, value in run.key if not key.startswith("privacy")}
+    return kept | {"privacy": (run.recipe.get("privacy") or {}).get("mechanism", "none")}
 
 
 def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
