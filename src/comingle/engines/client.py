@@ -186,6 +186,12 @@ class Clients:
 
     # ---------------------------------------------------------------- messages
 
+    @property
+    def shared(self) -> Tree:
+        """What of a user's tensors is shared, those of the first as an example of all."""
+        views = self.model.layout.views(self.state.rows[:1])
+        return {name: t[0] for name, t in restrict(views, self.model.layout, self.method.shared).items()}
+
     def behind(self, version: int, members: Sequence[int]) -> list[int]:
         """Whoever of these has not received what the server has had since ``version``."""
         versions = self.state.versions[list(members)].tolist()
@@ -295,6 +301,8 @@ class Clients:
         """Bytes that each user sends in an exchange in which it takes part; 0 where there is none."""
         if not self.shares:
             return [0] * len(self.users)
+        if (sums := self.training.sums) is not None:
+            return [sums.sent_bytes(self.trainers[owner].name, self.shared) for owner in self.owners(self.row_of)]
         nobody = {LOSS: torch.zeros(len(self.trainers))}
         sent = packed_bytes(self.upload(range(len(self.trainers)), 1, nobody, counts=True))
         return [sent[owner] for owner in self.owners(self.row_of)]

@@ -14,6 +14,7 @@ from comingle.errors import RecipeError
 from comingle.methods.base import Method
 from comingle.privacy.accounting import sample_size
 from comingle.privacy.settings import Privacy
+from comingle.privacy.summing import Sums
 from comingle.protocol.compression import Format
 
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 65536}
@@ -32,7 +33,8 @@ class Training:
     (Algorithm 1 of CoMiGS returns that one), or "exchanged", after the exchange that ends the round. With
     ``evaluate_first`` there is an evaluation before any training too. ``select`` says with which round's models a run
     ends: the "last", or of those that were evaluated the "best", with the lowest validation loss, mean over users.
-    ``privacy`` says what is done to uploads so that they reveal little of a user; its noise is known.
+    ``privacy`` says what is done to uploads so that they reveal little of a user; its noise is known. ``sums`` is there
+    where the server sees sums of uploads alone.
     """
 
     rounds: int = 20
@@ -55,6 +57,7 @@ class Training:
     checkpoint_every: int = 5
     seed: int = 0
     privacy: Privacy | None = None
+    sums: Sums | None = None
 
     @property
     def iterations(self) -> int:

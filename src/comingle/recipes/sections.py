@@ -124,10 +124,19 @@ class EvaluationSection(Section):
     select: Literal["last", "best"] = "last"
 
 
+class SecureSection(Section):
+    """How uploads are summed behind masks; see ``comingle.privacy.secure.settings``."""
+
+    threshold: Annotated[float, Field(gt=0.5, le=1)] = 0.66
+    bits: Annotated[int, Field(ge=16, le=32, strict=True)] = 24
+    range: Positive | None = None
+    colluders: Annotated[int, Field(ge=0, le=10**6, strict=True)] = 0
+
+
 class PrivacySection(Section):
     """What is done to uploads so that they reveal little of a user; see ``comingle.privacy.settings``."""
 
-    mechanism: Literal["central", "local"] = "central"
+    mechanism: Literal["central", "local", "none"] = "central"
     clip_norm: Positive | Literal["adaptive"] = 1.0
     noise_multiplier: Positive | None = None
     epsilon: Positive | None = None
@@ -139,6 +148,7 @@ class PrivacySection(Section):
     first_clip_norm: Positive = 0.1
     clip_quantile: Annotated[float, Field(gt=0, lt=1)] = 0.5
     clip_rate: Positive = 0.2
+    secure_aggregation: SecureSection | None = None
 
 
 class CheckpointSection(Section):

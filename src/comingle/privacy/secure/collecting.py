@@ -1,4 +1,4 @@
-"""The server's side of one sum: it passes on what users send each other, adds what they mask, and takes the masks off."""
+"""The server's side of one sum: it passes on what users send each other, adds what they mask, takes the masks off."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from comingle.errors import MessageError, NoSumError
 from comingle.privacy.secure import keys, shares
 from comingle.privacy.secure.keys import KEY
 from comingle.privacy.secure.session import PUBLIC, pair_mask
-from comingle.privacy.secure.settings import Terms
+from comingle.privacy.secure.settings import Terms, no_sum
 
 SEALED = 2 * shares.SHARE + 16
 """Bytes of what one user sends another: two shares, encrypted and authenticated."""
@@ -21,8 +21,8 @@ SEALED = 2 * shares.SHARE + 16
 class Collection:
     """What the server has of one sum.
 
-    ``roster`` are the keys of who advertised, ``sealed[user][other]`` what a user has sealed for another, ``masked`` the sum
-    of what ``survivors`` have masked, and ``opened[user][other]`` a user's share of another's secret.
+    ``roster`` are the keys of who advertised, ``sealed[user][other]`` what a user sealed for another, ``masked`` the
+    sum of what ``survivors`` have masked, and ``opened[user][other]`` a user's share of another's secret.
     """
 
     terms: Terms
@@ -79,10 +79,8 @@ class Collection:
             NoSumError: they have not, so nothing is revealed of anybody.
         """
         if len(there) < self.terms.threshold:
-            raise NoSumError(
-                f"round {self.terms.round}: {len(there)} of {self.terms.expected} users {what}; needed: "
-                f"{self.terms.threshold}; the round ends without a sum"
-            )
+            terms = self.terms
+            raise NoSumError(no_sum(terms.round, len(there), terms.expected, what, terms.threshold))
 
     # ---------------------------------------------------------------- the sum
 

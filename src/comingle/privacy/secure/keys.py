@@ -1,8 +1,8 @@
 """Keys of two users, masks out of them, and what one sends another through the server.
 
-X25519 (RFC 7748), HKDF-SHA256 (RFC 5869) with a text that says what for, ChaCha20 (RFC 8439) as the stream of masks, and
-ChaCha20-Poly1305 for shares; all of them from the package ``cryptography``. Every key is for one purpose and one message, so
-nonces are zero.
+X25519 (RFC 7748), HKDF-SHA256 (RFC 5869) with a text that says what for, ChaCha20 (RFC 8439) as the stream of masks,
+and ChaCha20-Poly1305 for shares; all of them from the package ``cryptography``. Every key is for one purpose and one
+message, so nonces are zero.
 """
 
 from __future__ import annotations

@@ -12,8 +12,10 @@ from comingle.errors import MessageError
 from comingle.privacy.secure.collecting import SEALED
 from comingle.privacy.secure.quantising import DTYPES
 from comingle.privacy.secure.session import PUBLIC
+from comingle.privacy.secure.settings import Terms
 from comingle.privacy.secure.shares import SHARE
 from comingle.protocol.messages import Download, Upload
+from comingle.protocol.wire import packed_bytes
 
 KEYS, SHARES, VECTOR = "keys", "shares", "sum"
 """By which names tensors travel: public keys, shares, and what is summed."""
@@ -157,3 +159,35 @@ def _senders(message: Upload | Download, name: str, done: int) -> tuple[str, ...
     if len(set(message.senders)) != len(message.senders):
         raise MessageError("secure aggregation: somebody twice")
     return message.senders
+
+
+# ---------------------------------------------------------------- how large they are
+
+
+def sent_bytes(terms: Terms, name: str, count: int) -> int:
+    """What a user sends for a sum of ``count`` users, if nobody is lost."""
+    done = terms.round
+    vector = torch.empty((1, terms.entries), dtype=DTYPES[terms.word], device="meta")
+    sealed, opened = (_empty(rows, width) for rows, width in ((count - 1, SEALED), (count, SHARE)))
+    contents = ({KEYS: _empty(1, PUBLIC)}, {SHARES: sealed}, {VECTOR: vector}, {SHARES: opened})
+    return sum(packed_bytes(_upload(name, done, tensors))[0] for tensors in contents)
+
+
+def keys_bytes(terms: Terms, name: str) -> int:
+    """What a user sends for a sum of which nothing came."""
+    return packed_bytes(_upload(name, terms.round, {KEYS: _empty(1, PUBLIC)}))[0]
+
+
+def received_bytes(terms: Terms, name: str, names: Sequence[str]) -> int:
+    """What it receives for a sum of these users, besides the model."""
+    done, others = terms.round, [other for other in names if other != name]
+    messages = (
+        _download(name, done, names, {KEYS: _empty(len(names), PUBLIC)}),
+        _download(name, done, others, {SHARES: _empty(len(others), SEALED)}),
+        _download(name, done, names, {}),
+    )
+    return sum(packed_bytes(message)[0] for message in messages)
+
+
+def _empty(rows: int, width: int) -> Tensor:
+    return torch.empty((1, rows, width), dtype=torch.int8, device="meta")

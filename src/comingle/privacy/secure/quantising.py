@@ -19,8 +19,8 @@ DTYPES = {32: torch.int32, 64: torch.int64}
 class Grid:
     """Multiples of ``step`` up to ``bound`` in magnitude, as whole numbers of ``bits`` bits, the sign included.
 
-    A number within the bound is sent as the nearest multiple, so it is wrong by at most half a step, and a sum of n by at
-    most n / 2 steps. Rounding is to the nearest and not at random: the same upload is the same bytes again.
+    A number within the bound is sent as the nearest multiple, so it is wrong by at most half a step, and a sum of n by
+    at most n / 2 steps. Rounding is to the nearest and not at random: the same upload is the same bytes again.
     """
 
     bound: float

@@ -29,9 +29,9 @@ Record = dict[str, Any]
 
 @dataclass(kw_only=True)
 class Session:
-    """One user in one sum. ``seed`` is 32 random bytes of which all its secrets are made, ``done`` names what it was asked.
+    """One user in one sum. ``seed`` is 32 random bytes, of which all its secrets are made; ``done`` is what it did.
 
-    ``roster`` are all who advertised, with their keys, in the server's order; ``sealed`` what those sent who have shared.
+    ``roster`` are all who advertised, with their keys, in the server's order; ``sealed`` what those sent who shared.
     """
 
     terms: Terms

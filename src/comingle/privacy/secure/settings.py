@@ -18,7 +18,7 @@ LEAST = 2
 class Secure:
     """Uploads are summed so that the server sees their sum alone.
 
-    ``threshold`` is the share of a round's users without whom there is no sum; it is above one half, so that no two sums
+    ``threshold`` is the part of a round's users without whom there is no sum; it is above one half, so that no two sums
     are made of one round. ``bits`` is the size of an entry of an upload, sign included. ``range`` is the largest
     magnitude of an entry of a user's change, 8 where nothing is said; with noise it follows from the clip norm.
     ``colluders`` is how many users may tell the server all they know before noise becomes less than it is counted as.
@@ -37,6 +37,11 @@ class Secure:
         """The size of the numbers that are sent, so that a sum of ``users`` entries fills no more than half of them."""
         needed = self.bits + math.ceil(math.log2(max(users, 1))) + 1
         return WORDS[0] if needed <= WORDS[0] else WORDS[1]
+
+
+def no_sum(done: int, there: int, expected: int, what: str, least: int) -> str:
+    """Why a round has none, in one line."""
+    return f"round {done}: {there} of {expected} users {what}; needed: {least}; the round ends without a sum"
 
 
 @dataclass(frozen=True, kw_only=True)

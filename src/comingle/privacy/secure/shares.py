@@ -1,8 +1,8 @@
 """Shamir's secret sharing (1979): any ``threshold`` shares give the secret, and fewer say nothing about it.
 
 The secret is the value at 0 of a polynomial of degree ``threshold - 1`` over the integers modulo a prime, whose other
-coefficients are uniform; a share is its value at a user's point. For any ``threshold - 1`` shares and any secret there is
-exactly one such polynomial.
+coefficients are uniform; a share is its value at a user's point. For any ``threshold - 1`` shares and any secret there
+is exactly one such polynomial.
 """
 
 from __future__ import annotations
