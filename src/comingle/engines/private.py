@@ -14,9 +14,11 @@ from comingle.methods.base import Method
 from comingle.privacy.accounting import accountant_of, calibrate, epsilon, most_releases, release_of
 from comingle.privacy.guard import Guard
 from comingle.privacy.noise import kept_key, new_key
+from comingle.privacy.secure.settings import Terms
 from comingle.privacy.settings import KEY
 from comingle.privacy.summing import Sums
 from comingle.privacy.users import Shield
+from comingle.trees import Tree
 
 
 def shield_of(training: Training) -> Shield | None:
@@ -32,6 +34,14 @@ def guard_of(training: Training, users: tuple[str, ...]) -> Guard | None:
     if privacy is None or not privacy.noisy:
         return None
     return Guard(privacy=privacy, participation=training.participation, users=users, key=_key(training))
+
+
+def terms_of(training: Training, run: str, done: int, like: Tree) -> Terms:
+    """What everybody knows of the sum of round ``done`` (from 1): who is asked is drawn from the seed, which is public."""
+    assert training.sums is not None
+    names = training.sums.users
+    asked = tuple(names[user] for user in participants(training, done - 1, names))
+    return training.sums.terms(run, done, like, asked)
 
 
 def with_sums(training: Training, users: Sequence[str]) -> Training:

@@ -92,12 +92,12 @@ class Sums:
         """How many numbers a user sends; ``like`` is a model, without a dimension of users."""
         return sum(t.numel() for t in like.values()) + int(self.weighted)
 
-    def terms(self, run: str, done: int, like: Tree) -> Terms:
-        """What everybody knows of a round's sum."""
+    def terms(self, run: str, done: int, like: Tree, asked: tuple[str, ...]) -> Terms:
+        """What everybody knows of a round's sum, for which these users are asked."""
         return Terms(
             run=run,
             round=done,
-            users=self.users,
+            users=asked,
             expected=self.expected(done),
             threshold=self.least(done),
             word=self.word,
@@ -114,9 +114,7 @@ class Sums:
         secure, where = self.secure, "privacy.secure_aggregation"
         for done in range(1, rounds + 1):
             if (asked := self.expected(done)) < (least := self.least(done)):
-                raise RecipeError(
-                    f"{where}: a round asks {asked} of the users; needed: {least}, as a sum of one hides nothing"
-                )
+                raise RecipeError(f"{where}: a round asks {asked} user; needed: {least}, as a sum of one hides nothing")
             if least - secure.colluders < LEAST:
                 raise RecipeError(
                     f"{where}.colluders: got {secure.colluders} of the {least} users of the smallest sum; allowed: up to "
@@ -139,12 +137,12 @@ class Sums:
 
     def sent_bytes(self, name: str, like: Tree) -> int:
         """What a user sends in a round in which nobody is lost."""
-        return sent_bytes(self.terms("", 1, like), name, self.expected(1))
+        return sent_bytes(self.terms("", 1, like, self.users), name, self.expected(1))
 
     def received_bytes(self, name: str, like: Tree) -> int:
         """What it receives, besides the model."""
         others = [other for other in self.users if other != name]
-        return received_bytes(self.terms("", 1, like), name, [name, *others][: self.expected(1)])
+        return received_bytes(self.terms("", 1, like, self.users), name, [name, *others][: self.expected(1)])
 
     # ---------------------------------------------------------------- what users put into it
 

@@ -10,6 +10,7 @@ import torch
 
 from comingle.engines.client import Clients
 from comingle.engines.clock import Federation
+from comingle.engines.private import terms_of
 from comingle.engines.server import ServerHalf, start_server
 from comingle.errors import NoSumError
 from comingle.privacy.secure.messages import VECTOR, as_words, keys_bytes, received_bytes, sent_bytes
@@ -59,7 +60,7 @@ class InProcess(Federation):
         message = self.clients.upload(members, done, said)
         if self.server.sums is not None:
             self._sent = message
-            self._count_sum(self.server.sums, message.users, done)
+            self._count_sum(message.users, done)
             return
         self.upload_bytes += sum(packed_bytes(message))
         self._sent = _uploaded(message.split()) if self.serialise else message
@@ -85,7 +86,9 @@ class InProcess(Federation):
             if self.serialise:
                 whole = sent.tensors.get(VECTOR, torch.zeros(0, 0))
                 uploads = {name: as_words(row) for name, row in zip(sent.users, whole, strict=True)}
-                rehearsal = Rehearsal(terms=sums.terms("", sent.round, self.server.model), uploads=uploads)
+                rehearsal = Rehearsal(
+                    terms=terms_of(self.clients.training, "", sent.round, self.server.model), uploads=uploads
+                )
                 total = rehearsal.total(sums.largest(sent.round))
             else:
                 sums.require(len(sent.users), sent.round)
@@ -97,9 +100,9 @@ class InProcess(Federation):
         self.server.aggregate_sum(total, sent.users, sent.round)
         return ""
 
-    def _count_sum(self, sums: Sums, users: Sequence[str], done: int) -> None:
+    def _count_sum(self, users: Sequence[str], done: int) -> None:
         """The bytes of a sum's messages; where there are too few users, no more than their keys are sent."""
-        terms, names = sums.terms("", done, self.server.model), list(users)
+        terms, names = terms_of(self.clients.training, "", done, self.server.model), list(users)
         enough = len(names) >= terms.threshold
         for name in names:
             self.upload_bytes += sent_bytes(terms, name, len(names)) if enough else keys_bytes(terms, name)
