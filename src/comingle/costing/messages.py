@@ -31,8 +31,8 @@ def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int
             known[at] = upload_of(federation, at), download_of(federation, at, names)
         sent, received = (packed_bytes(replace(message, users=(name,)))[0] for message in known[at])
         if (sums := federation.server.sums) is not None:
-            like = federation.server.model
-            sent, received = sums.sent_bytes(name, like), received + sums.received_bytes(name, like)
+            size = federation.server.size
+            sent, received = sums.sent_bytes(name, size), received + sums.received_bytes(name, size)
         sizes.append((sent, received))
     return sizes
 

@@ -124,8 +124,7 @@ class Clients:
             state.kept |= self.shield.start(restrict(layout.views(state.rows), layout, method.shared))
         if method.server.first_download:
             state.versions -= 1
-        mixture = method.placement.mixture
-        if mixture is not None and mixture.optimal:
+        if (mixture := method.placement.mixture) is not None and mixture.optimal:
             known = [getattr(trainer, "cluster", None) for trainer in self.trainers] * copies
             layout.views(state.rows)[CLIENT_ROUTER].copy_(true_clusters(method.name, known, mixture.clusters))
         return state
@@ -141,12 +140,11 @@ class Clients:
         """Take note of the users' ranks, which are part of the state."""
         ranks = self.state.ranks.cpu().view(self.method.placement.copies, len(self.trainers))
         masks = [self.model.mask(r) for r in ranks]
-        mask = torch.cat(masks) if len(masks) > 1 else masks[0]
-        self.mask: Bool[Tensor, "rows columns"] = mask
-        self.padded = not bool(mask.all())
+        self.mask: Bool[Tensor, "rows columns"] = torch.cat(masks) if len(masks) > 1 else masks[0]
+        self.padded = not bool(self.mask.all())
         if self.padded:
             for rows in (self.state.rows, self.state.first, self.state.second):
-                rows.mul_(mask[:, : rows.shape[1]])
+                rows.mul_(self.mask[:, : rows.shape[1]])
 
     def owners(self, rows: Sequence[int]) -> list[int]:
         """The trainer to whom each row belongs."""
@@ -185,12 +183,6 @@ class Clients:
         )
 
     # ---------------------------------------------------------------- messages
-
-    @property
-    def shared(self) -> Tree:
-        """What of a user's tensors is shared, those of the first as an example of all."""
-        views = self.model.layout.views(self.state.rows[:1])
-        return {name: t[0] for name, t in restrict(views, self.model.layout, self.method.shared).items()}
 
     def behind(self, version: int, members: Sequence[int]) -> list[int]:
         """Whoever of these has not received what the server has had since ``version``."""
@@ -240,8 +232,8 @@ class Clients:
         tensors = restrict(self.model.layout.views(self.state.rows), self.model.layout, self.method.shared)
         copies, reports = {name: t[list(members)] for name, t in tensors.items()}, losses
         if self.shield is not None:
-            counts_of = [len(self.trainers[owner].train) for owner in cohort.owners]
-            copies, reports = self.shield.protect(copies, cohort, counts_of, round_number)
+            amounts = [len(self.trainers[owner].train) for owner in cohort.owners]
+            copies, reports = self.shield.protect(copies, cohort, amounts, round_number)
         return Upload(
             round=round_number,
             users=tuple(self.trainers[member].name for member in members),
@@ -302,7 +294,7 @@ class Clients:
         if not self.shares:
             return [0] * len(self.users)
         if (sums := self.training.sums) is not None:
-            return [sums.sent_bytes(self.trainers[owner].name, self.shared) for owner in self.owners(self.row_of)]
+            return [sums.sent_bytes(self.name(row), self.model.layout.count(self.method.shared)) for row in self.row_of]
         nobody = {LOSS: torch.zeros(len(self.trainers))}
         sent = packed_bytes(self.upload(range(len(self.trainers)), 1, nobody, counts=True))
         return [sent[owner] for owner in self.owners(self.row_of)]

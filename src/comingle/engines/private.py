@@ -18,7 +18,6 @@ from comingle.privacy.secure.settings import Terms
 from comingle.privacy.settings import KEY
 from comingle.privacy.summing import Sums
 from comingle.privacy.users import Shield
-from comingle.trees import Tree
 
 
 def shield_of(training: Training) -> Shield | None:
@@ -36,12 +35,12 @@ def guard_of(training: Training, users: tuple[str, ...]) -> Guard | None:
     return Guard(privacy=privacy, participation=training.participation, users=users, key=_key(training))
 
 
-def terms_of(training: Training, run: str, done: int, like: Tree) -> Terms:
-    """What everybody knows of the sum of round ``done`` (from 1): who is asked is drawn from the seed, which is public."""
+def terms_of(training: Training, run: str, done: int, size: int) -> Terms:
+    """What all know of the sum of round ``done`` (from 1) of so many numbers; who is asked is drawn from the seed."""
     assert training.sums is not None
     names = training.sums.users
     asked = tuple(names[user] for user in participants(training, done - 1, names))
-    return training.sums.terms(run, done, like, asked)
+    return training.sums.terms(run, done, size, asked)
 
 
 def with_sums(training: Training, users: Sequence[str]) -> Training:

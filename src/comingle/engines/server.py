@@ -150,6 +150,11 @@ class ServerHalf:
         return {name: t[0, 0] for name, t in self.method.server.download(self.kept, [0]).items()}
 
     @property
+    def size(self) -> int:
+        """How many numbers of a user are shared."""
+        return self.layout.count(self.method.shared)
+
+    @property
     def adaptive(self) -> bool:
         """Whether users are told the bound of their changes, and report whether they were within."""
         return self.guard is not None and self.guard.privacy.adaptive
@@ -266,7 +271,7 @@ def start_server(model: Model, method: Method, users: Sequence[str], training: T
         kept = method.server.start(ServerSetup(models=models, users=half.users, scales=half.scales, seed=training.seed))
         half.kept = {name: t.to(model.device) for name, t in kept.items()}
         if half.sums is not None:
-            half.sums.check_entries(half.sums.entries(half.model))
+            half.sums.check_size(half.size)
     return half
 
 

@@ -37,7 +37,7 @@ class Sessions:
         """
         if terms.round <= (known := self._read()["unmasked"]):
             raise MessageError(
-                f"secure aggregation: round {terms.round} again; user {name!r} has helped to unmask that of round {known}"
+                f"secure aggregation: round {terms.round} again; user {name!r} has helped to unmask round {known}"
             )
         return Session(terms=terms, name=name, seed=secrets.token_bytes(KEY), save=self._save)
 

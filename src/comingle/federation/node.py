@@ -30,7 +30,6 @@ import torch
 
 from comingle.engines.evaluations import amounts, measure_of, measured, users_metrics
 from comingle.engines.local import finetuned, finish, train
-from comingle.engines.private import terms_of
 from comingle.errors import ComingleError, DivergenceError, MessageError
 from comingle.federation.asking import check_address, check_task
 from comingle.federation.checking import check_download, check_verdict
@@ -38,18 +37,8 @@ from comingle.federation.home import Home, known_public, open_home
 from comingle.federation.keeping import MODEL, keep_model
 from comingle.federation.own import ENDED, Own
 from comingle.federation.public import Public, read_public
-from comingle.privacy.secure.messages import (
-    VECTOR,
-    as_words,
-    keys_message,
-    masked_message,
-    read_roster,
-    read_sealed,
-    read_survivors,
-    shares_message,
-)
-from comingle.privacy.secure.settings import Terms
-from comingle.protocol.messages import LOSS, LOWEST, Download, Upload, validation_report
+from comingle.federation.sums import PARTS
+from comingle.protocol.messages import LOSS, LOWEST, Download, validation_report
 from comingle.protocol.tasks import Answer, Task, unpack_task
 from comingle.protocol.wire import pack, unpack
 from comingle.records import told_in_one_line
@@ -172,11 +161,8 @@ class Work:
         task = self.task
         return Answer(run=task.run, serial=task.serial, user=task.user, told=self.told, messages=tuple(self.sent))
 
-    def _message(self) -> Download | Upload:
-        return unpack(self.received.pop(0))
-
     def _next(self) -> Download:
-        message = self._message()
+        message = unpack(self.received.pop(0))
         if not isinstance(message, Download):
             raise MessageError("task: an upload where a download belongs")
         return message
@@ -227,34 +213,11 @@ class Work:
         else:
             self.sent.append(data)
 
-    @property
-    def _terms(self) -> Terms:
-        """Of the round's sum."""
-        if self.clients.training.sums is None:
-            raise MessageError("task: a sum behind masks; this federation has none")
-        return terms_of(self.clients.training, self.task.run, self.task.round + 1, self.clients.shared)
-
-    def _advertise(self) -> None:
-        terms = self._terms
+    def _take_part(self, step: str) -> None:
+        """In a sum behind masks."""
         if "left_out" not in self.told:
-            session = self.home.sessions.begin(terms, self.own.name)
-            self.sent.append(pack(keys_message(self.own.name, terms.round, session.advertise())))
-
-    def _share(self) -> None:
-        session, name = self.home.sessions.current(self._terms), self.own.name
-        roster = read_roster(self._message(), name, session.terms.round, session.advertise())
-        self.sent.append(pack(shares_message(name, session.terms.round, session.share(roster))))
-
-    def _mask(self) -> None:
-        session, name = self.home.sessions.current(self._terms), self.own.name
-        sealed = read_sealed(self._message(), name, session.terms.round)
-        whole = self.clients.upload([0], session.terms.round, {}).tensors[VECTOR]
-        self.sent.append(pack(masked_message(name, session.terms.round, session.mask(sealed, as_words(whole[0])))))
-
-    def _unmask(self) -> None:
-        session, name = self.home.sessions.current(self._terms), self.own.name
-        survivors = read_survivors(self._message(), name, session.terms.round)
-        self.sent.append(pack(shares_message(name, session.terms.round, session.unmask(survivors))))
+            message = None if step == "advertise" else unpack(self.received.pop(0))
+            self.sent.append(pack(PARTS[step](self.home, self.task, message)))
 
     def _finish(self) -> None:
         finish(self.clients)
@@ -281,10 +244,7 @@ class Work:
         "hear": _hear,
         "train": _train,
         "upload": _upload,
-        "advertise": _advertise,
-        "share": _share,
-        "mask": _mask,
-        "unmask": _unmask,
+        **{step: lambda work, step=step: work._take_part(step) for step in PARTS},
         "finish": _finish,
         "evaluate": _evaluate,
         "choose": _choose,

@@ -1,4 +1,4 @@
-"""The server's side of a round whose uploads are summed behind masks: three tasks more, and a sum at the end, or none."""
+"""The server's side of a round whose uploads are summed behind masks: three tasks more, and then a sum or none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sum_up(coordinator: Coordinator, answers: Mapping[str, Answer], done: int) -
     """
     server = coordinator.server
     assert server.sums is not None
-    terms = terms_of(coordinator.house.training, coordinator.run, done, server.model)
+    terms = terms_of(coordinator.house.training, coordinator.run, done, server.size)
     work = _Sum(coordinator=coordinator, collection=Collection(terms=terms))
     try:
         total = work.total(answers, server.sums.largest(done))

@@ -88,12 +88,8 @@ class Sums:
             bound = self.privacy.first_bound + TAIL * self.deviation(done)
         return Grid(bound=bound, bits=self.secure.bits)
 
-    def entries(self, like: Tree) -> int:
-        """How many numbers a user sends; ``like`` is a model, without a dimension of users."""
-        return sum(t.numel() for t in like.values()) + int(self.weighted)
-
-    def terms(self, run: str, done: int, like: Tree, asked: tuple[str, ...]) -> Terms:
-        """What everybody knows of a round's sum, for which these users are asked."""
+    def terms(self, run: str, done: int, size: int, asked: tuple[str, ...]) -> Terms:
+        """What everybody knows of a round's sum of so many shared numbers, for which these users are asked."""
         return Terms(
             run=run,
             round=done,
@@ -101,7 +97,7 @@ class Sums:
             expected=self.expected(done),
             threshold=self.least(done),
             word=self.word,
-            entries=self.entries(like),
+            entries=size + int(self.weighted),
         )
 
     def check(self) -> None:
@@ -114,35 +110,35 @@ class Sums:
         secure, where = self.secure, "privacy.secure_aggregation"
         for done in range(1, rounds + 1):
             if (asked := self.expected(done)) < (least := self.least(done)):
-                raise RecipeError(f"{where}: a round asks {asked} user; needed: {least}, as a sum of one hides nothing")
+                raise RecipeError(f"{where}: a round asks {asked} user, whom no sum hides; needed: {least}")
             if least - secure.colluders < LEAST:
                 raise RecipeError(
-                    f"{where}.colluders: got {secure.colluders} of the {least} users of the smallest sum; allowed: up to "
+                    f"{where}.colluders: got {secure.colluders}, and a sum may be of {least} users; allowed: up to "
                     f"{least - LEAST}"
                 )
             if self.privacy.noisy and self.deviation(done) < LEAST_STEPS * self.grid(done).step:
                 raise RecipeError(f"{where}.bits: got {secure.bits}, too few for so little noise; give more")
 
-    def check_entries(self, entries: int) -> None:
-        """Whether so many entries can be rounded without making a change much longer.
+    def check_size(self, size: int) -> None:
+        """Whether so many numbers can be rounded without making a change much longer.
 
         Raises:
             RecipeError: they cannot.
         """
-        if self.privacy.noisy and self.grid(1).slack(entries) > MOST_SLACK * self.privacy.first_bound:
+        if self.privacy.noisy and self.grid(1).slack(size) > MOST_SLACK * self.privacy.first_bound:
             raise RecipeError(
-                f"privacy.secure_aggregation.bits: got {self.secure.bits}; rounding {entries:,} entries may take more "
+                f"privacy.secure_aggregation.bits: got {self.secure.bits}; rounding {size:,} entries may take more "
                 f"than {MOST_SLACK:.0%} of the clip norm; give more bits"
             )
 
-    def sent_bytes(self, name: str, like: Tree) -> int:
+    def sent_bytes(self, name: str, size: int) -> int:
         """What a user sends in a round in which nobody is lost."""
-        return sent_bytes(self.terms("", 1, like, self.users), name, self.expected(1))
+        return sent_bytes(self.terms("", 1, size, self.users), name, self.expected(1))
 
-    def received_bytes(self, name: str, like: Tree) -> int:
+    def received_bytes(self, name: str, size: int) -> int:
         """What it receives, besides the model."""
         others = [other for other in self.users if other != name]
-        return received_bytes(self.terms("", 1, like, self.users), name, [name, *others][: self.expected(1)])
+        return received_bytes(self.terms("", 1, size, self.users), name, [name, *others][: self.expected(1)])
 
     # ---------------------------------------------------------------- what users put into it
 

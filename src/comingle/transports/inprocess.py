@@ -87,7 +87,7 @@ class InProcess(Federation):
                 whole = sent.tensors.get(VECTOR, torch.zeros(0, 0))
                 uploads = {name: as_words(row) for name, row in zip(sent.users, whole, strict=True)}
                 rehearsal = Rehearsal(
-                    terms=terms_of(self.clients.training, "", sent.round, self.server.model), uploads=uploads
+                    terms=terms_of(self.clients.training, "", sent.round, self.server.size), uploads=uploads
                 )
                 total = rehearsal.total(sums.largest(sent.round))
             else:
@@ -102,7 +102,7 @@ class InProcess(Federation):
 
     def _count_sum(self, users: Sequence[str], done: int) -> None:
         """The bytes of a sum's messages; where there are too few users, no more than their keys are sent."""
-        terms, names = terms_of(self.clients.training, "", done, self.server.model), list(users)
+        terms, names = terms_of(self.clients.training, "", done, self.server.size), list(users)
         enough = len(names) >= terms.threshold
         for name in names:
             self.upload_bytes += sent_bytes(terms, name, len(names)) if enough else keys_bytes(terms, name)

@@ -16,6 +16,7 @@ from comingle.privacy.secure.settings import Terms
 from comingle.privacy.secure.shares import SHARE
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import packed_bytes
+from comingle.trees import Tree
 
 KEYS, SHARES, VECTOR = "keys", "shares", "sum"
 """By which names tensors travel: public keys, shares, and what is summed."""
@@ -42,7 +43,7 @@ def masked_message(name: str, done: int, masked: np.ndarray) -> Upload:
     return _upload(name, done, {VECTOR: as_tensor(masked).unsqueeze(0)})
 
 
-def read_keys(message: Upload | Download, name: str, done: int) -> bytes:
+def read_keys(message: Upload | Download | None, name: str, done: int) -> bytes:
     """A user's public keys.
 
     Raises:
@@ -52,14 +53,14 @@ def read_keys(message: Upload | Download, name: str, done: int) -> bytes:
 
 
 def read_shares(
-    message: Upload | Download, name: str, done: int, of: Sequence[str], *, sealed: bool
+    message: Upload | Download | None, name: str, done: int, of: Sequence[str], *, sealed: bool
 ) -> dict[str, bytes]:
     """What a user has for these others, or its shares of their secrets."""
     parts = _bytes(_only(message, name, done, SHARES), len(of), SEALED if sealed else SHARE)
     return dict(zip(of, parts, strict=True))
 
 
-def read_masked(message: Upload | Download, name: str, done: int, entries: int, word: int) -> np.ndarray:
+def read_masked(message: Upload | Download | None, name: str, done: int, entries: int, word: int) -> np.ndarray:
     """A masked upload of so many entries."""
     t = _only(message, name, done, VECTOR)
     if t.dtype != DTYPES[word] or tuple(t.shape) != (1, entries):
@@ -87,27 +88,27 @@ def survivors_message(name: str, done: int, survivors: Sequence[str]) -> Downloa
     return _download(name, done, survivors, {})
 
 
-def read_roster(message: Upload | Download, name: str, done: int, own: bytes) -> dict[str, bytes]:
+def read_roster(message: Upload | Download | None, name: str, done: int, own: bytes) -> dict[str, bytes]:
     """Who has advertised, and with which keys; this user's are its ``own``.
 
     Raises:
         MessageError: it is something else.
     """
-    senders = _senders(message, name, done)
+    senders, tensors = _said(message, name, done)
     others = [sender for sender in senders if sender != name]
-    theirs = dict(zip(others, _bytes(message.tensors.get(KEYS), len(others), PUBLIC), strict=True))
+    theirs = dict(zip(others, _bytes(tensors.get(KEYS), len(others), PUBLIC), strict=True))
     return {sender: own if sender == name else theirs[sender] for sender in senders}
 
 
-def read_sealed(message: Upload | Download, name: str, done: int) -> dict[str, bytes]:
+def read_sealed(message: Upload | Download | None, name: str, done: int) -> dict[str, bytes]:
     """What others have for this user."""
-    senders = _senders(message, name, done)
-    return dict(zip(senders, _bytes(message.tensors.get(SHARES), len(senders), SEALED), strict=True))
+    senders, tensors = _said(message, name, done)
+    return dict(zip(senders, _bytes(tensors.get(SHARES), len(senders), SEALED), strict=True))
 
 
-def read_survivors(message: Upload | Download, name: str, done: int) -> list[str]:
+def read_survivors(message: Upload | Download | None, name: str, done: int) -> list[str]:
     """Who is in the sum."""
-    return list(_senders(message, name, done))
+    return list(_said(message, name, done)[0])
 
 
 # ---------------------------------------------------------------- as tensors
@@ -145,7 +146,7 @@ def _download(
     return Download(version=done, users=(name,), tensors=tensors, ranks=_NOBODYS, senders=tuple(senders))
 
 
-def _only(message: Upload | Download, name: str, done: int, what: str) -> Tensor:
+def _only(message: Upload | Download | None, name: str, done: int, what: str) -> Tensor:
     if not isinstance(message, Upload) or message.users != (name,) or message.round != done or message.reports:
         raise MessageError(f"secure aggregation: not what user {name!r} has of round {done}")
     if message.tensors.keys() != {what}:
@@ -153,12 +154,12 @@ def _only(message: Upload | Download, name: str, done: int, what: str) -> Tensor
     return message.tensors[what]
 
 
-def _senders(message: Upload | Download, name: str, done: int) -> tuple[str, ...]:
+def _said(message: Upload | Download | None, name: str, done: int) -> tuple[tuple[str, ...], Tree]:
     if not isinstance(message, Download) or message.users != (name,) or message.version != done:
         raise MessageError(f"secure aggregation: not for user {name!r} in round {done}")
     if len(set(message.senders)) != len(message.senders):
         raise MessageError("secure aggregation: somebody twice")
-    return message.senders
+    return message.senders, message.tensors
 
 
 # ---------------------------------------------------------------- how large they are
