@@ -53,7 +53,7 @@ class Session:
             "seed": self.seed.hex(),
             "roster": {name: key.hex() for name, key in self.roster.items()},
             "sealed": {name: one.hex() for name, one in self.sealed.items()},
-            "done": self.done,
+            "done": dict(self.done),
         }
 
     @classmethod
