@@ -1,4 +1,4 @@
-"""Sums in one process: as the plain ones to within the stated error, whatever the method, the weights, who is absent."""
+"""Sums in one process: the plain ones to within the stated error, whatever the method, the weights, who is absent."""
 
 from __future__ import annotations
 
