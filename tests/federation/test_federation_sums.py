@@ -283,9 +283,7 @@ def test_a_round_that_was_unmasked_is_not_begun_again(tmp_path: Path, asked: Any
     content, _, of_step = asked
     channel, task = stopped_at(content, tmp_path / "stopped", of_step("unmask")[0])
     ann = channel.nodes["ann"]
-    first = next(
-        unpack_task(data) for name, data, _ in channel.recorded if name == "ann" and b"advertise" in data[:400]
-    )
+    first, _ = begun(channel)
     assert answer_of(ann, task).messages
     undone = replace(first, about={**first.about, "done": 0})  # another task of the same number
     assert "user 'ann' has helped to unmask round 1" in refusal(ann, undone)
@@ -297,9 +295,7 @@ def test_a_round_that_was_masked_is_begun_again_with_other_keys(tmp_path: Path, 
     content, _, of_step = asked
     channel, task = stopped_at(content, tmp_path / "stopped", of_step("mask")[0])
     ann = channel.nodes["ann"]
-    first = next(
-        unpack_task(data) for name, data, _ in channel.recorded if name == "ann" and b"advertise" in data[:400]
-    )
+    first, was = begun(channel)
     masked = answer_of(ann, task)
     assert masked.messages
     again = answer_of(ann, replace(first, about={**first.about, "done": 0}))
