@@ -71,6 +71,7 @@ def tensors(clients: Any, name: str) -> dict[str, torch.Tensor]:
         ("fedavg", {**QUIET, "weight_cap": 1000}, {"training__weighting": "tokens"}),
         ("fdlora", NOISY, {}),
         ("fedavg", NOISY, {"training__participation": [["ann", "bob"], ["cem", "ann"]]}),
+        ("fedavg", {**NOISY, "noise": "reproducible"}, {"training__participation": 0.6, "training__rounds": 3}),
         ("fedavg", QUIET, {"training__participation": 0.6, "evaluation__model": "local", "training__rounds": 3}),
     ],
 )
@@ -165,6 +166,21 @@ def test_too_few_in_any_step_end_the_round_without_a_sum_and_the_next_one_has_on
     clients = channel.nodes["ann"]._home.clients  # type: ignore[union-attr]
     shared = clients.model.layout.mask(clients.method.shared)
     assert torch.equal(models[0][shared], models[1][shared])
+
+
+def test_who_was_asked_to_unmask_is_counted_and_who_was_lost_before_is_not(tmp_path: Path) -> None:
+    content = recipe(tmp_path, privacy=NOISY)
+    _, events = losing(content, tmp_path / "one", {("mask", 0, "bob")})
+    releases = [event for event in events if event["event"] == "privacy"]
+    assert releases[0]["users"]["bob"] == 0
+    assert releases[0]["users"]["ann"] == releases[0]["users"]["cem"] == releases[0]["epsilon"] > 0
+    assert releases[1]["users"]["ann"] > releases[1]["users"]["bob"] == releases[0]["epsilon"]
+    _, events = losing(content, tmp_path / "two", {("unmask", 0, "bob"), ("unmask", 0, "cem")})
+    assert [event["round"] for event in events if event["event"] == "no_sum"] == [1]
+    spent = [event["epsilon"] for event in events if event["event"] == "privacy"]
+    assert spent == [event["epsilon"] for event in releases]  # some may have opened what the server has not got
+    _, events = losing(content, tmp_path / "three", {("mask", 0, "bob"), ("mask", 0, "cem")})
+    assert [event["epsilon"] for event in events if event["event"] == "privacy"] == [0.0, releases[0]["epsilon"]]
 
 
 # -------------------------------------------------------------------- stopped

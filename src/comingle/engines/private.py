@@ -69,7 +69,7 @@ def keep_key(folder: Path, *halves: Shield | Guard | None, anew: bool = False) -
     if anew:
         (folder / KEY).unlink(missing_ok=True)
     for half in halves:
-        if half is not None and half.privacy.noise == "secret":
+        if half is not None and half.privacy.noisy and half.privacy.noise == "secret":
             half.key = kept_key(folder)
 
 

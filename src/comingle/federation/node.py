@@ -260,8 +260,9 @@ def what_leaves(home: Home) -> str:
     if not clients.shares:
         return f"user {clients.users[0].name!r}: method {method.name} sends nothing but what you let it tell{stays}"
     shared = ", ".join(sorted(method.shared & clients.model.layout.roles) or sorted(method.shared))
-    size = f"{clients.upload_bytes()[0]:,} bytes"
-    return f"user {clients.users[0].name!r}: {shared} ({size}) leave this machine each round you take part in{stays}"
+    size, how = f"{clients.upload_bytes()[0]:,} bytes", "" if clients.training.sums is None else " behind masks"
+    name = clients.users[0].name
+    return f"user {name!r}: {shared} ({size}) leave this machine{how} each round you take part in{stays}"
 
 
 def _account(home: Home, task: Task, answer: bytes) -> str:
