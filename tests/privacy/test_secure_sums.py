@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from scipy.stats import kstest
+from tests.federation.tiny import tiny
 
+from comingle.costing.planning import plan
 from comingle.errors import RecipeError
 from comingle.methods import REGISTRY, make
 from comingle.privacy.accounting import Release, release_of
@@ -22,9 +25,9 @@ from comingle.privacy.settings import Privacy
 from comingle.privacy.summing import Sums
 from comingle.privacy.users import REFERENCE
 from comingle.recipes import parse_recipe
-from comingle.runs.session import check_method
+from comingle.runs.session import build, check_method, prepare
 from comingle.transports.inprocess import InProcess
-from federations import local_round
+from federations import crossing, local_round
 
 USERS = ("ann", "bob", "cem", "dan")
 SUMMED = (
@@ -287,6 +290,17 @@ def test_a_grid_that_is_too_coarse_for_so_many_entries_is_refused() -> None:
     coarse.check_size(10_000)
     with pytest.raises(RecipeError, match="bits: got 16; rounding 100,000,000 entries may take more than 10%"):
         coarse.check_size(10**8)
+
+
+def test_what_is_planned_is_what_is_sent(tmp_path: Path) -> None:
+    """`comingle cost` counts the messages of the sum, keys and shares among them."""
+    content = tiny(tmp_path, "comigs-1g1s", users=3, evaluation__model="exchanged")
+    read = parse_recipe({**content, "privacy": {"mechanism": "none", "secure_aggregation": {}}})
+    (cost,) = plan(read).methods
+    federation = build(read, prepare(read))
+    up, down = crossing(federation, [0, 1, 2])
+    assert up == sum(federation.clients.upload_bytes())
+    assert [(user.upload_bytes, user.download_bytes) for user in cost.users] == [(round(up / 3), round(down / 3))]
 
 
 def test_off_there_is_nothing_of_it(federate: Any) -> None:

@@ -98,7 +98,7 @@ class Collection:
         for name in (one for one in self.sharers if one not in self.survivors):
             self._take_off_pairs(total, name)
         signed = total.view(f"<i{total.itemsize}").astype(np.int64)
-        if signed.size and int(np.abs(signed).max()) > largest * len(self.survivors):
+        if max(int(signed.max()), -int(signed.min())) > largest * len(self.survivors):
             raise NoSumError(f"round {self.terms.round}: what comes out is no sum; somebody sent something else")
         return signed
 
