@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import sys
 from collections.abc import Collection as Container
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from comingle.errors import MessageError, NoSumError
+from comingle.errors import MessageError, NoSumError, RecipeError
 from comingle.privacy.secure import keys, shares
 from comingle.privacy.secure.messages import read_masked, received_bytes, sent_bytes
 from comingle.privacy.secure.quantising import Grid
@@ -322,6 +323,13 @@ def test_keys_of_another_round_or_run_mask_otherwise() -> None:
     assert np.array_equal(first, pair_mask(two, keys.public_of(one), pair[::-1], terms))
     for other in (replace(terms, round=4), replace(terms, run="s"), replace(terms, threshold=3)):
         assert not np.array_equal(first, pair_mask(one, keys.public_of(two), pair, other))
+
+
+def test_without_the_package_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys._part.cache_clear()
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.hashes", None)
+    with pytest.raises(RecipeError, match=r"needs the package cryptography: pip install 'comingle\[flower\]'"):
+        keys.derive(bytes(32), "anything")
 
 
 # -------------------------------------------------------------------- settings
