@@ -98,6 +98,10 @@ class Layout:
         marks = [torch.tensor(s.chosen(wanted)).repeat_interleave(s.size // len(s.roles)) for s in self.slots]
         return torch.cat(marks)
 
+    def count(self, roles: Iterable[str]) -> int:
+        """How many columns have a role in ``roles``."""
+        return int(self.mask(roles).sum())
+
     def only(self, roles: Iterable[str]) -> Layout:
         """The slots all of whose roles are in ``roles``, in the same order."""
         wanted = frozenset(roles)

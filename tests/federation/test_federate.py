@@ -76,6 +76,15 @@ def test_processes_end_with_the_tensors_of_one(name: str, tmp_path: Path) -> Non
     assert_equal(tmp_path / "together", tmp_path / "apart")
 
 
+def test_processes_sum_behind_masks_as_one_does_without(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "comigs-1g1s")
+    recipe = recipe.with_changes({"privacy.mechanism": "none", "privacy.secure_aggregation.bits": 24})
+    api.run(recipe, out=tmp_path / "together")
+    federate(recipe, tmp_path / "apart", say=print)
+    assert_equal(tmp_path / "together", tmp_path / "apart")
+    assert "no_sum" not in (tmp_path / "apart" / "events.jsonl").read_text()
+
+
 def after_first_round(folder: Path, kill: Callable[[], None]) -> threading.Thread:
     """Kills once the first round is told of."""
 

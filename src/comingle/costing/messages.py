@@ -30,6 +30,9 @@ def message_bytes(federation: InProcess, names: Sequence[str]) -> list[tuple[int
         if at not in known:
             known[at] = upload_of(federation, at), download_of(federation, at, names)
         sent, received = (packed_bytes(replace(message, users=(name,)))[0] for message in known[at])
+        if (sums := federation.server.sums) is not None:
+            size = federation.server.size
+            sent, received = sums.sent_bytes(name, size), received + sums.received_bytes(name, size)
         sizes.append((sent, received))
     return sizes
 

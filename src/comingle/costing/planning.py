@@ -32,6 +32,7 @@ from comingle.models.base import Base
 from comingle.models.skeleton import load_skeleton
 from comingle.recipes import Recipe
 from comingle.recipes.unused import check_used
+from comingle.runs.alone import without_sums
 from comingle.runs.given import HANDED_OVER, NOTHING
 from comingle.runs.session import check_method, training_settings
 from comingle.transports.inprocess import InProcess, federate
@@ -152,7 +153,8 @@ def method_cost(recipe: Recipe, base: Base, names: tuple[str, ...], free: int) -
 
 def _language_base(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops:
     """The base's own part of what FedAvg's adapters cost: one pass a step over the same weights."""
-    user = count_users(federate_bare(with_method(recipe, "fedavg"), base, names[:1]), names[:1])[0]
+    fedavg = with_method(without_sums(recipe), "fedavg")
+    user = count_users(federate_bare(fedavg, base, names[:1]), names[:1])[0]
     forward, passes = (replace(spent, lora=0.0, router=0.0) for spent in (user.forward, user.round))
     return lambda load: (forward, passes)
 
@@ -162,7 +164,7 @@ def _language_base(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFl
 
 def compare_with_paper(recipe: Recipe, base: Base) -> list[Difference]:
     """Table 3 of the paper for this base and these adapters: CoMiGS-1G1S against FedAvg, one user of the full rank."""
-    rank = recipe.adapters.rank
+    recipe, rank = without_sums(recipe), recipe.adapters.rank
     one = recipe if isinstance(rank, int) else recipe.with_changes({"adapters.rank": max(rank)})
     accounts, parameters = [], []
     for name in ("fedavg", "comigs-1g1s"):

@@ -125,8 +125,7 @@ class Clients:
             state.kept |= self.shield.start(restrict(layout.views(state.rows), layout, method.shared))
         if method.server.first_download:
             state.versions -= 1
-        mixture = method.placement.mixture
-        if mixture is not None and mixture.optimal:
+        if (mixture := method.placement.mixture) is not None and mixture.optimal:
             known = [getattr(trainer, "cluster", None) for trainer in self.trainers] * copies
             layout.views(state.rows)[CLIENT_ROUTER].copy_(true_clusters(method.name, known, mixture.clusters))
         return state
@@ -142,12 +141,11 @@ class Clients:
         """Take note of the users' ranks, which are part of the state."""
         ranks = self.state.ranks.cpu().view(self.method.placement.copies, len(self.trainers))
         masks = [self.model.mask(r) for r in ranks]
-        mask = torch.cat(masks) if len(masks) > 1 else masks[0]
-        self.mask: Bool[Tensor, "rows columns"] = mask
-        self.padded = not bool(mask.all())
+        self.mask: Bool[Tensor, "rows columns"] = torch.cat(masks) if len(masks) > 1 else masks[0]
+        self.padded = not bool(self.mask.all())
         if self.padded:
             for rows in (self.state.rows, self.state.first, self.state.second):
-                rows.mul_(mask[:, : rows.shape[1]])
+                rows.mul_(self.mask[:, : rows.shape[1]])
 
     def owners(self, rows: Sequence[int]) -> list[int]:
         """The trainer to whom each row belongs."""
@@ -235,8 +233,8 @@ class Clients:
         tensors = restrict(self.model.layout.views(self.state.rows), self.model.layout, self.method.shared)
         copies, reports = {name: t[list(members)] for name, t in tensors.items()}, losses
         if self.shield is not None:
-            counts_of = [len(self.trainers[owner].train) for owner in cohort.owners]
-            copies, reports = self.shield.protect(copies, cohort, counts_of, round_number)
+            amounts = [len(self.trainers[owner].train) for owner in cohort.owners]
+            copies, reports = self.shield.protect(copies, cohort, amounts, round_number)
         return Upload(
             round=round_number,
             users=tuple(self.trainers[member].name for member in members),
@@ -296,6 +294,8 @@ class Clients:
         """Bytes that each user sends in an exchange in which it takes part; 0 where there is none."""
         if not self.shares:
             return [0] * len(self.users)
+        if (sums := self.training.sums) is not None:
+            return [sums.sent_bytes(self.name(row), self.model.layout.count(self.method.shared)) for row in self.row_of]
         nobody = {LOSS: torch.zeros(len(self.trainers))}
         sent = packed_bytes(self.upload(range(len(self.trainers)), 1, nobody, counts=True))
         return [sent[owner] for owner in self.owners(self.row_of)]

@@ -30,8 +30,8 @@ class Federation(ABC):
         """These users send what they share after round ``done`` (from 1)."""
 
     @abstractmethod
-    def aggregate(self) -> None:
-        """The server takes in what has been sent."""
+    def aggregate(self) -> str:
+        """The server takes in what has been sent; if it cannot, why the round has no sum."""
 
     @abstractmethod
     def select(self, done: int, losses: dict[str, float]) -> None:

@@ -15,21 +15,48 @@ from comingle.methods.base import Method
 from comingle.privacy.accounting import accountant_of, calibrate, epsilon, most_releases, release_of
 from comingle.privacy.guard import Guard
 from comingle.privacy.noise import kept_key, new_key
+from comingle.privacy.secure.settings import Terms
 from comingle.privacy.settings import KEY
+from comingle.privacy.summing import Sums
 from comingle.privacy.users import Shield
 
 
 def shield_of(training: Training) -> Shield | None:
     """What users do to their uploads."""
-    return None if training.privacy is None else Shield(privacy=training.privacy, key=_key(training))
+    if training.privacy is None:
+        return None
+    return Shield(privacy=training.privacy, key=_key(training), sums=training.sums)
 
 
 def guard_of(training: Training, users: tuple[str, ...]) -> Guard | None:
     """What the server does to them."""
     privacy = training.privacy
-    if privacy is None:
+    if privacy is None or not privacy.noisy:
         return None
     return Guard(privacy=privacy, participation=training.participation, users=users, key=_key(training))
+
+
+def terms_of(training: Training, run: str, done: int, size: int) -> Terms:
+    """What all know of the sum of round ``done`` (from 1) of so many numbers; who is asked is drawn from the seed."""
+    assert training.sums is not None
+    names = training.sums.users
+    asked = tuple(names[user] for user in participants(training, done - 1, names))
+    return training.sums.terms(run, done, size, asked)
+
+
+def with_sums(training: Training, users: Sequence[str]) -> Training:
+    """The settings with how uploads are summed, where the server sees sums alone; ``users`` are all of the federation.
+
+    Raises:
+        RecipeError: a round has too few users for a sum, or the grid is too coarse for the noise.
+    """
+    privacy = training.privacy
+    if privacy is None or privacy.secure_aggregation is None:
+        return training
+    weighted = training.weighting != "uniform" and not privacy.noisy
+    sums = Sums(privacy=privacy, participation=training.participation, users=tuple(users), weighted=weighted)
+    sums.check()
+    return replace(training, sums=sums)
 
 
 def keep_key(folder: Path, *halves: Shield | Guard | None, anew: bool = False) -> None:
@@ -43,7 +70,7 @@ def keep_key(folder: Path, *halves: Shield | Guard | None, anew: bool = False) -
     if anew:
         (folder / KEY).unlink(missing_ok=True)
     for half in halves:
-        if half is not None and half.privacy.noise == "secret":
+        if half is not None and half.privacy.noisy and half.privacy.noise == "secret":
             half.key = kept_key(folder)
 
 
@@ -60,7 +87,7 @@ def with_noise(training: Training, method: Method, users: Sequence[str]) -> Trai
         RecipeError: the package that computes it is not installed, or no noise is enough.
     """
     privacy = training.privacy
-    if privacy is None or privacy.noise_multiplier is not None:
+    if privacy is None or not privacy.noisy or privacy.noise_multiplier is not None:
         return training
     count = planned_releases(training, method, users)
     multiplier = calibrate(privacy, training.participation, len(users), count)
@@ -85,7 +112,7 @@ def promise(training: Training, method: Method, users: Sequence[str]) -> dict[st
     Where the noise is given and a budget too, a run of fewer rounds than planned stays within it.
     """
     privacy = training.privacy
-    if privacy is None:
+    if privacy is None or not privacy.noisy:
         return {}
     release = release_of(privacy, training.participation, len(users))
     planned, accountant = planned_releases(training, method, users), accountant_of(privacy, release)

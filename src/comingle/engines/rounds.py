@@ -77,8 +77,8 @@ def run_rounds(
         if due.evaluates == "local":
             federation.download([user for user in everyone if user not in work.losses])
             scores = evaluate(federation, number + 1, observe)
-        if due.exchanges:
-            federation.aggregate()  # 4
+        if due.exchanges and (why := federation.aggregate()):  # 4
+            observe({"event": "no_sum", "round": number + 1, "reason": why})
         if guard is not None:
             observe({"event": "privacy", "round": number + 1, **guard.spent})
         if due.evaluates == "exchanged":

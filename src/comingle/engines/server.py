@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -24,6 +25,7 @@ from comingle.models.model import Model
 from comingle.privacy.checks import check_layout, check_population
 from comingle.privacy.clipping import without_padding
 from comingle.privacy.guard import BOUND, COUNTS, Guard
+from comingle.privacy.summing import Sums
 from comingle.privacy.users import CLIP_NORM, WITHIN
 from comingle.protocol.compression import expand
 from comingle.protocol.formats import Format
@@ -42,7 +44,7 @@ class ServerHalf:
     LoRA factors, which follow from settings that everybody knows; ``ranks`` are their LoRA ranks, as of the last upload
     of each. ``version`` is the number of rounds after which it last aggregated, ``lowest_loss`` the lowest mean
     validation loss that users have reported, where the best round is selected. ``guard`` keeps what a run with privacy
-    reveals in bounds.
+    reveals in bounds. With ``sums`` it sees sums of uploads alone.
     """
 
     method: Method
@@ -58,6 +60,7 @@ class ServerHalf:
     version: int = 0
     lowest_loss: float = math.inf
     guard: Guard | None = None
+    sums: Sums | None = None
 
     @property
     def state(self) -> Tree:
@@ -128,6 +131,31 @@ class ServerHalf:
         self.ranks[numbers] = upload.ranks
         self.version = upload.round
 
+    @torch.no_grad()
+    def aggregate_sum(self, total: np.ndarray | Int[Tensor, " entries"], users: Sequence[str], done: int) -> None:
+        """Take in the sum of what these users have uploaded in round ``done`` (from 1)."""
+        assert self.sums is not None
+        if self.guard is not None:
+            self.guard.charge([self.users.index(user) for user in users])
+        model = self.model
+        mean = self.sums.mean(total, model, len(users), done)
+        self.method.server.aggregate(self.kept, _of_nobody(model, mean))
+        self.version = done
+
+    def pass_over(self, done: int) -> None:
+        """A round without a sum: the model stays as it is, and everybody goes on from there."""
+        self.version = done
+
+    @property
+    def model(self) -> Tree:
+        """The one that everybody downloads, where there is one."""
+        return {name: t[0, 0] for name, t in self.method.server.download(self.kept, [0]).items()}
+
+    @property
+    def size(self) -> int:
+        """How many numbers of a user are shared."""
+        return self.layout.count(self.method.shared)
+
     @property
     def adaptive(self) -> bool:
         """Whether users are told the bound of their changes, and report whether they were within."""
@@ -160,18 +188,12 @@ class ServerHalf:
 
         Uploads are clipped here once more, whatever users have sent. Where nobody was drawn there is noise alone.
         """
-        model = {name: t[0, 0] for name, t in self.method.server.download(self.kept, [0]).items()}
+        model = self.model
         told = {n: t.unsqueeze(0).expand(len(upload.users), *t.shape) for n, t in model.items()} if uploads else {}
         known = without_padding(told, upload.ranks)
         changes = {name: t.double() - known[name].double() for name, t in uploads.items()}
         mean = guard.mean(changes, model, upload.round - 1, upload.reports.get(WITHIN))
-        return Received(
-            users=[],
-            tensors={name: (t.double() + mean[name]).to(t.dtype).unsqueeze(0) for name, t in model.items()},
-            weights=torch.ones(1, dtype=torch.float64),
-            ranks=torch.zeros(1, dtype=torch.int64),
-            scales=torch.ones(1),
-        )
+        return _of_nobody(model, mean)
 
     def judge(self, report: Upload, users: Sequence[str] | None = None) -> Download:
         """What those who have reported validation losses, or all of ``users``, hear of them."""
@@ -188,6 +210,17 @@ class ServerHalf:
         """Weight of each upload in means: equal, or by the amount of training data."""
         counts = upload.reports[COUNT] if self.weighted else torch.ones(len(upload.users))
         return averaging_weights(counts)
+
+
+def _of_nobody(model: Tree, change: Tree) -> Received:
+    """The one upload of nobody: the model moved by a mean change."""
+    return Received(
+        users=[],
+        tensors={name: (t.double() + change[name].to(t.device)).to(t.dtype).unsqueeze(0) for name, t in model.items()},
+        weights=torch.ones(1, dtype=torch.float64),
+        ranks=torch.zeros(1, dtype=torch.int64),
+        scales=torch.ones(1),
+    )
 
 
 def averaging_weights(counts: Tensor) -> Float[Tensor, " users"]:
@@ -211,7 +244,7 @@ def start_server(model: Model, method: Method, users: Sequence[str], training: T
         RecipeError: it merges or hands out whole models, and users' ranks differ; or it passes uploads on, compressed.
     """
     uploads, privacy = training.uploads, training.privacy
-    if privacy is not None:
+    if privacy is not None and privacy.noisy:
         check_population(privacy, len(users))
         check_layout(method, model.layout)
     if method.server.peer_to_peer and uploads != "float32":
@@ -233,11 +266,14 @@ def start_server(model: Model, method: Method, users: Sequence[str], training: T
         clustered=clustered(model, method),
         centred=model.centre,
         guard=guard_of(training, tuple(users)),
+        sums=training.sums,
     )
     if method.shared:
         models = restrict(model.layout.views(_first_models(model, method, training.seed)), model.layout, method.shared)
         kept = method.server.start(ServerSetup(models=models, users=half.users, scales=half.scales, seed=training.seed))
         half.kept = {name: t.to(model.device) for name, t in kept.items()}
+        if half.sums is not None:
+            half.sums.check_size(half.size)
     return half
 
 

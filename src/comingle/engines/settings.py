@@ -6,10 +6,13 @@ Recipes take their defaults from here, and are read without torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from comingle.privacy.settings import Privacy
 from comingle.protocol.formats import Format
+
+if TYPE_CHECKING:
+    from comingle.privacy.summing import Sums
 
 EVERYBODY = 1.0
 """As a fraction of the users."""
@@ -54,7 +57,8 @@ class Training:
     (Algorithm 1 of CoMiGS returns that one), or "exchanged", after the exchange that ends the round. With
     ``evaluate_first`` there is an evaluation before any training too. ``select`` says with which round's models a run
     ends: the "last", or of those that were evaluated the "best", with the lowest validation loss, mean over users.
-    ``privacy`` says what is done to uploads so that they reveal little of a user; its noise is known.
+    ``privacy`` says what is done to uploads so that they reveal little of a user; its noise is known. ``sums`` is there
+    where the server sees sums of uploads alone.
     """
 
     rounds: int = 20
@@ -77,6 +81,7 @@ class Training:
     checkpoint_every: int = 5
     seed: int = 0
     privacy: Privacy | None = None
+    sums: Sums | None = None
 
     @property
     def iterations(self) -> int:

@@ -36,6 +36,8 @@ def _tell(say: Callable[[str], None], event: Mapping[str, Any]) -> None:
         say(f"{event['user']} has joined")
     elif kind in ("failed", "rejected"):
         say(f"{event['user']}: {event['reason']}")
+    elif kind == "no_sum":
+        say(str(event["reason"]))
     elif kind == "round":
         say(f"round {event['round']}: {event['upload_bytes']:,} bytes up, {event['download_bytes']:,} down")
     elif kind == "evaluation" and (mean := _mean(event)):

@@ -13,7 +13,7 @@ from comingle.protocol.tasks import Task
 _RUN = re.compile(r"[A-Za-z0-9]{1,64}")
 _MOST_STEPS = 10_000_000
 """As in a recipe."""
-_NEEDS_MESSAGE = ("receive", "hear")
+_NEEDS_MESSAGE = ("receive", "hear", "share", "mask", "unmask")
 
 
 def check_address(task: Task, user: str) -> None:

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from comingle.engines.clock import Clock
@@ -124,13 +125,18 @@ class Coordinator:
         *,
         about: Mapping[str, Any] | None = None,
         seconds: float | None = None,
+        messages: Mapping[str, bytes] = MappingProxyType({}),
     ) -> dict[str, Answer]:
         """Have these users do these steps, behind whatever they have not heard of yet; who answers, and what.
 
-        Steps that nobody can take without a download of the newest version begin with "receive".
+        Steps that nobody can take without a download of the newest version begin with "receive". ``messages`` are what
+        other steps need.
         """
         self._admit(set(steps) & set(self.channel.present()), self.patience.round_timeout, {})
-        tasks = {name: self._with_messages(name, todo, number, about or {}) for name, todo in steps.items()}
+        tasks = {
+            name: self._with_messages(name, todo, number, about or {}, [messages[name]] if name in messages else [])
+            for name, todo in steps.items()
+        }
         answers = self._exchange(tasks, self.patience.round_timeout if seconds is None else seconds)
         for name in answers:
             task = tasks[name]
@@ -143,11 +149,13 @@ class Coordinator:
             self.clock.upload_bytes += _length(answers[name])
         return answers
 
-    def _with_messages(self, name: str, todo: Sequence[str], number: int, about: Mapping[str, Any]) -> Task:
-        messages, steps = [], list(todo)
+    def _with_messages(
+        self, name: str, todo: Sequence[str], number: int, about: Mapping[str, Any], more: Sequence[bytes]
+    ) -> Task:
+        messages, steps = list(more), list(todo)
         if "receive" in steps:
             if self._is_behind(name):
-                messages.append(pack(self.server.download([name])))
+                messages.insert(0, pack(self.server.download([name])))
             else:
                 steps.remove("receive")
         if name in self.verdicts:

@@ -21,6 +21,7 @@ from comingle.engines.client import Clients
 from comingle.engines.private import keep_key
 from comingle.engines.state import State
 from comingle.errors import BaseModelError, MessageError, RunError
+from comingle.federation.masking import Sessions
 from comingle.federation.own import Own, Tells
 from comingle.federation.public import Public, build_house, read_public
 from comingle.kinds.base import Materials
@@ -37,8 +38,9 @@ logger = logging.getLogger("comingle")
 PUBLIC = "public.json"
 LEDGER = "privacy.json"
 """Every upload with noise of the user's own that was ever made in a run, and the epsilon of all."""
-KEPT = 4
-"""So many tasks can be undone, or answered again: more than the server asks for between two of its checkpoints."""
+KEPT, KEPT_OF_SUMS = 4, 7
+"""So many tasks can be undone, or answered again: more than the server asks for between two of its checkpoints. A sum
+behind masks takes three more."""
 
 
 @dataclass(kw_only=True)
@@ -55,7 +57,17 @@ class Home:
     """What the user had before its first task."""
     serial: int = 0
 
+    @property
+    def sessions(self) -> Sessions:
+        """The user's sums with others."""
+        return Sessions(folder=self.folder)
+
     # ---------------------------------------------------------------- answers
+
+    @property
+    def keeps(self) -> int:
+        """How many tasks can be undone."""
+        return KEPT if self.clients.training.sums is None else KEPT_OF_SUMS
 
     def answered(self, serial: int, task: bytes) -> bytes | None:
         """What was answered to this very task, if it was done."""
@@ -68,7 +80,7 @@ class Home:
     def can_go_back_to(self) -> list[int]:
         """After which tasks the state is still known; that of the beginning is no more once much has been done."""
         known = [_number(folder) for folder in list_checkpoints(self.folder)]
-        return [number for number in (0, *known) if 0 <= self.serial - number <= KEPT] or [self.serial]
+        return [number for number in (0, *known) if 0 <= self.serial - number <= self.keeps] or [self.serial]
 
     def go_back_to(self, serial: int) -> None:
         """Undo what was done after a task.
@@ -88,7 +100,7 @@ class Home:
         for number, folder in known.items():
             if number > serial:
                 folder.rename(folder.with_name(f".{folder.name}.undone"))
-        prune_checkpoints(self.folder, KEPT)
+        prune_checkpoints(self.folder, self.keeps)
         self._restore(known.get(serial))
         self.serial = serial
 
@@ -103,9 +115,9 @@ class Home:
         progress = progress_of(serial, self.public.digest, [trainer.name for trainer in self.clients.trainers])
         save_checkpoint(self.folder, self.clients.model.layout, self.clients.state, {}, progress)
         self.serial = serial
-        prune_checkpoints(self.folder, KEPT)
+        prune_checkpoints(self.folder, self.keeps)
         for path in (self.folder / "answers").glob("*.bin"):
-            if not serial - KEPT < int(path.name.partition("-")[0]) <= serial:
+            if not serial - self.keeps < int(path.name.partition("-")[0]) <= serial:
                 path.unlink()
 
     def tidy(self) -> None:
@@ -114,7 +126,7 @@ class Home:
             draft.unlink()
         for draft in self.folder.glob(f".*{DRAFT}"):
             draft.unlink()
-        prune_checkpoints(self.folder, KEPT)
+        prune_checkpoints(self.folder, self.keeps)
 
     def forget(self) -> None:
         """Make the state what it was before a task that failed half way."""

@@ -65,7 +65,7 @@ def _fill(clients: Clients, of_all: Clients) -> None:
             mine.copy_(torch.cat([_cut(views[slot.name], slot.shape).flatten(1) for slot in own.slots], 1))
     for name in ("iterations", "router_steps", "ranks", "versions"):
         getattr(clients.state, name).copy_(getattr(of_all.state, name))
-    clients.state.kept = {name: t.clone() for name, t in of_all.state.kept.items()}
+    clients.state.kept = {name: of_all.state.kept[name].clone() for name in clients.state.kept}
     clients.resized()
 
 

@@ -7,6 +7,10 @@ A task is a list of steps, done in its order:
     hear       keep the models as they are, if the server says that they are the best so far
     train      the local steps of a round
     upload     send what is shared
+    advertise  where uploads are summed behind masks: send the keys of a sum;
+    share      learn the others' keys, and send each shares of this user's secrets;
+    mask       send what is shared behind masks;
+    unmask     send the shares that take the masks off a sum of enough users
     finish     what users do once, after the last exchange
     evaluate   score the model on the user's own test data
     choose     end with the models of the best round
@@ -33,6 +37,7 @@ from comingle.federation.home import Home, known_public, open_home
 from comingle.federation.keeping import MODEL, keep_model
 from comingle.federation.own import ENDED, Own
 from comingle.federation.public import Public, read_public
+from comingle.federation.sums import PARTS
 from comingle.protocol.messages import LOSS, LOWEST, Download, validation_report
 from comingle.protocol.tasks import Answer, Task, unpack_task
 from comingle.protocol.wire import pack, unpack
@@ -197,6 +202,8 @@ class Work:
             self.told["train_loss"] = work.losses[0]
 
     def _upload(self) -> None:
+        if self.clients.training.sums is not None:
+            raise MessageError("task: an upload without masks; this federation's are summed behind them")
         if "left_out" in self.told:
             return
         told = {} if (loss := self.told.get("train_loss")) is None else {LOSS: torch.tensor([loss])}
@@ -205,6 +212,12 @@ class Work:
             self.told["left_out"] = why
         else:
             self.sent.append(data)
+
+    def _take_part(self, step: str) -> None:
+        """In a sum behind masks."""
+        if "left_out" not in self.told:
+            message = None if step == "advertise" else unpack(self.received.pop(0))
+            self.sent.append(pack(PARTS[step](self.home, self.task, message)))
 
     def _finish(self) -> None:
         finish(self.clients)
@@ -224,12 +237,14 @@ class Work:
 
     def _end(self) -> None:
         keep_model(self.home, self.own)
+        self.home.sessions.end()
 
     STEPS: ClassVar[dict[str, Callable[[Work], None]]] = {
         "receive": _receive,
         "hear": _hear,
         "train": _train,
         "upload": _upload,
+        **{step: lambda work, step=step: work._take_part(step) for step in PARTS},
         "finish": _finish,
         "evaluate": _evaluate,
         "choose": _choose,
@@ -245,8 +260,9 @@ def what_leaves(home: Home) -> str:
     if not clients.shares:
         return f"user {clients.users[0].name!r}: method {method.name} sends nothing but what you let it tell{stays}"
     shared = ", ".join(sorted(method.shared & clients.model.layout.roles) or sorted(method.shared))
-    size = f"{clients.upload_bytes()[0]:,} bytes"
-    return f"user {clients.users[0].name!r}: {shared} ({size}) leave this machine each round you take part in{stays}"
+    size, how = f"{clients.upload_bytes()[0]:,} bytes", "" if clients.training.sums is None else " behind masks"
+    name = clients.users[0].name
+    return f"user {name!r}: {shared} ({size}) leave this machine{how} each round you take part in{stays}"
 
 
 def _account(home: Home, task: Task, answer: bytes) -> str:

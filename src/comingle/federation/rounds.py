@@ -14,6 +14,7 @@ from comingle.engines.rounds import Due, due_in
 from comingle.engines.training import counts_exchanged
 from comingle.errors import RunError
 from comingle.federation.coordinator import Coordinator
+from comingle.federation.summing import sum_up
 from comingle.federation.taking import take_in, validation_losses
 from comingle.protocol.messages import validation_report
 from comingle.protocol.tasks import Answer
@@ -73,17 +74,19 @@ def _play(coordinator: Coordinator, number: int, due: Due, members: Sequence[str
     """One round; what users told of their models, if they were evaluated."""
     names, done = coordinator.public.users, number + 1
     local = ("evaluate",) if due.evaluates == "local" else ()
-    work = ("receive", "train", *(("upload",) if due.exchanges else ()), *local)
+    summed = due.exchanges and coordinator.server.sums is not None
+    work = ("receive", "train", *(("advertise" if summed else "upload",) if due.exchanges else ()), *local)
     steps: dict[str, Sequence[str]] = dict.fromkeys(members, work)
     if local:
         steps |= {name: ("receive", "evaluate") for name in names if name not in steps}
     answers = coordinator.ask(steps, number, about={"done": done})
     worked = {name: answers[name] for name in members if name in answers}
     _require_enough(coordinator, worked, members, done)
+    senders = sum_up(coordinator, worked, done) if summed else []  # with its bytes told of in this round
     _tell(coordinator, worked, done)
     told = _evaluated(coordinator, answers, done) if local else {}
     if due.exchanges:
-        senders = take_in(coordinator, worked, done)
+        senders = senders if summed else take_in(coordinator, worked, done)
         if coordinator.server.guard is not None:
             coordinator.observe({"event": "privacy", "round": done, **coordinator.server.guard.spent})
         if coordinator.house.method.server.peer_to_peer:

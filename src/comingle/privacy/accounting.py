@@ -47,7 +47,8 @@ def release_of(privacy: Privacy, participation: Participation, users: int) -> Re
     z = privacy.multiplier
     if privacy.mechanism == "local":
         return Release(noise=z / 2)
-    if isinstance(participation, tuple) or participation >= 1:
+    # The server of a secure sum knows who is in it, and so do they: nobody is hidden by not having been drawn.
+    if isinstance(participation, tuple) or participation >= 1 or privacy.secure_aggregation is not None:
         return Release(noise=z)
     if privacy.sampling == "poisson":
         return Release(noise=z, rate=participation)
@@ -63,7 +64,8 @@ def expected(privacy: Privacy, participation: Participation, users: int, number:
     """Over how many users a round's sum is divided, whoever takes part: public, so that it reveals nothing."""
     if isinstance(participation, tuple):
         return float(len(set(participation[number % len(participation)])))
-    return participation * users if privacy.sampling == "poisson" else float(sample_size(participation, users))
+    drawn_alone = privacy.sampling == "poisson" and privacy.secure_aggregation is None
+    return participation * users if drawn_alone else float(sample_size(participation, users))
 
 
 @lru_cache(maxsize=1 << 12)

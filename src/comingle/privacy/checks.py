@@ -9,19 +9,23 @@ from comingle.privacy.settings import Privacy
 from comingle.trees import STATISTICS, Layout
 
 
-def check_private(method: Method, privacy: Privacy, *, weighting: str, select: str) -> None:
+def check_private(method: Method, privacy: Privacy, *, weighting: str, select: str, uploads: str = "float32") -> None:
     """Whether what the method's users send can be covered.
 
     Raises:
         RecipeError: it cannot; says why.
     """
-    if privacy.noise_multiplier is None and privacy.epsilon is None:
+    if privacy.secure_aggregation is not None:
+        _check_summed(method, privacy, uploads)
+    if not privacy.noisy:
+        _check_quiet(privacy)
+    elif privacy.noise_multiplier is None and privacy.epsilon is None:
         raise RecipeError("privacy: says nothing of the noise; give noise_multiplier, or epsilon for the whole run")
     if method.placement.pooled:
         raise RecipeError(f"privacy: method {method.name} pools everybody's data, which no noise on uploads covers")
     if not method.shared:
         return
-    if why := _uncovered(method) or (_unbounded(method) if privacy.mechanism == "central" else ""):
+    if why := _uncovered(method) or (_unbounded(method) if privacy.mechanism != "local" else ""):
         raise RecipeError(f"privacy: method {method.name}: {why}")
     if select == "best":
         raise RecipeError("privacy: evaluation.select: best has users report validation losses, which have no noise")
@@ -61,6 +65,35 @@ def check_layout(method: Method, layout: Layout) -> None:
             f"privacy: method {method.name} shares running statistics of batch norm ({shared[0]}, ...), which noise "
             "would make negative; allowed: a net with group norm, as net:resnet9-group"
         )
+
+
+def _check_summed(method: Method, privacy: Privacy, uploads: str) -> None:
+    """Whether all that the server needs is a sum. Whatever else looks at single uploads is to be refused here."""
+    where, secure = "privacy.secure_aggregation", privacy.secure_aggregation
+    assert secure is not None
+    if method.shared and method.server.kind != "sum":
+        raise RecipeError(
+            f"{where}: method {method.name}: its server ({type(method.server).__name__}) looks at each upload by "
+            "itself, and would see their sum alone"
+        )
+    if privacy.mechanism == "local":
+        raise RecipeError(f"{where}: not with mechanism: local, whose noise hides each upload; allowed: central, none")
+    if privacy.adaptive:
+        raise RecipeError(f"{where}: not with clip_norm: adaptive, for which each user says whether it was within")
+    if uploads != "float32":
+        raise RecipeError(
+            f"{where}: has a format of its own (bits); training.uploads: got {uploads!r}; allowed: float32"
+        )
+    if privacy.noisy and secure.range is not None:
+        raise RecipeError(f"{where}.range: is not read with noise, where it follows from privacy.clip_norm")
+
+
+def _check_quiet(privacy: Privacy) -> None:
+    """Without noise nothing is read of it, and sums are all that is asked for."""
+    if privacy.secure_aggregation is None:
+        raise RecipeError("privacy.mechanism: none needs secure_aggregation; by itself it hides nothing")
+    if privacy.noise_multiplier is not None or privacy.epsilon is not None:
+        raise RecipeError("privacy.mechanism: none has no noise; noise_multiplier and epsilon are not read")
 
 
 def _uncovered(method: Method) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from comingle.privacy.secure.settings import Secure
+
 ADAPTIVE = "adaptive"
 KEY = "privacy.key"
 """The file with the key of the noise."""
@@ -14,7 +16,9 @@ KEY = "privacy.key"
 class Privacy:
     """Differential privacy of users: whatever one user's data is changes what others see by at most epsilon, delta.
 
-    ``mechanism`` says where the noise is added: at the server, to the mean ("central"), or at each user ("local").
+    ``mechanism`` says where the noise is added: at the server, to the mean ("central"), or at each user ("local"); with
+    "none" there is none. With ``secure_aggregation`` the server sees sums of uploads alone, and what "central" adds to
+    the sum comes from its users, each a part of it.
     ``clip_norm`` bounds the L2 norm of a user's change; "adaptive" follows ``clip_quantile`` of the users' norms, from
     ``first_clip_norm`` on, with steps of ``clip_rate`` (Andrew et al. 2021). The noise's deviation is
     ``noise_multiplier`` times the clip norm. Without it the whole run spends ``epsilon``; with it the run stops before
@@ -23,7 +27,7 @@ class Privacy:
     ``training.weighting`` is not uniform. ``noise`` is "secret", or for simulations "reproducible" from the seed.
     """
 
-    mechanism: Literal["central", "local"] = "central"
+    mechanism: Literal["central", "local", "none"] = "central"
     clip_norm: float | Literal["adaptive"] = 1.0
     noise_multiplier: float | None = None
     epsilon: float | None = None
@@ -35,6 +39,12 @@ class Privacy:
     first_clip_norm: float = 0.1
     clip_quantile: float = 0.5
     clip_rate: float = 0.2
+    secure_aggregation: Secure | None = None
+
+    @property
+    def noisy(self) -> bool:
+        """Whether there is noise, and so an account of what is revealed."""
+        return self.mechanism != "none"
 
     @property
     def multiplier(self) -> float:

@@ -13,7 +13,9 @@ from comingle.methods.client import Cohort
 from comingle.privacy.accounting import epsilon, release_of
 from comingle.privacy.clipping import clipped, norms, scaled, without_padding
 from comingle.privacy.noise import add_noise
+from comingle.privacy.secure.messages import VECTOR
 from comingle.privacy.settings import Privacy
+from comingle.privacy.summing import Sums
 from comingle.trees import Tree
 
 REFERENCE = "reference/"
@@ -26,10 +28,11 @@ WITHIN = "within"
 
 @dataclass(kw_only=True)
 class Shield:
-    """What users do; ``key`` is theirs, and never the server's."""
+    """What users do; ``key`` is theirs, and never the server's. ``sums`` is there where the server sees sums alone."""
 
     privacy: Privacy
     key: str
+    sums: Sums | None = None
 
     def epsilon(self, count: int) -> float:
         """What so many uploads with local noise reveal."""
@@ -51,10 +54,14 @@ class Shield:
     def protect(self, tensors: Tree, cohort: Cohort, counts: Sequence[int], round_number: int) -> tuple[Tree, Tree]:
         """What was downloaded plus each user's clipped change, times its weight, with noise where that is local.
 
-        With it come the reports that a server with an adaptive bound needs. ``counts`` are users' amounts of data.
+        With it come the reports that a server with an adaptive bound needs. ``counts`` are users' amounts of data. For
+        a secure sum it is the change alone, in whole numbers, which are not to leave without masks.
         """
         references, bounds = {name: cohort.kept[REFERENCE + name] for name in tensors}, cohort.kept[CLIP_NORM]
         changes = {name: t.double() - references[name].double() for name, t in tensors.items()}
+        if self.sums is not None:
+            whole = self.sums.uploads(changes, self._weights(counts), cohort.names, self.key, round_number)
+            return {VECTOR: whole}, {}
         leaving = scaled(clipped(changes, bounds), self._weights(counts))
         if self.privacy.mechanism == "local":
             leaving = without_padding(self._noised(leaving, cohort.names, bounds, round_number), cohort.ranks)

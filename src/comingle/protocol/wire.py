@@ -40,10 +40,11 @@ _DTYPES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.int64: "I64",
+    torch.int32: "I32",
     torch.int8: "I8",
 }
-_WIDTHS = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2, "I64": 8, "I8": 1}
-_ORDER = ("I64", "F64", "F32", "BF16", "F16", "I8")
+_WIDTHS = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1}
+_ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I8")
 """Safetensors puts tensors in this order, and those of one type in that of their names."""
 _LENGTH_BYTES = 8
 """Safetensors begins with the length of its header."""

@@ -16,6 +16,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, field_validator
 from comingle.adapters.settings import RANK, AdapterSettings, Targets
 from comingle.engines.settings import EVERYBODY, OptimizerSettings, Training
 from comingle.errors import RecipeError
+from comingle.privacy.secure.settings import Secure
 from comingle.privacy.settings import Privacy
 from comingle.protocol.formats import Format
 from comingle.recipes.data import DataSection, section_of
@@ -129,10 +130,19 @@ class EvaluationSection(Section):
     select: Literal["last", "best"] = Training.select
 
 
+class SecureSection(Section):
+    """How uploads are summed behind masks; see ``comingle.privacy.secure.settings``."""
+
+    threshold: Annotated[float, Field(gt=0.5, le=1)] = Secure.threshold
+    bits: Annotated[int, Field(ge=16, le=32, strict=True)] = Secure.bits
+    range: Positive | None = Secure.range
+    colluders: Annotated[int, Field(ge=0, le=10**6, strict=True)] = Secure.colluders
+
+
 class PrivacySection(Section):
     """What is done to uploads so that they reveal little of a user; see ``comingle.privacy.settings``."""
 
-    mechanism: Literal["central", "local"] = Privacy.mechanism
+    mechanism: Literal["central", "local", "none"] = Privacy.mechanism
     clip_norm: Positive | Literal["adaptive"] = Privacy.clip_norm
     noise_multiplier: Positive | None = Privacy.noise_multiplier
     epsilon: Positive | None = Privacy.epsilon
@@ -144,6 +154,7 @@ class PrivacySection(Section):
     first_clip_norm: Positive = Privacy.first_clip_norm
     clip_quantile: Annotated[float, Field(gt=0, lt=1)] = Privacy.clip_quantile
     clip_rate: Positive = Privacy.clip_rate
+    secure_aggregation: SecureSection | None = None
 
 
 class CheckpointSection(Section):

@@ -14,9 +14,15 @@ PerUser = Callable[[list[Any]], Any]
 def of_one_user(recipe: Recipe, value: PerUser) -> Recipe:
     """The recipe of somebody alone: ``value`` takes what counts of lists of ranks and specialists.
 
-    Nobody else takes part in a round, and no mean over others selects one.
+    Nobody else takes part in a round: no mean over others selects one, and there is nobody to be summed with.
     """
-    return recipe.with_changes({**per_user(recipe, value), "evaluation.select": "last"})
+    return without_sums(recipe).with_changes({**per_user(recipe, value), "evaluation.select": "last"})
+
+
+def without_sums(recipe: Recipe) -> Recipe:
+    """The recipe with nothing that a user alone cannot do: of one upload there is no sum that hides it."""
+    summed = recipe.privacy is not None and recipe.privacy.secure_aggregation is not None
+    return recipe.with_changes({"privacy": None}) if summed else recipe
 
 
 def per_user(recipe: Recipe, value: PerUser) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from comingle.engines.clock import Clock
 from comingle.engines.evaluations import amounts, end_event, start_event, summarise
 from comingle.engines.events import EventLog, Observer, tensorboard
 from comingle.engines.naming import check_names, reorder, reorder_kept
-from comingle.engines.private import keep_key, with_noise
+from comingle.engines.private import keep_key, with_noise, with_sums
 from comingle.engines.rounds import run_rounds
 from comingle.engines.runtime import keep_buffers
 from comingle.engines.settings import OptimizerSettings, Training
@@ -36,6 +36,7 @@ from comingle.kinds.language import as_settings
 from comingle.methods import make
 from comingle.models.base import Base, digests_of
 from comingle.privacy.checks import check_private
+from comingle.privacy.secure.settings import Secure
 from comingle.privacy.settings import Privacy
 from comingle.recipes import Recipe
 from comingle.recipes.unused import changed, check_used
@@ -100,7 +101,13 @@ def check_method(recipe: Recipe) -> None:
     method = make(recipe.method.name, **recipe.method.settings)
     kind_of(recipe).check(recipe, method)
     if (privacy := privacy_of(recipe)) is not None:
-        check_private(method, privacy, weighting=recipe.training.weighting, select=recipe.evaluation.select)
+        check_private(
+            method,
+            privacy,
+            weighting=recipe.training.weighting,
+            select=recipe.evaluation.select,
+            uploads=recipe.training.uploads,
+        )
 
 
 def warn_unread(recipe: Recipe) -> None:
@@ -173,12 +180,16 @@ def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
         checkpoint_every=recipe.checkpoints.every,
         privacy=privacy_of(recipe),
     )
-    return with_noise(training, make(recipe.method.name, **recipe.method.settings), names)
+    return with_sums(with_noise(training, make(recipe.method.name, **recipe.method.settings), names), names)
 
 
 def privacy_of(recipe: Recipe) -> Privacy | None:
     """The recipe's section, if it has one."""
-    return None if recipe.privacy is None else Privacy(**as_settings(recipe.privacy, Privacy))
+    if recipe.privacy is None:
+        return None
+    secure = recipe.privacy.secure_aggregation
+    inner = None if secure is None else Secure(**as_settings(secure, Secure))
+    return Privacy(**{**as_settings(recipe.privacy, Privacy), "secure_aggregation": inner})
 
 
 # -------------------------------------------------------------------- execute

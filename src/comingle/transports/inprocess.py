@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,12 @@ import torch
 
 from comingle.engines.client import Clients
 from comingle.engines.clock import Federation
+from comingle.engines.private import terms_of
 from comingle.engines.server import ServerHalf, start_server
+from comingle.errors import NoSumError
+from comingle.privacy.secure.messages import VECTOR, as_words, keys_bytes, received_bytes, sent_bytes
+from comingle.privacy.secure.rehearsal import Rehearsal
+from comingle.privacy.summing import Sums
 from comingle.protocol.messages import (
     LOSS,
     Download,
@@ -20,6 +26,8 @@ from comingle.protocol.messages import (
     validation_report,
 )
 from comingle.protocol.wire import pack, packed_bytes, unpack
+
+logger = logging.getLogger("comingle")
 
 
 @dataclass(kw_only=True)
@@ -50,16 +58,55 @@ class InProcess(Federation):
             return
         said = {LOSS: torch.tensor([losses[member] for member in members])}
         message = self.clients.upload(members, done, said)
+        if self.server.sums is not None:
+            self._sent = message
+            self._count_sum(message.users, done)
+            return
         self.upload_bytes += sum(packed_bytes(message))
         self._sent = _uploaded(message.split()) if self.serialise else message
 
-    def aggregate(self) -> None:
-        """The server takes in what has been sent; between peers everybody who took part hears of it at once."""
+    def aggregate(self) -> str:
+        """The server takes in what has been sent; between peers everybody who took part hears of it at once.
+
+        Why there was no sum, where there can be none and was none.
+        """
         assert self._sent is not None
+        if self.server.sums is not None:
+            sent, self._sent = self._sent, None
+            return self._sum(self.server.sums, sent)
         users, self._sent = self._sent.users, self.server.aggregate(self._sent)
         if self.clients.method.server.peer_to_peer:
             self.download(self.clients.numbers(users))
             self.server.forget()
+        return ""
+
+    def _sum(self, sums: Sums, sent: Upload) -> str:
+        """What the server has of uploads once all masks are off; with ``serialise`` they are put on and taken off."""
+        try:
+            if self.serialise:
+                whole = sent.tensors.get(VECTOR, torch.zeros(0, 0))
+                uploads = {name: as_words(row) for name, row in zip(sent.users, whole, strict=True)}
+                rehearsal = Rehearsal(
+                    terms=terms_of(self.clients.training, "", sent.round, self.server.size), uploads=uploads
+                )
+                total = rehearsal.total(sums.largest(sent.round))
+            else:
+                sums.require(len(sent.users), sent.round)
+                total = sums.add(sent.tensors[VECTOR])
+        except NoSumError as error:
+            logger.warning("%s", error)
+            self.server.pass_over(sent.round)
+            return str(error)
+        self.server.aggregate_sum(total, sent.users, sent.round)
+        return ""
+
+    def _count_sum(self, users: Sequence[str], done: int) -> None:
+        """The bytes of a sum's messages; where there are too few users, no more than their keys are sent."""
+        terms, names = terms_of(self.clients.training, "", done, self.server.size), list(users)
+        enough = len(names) >= terms.threshold
+        for name in names:
+            self.upload_bytes += sent_bytes(terms, name, len(names)) if enough else keys_bytes(terms, name)
+            self.download_bytes += received_bytes(terms, name, names) if enough else 0
 
     def select(self, done: int, losses: dict[str, float]) -> None:
         """Users report validation losses after round ``done``; if their mean is the lowest, all keep what they have."""

@@ -1,0 +1,67 @@
+"""What a sum behind masks costs: seconds at a user and at the server, and bytes beside those of a plain upload.
+
+    python benchmarks/secure_sums.py --users 10 --entries 1180000 --lost 1
+
+Prints one JSON line. Users' seconds are the mean of all four steps; the server's are those of taking the masks off,
+with ``lost`` users who shared and then masked nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+import numpy as np
+
+from comingle.privacy.secure.messages import received_bytes, sent_bytes
+from comingle.privacy.secure.rehearsal import Rehearsal
+from comingle.privacy.secure.settings import Secure, Terms
+
+
+def measure(users: int, entries: int, lost: int) -> dict[str, float]:
+    """One sum."""
+    names, secure = tuple(f"user {at}" for at in range(users)), Secure()
+    terms = Terms(
+        run="", round=1, users=names, expected=users, threshold=secure.least(users), word=secure.word(users),
+        entries=entries,
+    )  # fmt: skip
+    upload = np.random.default_rng(0).integers(0, 1000, entries).astype(f"<u{terms.word // 8}")
+    gone = names[users - lost :]
+    rehearsal = Rehearsal(
+        terms=terms,
+        uploads=dict.fromkeys(names, upload),
+        answers=lambda step, name: step in ("advertise", "share") or name not in gone,
+    )
+    began = time.perf_counter()
+    total = rehearsal.total(1000)
+    whole = time.perf_counter() - began
+    began = time.perf_counter()
+    again = rehearsal.server.total(1000)
+    server = time.perf_counter() - began
+    assert np.array_equal(total, again)
+    assert np.array_equal(total, upload.astype(np.int64) * (users - lost))
+    return {
+        "users": users,
+        "entries": entries,
+        "lost": lost,
+        "word_bits": terms.word,
+        "user_seconds": round((whole - server) / users, 4),
+        "server_seconds": round(server, 4),
+        "upload_bytes": sent_bytes(terms, names[0], users),
+        "float32_bytes": 4 * entries,
+        "download_bytes": received_bytes(terms, names[0], names),
+    }
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--users", type=int, default=10)
+    parser.add_argument("--entries", type=int, default=1_180_000)
+    parser.add_argument("--lost", type=int, default=0)
+    print(json.dumps(measure(**vars(parser.parse_args()))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Sums that the server cannot look behind: what users put into one, and what comes out.
+
+Users send their changes against what they have downloaded, on a grid (:mod:`comingle.privacy.secure.quantising`), so
+that masks can hide them. Where there is noise each user adds a part of it: the parts of ``threshold - colluders`` users
+make the noise that the account counts, and there is no sum of fewer than ``threshold``. A part is a rounded Gaussian of
+many steps of the grid; a sum of them is as good as the Gaussian of their joint deviation (Kairouz et al. 2021,
+arXiv:2102.06387, bound the difference for discrete Gaussians: exponentially small in the squared deviation).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from comingle.errors import NoSumError, RecipeError
+from comingle.privacy.accounting import Participation, expected
+from comingle.privacy.clipping import clipped, scaled
+from comingle.privacy.noise import digest, gaussian
+from comingle.privacy.secure.messages import received_bytes, sent_bytes
+from comingle.privacy.secure.quantising import DTYPES, Grid, flat, shaped
+from comingle.privacy.secure.settings import LEAST, Secure, Terms, no_sum
+from comingle.privacy.settings import Privacy
+from comingle.trees import Tree
+
+logger = logging.getLogger("comingle")
+
+RANGE = 8.0
+"""The largest magnitude of an entry of a change where neither the recipe nor a clip norm says one."""
+
+TAIL = 12
+"""Noise of more deviations is cut off; with a chance below 1e-32 an entry has any."""
+
+MOST_SLACK = 0.1
+"""The part of the clip norm that rounding may need."""
+
+LEAST_STEPS = 1000
+"""A user's noise has a deviation of at least so many steps of the grid."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """The sums of a run, of which users and server know all the settings; rounds are counted from 1.
+
+    With ``weighted`` the sum of the users' weights is the last entry, masked as all are.
+    """
+
+    privacy: Privacy
+    participation: Participation
+    users: tuple[str, ...]
+    weighted: bool
+
+    @property
+    def secure(self) -> Secure:
+        """The settings."""
+        assert self.privacy.secure_aggregation is not None
+        return self.privacy.secure_aggregation
+
+    @property
+    def word(self) -> int:
+        """Bits of the numbers that are sent."""
+        return self.secure.word(len(self.users))
+
+    def expected(self, done: int) -> int:
+        """How many users a round asks."""
+        return int(expected(self.privacy, self.participation, len(self.users), done - 1))
+
+    def least(self, done: int) -> int:
+        """Without how many there is no sum."""
+        return self.secure.least(self.expected(done))
+
+    def deviation(self, done: int) -> float:
+        """Of a user's part of the noise."""
+        if not self.privacy.noisy:
+            return 0.0
+        return self.privacy.multiplier * self.privacy.first_bound / math.sqrt(self.least(done) - self.secure.colluders)
+
+    def grid(self, done: int) -> Grid:
+        """On which a round's uploads lie: a change no longer than the clip norm, and the noise."""
+        bound = self.secure.range or RANGE
+        if self.privacy.noisy:
+            bound = self.privacy.first_bound + TAIL * self.deviation(done)
+        return Grid(bound=bound, bits=self.secure.bits)
+
+    def terms(self, run: str, done: int, size: int, asked: tuple[str, ...]) -> Terms:
+        """What everybody knows of a round's sum of so many shared numbers, for which these users are asked."""
+        return Terms(
+            run=run,
+            round=done,
+            users=asked,
+            expected=self.expected(done),
+            threshold=self.least(done),
+            word=self.word,
+            entries=size + int(self.weighted),
+        )
+
+    def check(self) -> None:
+        """Whether every round can have a sum, and the noise fits its grid.
+
+        Raises:
+            RecipeError: not so; says why.
+        """
+        rounds = len(self.participation) if isinstance(self.participation, tuple) else 1
+        secure, where = self.secure, "privacy.secure_aggregation"
+        for done in range(1, rounds + 1):
+            if (asked := self.expected(done)) < (least := self.least(done)):
+                raise RecipeError(f"{where}: a round asks {asked} user, whom no sum hides; needed: {least}")
+            if least - secure.colluders < LEAST:
+                raise RecipeError(
+                    f"{where}.colluders: got {secure.colluders}, and a sum may be of {least} users; allowed: up to "
+                    f"{least - LEAST}"
+                )
+            if self.privacy.noisy and self.deviation(done) < LEAST_STEPS * self.grid(done).step:
+                raise RecipeError(f"{where}.bits: got {secure.bits}, too few for so little noise; give more")
+
+    def check_size(self, size: int) -> None:
+        """Whether so many numbers can be rounded without making a change much longer.
+
+        Raises:
+            RecipeError: they cannot.
+        """
+        if self.privacy.noisy and self.grid(1).slack(size) > MOST_SLACK * self.privacy.first_bound:
+            raise RecipeError(
+                f"privacy.secure_aggregation.bits: got {self.secure.bits}; rounding {size:,} entries may take more "
+                f"than {MOST_SLACK:.0%} of the clip norm; give more bits"
+            )
+
+    def sent_bytes(self, name: str, size: int) -> int:
+        """What a user sends in a round in which nobody is lost."""
+        return sent_bytes(self.terms("", 1, size, self.users), name, self.expected(1))
+
+    def received_bytes(self, name: str, size: int) -> int:
+        """What it receives, besides the model."""
+        others = [other for other in self.users if other != name]
+        return received_bytes(self.terms("", 1, size, self.users), name, [name, *others][: self.expected(1)])
+
+    # ---------------------------------------------------------------- what users put into it
+
+    def uploads(
+        self, changes: Tree, weights: Float[Tensor, " users"], names: Sequence[str], key: str, done: int
+    ) -> Int[Tensor, "users entries"]:
+        """What each user sends, before its masks: whole numbers modulo ``2^word``."""
+        grid = self.grid(done)
+        if self.privacy.noisy:
+            levels = self._noised(changes, weights, names, key, done)
+        else:
+            levels = self._cut(changes, weights, names, done)
+        if self.weighted:
+            levels = torch.cat([levels, self._whole(weights, grid).unsqueeze(1)], 1)
+        return levels.to(DTYPES[self.word])
+
+    def _cut(self, changes: Tree, weights: Tensor, names: Sequence[str], done: int) -> Int[Tensor, "users entries"]:
+        """Entries within the range; who had any beyond it is told."""
+        grid, values = self.grid(done), flat(changes).cpu()
+        for name, beyond in zip(names, grid.beyond(values), strict=True):
+            if beyond:
+                logger.warning(
+                    "user %r, round %d: %d of %d entries of its change are cut to the range of %g "
+                    "(privacy.secure_aggregation.range)", name, done, beyond, values.shape[1], grid.bound,
+                )  # fmt: skip
+        weight = self._whole(weights, grid).double() / grid.levels
+        return grid.place(values.nan_to_num(0.0).clamp(-grid.bound, grid.bound) * weight.unsqueeze(1))
+
+    def _noised(
+        self, changes: Tree, weights: Tensor, names: Sequence[str], key: str, done: int
+    ) -> Int[Tensor, "users entries"]:
+        """Changes no longer than the clip norm, after rounding too, each with its user's part of the noise."""
+        grid, entries = self.grid(done), sum(t[0].numel() for t in changes.values())
+        bound = self.privacy.first_bound - grid.slack(entries)
+        levels = grid.place(flat(scaled(clipped(changes, bound), weights)).cpu())
+        steps = self.deviation(done) / grid.step
+        drawn = [
+            gaussian((entries,), key, name, done, "noise share", digest({"": row}))
+            for name, row in zip(names, levels, strict=True)
+        ]
+        return grid.cut(levels + (torch.stack(drawn) * steps).round().long())
+
+    def _whole(self, weights: Float[Tensor, " users"], grid: Grid) -> Int[Tensor, " users"]:
+        """Weights up to 1 as whole numbers; nobody's is 0."""
+        return (weights.double() * grid.levels).round().clamp(1, grid.levels).long()
+
+    # ---------------------------------------------------------------- what comes out
+
+    def add(self, uploads: Int[Tensor, "users entries"]) -> Int[Tensor, " entries"]:
+        """The sum of uploads as the server has it once all masks are off, bit for bit."""
+        return uploads.long().sum(0)
+
+    def require(self, there: int, done: int) -> None:
+        """Whether a round's users are enough for a sum.
+
+        Raises:
+            NoSumError: they are not.
+        """
+        if there < (least := self.least(done)):
+            raise NoSumError(no_sum(done, there, self.expected(done), "have advertised", least))
+
+    def largest(self, done: int) -> int:
+        """The largest magnitude of an entry of an upload, as a whole number."""
+        return self.grid(done).levels
+
+    def mean(self, total: np.ndarray | Int[Tensor, " entries"], like: Tree, senders: int, done: int) -> Tree:
+        """The mean change, float64: with noise over all whom the round asked, else over the weights in the sum."""
+        numbers, grid = torch.as_tensor(total), self.grid(done)
+        over = float(senders)
+        if self.weighted:
+            over = float(numbers[-1]) / grid.levels
+        if self.privacy.noisy:
+            over = float(self.expected(done))
+        entries = sum(t.numel() for t in like.values())
+        return shaped(numbers[:entries].double() * grid.step / over, like)
