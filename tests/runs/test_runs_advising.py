@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from scipy import stats
 
+import comingle as library
 from comingle.errors import RecipeError
 from comingle.progress import reporting
 from comingle.reports.advice import Advice, advise_on, alone, method_to_take, paragraph, partners, rows_of, undecided
@@ -124,6 +125,32 @@ def test_one_seed_shows_nothing() -> None:
     advice = advise_on(one[0], {"close": one[1]}, {}, "close")
     assert paragraph(advice).startswith("With one seed there are no intervals, so nothing is shown")
     assert rows_of(advice)[1][0][1] == "-50.0 lower (one seed)"
+
+
+def test_records_are_the_advices_numbers() -> None:
+    advice = advise_on(LOCAL, {"close": CLOSE, "noise": NOISE}, {("ann", "bob"): HARM}, "close")
+    found = {(one["method"], one["together"], one["user"]): one for one in advice.records()}
+    assert len(found) == advice.intervals == 6
+    for (method, together, user), one in found.items():
+        gain = (advice.methods[method] if together is None else advice.groups[together])[user]
+        assert (one["low"], one["high"]) == gain.interval
+        assert (one["change"], one["verdict"]) == (gain.change.mean, gain.verdict)
+    single = advise_on({0: LOCAL[0]}, {"close": {0: CLOSE[0]}}, {}, "close").records()
+    assert [(one["change"], one["low"]) for one in single] == [(-50.0, None), (-50.0, None)]
+
+
+def test_python_advises_as_the_command_does() -> None:
+    people = {name: user(number, ALL) for number, name in enumerate(("ann", "bob"))}
+    advice = library.advise(SETTINGS, ["fedavg"], users=people, seeds=[0, 1], rounds=2, **{"training.local_steps": 1})
+    changes: dict[str, Any] = {"training.rounds": 2, "training.local_steps": 1, "evaluation.every": 2}
+    runs = {
+        method: {
+            seed: library.run(SETTINGS, users=people, method=method, seed=seed, **changes).metrics for seed in (0, 1)
+        }
+        for method in ("local", "fedavg")
+    }
+    assert advice == advise_on(runs["local"], {"fedavg": runs["fedavg"]}, {}, "fedavg")
+    assert str(advice) == paragraph(advice)
 
 
 def test_smaller_groups() -> None:

@@ -12,7 +12,7 @@ from comingle.models.personal import PersonalModel
 from comingle.recipes import load_recipe
 from comingle.records import read_metrics
 from comingle.runs.api import load
-from comingle.serving.rows import lay_out
+from comingle.serving.rows import prepare
 
 TURNS = ("conversations", "questions")
 """Kinds of data that are made of turns."""
@@ -42,7 +42,7 @@ def open_people(run: Path, method: str | None = None) -> People:
     if not kind_of(opened.recipe).needs_base:
         raise DataError(f"{folder}: {opened.federation.clients.model.name} predicts and generates no text")
     models = {name: cast(PersonalModel, opened.user(name)) for name in opened.users}
-    lay_out(next(iter(models.values())).model.base.model)
+    prepare(next(iter(models.values())).model.base.model)
     template = getattr(next(iter(models.values())).model.base.tokenizer, "chat_template", None)
     return People(models=models, answers=kind_of(opened.recipe).name in TURNS or bool(template))
 
