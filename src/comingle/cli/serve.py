@@ -33,7 +33,9 @@ def serve(
     rows: Annotated[int, typer.Option("--rows", min=1, help="Answers that are written at once.")] = Limits.rows,
     queue: Annotated[int, typer.Option("--queue", min=0, help="Requests that may wait for a row.")] = Limits.queue,
     rate: Annotated[int, typer.Option("--rate", min=1, help="Requests of each user's in a minute.")] = Limits.rate,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens of an answer.")] = Limits.max_tokens,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="New tokens of an answer.")
+    ] = Limits.max_tokens,
 ) -> None:
     """Serve everybody's models at once, over one base, as an OpenAI-compatible API; a page to chat is at /."""
     require_app("serve")

@@ -150,11 +150,13 @@ def load(
     given = given_of(users, base, method, loss)
     with lending([method]) as [named]:
         _check_method(folder, recipe, named)
-        federation = build(recipe, reopen(folder, recipe, given))
+        materials = reopen(folder, recipe, given)
+        federation = build(recipe, materials)
         if federation.clients.method.trains:
             _check_round(folder, metrics, restore(federation, folder, recipe))
             federation.clients.choose()
-    return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation)
+    settings = materials.kind.settings(materials)
+    return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, settings=settings)
 
 
 def _check_method(folder: Path, recipe: Recipe, named: Any) -> None:
@@ -188,6 +190,7 @@ def join(
     local_step: bool = False,
     force: bool = False,
     base: AnyBase | None = None,
+    loss: Loss | None = None,
     progress: bool = False,
 ) -> Joined:
     """Let somebody join a federation that is over, while nobody else trains; as ``comingle join``.
@@ -200,16 +203,16 @@ def join(
         rounds: of the newcomer's own training, by default as many as the run had.
         local_step: one round more, in which what was taken is trained too.
         force: replace that folder.
-        base: what a program handed over to :func:`run`, again.
+        base, loss: what a program handed over to :func:`run`, again.
         progress: tell on stderr how far it is.
 
     Raises:
         ComingleError: a name of the run, data of another kind or too little, or a run from which nothing can be taken.
     """
-    opened = run if isinstance(run, Run) else load(run, base=base)
+    opened = run if isinstance(run, Run) else load(run, base=base, loss=loss)
     with reporting(quiet=not progress) as reporter:
         who = newcomer(opened, name, data, rounds=rounds, local_step=local_step)
-        given = given_of(None, base)
+        given = given_of(None, base, None, loss)
         return join_run(opened, who, Path(out) if out is not None else None, reporter, given=given, force=force)
 
 
