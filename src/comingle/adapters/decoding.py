@@ -1,8 +1,8 @@
 """Native code for what generates: one token for each of a few rows, every row with adapters of its own.
 
-A step of a few rows reads all weights for little arithmetic. ``mixture_rows.h`` reads each of them once for all rows and
-does what the adapters add on the way, where PyTorch's products take twice as long for eight rows as for one, and a dozen
-small operations follow each. It is in use wherever :mod:`comingle.adapters.native` is, and gradients are not wanted.
+A step of a few rows reads all weights for little arithmetic. ``mixture_rows.h`` reads each of them once for all rows
+and does what the adapters add on the way, where PyTorch's products take twice as long for eight rows as for one, and a
+dozen small operations follow each. It is in use wherever :mod:`comingle.adapters.native` is and nobody wants gradients.
 """
 
 from __future__ import annotations
