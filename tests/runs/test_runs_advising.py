@@ -66,8 +66,9 @@ def test_disjoint_languages_are_told_to_train_alone() -> None:
 
 @pytest.mark.slow
 def test_two_clusters_find_each_other() -> None:
+    """Six seeds: sixteen intervals that hold together reach, with four, over 0 where the gain is 27%."""
     people = {"ann": user(0, (0, 1)), "bob": user(0, (2, 3)), "cem": user(1, (0, 1)), "dan": user(1, (2, 3))}
-    advice = advise(people, [0, 1, 2, 3])
+    advice = advise(people, [0, 1, 2, 3, 4, 5])
     mates = {"ann": "bob", "bob": "ann", "cem": "dan", "dan": "cem"}
     for name, mate in mates.items():
         assert partners(advice, name)["gained"] == [mate]
@@ -141,8 +142,9 @@ def test_records_are_the_advices_numbers() -> None:
 
 def test_python_advises_as_the_command_does() -> None:
     people = {name: user(number, ALL) for number, name in enumerate(("ann", "bob"))}
-    advice = library.advise(SETTINGS, ["fedavg"], users=people, seeds=[0, 1], rounds=2, **{"training.local_steps": 1})
-    changes: dict[str, Any] = {"training.rounds": 2, "training.local_steps": 1, "evaluation.every": 2}
+    short: dict[str, Any] = {"training.local_steps": 1}
+    advice = library.advise(SETTINGS, ["fedavg"], users=people, seeds=[0, 1], rounds=2, **short)
+    changes: dict[str, Any] = {**short, "training.rounds": 2, "evaluation.every": 2}
     runs = {
         method: {
             seed: library.run(SETTINGS, users=people, method=method, seed=seed, **changes).metrics for seed in (0, 1)

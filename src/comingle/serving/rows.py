@@ -118,8 +118,8 @@ def rows_of(people: Mapping[str, PersonalModel], most: int) -> Rows:
 def prepare(network: PreTrainedModel) -> None:
     """Make a base ready for steps of few rows on a CPU, in place.
 
-    Compiled code (:mod:`comingle.adapters.decoding`), where it is in use, takes weights as they are. Elsewhere float32 is
-    stored column by column: PyTorch's products with few rows are faster so. For a base that nobody else has, as
+    Compiled code (:mod:`comingle.adapters.decoding`), where it is in use, takes weights as they are. Elsewhere float32
+    is stored column by column: PyTorch's products with few rows are faster so. For a base that nobody else has, as
     transformers does not save weights that lie so. Measured with 8 rows on SmolLM2-135M, one thread: a step in 128 ms
     in place of 168; with one row little changes.
     """
