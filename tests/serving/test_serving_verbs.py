@@ -217,6 +217,38 @@ def test_a_server_that_is_killed_answers_the_same_again(runs: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_chat_in_a_browser(runs: Path, tmp_path: Path) -> None:
+    """A real server on a port of its own, and a browser that is told its address."""
+    browser, visited = tmp_path / "browser", tmp_path / "visited"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {visited}\n')
+    browser.chmod(0o700)
+    program = "from comingle.cli import main; main()"
+    command = [sys.executable, "-c", program, "chat", str(runs), "--method", "comigs-1g1s", "--web"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "BROWSER": str(browser)})
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[0]
+        page = httpx.get(url)
+        assert page.status_code == 200
+        assert "<title>comingle: chat</title>" in page.text
+        assert "data-keys" not in page.text.split(">")[1]
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["ann", "bob", "cem"]
+        answer = client.completions.create(model="cem", prompt="one", max_tokens=8, temperature=0)
+        expected = library.load(runs / "comigs-1g1s-seed0").user("cem").generate("one", max_new_tokens=8)
+        assert answer.choices[0].text == expected
+        deadline = time.monotonic() + 20
+        while not visited.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert visited.read_text() == f"{url}\n"
+        process.send_signal(signal.SIGINT)
+        process.wait(20)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
 def test_the_pages_example_runs_as_it_is_printed(runs: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
     code = page.split("```python\n")[1].split("```")[0]
