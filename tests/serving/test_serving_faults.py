@@ -1,4 +1,4 @@
-"""What can be missing or full when a model is used: one line and exit status 2 from every verb, and nothing left behind."""
+"""What can be missing or full when a model is used: one line and exit status 2 from every verb, and nothing is left."""
 
 from __future__ import annotations
 
