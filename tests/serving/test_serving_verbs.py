@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -127,6 +128,31 @@ def test_a_run_or_a_user_that_is_not_there(runs: Path, typed: Any, arguments: li
     answer = typed("", runs, *arguments, *more)
     assert (answer.code, answer.out) == (2, "")
     assert answer.err.rstrip("\n").endswith(told)
+
+
+@pytest.mark.parametrize("compiled", ["auto", False])
+def test_a_base_that_is_large_enough_is_served_by_compiled_code(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Any
+) -> None:
+    from comingle.adapters import native
+    from comingle.serving import people
+
+    monkeypatch.setenv("COMINGLE_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "run"
+    shutil.copytree(runs / "comigs-1g1s-seed0", folder)
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    recipe["runtime"]["compile"] = compiled
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    try:
+        people.open_people(folder)
+        assert not native.is_enabled()
+        monkeypatch.setattr(people, "WORTH_COMPILING", 100)
+        opened = people.open_people(folder)
+        assert native.is_enabled() == (compiled == "auto" and native._compiler() is not None)
+        said = opened.models["bob"].generate("one", max_new_tokens=8)
+    finally:
+        native.disable()
+    assert said == library.load(folder).user("bob").generate("one", max_new_tokens=8)  # type: ignore[union-attr]
 
 
 # ---------------------------------------------------------------- keys
