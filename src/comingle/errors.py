@@ -58,6 +58,18 @@ class DivergenceError(ComingleError):
     """A loss became NaN or infinite."""
 
 
+def require_user(name: str, known: Iterable[str], where: str = "") -> str:
+    """The name of somebody who is there; ``where`` begins what is said otherwise.
+
+    Raises:
+        DataError: nobody of that name.
+    """
+    names = list(known)
+    if name not in names:
+        raise DataError(f"{where}no user {name!r}; there are: {', '.join(names)}.{did_you_mean(name, names)}")
+    return name
+
+
 def did_you_mean(got: str, known: Iterable[str]) -> str:
     """A hint for a misspelt name, or the beginning of one: `` Did you mean 'x'?``, or nothing when none is near."""
     cutoff = 0.65 if len(got) < _SHORT else 0.75  # one wrong letter of three; and names that begin alike are not near

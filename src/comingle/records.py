@@ -140,23 +140,33 @@ def describe_metrics(metrics: dict[str, Any]) -> str:
     return f"{metrics['method']} on {metrics['base']}, {size}, mean test {measure} {told}"
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, private: bool = False) -> None:
     """As :func:`write_bytes`, in UTF-8 with the system's line ends."""
-    write_bytes(path, text.replace("\n", os.linesep).encode())
+    write_bytes(path, text.replace("\n", os.linesep).encode(), private=private)
 
 
-def write_bytes(path: Path, data: bytes) -> None:
+def write_bytes(path: Path, data: bytes, *, private: bool = False) -> None:
     """Write a file under a temporary name, then rename: a reader or a crash sees the old file or the new one."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}{DRAFT}")
     try:
-        with draft.open("xb") as file:  # the umask says who may read it
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_new(draft, data, private=private)
         os.replace(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def write_new(path: Path, data: bytes, *, private: bool = False) -> None:
+    """Write a file that is not there yet, down to the disk; a ``private`` one is its owner's alone from the start.
+
+    Raises:
+        FileExistsError: it is there.
+    """
+    mode = 0o600 if private else 0o666  # less what the umask takes
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager

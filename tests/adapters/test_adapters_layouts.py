@@ -13,9 +13,10 @@ import yaml
 from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
 
-from comingle.adapters.inject import Adapters, AdapterSettings, ExpertCounts, inject
+from comingle.adapters.inject import Adapters, ExpertCounts, inject
 from comingle.adapters.kernels import ACTIVATIONS
-from comingle.adapters.layouts import KNOWN, Targets, activation_name, decoder_layers, find_targets
+from comingle.adapters.layouts import KNOWN, activation_name, decoder_layers, find_targets
+from comingle.adapters.settings import AdapterSettings, Targets
 from comingle.errors import BaseModelError
 from comingle.models.families import FAMILIES
 from comingle.models.language import load_base

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from comingle.adapters import experts, kernels, native
-from comingle.adapters.inject import AdapterSettings, ExpertCounts
+from comingle.adapters.inject import ExpertCounts
+from comingle.adapters.settings import AdapterSettings
 from comingle.models.adapted import adapt
 from comingle.models.language import load_base
 

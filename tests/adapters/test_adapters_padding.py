@@ -9,7 +9,8 @@ import torch
 from naive import honest_double
 from torch import Tensor
 
-from comingle.adapters.inject import AdapterSettings, ExpertCounts
+from comingle.adapters.inject import ExpertCounts
+from comingle.adapters.settings import AdapterSettings
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.language import load_base
 from comingle.trees import Tree, flatten

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from naive import FAMILIES, honest_double
 
-from comingle.adapters.inject import AdapterSettings, ExpertCounts
+from comingle.adapters.inject import ExpertCounts
 from comingle.adapters.lora import init_a, init_zero, lora_scale
+from comingle.adapters.settings import AdapterSettings
 from comingle.engines.state import initial_state
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.language import Base, load_base

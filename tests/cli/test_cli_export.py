@@ -59,7 +59,7 @@ def test_a_run_of_a_comparison_is_named(comingle: Any, run: Path, tmp_path: Path
     [
         (("--user", "bib"), "--user: no user 'bib'; there are: ann, bob, cem. Did you mean 'bob'?"),
         (("--user", "bob", "--format", "peft"), "2 experts are chosen token by token; --format transformers is exact"),
-        (("--user", "bob", "--method", "fedit"), "is not the folder of a comparison, so leave out --method"),
+        (("--user", "bob", "--method", "fedit"), "it is not the folder of a comparison, so leave out --method"),
     ],
 )
 def test_mistakes_are_one_line(comingle: Any, run: Path, tmp_path: Path, options: Any, said: str) -> None:

@@ -20,7 +20,8 @@ from comingle.data.seeds import generator
 from comingle.engines.checkpoints import list_checkpoints
 from comingle.engines.client import Clients
 from comingle.engines.local import train
-from comingle.engines.training import Portions, Training
+from comingle.engines.settings import Training
+from comingle.engines.training import Portions
 from comingle.errors import RecipeError
 from comingle.kinds.base import Materials, kind_of
 from comingle.kinds.conversations.feed import AnswerFeed

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from comingle.engines.server import averaging_weights
-from comingle.engines.training import TOKENS_PER_PASS, Training, cohorts, participants, portions
+from comingle.engines.settings import Training
+from comingle.engines.training import TOKENS_PER_PASS, cohorts, participants, portions
 from comingle.errors import RecipeError
 from comingle.recipes import parse_recipe
 from comingle.runs.session import training_settings

@@ -61,7 +61,8 @@ def test_gradients_are_those_of_the_objective(weights: Tensor, softmax: bool) ->
     logits = some(USERS, MODELS, seed=5).requires_grad_()
     models = {name: t.requires_grad_() for name, t in soup().items()}
     shares = logits.softmax(1) if softmax else logits
-    wanted = torch.autograd.grad(objective(mix(models, shares), weights), [logits, *models.values()])
+    merged = {name: torch.einsum("ij,j...->i...", shares, t) for name, t in models.items()}
+    wanted = torch.autograd.grad(objective(merged, weights), [logits, *models.values()])
 
     fixed, shares = {name: t.detach() for name, t in models.items()}, shares.detach()
     updates = gradients_of_merged(fixed, shares)
@@ -163,3 +164,16 @@ def test_identical_models_have_no_gradient_for_their_weights() -> None:
     inner = inner_products(models, {"w": some(USERS, 4, seed=7)}, ["w"])
     found = logit_gradient(some(USERS, MODELS).softmax(1), inner, torch.full((USERS,), 1 / USERS))
     assert float(found.abs().max()) < 10 * math.ulp(1.0)
+
+
+@pytest.mark.parametrize("senders", [1, 2, 5, 30])
+@pytest.mark.parametrize("size", [1, 7, 33, 5000])
+def test_what_somebody_receives_does_not_depend_on_who_receives_beside(senders: int, size: int) -> None:
+    """To the last bit, or a user who is rejected would have another one's upload look like a step."""
+    drawn = torch.Generator().manual_seed(senders * size)
+    uploads = {"w": torch.randn(senders, size, 3, generator=drawn)}
+    matrix = torch.rand(9, senders, generator=drawn)
+    everyone = mix(uploads, matrix)["w"]
+    torch.testing.assert_close(everyone, torch.einsum("rs,snk->rnk", matrix, uploads["w"]))
+    for chosen in ([4], [0, 8], [1, 2, 3, 5, 7]):
+        assert torch.equal(mix(uploads, matrix[chosen])["w"], everyone[chosen])

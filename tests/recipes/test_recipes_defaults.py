@@ -1,4 +1,4 @@
-"""Defaults stand twice, as recipes are read without torch: in a section of the YAML, and where they are used."""
+"""A section of the YAML has the defaults of what it becomes, which are written there alone."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from comingle.adapters.inject import AdapterSettings
-from comingle.adapters.layouts import Targets
-from comingle.engines.optimizers import OptimizerSettings
-from comingle.engines.training import Training
+from comingle.adapters.settings import AdapterSettings, Targets
+from comingle.engines.settings import OptimizerSettings, Training
 from comingle.privacy.settings import Privacy
 from comingle.recipes import sections
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.routers.penalties import Balance, balance_penalty
+from comingle.routers.penalties import balance_penalty
+from comingle.routers.settings import Balance
 from comingle.routers.token import Router, gate, init_router, uniform_gates
 
 UNEVEN = torch.tensor([[True, False, False], [True, True, False], [True, True, True]])

@@ -120,7 +120,7 @@ def test_conversations_are_answered_with_what_was_said_before(runs: Path, people
     [
         (["--user", "eve"], "no user 'eve'; there are: ann, bob, cem."),
         (["--method", "fedavg"], "no run of 'fedavg'; there are: comigs-1g1s, local."),
-        ([], "runs of comigs-1g1s, local; say which with --method"),
+        ([], "is a comparison; say which run with --method: comigs-1g1s, local"),
     ],
 )
 def test_a_run_or_a_user_that_is_not_there(runs: Path, typed: Any, arguments: list[str], told: str) -> None:

@@ -18,10 +18,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from comingle.adapters.experts import RoutedMLP
-from comingle.adapters.layouts import Targets, activation_name, decoder_layers, find_targets
+from comingle.adapters.layouts import activation_name, decoder_layers, find_targets
 from comingle.adapters.lora import LoraLinear, base_weight, init_a, init_zero, lora_scale
+from comingle.adapters.settings import AdapterSettings, Targets
 from comingle.errors import BaseModelError, RecipeError
-from comingle.routers.penalties import Balance
 from comingle.routers.token import init_router
 from comingle.trees import Layout, Slot, Tree
 
@@ -55,32 +55,6 @@ class ExpertCounts:
         """Which experts each user has."""
         counts = self.generalists + torch.tensor(self.specialists)
         return torch.arange(self.width) < counts.unsqueeze(1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterSettings:
-    """Shape of the adapters: LoRA rank and alpha, top-k of the router, how experts are mixed, load balancing.
-
-    ``rank`` is one number for all users or one per user; a user with a smaller rank than another is padded and masked.
-    """
-
-    rank: int | tuple[int, ...] = 8
-    alpha: float = 16.0
-    top_k: int = 2
-    mix: str = "output"
-    balance: Balance = "generalist"
-    targets: Targets | None = None
-
-    def ranks(self, users: int) -> Int[Tensor, " users"]:
-        """The rank of each of ``users`` users.
-
-        Raises:
-            RecipeError: as many numbers were given as there are not users.
-        """
-        ranks = (self.rank,) * users if isinstance(self.rank, int) else self.rank
-        if len(ranks) != users:
-            raise RecipeError(f"adapters.rank: {len(ranks)} numbers for {users} users; give one, or one per user")
-        return torch.tensor(ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +125,18 @@ _Linear = tuple[str, nn.Module, tuple[int, ...], tuple[str, ...]]
 """A linear that gets a LoRA: name, module, leading dimensions of the factors, roles along the expert axis."""
 
 
+def ranks_of(settings: AdapterSettings, users: int) -> Int[Tensor, " users"]:
+    """The rank of each of ``users`` users.
+
+    Raises:
+        RecipeError: as many numbers were given as there are not users.
+    """
+    ranks = (settings.rank,) * users if isinstance(settings.rank, int) else settings.rank
+    if len(ranks) != users:
+        raise RecipeError(f"adapters.rank: {len(ranks)} numbers for {users} users; give one, or one per user")
+    return torch.tensor(ranks)
+
+
 def inject(model: nn.Module, settings: AdapterSettings, counts: ExpertCounts, *, routed: bool) -> Adapters:
     """Replace the targets of every decoder layer of ``model`` by adapters, in place.
 
@@ -161,7 +147,7 @@ def inject(model: nn.Module, settings: AdapterSettings, counts: ExpertCounts, *,
         RecipeError: a rank above what some weight can have.
     """
     targets = find_targets(model, settings.targets)
-    ranks = settings.ranks(len(counts.specialists))
+    ranks = ranks_of(settings, len(counts.specialists))
     rank, act = int(ranks.max()), activation_name(model, targets)
     scale = lora_scale(settings.alpha, rank)
     attention: dict[str, LoraLinear] = {}

@@ -8,40 +8,12 @@ does not name is never adapted in part: it is refused with the names found.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import nn
 
 from comingle.adapters.kernels import ACTIVATIONS
+from comingle.adapters.settings import Targets
 from comingle.errors import BaseModelError, did_you_mean
-
-
-@dataclass(frozen=True, kw_only=True)
-class Targets:
-    """Names of the linears to adapt, relative to a decoder layer.
-
-    ``mlp`` is the module that a routed MLP replaces; empty where the layer itself holds the MLP's linears (OPT). Then
-    the mixture takes the place of ``up`` and the activation and ``down`` become identities. ``activation`` names a
-    transformers activation; None reads it from the model's configuration.
-    """
-
-    attention: tuple[str, ...]
-    up: str
-    down: str
-    gate: str | None = None
-    mlp: str = ""
-    activation: str | None = None
-
-    def named(self) -> Iterator[tuple[str, str]]:
-        """Key and name of each linear."""
-        yield from (("attention", name) for name in self.attention)
-        yield from ((key, name) for key in ("up", "down", "gate") if (name := getattr(self, key)))
-
-    @property
-    def names(self) -> set[str]:
-        """All linears named."""
-        return {name for _, name in self.named()}
-
 
 _QKVO = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from comingle.cli.serve import Method, RunPath, opened, require_app
-from comingle.errors import ComingleError, RecipeError
+from comingle.errors import ComingleError, RecipeError, require_user
 
 if TYPE_CHECKING:
     from comingle.serving.chat import Chat
@@ -45,9 +45,10 @@ def chat(
     if web:
         _show_page(run, method)
         return
+    from comingle.runs.folders import find_run
     from comingle.serving.chat import Chat
     from comingle.serving.engine import Engine
-    from comingle.serving.people import find_run, names_in, require_user
+    from comingle.serving.people import names_in
     from comingle.serving.rows import pretrained
 
     folder = find_run(run, method)
@@ -129,8 +130,6 @@ class _Session:
         if not name:
             raise RecipeError(f"/user: give a name; there are: {', '.join(self.names)}")
         if name not in self.names:
-            from comingle.serving.people import require_user
-
             require_user(name, self.names)
         self.talk.switch(name)
         self._print(f"{name}'s model speaks", "dim")

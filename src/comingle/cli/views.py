@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from comingle.cli.compare import split_names
-from comingle.errors import DataError, did_you_mean
+from comingle.errors import DataError, require_user
 
 if TYPE_CHECKING:
     from comingle.models.personal import PersonalModel
@@ -50,11 +50,7 @@ def choose_users(known: Sequence[str], wanted: str | None) -> list[str]:
     """
     if wanted is None:
         return list(known)[:MAX_USERS]
-    names = split_names(wanted)
-    for name in names:
-        if name not in known:
-            raise DataError(f"--users: no user {name!r}; there are: {', '.join(known)}.{did_you_mean(name, known)}")
-    return names
+    return [require_user(name, known, "--users: ") for name in split_names(wanted)]
 
 
 def read_text(given: str, number: int) -> tuple[str, str]:

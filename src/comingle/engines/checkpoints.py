@@ -66,13 +66,14 @@ def progress_of(
     done: int, fingerprint: str, trainers: Sequence[str], *, clock: Clock | None = None, events_bytes: int = 0
 ) -> Progress:
     """How far a run has come after so many rounds; without a clock nothing has been counted."""
+    counted = {key: getattr(clock or Clock(), key) for key in _COUNTED}
     return Progress(
         round=done,
         fingerprint=fingerprint,
         trainers=list(trainers),
         events_bytes=events_bytes,
         wall_seconds=clock.wall_seconds if clock is not None else 0.0,
-        **{key: getattr(clock or Clock(), key) for key in _COUNTED},
+        **counted,
     )
 
 

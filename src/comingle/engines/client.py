@@ -19,9 +19,10 @@ from comingle.engines.cohort import Cohort
 from comingle.engines.feeds import Feed
 from comingle.engines.private import shield_of
 from comingle.engines.scoring import AnyScore, Models, Scorer
+from comingle.engines.settings import Training
 from comingle.engines.state import State, initial_state, true_clusters
 from comingle.engines.steps import Steps
-from comingle.engines.training import Portions, Training
+from comingle.engines.training import Portions
 from comingle.errors import DataError
 from comingle.methods.base import Method
 from comingle.models.hardware import require_bytes

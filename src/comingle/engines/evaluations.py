@@ -15,10 +15,10 @@ from comingle.engines.local import finetuned
 from comingle.engines.mixing import mixtures
 from comingle.engines.runtime import peak_memory_bytes
 from comingle.engines.scoring import AnyScore
-from comingle.engines.training import Training
+from comingle.engines.settings import Training
 from comingle.methods.base import Method
 from comingle.models.model import Model
-from comingle.records import Metrics, geometric
+from comingle.records import GEOMETRIC, Metrics, geometric
 
 
 def evaluate(federation: Federation, done: int, observe: Observer) -> Sequence[AnyScore]:
@@ -89,6 +89,12 @@ def start_event(
         "rounds": training.rounds if method.trains else 0,
         "users": users,
     }
+
+
+def end_event(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run says last: what its models are compared by."""
+    means = (f"mean_test_{metrics['measure']}", GEOMETRIC)
+    return {"event": "end"} | {key: metrics[key] for key in means if key in metrics}
 
 
 def amounts(user: Any, unit: str) -> dict[str, int]:

@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from comingle.engines.training import Portions, Training
+from comingle.engines.settings import Training
+from comingle.engines.training import Portions
 from comingle.evaluation.perplexity import Gates
 from comingle.methods.client import Phase, Stream
 

@@ -8,41 +8,14 @@ have done. torch's optimisers keep one step count per tensor; here users may hav
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from comingle.engines.settings import OptimizerSettings
+
 Rows = Float[Tensor, "users columns"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
-    """An optimiser and its schedule. ``momentum`` belongs to SGD, ``betas`` and ``eps`` to AdamW."""
-
-    name: Literal["adamw", "sgd"] = "adamw"
-    learning_rate: float = 2e-3
-    schedule: Literal["cosine", "constant"] = "cosine"
-    final_fraction: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    momentum: float = 0.0
-    clip_norm: float | None = None
-
-    @property
-    def moments(self) -> frozenset[str]:
-        """Which moments the optimiser keeps: ``first``, ``second``."""
-        if self.name == "adamw":
-            return frozenset({"first", "second"})
-        return frozenset({"first"} if self.momentum else ())
-
-    @property
-    def memoryless(self) -> bool:
-        """Whether a step needs nothing but each entry's own gradient, and so can go tensor by tensor."""
-        return not self.moments and self.clip_norm is None
 
 
 def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:

@@ -14,7 +14,7 @@ from comingle.data.batches import PAD
 from comingle.data.samples import epoch
 from comingle.data.seeds import generator
 from comingle.engines.feeds import Feed
-from comingle.engines.training import Training
+from comingle.engines.settings import Training
 from comingle.methods.client import Phase, Stream
 
 

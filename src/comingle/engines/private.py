@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from comingle.engines.training import Training, exchanged_after, participants
+from comingle.engines.settings import Training
+from comingle.engines.training import exchanged_after, participants
 from comingle.methods.base import Method
 from comingle.privacy.accounting import accountant_of, calibrate, epsilon, most_releases, release_of
 from comingle.privacy.guard import Guard

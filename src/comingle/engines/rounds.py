@@ -24,7 +24,8 @@ from comingle.engines.events import Observer
 from comingle.engines.faults import diverged
 from comingle.engines.local import NOBODY, LocalRound, finetuned, finish, train
 from comingle.engines.scoring import AnyScore
-from comingle.engines.training import Training, counts_exchanged, exchanged_after
+from comingle.engines.settings import Training
+from comingle.engines.training import counts_exchanged, exchanged_after
 from comingle.methods.base import Method
 
 logger = logging.getLogger("comingle")

@@ -13,8 +13,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.engines.private import guard_of
+from comingle.engines.settings import Training
 from comingle.engines.state import draw
-from comingle.engines.training import Training, participants
+from comingle.engines.training import participants
 from comingle.errors import RecipeError
 from comingle.methods.base import Method
 from comingle.methods.server import Received, ServerSetup
@@ -24,7 +25,8 @@ from comingle.privacy.checks import check_layout, check_population
 from comingle.privacy.clipping import without_padding
 from comingle.privacy.guard import BOUND, COUNTS, Guard
 from comingle.privacy.users import CLIP_NORM, WITHIN
-from comingle.protocol.compression import Format, expand
+from comingle.protocol.compression import expand
+from comingle.protocol.formats import Format
 from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Upload, fill_ranks, verdict
 from comingle.trees import ADAPTOR, STATISTICS, Layout, Tree, restrict
 

@@ -20,7 +20,8 @@ from comingle.engines.faults import broke_first
 from comingle.engines.feeds import Feed
 from comingle.engines.members import Members
 from comingle.engines.optimizers import descend, learning_rate, update
-from comingle.engines.training import Portions, Training
+from comingle.engines.settings import Training
+from comingle.engines.training import Portions
 from comingle.methods.base import Method
 from comingle.methods.client import Phase
 from comingle.models.model import Model

@@ -3,63 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 
 from comingle.data.seeds import derive
-from comingle.engines.optimizers import OptimizerSettings
+from comingle.engines.settings import Training
 from comingle.errors import RecipeError
 from comingle.methods.base import Method
 from comingle.privacy.accounting import sample_size
-from comingle.privacy.settings import Privacy
-from comingle.protocol.compression import Format
 
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 65536}
 """How many tokens one forward and backward pass takes by default: more does not run faster, it only needs memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """How long, on how much, in what portions.
-
-    A round has ``local_steps`` iterations on random windows of text, or ``local_epochs`` passes over samples.
-    ``uploads`` is the format of what users send, see :mod:`comingle.protocol.compression`.
-    ``users_per_step`` and ``micro_batch`` (sequences of one user in one pass) bound memory; None chooses them.
-    ``participation`` is a fraction of the users drawn each round, or a list of users (by number) for each round, which
-    is repeated when it ends. ``evaluate`` says which model counts: "local", as a user has it after its local steps
-    (Algorithm 1 of CoMiGS returns that one), or "exchanged", after the exchange that ends the round. With
-    ``evaluate_first`` there is an evaluation before any training too. ``select`` says with which round's models a run
-    ends: the "last", or of those that were evaluated the "best", with the lowest validation loss, mean over users.
-    ``privacy`` says what is done to uploads so that they reveal little of a user; its noise is known.
-    """
-
-    rounds: int = 20
-    local_steps: int = 10
-    local_epochs: int = 1
-    batch_size: int = 64
-    context: int = 128
-    experts: OptimizerSettings = field(default_factory=OptimizerSettings)
-    router: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(schedule="constant"))
-    balance_weight: float = 0.01
-    weighting: Literal["uniform", "tokens", "samples"] = "uniform"
-    participation: float | tuple[tuple[int, ...], ...] = 1.0
-    uploads: Format = "float32"
-    users_per_step: int | None = None
-    micro_batch: int | None = None
-    evaluate: Literal["local", "exchanged"] = "local"
-    evaluate_every: int = 5
-    evaluate_first: bool = True
-    select: Literal["last", "best"] = "last"
-    checkpoint_every: int = 5
-    seed: int = 0
-    privacy: Privacy | None = None
-
-    @property
-    def iterations(self) -> int:
-        """Local iterations of a user who takes part in every round."""
-        return self.rounds * self.local_steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from comingle.engines.training import Training
+from comingle.engines.settings import Training
 from comingle.errors import MessageError
 from comingle.protocol.tasks import Task
 

@@ -112,8 +112,7 @@ def save_participant(path: Path, participant: Participant) -> None:
     """Write a participant's file, for its owner alone."""
     text = yaml.safe_dump(participant.model_dump(mode="json", exclude_unset=True), sort_keys=False, allow_unicode=True)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_text(path, text)
-    path.chmod(0o600)
+    write_text(path, text, private=True)
 
 
 def _mapping(path: Path) -> dict[str, Any]:

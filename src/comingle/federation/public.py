@@ -10,7 +10,7 @@ from typing import Any
 
 from comingle import __version__
 from comingle.data.names import name_problem
-from comingle.engines.training import Training
+from comingle.engines.settings import Training
 from comingle.errors import DataError, MessageError, RecipeError
 from comingle.kinds.base import Materials, kind_of, later
 from comingle.methods import make

@@ -20,7 +20,7 @@ from comingle.engines.checkpoints import (
     save_checkpoint,
 )
 from comingle.engines.checksums import list_checkpoints
-from comingle.engines.evaluations import start_event
+from comingle.engines.evaluations import end_event, start_event
 from comingle.engines.events import EventLog, Observer
 from comingle.engines.private import keep_key
 from comingle.engines.state import State, initial_state
@@ -33,7 +33,7 @@ from comingle.inputs import SPLITS, Inputs, UserInputs
 from comingle.kinds.base import kind_of
 from comingle.protocol.messages import LOWEST, verdict
 from comingle.recipes import Recipe
-from comingle.records import GEOMETRIC, write_json
+from comingle.records import write_json
 from comingle.runs.folders import open_folder
 from comingle.runs.given import NOTHING
 from comingle.transports.channel import Channel
@@ -113,8 +113,7 @@ def _run(
 
         metrics = run_tasks(coordinator, first_round=progress.round if progress else 0, save=save).as_dict()
         metrics |= coordinator.server.account
-        measure = f"mean_test_{metrics['measure']}"
-        observe({"event": "end"} | {key: metrics[key] for key in (measure, GEOMETRIC) if key in metrics})
+        observe(end_event(metrics))
     finally:
         log.close()
     write_json(folder / "metrics.json", metrics)

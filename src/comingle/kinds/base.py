@@ -15,7 +15,7 @@ from comingle.data.digests import digest_split
 from comingle.data.partition import Overlap, UserText, find_overlap
 from comingle.data.samples import SPLITS
 from comingle.engines.client import Clients
-from comingle.engines.training import Training
+from comingle.engines.settings import Training
 from comingle.errors import DataError
 from comingle.methods.base import Method
 from comingle.models.base import Base

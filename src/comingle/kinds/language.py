@@ -6,9 +6,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 from comingle.adapters.clustered import adaptor_size
-from comingle.adapters.inject import AdapterSettings, ExpertCounts
-from comingle.adapters.layouts import Targets
+from comingle.adapters.inject import ExpertCounts
 from comingle.adapters.lora import lora_scale
+from comingle.adapters.settings import AdapterSettings, Targets
 from comingle.errors import DataError, RecipeError
 from comingle.methods.base import Method
 from comingle.models.adapted import AdaptedModel, adapt

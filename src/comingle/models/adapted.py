@@ -16,8 +16,9 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor, nn
 
 from comingle.adapters import kernels, native, watching
-from comingle.adapters.inject import ATTENTION, Adapters, AdapterSettings, ExpertCounts, inject
+from comingle.adapters.inject import ATTENTION, Adapters, ExpertCounts, inject
 from comingle.adapters.layouts import decoder_layers
+from comingle.adapters.settings import AdapterSettings
 from comingle.data.batches import inputs_of
 from comingle.models.base import Base
 from comingle.models.cache import cache_folder

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import secrets
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from comingle.errors import RunError
 from comingle.privacy.settings import KEY
+from comingle.records import write_new
 from comingle.trees import Tree
 
 _BITS = 53
@@ -69,16 +69,11 @@ def kept_key(folder: Path) -> str:
     Raises:
         RunError: it is there and is no key.
     """
-    path = folder / KEY
+    path, key = folder / KEY, new_key()
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        write_new(path, key.encode("ascii"), private=True)
     except FileExistsError:
         key = path.read_text(encoding="ascii", errors="replace").strip()
         if len(key) != len(new_key()):
             raise RunError(f"{path}: damaged; noise would not be what it was, so the run cannot go on") from None
-        return key
-    with os.fdopen(handle, "w") as file:
-        file.write(key := new_key())
-        file.flush()
-        os.fsync(file.fileno())
     return key

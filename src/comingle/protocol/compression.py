@@ -7,15 +7,12 @@ entry and 4 a row. What rounding took away, ``x - q scale``, stays with the user
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from comingle.errors import MessageError
+from comingle.protocol.formats import Format
 from comingle.trees import Tree
-
-Format = Literal["float32", "bfloat16", "int8"]
 
 SCALE = ".scale"
 RESIDUAL = "residual/"

@@ -13,10 +13,15 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator
 
+from comingle.adapters.settings import RANK, AdapterSettings, Targets
+from comingle.engines.settings import EVERYBODY, OptimizerSettings, Training
 from comingle.errors import RecipeError
+from comingle.privacy.settings import Privacy
+from comingle.protocol.formats import Format
 from comingle.recipes.data import DataSection, section_of
 from comingle.recipes.fields import Count, Fraction, NotNegative, Positive, Section, Steps, number_in
 from comingle.recipes.problems import first_problem
+from comingle.routers.settings import Balance
 
 
 class MethodSection(Section):
@@ -37,19 +42,19 @@ class TargetsSection(Section):
     attention: list[str]
     up: str
     down: str
-    gate: str | None = None
-    mlp: str = ""
-    activation: str | None = None
+    gate: str | None = Targets.gate
+    mlp: str = Targets.mlp
+    activation: str | None = Targets.activation
 
 
 class AdaptersSection(Section):
     """Shape of the adapters."""
 
-    rank: Count | list[Count] = 8
-    alpha: Positive = 16.0
-    top_k: Count = 2
-    mix: Literal["output", "linear"] = "output"
-    balance: Literal["none", "uniform", "generalist"] = "generalist"
+    rank: Count | list[Count] = RANK
+    alpha: Positive = AdapterSettings.alpha
+    top_k: Count = AdapterSettings.top_k
+    mix: Literal["output", "linear"] = AdapterSettings.mix
+    balance: Balance = AdapterSettings.balance
     targets: TargetsSection | None = None
 
 
@@ -72,36 +77,36 @@ class FloralSection(Section):
 class OptimizerSection(Section):
     """An optimiser and its schedule; see ``comingle.engines.optimizers``."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    learning_rate: Positive = 2e-3
-    schedule: Literal["cosine", "constant"] = "cosine"
-    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: Positive = 1e-8
-    weight_decay: NotNegative = 0.01
-    momentum: Fraction = 0.0
-    clip_norm: Positive | None = None
+    name: Literal["adamw", "sgd"] = OptimizerSettings.name
+    learning_rate: Positive = OptimizerSettings.learning_rate
+    schedule: Literal["cosine", "constant"] = OptimizerSettings.schedule
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = OptimizerSettings.final_fraction
+    betas: tuple[Fraction, Fraction] = OptimizerSettings.betas
+    eps: Positive = OptimizerSettings.eps
+    weight_decay: NotNegative = OptimizerSettings.weight_decay
+    momentum: Fraction = OptimizerSettings.momentum
+    clip_norm: Positive | None = OptimizerSettings.clip_norm
 
 
 class TrainingSection(Section):
     """How long, on how much, with which optimisers."""
 
-    rounds: Steps = 20
-    local_steps: Steps = 10
-    local_epochs: Steps = 1
-    batch_size: Count = 64
-    context: Annotated[int, Field(ge=2, le=10**15, strict=True)] = 128
+    rounds: Steps = Training.rounds
+    local_steps: Steps = Training.local_steps
+    local_epochs: Steps = Training.local_epochs
+    batch_size: Count = Training.batch_size
+    context: Annotated[int, Field(ge=2, le=10**15, strict=True)] = Training.context
     experts: OptimizerSection = OptimizerSection()
-    router: OptimizerSection = OptimizerSection(schedule="constant")
-    balance_weight: NotNegative = 0.01
-    weighting: Literal["uniform", "tokens", "samples"] = "uniform"
-    participation: Annotated[float, Field(gt=0, le=1)] | list[list[str]] = 1.0
-    uploads: Literal["float32", "bfloat16", "int8"] = "float32"
+    router: OptimizerSection = OptimizerSection(schedule=Training.router.schedule)
+    balance_weight: NotNegative = Training.balance_weight
+    weighting: Literal["uniform", "tokens", "samples"] = Training.weighting
+    participation: Annotated[float, Field(gt=0, le=1)] | list[list[str]] = EVERYBODY
+    uploads: Format = Training.uploads
 
     @field_validator("router", mode="before")
     @classmethod
     def _constant_router(cls, router: Any) -> Any:
-        return {"schedule": "constant", **router} if isinstance(router, Mapping) else router
+        return {"schedule": Training.router.schedule, **router} if isinstance(router, Mapping) else router
 
     @field_validator("participation")
     @classmethod
@@ -118,33 +123,33 @@ class EvaluationSection(Section):
     """When the test text is scored, on which model (as it is after the local steps, or after the exchange), and which
     round's models the run ends with: the last, or those whose validation loss was the lowest."""
 
-    every: Count = 5
-    first: bool = True
-    model: Literal["local", "exchanged"] = "local"
-    select: Literal["last", "best"] = "last"
+    every: Count = Training.evaluate_every
+    first: bool = Training.evaluate_first
+    model: Literal["local", "exchanged"] = Training.evaluate
+    select: Literal["last", "best"] = Training.select
 
 
 class PrivacySection(Section):
     """What is done to uploads so that they reveal little of a user; see ``comingle.privacy.settings``."""
 
-    mechanism: Literal["central", "local"] = "central"
-    clip_norm: Positive | Literal["adaptive"] = 1.0
-    noise_multiplier: Positive | None = None
-    epsilon: Positive | None = None
-    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    sampling: Literal["poisson", "fixed"] = "poisson"
-    accountant: Literal["pld", "rdp"] = "pld"
-    weight_cap: Count | None = None
-    noise: Literal["secret", "reproducible"] = "secret"
-    first_clip_norm: Positive = 0.1
-    clip_quantile: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    clip_rate: Positive = 0.2
+    mechanism: Literal["central", "local"] = Privacy.mechanism
+    clip_norm: Positive | Literal["adaptive"] = Privacy.clip_norm
+    noise_multiplier: Positive | None = Privacy.noise_multiplier
+    epsilon: Positive | None = Privacy.epsilon
+    delta: Annotated[float, Field(gt=0, lt=1)] = Privacy.delta
+    sampling: Literal["poisson", "fixed"] = Privacy.sampling
+    accountant: Literal["pld", "rdp"] = Privacy.accountant
+    weight_cap: Count | None = Privacy.weight_cap
+    noise: Literal["secret", "reproducible"] = Privacy.noise
+    first_clip_norm: Positive = Privacy.first_clip_norm
+    clip_quantile: Annotated[float, Field(gt=0, lt=1)] = Privacy.clip_quantile
+    clip_rate: Positive = Privacy.clip_rate
 
 
 class CheckpointSection(Section):
     """How often everything is saved, and how many checkpoints are kept."""
 
-    every: Count = 5
+    every: Count = Training.checkpoint_every
     keep: Count = 2
 
 
@@ -160,8 +165,8 @@ class RuntimeSection(Section):
     attention: str = "auto"
     compile: Literal["auto"] | bool = "auto"
     threads: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
-    users_per_step: Count | None = None
-    micro_batch: Count | None = None
+    users_per_step: Count | None = Training.users_per_step
+    micro_batch: Count | None = Training.micro_batch
 
 
 class Recipe(Section):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-Balance = Literal["none", "uniform", "generalist"]
+from comingle.routers.settings import Balance
 
 
 def balance_weights(present: Bool[Tensor, "users experts"], balance: Balance) -> Float[Tensor, "users experts"]:

@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from comingle.routers.penalties import Balance, balance_penalty
+from comingle.routers.penalties import balance_penalty
+from comingle.routers.settings import Balance
 
 
 def init_router(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from comingle.engines.client import Clients
 from comingle.engines.evaluations import measure_of, measured
-from comingle.engines.events import Observer
 from comingle.engines.steps import Held
 from comingle.errors import DataError, RecipeError, RunError
 from comingle.kinds.base import Materials
@@ -245,14 +244,17 @@ def _trained(
     force: bool,
 ) -> Run:
     """The newcomer's rounds. A folder has its name when it is whole: what stopped before cannot be gone on with."""
-    watching: Callable[[], Sequence[Observer]] = lambda: [reporter.watch(federation.clients, f"{who.name} joins")]  # noqa: E731
+
+    def run(to: Path | None) -> Run:
+        return execute(federation, who.recipe, to, observers=[reporter.watch(federation.clients, f"{who.name} joins")])
+
     if folder is None:
-        return execute(federation, who.recipe, None, observers=watching())
+        return run(None)
     draft = folder.with_name(f".{folder.name}.joining")
     shutil.rmtree(draft, ignore_errors=True)
     try:
         with open_folder(draft, who.recipe, describe(materials, who.recipe), resume=False, force=True):
-            done = execute(federation, who.recipe, draft, observers=watching())
+            done = run(draft)
         check_folder(folder, who.recipe, resume=False, force=force)
         shutil.rmtree(folder, ignore_errors=True)
         draft.rename(folder)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from comingle.data.samples import SPLITS
 from comingle.engines.checkpoints import personal_tensors
 from comingle.engines.local import finetuned
-from comingle.errors import DataError, RunError
+from comingle.errors import DataError, RunError, require_user
 from comingle.kinds.base import kind_of
 from comingle.models.export.card import About, Gates, Losses
 from comingle.models.personal import PersonalModel
@@ -73,8 +73,7 @@ class Run:
         Raises:
             DataError: no such user.
         """
-        if name not in self.users:
-            raise DataError(f"no user {name!r}; there are: {', '.join(self.users)}")
+        require_user(name, self.users)
         clients = self.federation.clients
         row, model = clients.row_of[self.users.index(name)], clients.model
         with finetuned(clients, members=clients.owners([row])):

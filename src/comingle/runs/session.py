@@ -22,14 +22,13 @@ from comingle.engines.checkpoints import (
 )
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock
-from comingle.engines.evaluations import amounts, start_event, summarise
+from comingle.engines.evaluations import amounts, end_event, start_event, summarise
 from comingle.engines.events import EventLog, Observer, tensorboard
 from comingle.engines.naming import check_names, reorder, reorder_kept
-from comingle.engines.optimizers import OptimizerSettings
 from comingle.engines.private import keep_key, with_noise
 from comingle.engines.rounds import run_rounds
 from comingle.engines.runtime import keep_buffers
-from comingle.engines.training import Training
+from comingle.engines.settings import OptimizerSettings, Training
 from comingle.errors import DivergenceError, RecipeError, RunError
 from comingle.inputs import Inputs, UserInputs
 from comingle.kinds.base import Materials, kind_of
@@ -40,7 +39,7 @@ from comingle.privacy.checks import check_private
 from comingle.privacy.settings import Privacy
 from comingle.recipes import Recipe
 from comingle.recipes.unused import changed, check_used
-from comingle.records import GEOMETRIC, finite, write_json
+from comingle.records import finite, write_json
 from comingle.runs.folders import open_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
@@ -256,8 +255,7 @@ def execute(
     try:
         scores = run_rounds(federation, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
         metrics = summarise(clients, scores, clock).as_dict() | clients.left_out | federation.server.account
-        measure = f"mean_test_{metrics['measure']}"
-        observe({"event": "end"} | {key: metrics[key] for key in (measure, GEOMETRIC) if key in metrics})
+        observe(end_event(metrics))
     except DivergenceError as error:
         if folder is None or not (checkpoints := list_checkpoints(folder)):
             raise

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from comingle.errors import DataError
+from comingle.errors import DataError, require_user
 from comingle.evaluation.routing import Routing
 from comingle.models.sampling import Sampling
 from comingle.serving.engine import Engine, Piece, Request
-from comingle.serving.people import require_user
 from comingle.serving.prompts import Prompts
 
 Show = Callable[[str], None]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from comingle.errors import ComingleError, DataError, RunError, did_you_mean
+from comingle.errors import ComingleError, DataError, RunError, require_user
 from comingle.records import write_text
 
 logger = logging.getLogger("comingle")
@@ -62,9 +62,7 @@ def read_keys(path: Path, names: Iterable[str]) -> dict[str, str]:
         raise DataError(f"--keys {path}: expected lines of USER: KEY")
     known, keys = list(names), dict[str, str]()
     for name, key in content.items():
-        if name not in known:
-            hint = did_you_mean(str(name), known)
-            raise DataError(f"--keys {path}: no user {name!r}; there are: {', '.join(known)}.{hint}")
+        require_user(str(name), known, f"--keys {path}: ")
         if not isinstance(key, str) or len(key) < SHORTEST:
             raise DataError(f"--keys {path}: the key of {name!r} is no text of at least {SHORTEST} characters")
         if key in keys.values():
@@ -87,9 +85,7 @@ def make_keys(path: Path, names: Iterable[str]) -> None:
         raise RunError(f"--make-keys {path}: exists; another name, or delete it first")
     keys = {name: f"sk-{secrets.token_urlsafe(24)}" for name in names}
     try:
-        path.touch(mode=0o600, exist_ok=False)
-        write_text(path, yaml.safe_dump(keys, sort_keys=False, allow_unicode=True))
-        path.chmod(0o600)
+        write_text(path, yaml.safe_dump(keys, sort_keys=False, allow_unicode=True), private=True)
     except OSError as error:
         raise RunError(f"--make-keys {path}: cannot be written: {error.strerror}") from None
 

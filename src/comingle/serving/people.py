@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import cast
 
 from comingle.adapters import native
-from comingle.errors import DataError, RunError, did_you_mean
+from comingle.errors import DataError
 from comingle.kinds.base import kind_of
 from comingle.models.cache import cache_folder
 from comingle.models.personal import PersonalModel
-from comingle.recipes import load_recipe
 from comingle.records import read_metrics
 from comingle.runs.api import load
+from comingle.runs.folders import find_run
 from comingle.serving.rows import prepare
 
 TURNS = ("conversations", "questions")
@@ -62,38 +62,3 @@ def names_in(run: Path) -> list[str]:
         RunError: not a finished run.
     """
     return list(read_metrics(run)["users"])
-
-
-def find_run(run: Path, method: str | None = None) -> Path:
-    """A run's folder; within a comparison's, the run of ``method`` with the lowest seed.
-
-    Raises:
-        RunError: several runs and no method, a method that is not there, or none at all.
-    """
-    if (run / "recipe.yaml").exists() or not run.is_dir():
-        if method is not None and (run / "recipe.yaml").exists() and (got := _method(run)) != method:
-            raise RunError(f"--method {method}: {run} is a run of {got}; give the folder of a comparison")
-        return run  # a folder that is missing is refused where it is read
-    runs = sorted(path.parent for path in run.glob("*/metrics.json"))
-    known = list(dict.fromkeys(map(_method, runs)))
-    if method is None and len(known) > 1:
-        raise RunError(f"{run}: runs of {', '.join(known)}; say which with --method")
-    chosen = [one for one in runs if method in (None, _method(one))]
-    if not chosen and runs:
-        raise RunError(f"{run}: no run of {method!r}; there are: {', '.join(known)}.{did_you_mean(str(method), known)}")
-    return min(chosen, key=lambda one: load_recipe(one).seed) if chosen else run
-
-
-def _method(run: Path) -> str:
-    return load_recipe(run).method.name
-
-
-def require_user(name: str, known: list[str]) -> str:
-    """The name of somebody who is there.
-
-    Raises:
-        DataError: nobody of that name.
-    """
-    if name not in known:
-        raise DataError(f"no user {name!r}; there are: {', '.join(known)}.{did_you_mean(name, known)}")
-    return name

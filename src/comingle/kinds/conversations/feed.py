@@ -16,7 +16,8 @@ from comingle.data.answers import Answers, UserAnswers, widen
 from comingle.data.batches import PAD
 from comingle.engines.feeds import SCORED_PER_SLOT, Generate, Predict
 from comingle.engines.passes import PassFeed
-from comingle.engines.training import Portions, Training, portions
+from comingle.engines.settings import Training
+from comingle.engines.training import Portions, portions
 from comingle.evaluation.answers import JUDGES, AnswerScore, judge, score_answers
 from comingle.evaluation.perplexity import Gates, score_windows
 from comingle.methods.client import Phase, Stream

@@ -12,7 +12,7 @@ import torch
 from comingle.adapters.clustered import adaptor_size, floral
 from comingle.data.samples import UserSamples, check, pool_samples
 from comingle.engines.client import Clients, batch_size
-from comingle.engines.training import Training
+from comingle.engines.settings import Training
 from comingle.errors import DataError, RecipeError
 from comingle.kinds.base import always_there, later
 from comingle.kinds.language import ADAPTOR_SETS, NETS

@@ -16,7 +16,8 @@ from comingle.data.samples import SampleBank, Samples, UserSamples, bank_of
 from comingle.data.seeds import generator
 from comingle.engines.feeds import Predict
 from comingle.engines.passes import PassFeed
-from comingle.engines.training import Portions, Training
+from comingle.engines.settings import Training
+from comingle.engines.training import Portions
 from comingle.errors import DataError
 from comingle.evaluation.losses import Loss
 from comingle.evaluation.perplexity import Gates

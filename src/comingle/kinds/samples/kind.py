@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from comingle.data.samples import Samples, UserSamples, pool_samples
 from comingle.data.splits import warn_unseen
 from comingle.engines.client import Clients
-from comingle.engines.training import Training
+from comingle.engines.settings import Training
 from comingle.errors import DataError, RecipeError
 from comingle.evaluation.losses import CROSS_ENTROPY, MSE, Loss, find_loss
 from comingle.kinds.base import Kind, LoadBase, Materials

@@ -13,7 +13,8 @@ from comingle.data.batches import PAD, random_windows
 from comingle.data.pack import UserData
 from comingle.data.seeds import generator
 from comingle.engines.feeds import SCORED_PER_SLOT, Feed, Predict
-from comingle.engines.training import Portions, Training, portions
+from comingle.engines.settings import Training
+from comingle.engines.training import Portions, portions
 from comingle.evaluation.perplexity import Gates, Score, score_streams
 from comingle.methods.client import Phase
 from comingle.models.hardware import require_bytes

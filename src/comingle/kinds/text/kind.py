@@ -9,7 +9,7 @@ from comingle.data.pack import UserData, check, pool
 from comingle.data.partition import UserText, mix_held_out
 from comingle.data.sources import read_dataset
 from comingle.engines.client import Clients, batch_size
-from comingle.engines.training import Training
+from comingle.engines.settings import Training
 from comingle.errors import DataError
 from comingle.kinds.base import Kind, LoadBase, Materials, always_there, count_trainers
 from comingle.kinds.language import check_on_language, language_model

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from comingle.errors import RecipeError
+from comingle.records import write_new
 
 AUTHORITY, CERTIFICATE, KEY, USERS = "ca.pem", "server.pem", "server.key", "users"
 
@@ -103,18 +103,19 @@ def _make_server(folder: Path, hosts: Sequence[str]) -> None:
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
         .sign(authority, hashes.SHA384())
     )
-    _write(folder / AUTHORITY, root.public_bytes(Encoding.PEM))
+    write_new(folder / AUTHORITY, root.public_bytes(Encoding.PEM))
     private = server.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    _write(folder / KEY, private, secret=True)
-    _write(folder / CERTIFICATE, leaf.public_bytes(Encoding.PEM))
+    write_new(folder / KEY, private, private=True)
+    write_new(folder / CERTIFICATE, leaf.public_bytes(Encoding.PEM))
 
 
 def _make_user(folder: Path, user: str) -> None:
     """A pair of keys, in the form that Flower reads."""
     key = ec.generate_private_key(ec.SECP384R1())
     name = spelt(user)
-    _write(folder / f"{name}.key", key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), secret=True)
-    _write(folder / f"{name}.pub", key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    write_new(folder / f"{name}.key", private, private=True)
+    write_new(folder / f"{name}.pub", key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
 
 
 def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
@@ -153,10 +154,3 @@ def _alternative(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         return x509.DNSName(host)
-
-
-def _write(path: Path, data: bytes, *, secret: bool = False) -> None:
-    """A file that is never replaced; a secret one for its owner alone."""
-    mode = 0o600 if secret else 0o644
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(data)

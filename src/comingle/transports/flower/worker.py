@@ -22,6 +22,7 @@ from pathlib import Path
 
 from comingle.errors import ComingleError
 from comingle.locks import locked
+from comingle.records import write_text
 from comingle.transports.flower.calling import ADDRESS, DONE, FOLDER, REFUSED, Keeper
 from comingle.transports.flower.users import User
 
@@ -103,10 +104,8 @@ def _listen() -> tuple[Listener, bytes]:
 
 def _publish(path: Path, listener: Listener, key: bytes) -> None:
     """Says where it listens, to the user alone."""
-    new = path.with_suffix(f".{os.getpid()}")
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        json.dump({"address": listener.address, "key": key.hex(), "process": asdict(Keeper.of(os.getpid()))}, file)
-    new.replace(path)
+    found = {"address": listener.address, "key": key.hex(), "process": asdict(Keeper.of(os.getpid()))}
+    write_text(path, json.dumps(found), private=True)
 
 
 def _accept(listener: Listener, jobs: queue.SimpleQueue[_Job], watch: _Watch) -> None:

@@ -1,0 +1,84 @@
+"""What a recipe says of optimisers and training, as the inside has it.
+
+Recipes take their defaults from here, and are read without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from comingle.privacy.settings import Privacy
+from comingle.protocol.formats import Format
+
+EVERYBODY = 1.0
+"""As a fraction of the users."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """An optimiser and its schedule. ``momentum`` belongs to SGD, ``betas`` and ``eps`` to AdamW."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = 2e-3
+    schedule: Literal["cosine", "constant"] = "cosine"
+    final_fraction: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    momentum: float = 0.0
+    clip_norm: float | None = None
+
+    @property
+    def moments(self) -> frozenset[str]:
+        """Which moments the optimiser keeps: ``first``, ``second``."""
+        if self.name == "adamw":
+            return frozenset({"first", "second"})
+        return frozenset({"first"} if self.momentum else ())
+
+    @property
+    def memoryless(self) -> bool:
+        """Whether a step needs nothing but each entry's own gradient, and so can go tensor by tensor."""
+        return not self.moments and self.clip_norm is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How long, on how much, in what portions.
+
+    A round has ``local_steps`` iterations on random windows of text, or ``local_epochs`` passes over samples.
+    ``uploads`` is the format of what users send, see :mod:`comingle.protocol.compression`.
+    ``users_per_step`` and ``micro_batch`` (sequences of one user in one pass) bound memory; None chooses them.
+    ``participation`` is a fraction of the users drawn each round, or a list of users (by number) for each round, which
+    is repeated when it ends. ``evaluate`` says which model counts: "local", as a user has it after its local steps
+    (Algorithm 1 of CoMiGS returns that one), or "exchanged", after the exchange that ends the round. With
+    ``evaluate_first`` there is an evaluation before any training too. ``select`` says with which round's models a run
+    ends: the "last", or of those that were evaluated the "best", with the lowest validation loss, mean over users.
+    ``privacy`` says what is done to uploads so that they reveal little of a user; its noise is known.
+    """
+
+    rounds: int = 20
+    local_steps: int = 10
+    local_epochs: int = 1
+    batch_size: int = 64
+    context: int = 128
+    experts: OptimizerSettings = OptimizerSettings()
+    router: OptimizerSettings = OptimizerSettings(schedule="constant")
+    balance_weight: float = 0.01
+    weighting: Literal["uniform", "tokens", "samples"] = "uniform"
+    participation: float | tuple[tuple[int, ...], ...] = EVERYBODY
+    uploads: Format = "float32"
+    users_per_step: int | None = None
+    micro_batch: int | None = None
+    evaluate: Literal["local", "exchanged"] = "local"
+    evaluate_every: int = 5
+    evaluate_first: bool = True
+    select: Literal["last", "best"] = "last"
+    checkpoint_every: int = 5
+    seed: int = 0
+    privacy: Privacy | None = None
+
+    @property
+    def iterations(self) -> int:
+        """Local iterations of a user who takes part in every round."""
+        return self.rounds * self.local_steps

@@ -1,0 +1,8 @@
+"""What a recipe says of routers, as the inside has it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Balance = Literal["none", "uniform", "generalist"]
+"""Which load on the experts the balancing penalty asks for: none, equal, or half of it on the generalist."""
