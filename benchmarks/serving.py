@@ -29,9 +29,11 @@ from typing import Any
 import psutil
 import torch
 
+from comingle.adapters import native
 from comingle.data.pack import UserData
 from comingle.kinds.base import Materials
 from comingle.kinds.text.kind import KIND
+from comingle.models.cache import cache_folder
 from comingle.models.language import load_base
 from comingle.models.personal import PersonalModel
 from comingle.models.sampling import read_sampling
@@ -39,7 +41,7 @@ from comingle.recipes import parse_recipe
 from comingle.runs.results import Run
 from comingle.runs.session import build
 from comingle.serving.engine import Engine, Request
-from comingle.serving.rows import lay_out
+from comingle.serving.rows import prepare
 
 PROMPTS = (
     "The harbour was quiet that morning, and",
@@ -145,17 +147,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--alone", choices=["exported", "adapted"], default="exported")
+    parser.add_argument("--no-native", action="store_true", help="without compiled code, as runtime.compile: false")
     parser.add_argument("--cpu-time", action="store_true", help="processor time: where others use the machine")
     args = parser.parse_args()
     clock = time.process_time if args.cpu_time else time.perf_counter
     torch.set_num_threads(args.threads)
     people = people_of(args.base, args.method, args.users, args.dtype)
+    if not args.no_native:
+        native.enable(cache_folder() / "native")
     further = round(growth(people))  # first of all: later there is memory that others have left
     engine = Engine(people, rows=args.users)
     names = list(people)
     prompts = {name: list(engine.tokenizer(PROMPTS[i % 8])["input_ids"]) for i, name in enumerate(people)}
     networks = exported(people) if args.alone == "exported" else {name: one.generating for name, one in people.items()}
-    lay_out(engine.people[names[0]].model.base.model)
+    prepare(engine.people[names[0]].model.base.model)
     at_once(engine, prompts, 4)
     one_by_one(networks, prompts, 4)
     served, alone, same = [], [], 0

@@ -40,7 +40,8 @@ def quick(tmp_path: Path, umask: None, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("no C++ compiler that makes the native code")
     source, library, script = tmp_path / "stub.cpp", tmp_path / "stub.so", tmp_path / "quick"
     source.write_text(
-        'extern "C" { bool mixture_forward(void*) { return 1; } bool mixture_backward(void*) { return 1; } }'
+        'extern "C" { bool mixture_forward(void*) { return 1; } bool mixture_backward(void*) { return 1; } '
+        "void rows_forward(void*) {} }"
     )
     subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
     script.write_text(f'#!/bin/sh\nfor last; do :; done\ncp {library} "$last"\n')

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from scipy import stats
 
+import comingle as library
 from comingle.errors import RecipeError
 from comingle.progress import reporting
 from comingle.reports.advice import Advice, advise_on, alone, method_to_take, paragraph, partners, rows_of, undecided
@@ -65,8 +66,9 @@ def test_disjoint_languages_are_told_to_train_alone() -> None:
 
 @pytest.mark.slow
 def test_two_clusters_find_each_other() -> None:
+    """Six seeds: sixteen intervals that hold together reach, with four, over 0 where the gain is 27%."""
     people = {"ann": user(0, (0, 1)), "bob": user(0, (2, 3)), "cem": user(1, (0, 1)), "dan": user(1, (2, 3))}
-    advice = advise(people, [0, 1, 2, 3])
+    advice = advise(people, [0, 1, 2, 3, 4, 5])
     mates = {"ann": "bob", "bob": "ann", "cem": "dan", "dan": "cem"}
     for name, mate in mates.items():
         assert partners(advice, name)["gained"] == [mate]
@@ -124,6 +126,33 @@ def test_one_seed_shows_nothing() -> None:
     advice = advise_on(one[0], {"close": one[1]}, {}, "close")
     assert paragraph(advice).startswith("With one seed there are no intervals, so nothing is shown")
     assert rows_of(advice)[1][0][1] == "-50.0 lower (one seed)"
+
+
+def test_records_are_the_advices_numbers() -> None:
+    advice = advise_on(LOCAL, {"close": CLOSE, "noise": NOISE}, {("ann", "bob"): HARM}, "close")
+    found = {(one["method"], one["together"], one["user"]): one for one in advice.records()}
+    assert len(found) == advice.intervals == 6
+    for (method, together, user), one in found.items():
+        gain = (advice.methods[method] if together is None else advice.groups[together])[user]
+        assert (one["low"], one["high"]) == gain.interval
+        assert (one["change"], one["verdict"]) == (gain.change.mean, gain.verdict)
+    single = advise_on({0: LOCAL[0]}, {"close": {0: CLOSE[0]}}, {}, "close").records()
+    assert [(one["change"], one["low"]) for one in single] == [(-50.0, None), (-50.0, None)]
+
+
+def test_python_advises_as_the_command_does() -> None:
+    people = {name: user(number, ALL) for number, name in enumerate(("ann", "bob"))}
+    short: dict[str, Any] = {"training.local_steps": 1}
+    advice = library.advise(SETTINGS, ["fedavg"], users=people, seeds=[0, 1], rounds=2, **short)
+    changes: dict[str, Any] = {**short, "training.rounds": 2, "evaluation.every": 2}
+    runs = {
+        method: {
+            seed: library.run(SETTINGS, users=people, method=method, seed=seed, **changes).metrics for seed in (0, 1)
+        }
+        for method in ("local", "fedavg")
+    }
+    assert advice == advise_on(runs["local"], {"fedavg": runs["fedavg"]}, {}, "fedavg")
+    assert str(advice) == paragraph(advice)
 
 
 def test_smaller_groups() -> None:

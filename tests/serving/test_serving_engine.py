@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from comingle.adapters import native
 from comingle.errors import DataError
 from comingle.models.generation import encode_prompt
 from comingle.models.sampling import read_sampling
@@ -62,6 +64,24 @@ def come_and_go(
     assert len(set(said)) > 6
     assert not engine.active
     assert not engine.cache.begins
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [("comigs-1g1s", "float32"), ("comigs-1g1s", "bfloat16"), ("fedavg", "float32"), ("floral", "float32")],
+)
+def test_compiled_code_says_the_same(people: Any, method: str, dtype: str, tmp_path: Path) -> None:
+    """Every row in any company; in float32 also as PyTorch has it."""
+    mine, text = people(method, dtype=dtype), "one two three"
+    plain = {name: person.generate(text, max_new_tokens=24) for name, person in mine.items()}
+    if not native.enable(tmp_path / "native"):
+        pytest.skip("no C++ compiler that makes the native code")
+    try:
+        come_and_go(mine, Engine(mine, rows=5), lambda i: {"temperature": 2.0 * (i % 2), "seed": i})
+        if dtype == "float32":
+            assert {name: person.generate(text, max_new_tokens=24) for name, person in mine.items()} == plain
+    finally:
+        native.disable()
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -129,6 +130,31 @@ def test_a_run_or_a_user_that_is_not_there(runs: Path, typed: Any, arguments: li
     assert answer.err.rstrip("\n").endswith(told)
 
 
+@pytest.mark.parametrize("compiled", ["auto", False])
+def test_a_base_that_is_large_enough_is_served_by_compiled_code(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Any
+) -> None:
+    from comingle.adapters import native
+    from comingle.serving import people
+
+    monkeypatch.setenv("COMINGLE_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "run"
+    shutil.copytree(runs / "comigs-1g1s-seed0", folder)
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    recipe["runtime"]["compile"] = compiled
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    try:
+        people.open_people(folder)
+        assert not native.is_enabled()
+        monkeypatch.setattr(people, "WORTH_COMPILING", 100)
+        opened = people.open_people(folder)
+        assert native.is_enabled() == (compiled == "auto" and native._compiler() is not None)
+        said = opened.models["bob"].generate("one", max_new_tokens=8)
+    finally:
+        native.disable()
+    assert said == library.load(folder).user("bob").generate("one", max_new_tokens=8)  # type: ignore[union-attr]
+
+
 # ---------------------------------------------------------------- keys
 
 
@@ -214,6 +240,38 @@ def test_a_server_that_is_killed_answers_the_same_again(runs: Path) -> None:
                 assert time.monotonic() - started < 15
     assert said == [library.load(runs / "comigs-1g1s-seed0").user("bob").generate("one", max_new_tokens=8)] * 2
     assert sorted((path, path.stat().st_mtime_ns) for path in runs.rglob("*")) == before
+
+
+@pytest.mark.slow
+def test_a_chat_in_a_browser(runs: Path, tmp_path: Path) -> None:
+    """A real server on a port of its own, and a browser that is told its address."""
+    browser, visited = tmp_path / "browser", tmp_path / "visited"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {visited}\n')
+    browser.chmod(0o700)
+    program = "from comingle.cli import main; main()"
+    command = [sys.executable, "-c", program, "chat", str(runs), "--method", "comigs-1g1s", "--web"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "BROWSER": str(browser)})
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[0]
+        page = httpx.get(url)
+        assert page.status_code == 200
+        assert "<title>comingle: chat</title>" in page.text
+        assert "data-keys" not in page.text.split(">")[1]
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["ann", "bob", "cem"]
+        answer = client.completions.create(model="cem", prompt="one", max_tokens=8, temperature=0)
+        expected = library.load(runs / "comigs-1g1s-seed0").user("cem").generate("one", max_new_tokens=8)
+        assert answer.choices[0].text == expected
+        deadline = time.monotonic() + 20
+        while not visited.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert visited.read_text() == f"{url}\n"
+        process.send_signal(signal.SIGINT)
+        process.wait(20)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from comingle.adapters import kernels, native
+from comingle.adapters import decoding, kernels, native
 from comingle.adapters.lora import base_weight, low_rank, turn
 from comingle.routers.token import Router
 
@@ -55,11 +55,26 @@ class RoutedMLP(nn.Module):
         """Mixture of the users' experts; rows of ``x`` are user-major."""
         users = self.factors["down"][0].shape[0]
         tokens = x.reshape(users, -1, x.shape[-1])
+        if self.mix == "output" and self._decodes(tokens):
+            return self._mix_rows(tokens).view(x.shape)
         if self.mix == "output" and native.supports(tokens, self.act, self.factors["down"][0].shape[-2]):
             return self._mix_natively(tokens).view(x.shape)
         gates = self.router(tokens)
         mixed = self._mix_linears(tokens, gates) if self.mix == "linear" else self._mix_outputs(tokens, gates)
         return mixed.view(x.shape)
+
+    def _decodes(self, x: Tokens) -> bool:
+        linears = (*self.first.values(), self.last)
+        known = self.act in native.ACTIVATIONS
+        return known and decoding.fits(x, len(x), *(base_weight(linear)[0] for linear in linears))
+
+    def _mix_rows(self, x: Tokens) -> Tokens:
+        """:meth:`_mix_outputs` of one token for each user."""
+        a_and_b = {name: (a.to(x.dtype), b.to(x.dtype)) for name, (a, b) in self.factors.items()}
+        first = [(base_weight(linear), a_and_b[name]) for name, linear in self.first.items()]
+        return decoding.experts(
+            self.act, self.scale, x, self.router(x), first, (base_weight(self.last), a_and_b["down"])
+        )
 
     def _mix_outputs(self, x: Tokens, gates: Float[Tensor, "users n experts"]) -> Tokens:
         names = ["gate", "up"] if "gate" in self.first else ["up"]

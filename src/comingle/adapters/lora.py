@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from comingle.adapters import decoding
+
 
 def lora_scale(alpha: float, rank: int) -> float:
     """Rank-stabilised scale ``alpha / sqrt(rank)``."""
@@ -91,5 +93,8 @@ class LoraLinear(nn.Module):
     def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """The base product plus each user's low-rank term; rows of ``x`` are user-major."""
         a, b = (f.to(x.dtype) for f in self.factors)
+        weight, bias = base_weight(self.linear)
+        if decoding.fits(x, a.shape[0], weight):
+            return decoding.linear((weight, bias), x, a.shape[0], (a, b), self.scale)
         y = self.linear(x)
         return y + low_rank(x.reshape(a.shape[0], -1, x.shape[-1]), a, b, self.scale).view(y.shape)

@@ -11,6 +11,7 @@
 //
 // A task is a range of one user's tokens and a chunk of columns, both cut the same way whatever the number of threads and
 // the other users. Sums over columns are added up in the order of the chunks, sums over tokens in that of the ranges.
+#include "mixture_rows.h"
 #include "mixture_tile.h"
 
 extern "C" struct Mixture {

@@ -87,6 +87,11 @@ def is_enabled() -> bool:
     return _library is not None
 
 
+def library() -> ctypes.CDLL | None:
+    """The native code, where it is in use."""
+    return _library
+
+
 def fits(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether native code is made for such a base."""
     return device.type == "cpu" and dtype in DTYPES
@@ -203,6 +208,7 @@ def _load(cache: Path) -> ctypes.CDLL | None:
         return None
     for function in (library.mixture_forward, library.mixture_backward):
         function.argtypes, function.restype = [ctypes.POINTER(_Mixture)], ctypes.c_bool
+    library.rows_forward.restype = None
     return library
 
 

@@ -8,17 +8,18 @@ import typer
 
 from comingle.cli.compare import split_names, split_seeds
 from comingle.cli.options import Quiet, RecipePath, Sets, read_recipe
-
-_ROUNDS = 5
+from comingle.runs import trials
 
 
 def advise(
     recipe: RecipePath,
     methods: Annotated[
         str, typer.Option("--methods", help="Methods to hold against local, separated by commas.")
-    ] = "fedavg,comigs-1g1s",
-    seeds: Annotated[str, typer.Option("--seeds", help="Seeds, separated by commas; intervals need two.")] = "0,1,2",
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of each run.")] = _ROUNDS,
+    ] = ",".join(trials.METHODS),
+    seeds: Annotated[str, typer.Option("--seeds", help="Seeds, separated by commas; intervals need two.")] = ",".join(
+        map(str, trials.SEEDS)
+    ),
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of each run.")] = trials.ROUNDS,
     sets: Sets = None,
     quiet: Quiet = False,
 ) -> None:
@@ -33,7 +34,7 @@ def advise(
     from comingle.reports.advice import paragraph, render_advice
     from comingle.runs.advising import advise_runs
 
-    short = read.with_changes({"training.rounds": rounds, "evaluation.every": rounds, "evaluation.first": False})
+    short = read.with_changes(trials.shortened(rounds))
     with reporting(quiet=quiet) as reporter:
         advice = advise_runs(short, names, numbers, reporter)
     console.print(paragraph(advice), highlight=False, markup=False, soft_wrap=True)

@@ -226,5 +226,4 @@ def _show_page(run: Path, method: str | None) -> None:
 
     with listen("127.0.0.1", 0) as place:
         people = opened(run, method)
-        settings: dict[str, Any] = {"keys": None, "limits": Limits(), "rows": 16, "answers": people.answers}
-        answer(people.models, place, **settings, ready=ready)
+        answer(people.models, place, keys=None, limits=Limits(), answers=people.answers, ready=ready)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from comingle.errors import ComingleError
+from comingle.serving.limits import Limits
 
 if TYPE_CHECKING:
     from comingle.serving.people import People
@@ -29,17 +30,18 @@ def serve(
     make_keys: Annotated[
         Path | None, typer.Option("--make-keys", metavar="FILE", help="Write a key for every user, and end.")
     ] = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Answers that are written at once.")] = 16,
-    queue: Annotated[int, typer.Option("--queue", min=0, help="Requests that may wait for a row.")] = 64,
-    rate: Annotated[int, typer.Option("--rate", min=1, help="Requests of each user's in a minute.")] = 600,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens of an answer.")] = 1024,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Answers that are written at once.")] = Limits.rows,
+    queue: Annotated[int, typer.Option("--queue", min=0, help="Requests that may wait for a row.")] = Limits.queue,
+    rate: Annotated[int, typer.Option("--rate", min=1, help="Requests of each user's in a minute.")] = Limits.rate,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="New tokens of an answer.")
+    ] = Limits.max_tokens,
 ) -> None:
     """Serve everybody's models at once, over one base, as an OpenAI-compatible API; a page to chat is at /."""
     require_app("serve")
     from comingle.runs.folders import find_run
     from comingle.serving.keys import check_host, read_keys
     from comingle.serving.keys import make_keys as write_keys
-    from comingle.serving.limits import Limits
     from comingle.serving.people import names_in
     from comingle.serving.serve import listen
     from comingle.serving.serve import serve as answer
@@ -56,9 +58,8 @@ def serve(
     check_host(host, given)
     with listen(host, port) as place:
         people = opened(run, method)
-        limits = Limits(max_tokens=max_tokens, rate=rate, queue=queue)
-        settings: dict[str, Any] = {"keys": given, "limits": limits, "rows": rows, "answers": people.answers}
-        answer(people.models, place, **settings, ready=say)
+        limits = Limits(max_tokens=max_tokens, rate=rate, rows=rows, queue=queue)
+        answer(people.models, place, keys=given, limits=limits, answers=people.answers, ready=say)
 
 
 def opened(run: Path, method: str | None) -> People:

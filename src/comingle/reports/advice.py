@@ -51,6 +51,25 @@ class Advice:
         """How many intervals there are of users' gains."""
         return sum(map(len, self.methods.values())) + sum(map(len, self.groups.values()))
 
+    def __str__(self) -> str:
+        return paragraph(self)
+
+    def records(self) -> list[dict[str, Any]]:
+        """One record for each user of each method (``together`` is None: everybody) and of each smaller group:
+        ``change`` in the mean over seeds, its interval from ``low`` to ``high`` (None with one seed), ``verdict``."""
+        trained = [(name, None, gains) for name, gains in self.methods.items()]
+        trained += [(self.grouped_by, names, gains) for names, gains in self.groups.items()]
+        return [
+            {"method": method, "together": together, "user": user, **_numbers(gain)}
+            for method, together, gains in trained
+            for user, gain in gains.items()
+        ]
+
+
+def _numbers(gain: Gain) -> dict[str, Any]:
+    low, high = gain.interval or (None, None)
+    return {"change": gain.change.mean, "low": low, "high": high, "verdict": gain.verdict}
+
 
 def advise_on(
     local: Runs, methods: Mapping[str, Runs], groups: Mapping[tuple[str, ...], Runs], grouped_by: str

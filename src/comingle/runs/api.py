@@ -16,7 +16,10 @@ from comingle.methods import REGISTRY
 from comingle.progress import LOADING, reporting
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import read_metrics
+from comingle.reports.advice import Advice
 from comingle.reports.tables import write_comparison
+from comingle.runs import trials
+from comingle.runs.advising import advise_runs
 from comingle.runs.comparing import compare_runs, folders_of, recipes_of
 from comingle.runs.folders import check_folder
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
@@ -147,11 +150,13 @@ def load(
     given = given_of(users, base, method, loss)
     with lending([method]) as [named]:
         _check_method(folder, recipe, named)
-        federation = build(recipe, reopen(folder, recipe, given))
+        materials = reopen(folder, recipe, given)
+        federation = build(recipe, materials)
         if federation.clients.method.trains:
             _check_round(folder, metrics, restore(federation, folder, recipe))
             federation.clients.choose()
-    return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation)
+    settings = materials.kind.settings(materials)
+    return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, settings=settings)
 
 
 def _check_method(folder: Path, recipe: Recipe, named: Any) -> None:
@@ -185,6 +190,7 @@ def join(
     local_step: bool = False,
     force: bool = False,
     base: AnyBase | None = None,
+    loss: Loss | None = None,
     progress: bool = False,
 ) -> Joined:
     """Let somebody join a federation that is over, while nobody else trains; as ``comingle join``.
@@ -197,14 +203,48 @@ def join(
         rounds: of the newcomer's own training, by default as many as the run had.
         local_step: one round more, in which what was taken is trained too.
         force: replace that folder.
-        base: what a program handed over to :func:`run`, again.
+        base, loss: what a program handed over to :func:`run`, again.
         progress: tell on stderr how far it is.
 
     Raises:
         ComingleError: a name of the run, data of another kind or too little, or a run from which nothing can be taken.
     """
-    opened = run if isinstance(run, Run) else load(run, base=base)
+    opened = run if isinstance(run, Run) else load(run, base=base, loss=loss)
     with reporting(quiet=not progress) as reporter:
         who = newcomer(opened, name, data, rounds=rounds, local_step=local_step)
-        given = given_of(None, base)
+        given = given_of(None, base, None, loss)
         return join_run(opened, who, Path(out) if out is not None else None, reporter, given=given, force=force)
+
+
+def advise(
+    recipe: AnyRecipe | None = None,
+    methods: Sequence[str] = trials.METHODS,
+    *,
+    seeds: Sequence[int] = trials.SEEDS,
+    rounds: int = trials.ROUNDS,
+    users: Mapping[str, Any] | None = None,
+    base: AnyBase | None = None,
+    loss: Loss | None = None,
+    progress: bool = False,
+    **changes: Any,
+) -> Advice:
+    """Whether training together pays, for whom and by which method, out of short runs; as ``comingle advise``.
+
+    Runs ``local`` and each of ``methods`` with everybody, and the first of them with smaller groups: each pair of three
+    to five users, all but one of six to twelve. Nothing is written. Everything else is as in :func:`run`.
+
+    Args:
+        methods: names; each shares something.
+        seeds: of each run; intervals need two.
+        rounds: of each run, whatever the recipe says.
+
+    Returns:
+        What the runs allow to be said: ``print`` shows it as a paragraph, ``records()`` has every number.
+
+    Raises:
+        ComingleError: whatever the user can correct, in one line.
+    """
+    given = given_of(users, base, None, loss)
+    with reporting(quiet=not progress) as reporter:
+        read = recipe_with(recipe, given, base=base, method=None, changes={**changes, **trials.shortened(rounds)})
+        return advise_runs(read, methods, list(seeds), reporter, given=given)

@@ -33,6 +33,8 @@ from comingle.runs.session import build, describe, execute, prepare
 from comingle.transports.inprocess import InProcess
 
 JOINED = "joined.json"
+_HANDED = ("net", "loss")
+"""What a program may have handed over."""
 _PER_NAME = ("max_train_tokens", "max_valid_tokens", "max_test_tokens")
 
 
@@ -79,7 +81,7 @@ def newcomer(run: Run, name: str, data: Any, *, rounds: int | None, local_step: 
         section_for(handed, run.recipe.data.kind)
     recipe = of_one_user(run.recipe, max)
     total = (rounds or recipe.training.rounds) + local_step
-    changes = {"training.rounds": total, "data": _data(run.recipe, name, data)}
+    changes = {"training.rounds": total, "data": _data(run, name, data)}
     return Newcomer(
         name=name, recipe=recipe.with_changes(changes, where="--data"), handed=handed, tuned=int(local_step)
     )
@@ -107,9 +109,9 @@ def check_takes(run: Run, method: Method) -> None:
         )
 
 
-def _data(recipe: Recipe, name: str, data: Any) -> dict[str, Any]:
+def _data(run: Run, name: str, data: Any) -> dict[str, Any]:
     """The section ``data`` of a newcomer: read as the others' is, but for who they are."""
-    section = recipe.data
+    section = run.recipe.data
     if "users" not in type(section).model_fields:
         raise DataError(f"the run's users have {section.label}, which the recipe makes; nobody can bring their own")
     content = section.model_dump(mode="json", exclude_unset=True)
@@ -117,6 +119,8 @@ def _data(recipe: Recipe, name: str, data: Any) -> dict[str, Any]:
     content = {key: value for key, value in content.items() if key not in ("users", "given", "held_out")}
     content = {key: value for key, value in content.items() if key not in _PER_NAME or not isinstance(value, dict)}
     content |= {"kind": section.kind}
+    if run.settings.get("whole"):  # those of all users together, of whom this one may lack some
+        content["classes"] = list(run.settings["labels"]) or run.settings["classes"]
     if "on_small_user" in content:  # there is nobody else
         content["on_small_user"] = "refuse"
     if rows and "split" in content:  # names of a data set's splits
@@ -158,6 +162,7 @@ def join_run(
     base = getattr(run.federation.clients.model, "base", None)
     with reporter.waiting(LOADING):
         materials = prepare(who.recipe, base=base, given=replace(given, users=who.handed))
+    _check_alike(run, who, materials)
     federation = build(who.recipe, materials)
     take(federation, run, rounds=who.recipe.training.rounds - who.tuned)
     clients = federation.clients
@@ -181,6 +186,19 @@ def join_run(
     if folder is not None:
         write_json(folder / JOINED, {"user": who.name, "measure": measure, "rows": ordered})
     return joined
+
+
+def _check_alike(run: Run, who: Newcomer, materials: Materials) -> None:
+    """Whether samples fit the run's: one shape, the same classes, the same loss.
+
+    Raises:
+        DataError: they do not.
+    """
+    now = materials.kind.settings(materials)
+    for key, was in run.settings.items():
+        if now[key] != was:
+            told = f"{key.replace('_', ' ')} {now[key]!r}; allowed: the run's, {was!r}"
+            raise DataError(f"user {who.name!r}: {told}{', handed over again' if key in _HANDED else ''}")
 
 
 def take(federation: InProcess, run: Run, *, rounds: int) -> None:

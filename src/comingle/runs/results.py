@@ -37,6 +37,8 @@ class Run:
     federation: InProcess
     told: tuple[dict[str, Any], ...] = field(default=(), repr=False)
     """The events of a run without a folder."""
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """What its kind keeps besides data: of samples shapes, classes, loss and net."""
 
     def __repr__(self) -> str:
         place = "" if self.folder is None else f", in {self.folder}"

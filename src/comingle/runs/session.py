@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -212,11 +212,12 @@ def run_in(
         ComingleError: as :func:`build`, :func:`comingle.runs.folders.open_folder` and :func:`execute`.
     """
     federation = build(recipe, materials)
-    watching = observers(federation.clients)
+    watching, settings = observers(federation.clients), materials.kind.settings(materials)
     if folder is None:
-        return execute(federation, recipe, None, observers=watching)
+        return replace(execute(federation, recipe, None, observers=watching), settings=settings)
     with open_folder(folder, recipe, describe(materials, recipe), resume=resume, force=force):
-        return execute(federation, recipe, folder, resume=resume, observers=watching)
+        done = execute(federation, recipe, folder, resume=resume, observers=watching)
+    return replace(done, settings=settings)
 
 
 def execute(

@@ -28,7 +28,6 @@ from comingle.serving.rows import rows_of
 from comingle.serving.sampling import Chooser, Chosen
 from comingle.serving.writer import Writer
 
-ROWS = 16
 PROMPT_TOKENS = 2048
 """Of prompts, with what fills them up, are read in one pass: those who are being answered wait for it."""
 
@@ -72,7 +71,7 @@ class _Row:
 class Engine:
     """The models of one run's people over one base in memory."""
 
-    def __init__(self, people: Mapping[str, PersonalModel], *, rows: int = ROWS) -> None:
+    def __init__(self, people: Mapping[str, PersonalModel], *, rows: int) -> None:
         base = next(iter(people.values())).model.base
         assert base.tokenizer is not None
         self.people, self.tokenizer, self.device = dict(people), base.tokenizer, base.device

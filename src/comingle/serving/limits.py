@@ -11,11 +11,12 @@ MINUTE = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """``max_tokens`` new tokens for each answer, ``rate`` requests of each user's in a minute, ``queue`` that wait,
-    ``body_bytes`` of a request, ``choices`` of one request."""
+    """``max_tokens`` new tokens for each answer, ``rate`` requests of each user's in a minute, ``rows`` that are
+    answered at once, ``queue`` that wait, ``body_bytes`` of a request, ``choices`` of one request."""
 
     max_tokens: int = 1024
     rate: int = 600
+    rows: int = 16
     queue: int = 64
     body_bytes: int = 1 << 20
     choices: int = 16

@@ -6,16 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from comingle.adapters import native
 from comingle.errors import DataError
 from comingle.kinds.base import kind_of
+from comingle.models.cache import cache_folder
 from comingle.models.personal import PersonalModel
 from comingle.records import read_metrics
 from comingle.runs.api import load
 from comingle.runs.folders import find_run
-from comingle.serving.rows import lay_out
+from comingle.serving.rows import prepare
 
 TURNS = ("conversations", "questions")
 """Kinds of data that are made of turns."""
+WORTH_COMPILING = 10_000_000
+"""Parameters of a base from which on compiled code is waited for, seconds once on a machine; smaller ones are fast."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +46,12 @@ def open_people(run: Path, method: str | None = None) -> People:
     if not kind_of(opened.recipe).needs_base:
         raise DataError(f"{folder}: {opened.federation.clients.model.name} predicts and generates no text")
     models = {name: cast(PersonalModel, opened.user(name)) for name in opened.users}
-    lay_out(next(iter(models.values())).model.base.model)
-    template = getattr(next(iter(models.values())).model.base.tokenizer, "chat_template", None)
+    base = next(iter(models.values())).model.base
+    wanted = opened.recipe.runtime.compile is not False and base.model.num_parameters() >= WORTH_COMPILING
+    if wanted and native.fits(base.device, base.dtype):
+        native.enable(cache_folder() / "native")
+    prepare(base.model)
+    template = getattr(base.tokenizer, "chat_template", None)
     return People(models=models, answers=kind_of(opened.recipe).name in TURNS or bool(template))
 
 

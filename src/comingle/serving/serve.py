@@ -40,12 +40,11 @@ def serve(
     *,
     keys: Mapping[str, str] | None,
     limits: Limits,
-    rows: int,
     answers: bool,
     ready: Callable[[str], None],
 ) -> None:
     """Answer until the process is told to end; ``ready`` is called with the address."""
-    app = make_app(Engine(people, rows=rows), Keys(people, keys), limits, answers=answers)
+    app = make_app(Engine(people, rows=limits.rows), Keys(people, keys), limits, answers=answers)
     config = uvicorn.Config(app, log_level="warning", ws="none", access_log=False, timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)
     ready(url_of(place))

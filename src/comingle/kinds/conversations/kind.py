@@ -36,6 +36,9 @@ NOTE = "Conversations count as long as the context, the most that training on th
 ABSENT_NOTE = f"{NOTE} How many there are is not known, so a round has one batch ({{}})."
 
 
+TAKEN = "rows with messages or with prompt and response (a list, a datasets.Dataset), or {train, valid, test} of these"
+
+
 class AnswersKind(LanguageKind):
     """What kinds have in common whose users' loss is on responses."""
 
@@ -93,7 +96,7 @@ class AnswersKind(LanguageKind):
 class ConversationsKind(AnswersKind):
     """Messages, or prompts with responses."""
 
-    name = "conversations"
+    name, handed = "conversations", TAKEN
 
     def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
         """Conversations are read before the base is loaded, as more can be wrong with them."""

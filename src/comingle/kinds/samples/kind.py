@@ -134,7 +134,7 @@ class SamplesKind(NetKind):
         if whole and not chosen.classes:
             users = tuple(_as_real(user) for user in users)
         shape = tuple(users[0].train.inputs.shape[1:])
-        classes = _outputs(users, chosen, section(recipe).classes, labels)
+        classes = _outputs(users, chosen, section(recipe).outputs, labels)
         if chosen.classes and whole:
             warn_unseen(users)
         own = net if net is not None else "cnn" if len(shape) == 3 and min(shape[1:]) >= 4 else "mlp"

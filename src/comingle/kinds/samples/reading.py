@@ -33,7 +33,7 @@ def read_users(section: SamplesSection, seed: int) -> tuple[tuple[UserSamples, .
     size = section.image_size
     look = Look(size=(size, size) if isinstance(size, int) else size, grey=section.grayscale)
     found = {name: _read_source(f"user {name!r}", source, look) for name, source in section.users.items()}
-    labels = _classes(found)
+    labels = _classes(found, section.labels)
     if labels and (other := next((name for name, splits in found.items() if not _are_pictures(splits)), None)):
         raise DataError(f"user {other!r}: an .npz file, but others have folders of images; give all the same")
     if not labels and (size is not None or section.grayscale):
@@ -98,13 +98,22 @@ def _are_pictures(splits: Mapping[str, Samples | Pictures]) -> bool:
     return all(isinstance(one, Pictures) for one in splits.values())
 
 
-def _classes(found: Mapping[str, Mapping[str, Samples | Pictures]]) -> tuple[str, ...]:
-    """The classes of all users together; who lacks some is said."""
+def _classes(found: Mapping[str, Mapping[str, Samples | Pictures]], named: tuple[str, ...]) -> tuple[str, ...]:
+    """The classes ``named``, or else those of all users together; who lacks some is said.
+
+    Raises:
+        DataError: somebody has one that is not among those named.
+    """
     own = {
         name: {label for one in splits.values() if isinstance(one, Pictures) for label in one.classes}
         for name, splits in found.items()
     }
     union = sorted(set().union(*own.values()))
+    if named and union:
+        for name, has in own.items():
+            if more := sorted(has - set(named)):
+                raise DataError(f"user {name!r}: class {more[0]!r}; allowed: data.classes, {list_names(named)}")
+        union = list(named)
     lacking = {name: missing for name, has in own.items() if (missing := [one for one in union if one not in has])}
     if lacking:
         name, missing = next(iter(lacking.items()))

@@ -56,7 +56,7 @@ class SamplesSection(DataSection):
     users: dict[str, SampleSource] | None = None
     image_size: Side | tuple[Side, Side] | None = None
     grayscale: bool = False
-    classes: Count | None = None
+    classes: Count | tuple[str, ...] | None = None
     loss: str | None = None
     split: FractionsSection = FractionsSection()
 
@@ -67,6 +67,7 @@ class SamplesSection(DataSection):
         "users": "a mapping of names to folders or .npz files, as {ada: path/to/ada}",
         "users.*": "a path, or a mapping with path, or with train and test (and valid)",
         "image_size": "a number of pixels, or [height, width]",
+        "classes": "how many there are, or the names of folders in their order, as [cat, dog]",
     }
     unread: ClassVar[Mapping[str, str]] = {
         **UNREAD,
@@ -95,6 +96,16 @@ class SamplesSection(DataSection):
         if self.split.valid + self.split.test >= 1:
             raise ValueError(f"split: valid {self.split.valid} and test {self.split.test} leave nothing to train on")
         return self
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the classes, where the recipe has them."""
+        return self.classes if isinstance(self.classes, tuple) else ()
+
+    @property
+    def outputs(self) -> int | None:
+        """How many classes there are at least, where the recipe says so."""
+        return len(self.classes) if isinstance(self.classes, tuple) else self.classes
 
     @property
     def names(self) -> list[str]:

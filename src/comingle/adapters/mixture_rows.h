@@ -1,0 +1,205 @@
+// One token for each of a few rows, every row with adapters of its own: what a model does when it generates.
+//
+//     linear     y_r = W x_r + b + B_r^T (s A_r x_r)
+//     experts    pre_rj = W x_r + b + B_rj^T (s A_rj x_r)    h_rj = act(pre_rj)    gated: act(gate_rj) up_rj
+//                y_r = W2 (sum_j p_rj h_rj) + b2 + sum_j B2_rj^T (s p_rj A2_rj h_rj)
+//
+// Weights are read once for all rows, which is what such a step takes: a task is a chunk of a linear's outputs. What a
+// row comes to depends neither on the other rows nor on the number of threads: each sum has an order of its own.
+#pragma once
+
+#include "mixture_tile.h"
+
+extern "C" {
+// A linear with its LoRA: weight (d_out, d_in), a (rows, ranks, d_in), b (rows, ranks, d_out); ranks may be 0.
+struct RowsLinear {
+    const void *weight, *bias, *a, *b;
+    int64_t d_in, d_out, ranks;
+};
+
+// Of a linear alone, `last` is it. Of experts, `first` has those that read x; ranks are experts times rank there.
+struct Rows {
+    int64_t rows, experts, firsts, act, bf16, threads;
+    float scale;
+    RowsLinear first[2], last;
+    const void* x;
+    const float* gates;
+    void* y;
+};
+}
+
+namespace {
+
+constexpr int64_t CHUNK = 64;
+constexpr int BLOCK = 4;  // rows and outputs that are computed together: sixteen sums stay in registers
+
+template <class S>
+V load_upto(const S* from, int64_t count) {
+    if (count >= LANES) return load(from);
+    float parts[LANES] = {};
+    for (int64_t i = 0; i < count; ++i) parts[i] = widen(from[i]);
+    return load(parts);
+}
+
+template <class S>
+void store_upto(S* to, V v, int64_t count) {
+    if (count >= LANES) return store(to, v);
+    float parts[LANES];
+    store(parts, v);
+    for (int64_t i = 0; i < count; ++i) put(to + i, parts[i]);
+}
+
+inline float add_up(V v) {
+    typedef float Eight __attribute__((vector_size(32)));
+    typedef float Four __attribute__((vector_size(16)));
+    Eight eights[2];
+    std::memcpy(eights, &v, sizeof v);
+    Eight eight = eights[0] + eights[1];
+    Four fours[2];
+    std::memcpy(fours, &eight, sizeof eight);
+    Four four = fours[0] + fours[1];
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+// out(r, o) = x(r, :) . w(o, :) for R rows and O outputs; rows of `out` lie CHUNK apart.
+template <int R, int O, class X, class S>
+void dots(const X* x, const S* w, int64_t width, float* out) {
+    V sums[R][O] = {};
+    auto add = [&](auto left, auto right) {
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int o = 0; o < O; ++o) sums[r][o] += left(r) * right(o);
+    };
+    int64_t k = 0;
+    for (; k + LANES <= width; k += LANES)
+        add([&](int r) { return load(x + r * width + k); }, [&](int o) { return load(w + o * width + k); });
+    if (k < width)
+        add([&](int r) { return load_upto(x + r * width + k, width - k); },
+            [&](int o) { return load_upto(w + o * width + k, width - k); });
+    for (int r = 0; r < R; ++r)
+        for (int o = 0; o < O; ++o) out[r * CHUNK + o] = add_up(sums[r][o]);
+}
+
+template <int O, class X, class S>
+void dots_of_rows(const X* x, int64_t rows, const S* w, int64_t width, float* out) {
+    int64_t r = 0;
+    for (; r + BLOCK <= rows; r += BLOCK) dots<BLOCK, O>(x + r * width, w, width, out + r * CHUNK);
+    for (; r < rows; ++r) dots<1, O>(x + r * width, w, width, out + r * CHUNK);
+}
+
+template <class S>
+struct Step {
+    const Rows& m;
+
+    // z(r, k) = s A(r, k) . x(r): of row r there are `sets` inputs, each for as many of the ranks.
+    template <class X>
+    void thin(const RowsLinear& l, const X* x, int64_t sets, float* z) const {
+        const int64_t share = l.ranks ? l.ranks / sets : 1;
+#pragma omp for
+        for (int64_t i = 0; i < m.rows * l.ranks; ++i) {
+            const int64_t r = i / l.ranks, set = i % l.ranks / share;
+            dots<1, 1>(x + (r * sets + set) * l.d_in, (const S*)l.a + i * l.d_in, l.d_in, z + i);
+            z[i] *= m.scale;
+        }
+    }
+
+    // One chunk of W x + b for all rows, as (rows, CHUNK).
+    template <class X>
+    void chunk(const RowsLinear& l, const X* x, int64_t column, int64_t columns, float* out) const {
+        const S* w = (const S*)l.weight + column * l.d_in;
+        int64_t o = 0;
+        for (; o + BLOCK <= columns; o += BLOCK) dots_of_rows<BLOCK>(x, m.rows, w + o * l.d_in, l.d_in, out + o);
+        for (; o < columns; ++o) dots_of_rows<1>(x, m.rows, w + o * l.d_in, l.d_in, out + o);
+        if (!l.bias) return;
+        for (int64_t r = 0; r < m.rows; ++r)
+            for (int64_t c = 0; c < columns; ++c) out[r * CHUNK + c] += widen(((const S*)l.bias)[column + c]);
+    }
+
+    // `v` plus ranks [from, to) of B_r^T z_r, at `count` columns from `column` on.
+    V lora(const RowsLinear& l, const float* z, int64_t r, int64_t from, int64_t to, int64_t column, int64_t count, V v) const {
+        for (int64_t k = r * l.ranks + from; k < r * l.ranks + to; ++k)
+            v += z[k] * load_upto((const S*)l.b + k * l.d_out + column, count);
+        return v;
+    }
+
+    template <class X>
+    void linear(const RowsLinear& l, const X* x, const float* z) const {
+        Buffer<float> base(m.rows * CHUNK);
+#pragma omp for
+        for (int64_t column = 0; column < l.d_out; column += CHUNK) {
+            const int64_t columns = std::min(CHUNK, l.d_out - column);
+            chunk(l, x, column, columns, base + 0);
+            for (int64_t r = 0; r < m.rows; ++r)
+                for (int64_t c = 0; c < columns; c += LANES) {
+                    V v = lora(l, z, r, 0, l.ranks, column + c, columns - c, load(base + r * CHUNK + c));
+                    store_upto((S*)m.y + r * l.d_out + column + c, v, columns - c);
+                }
+        }
+    }
+
+    // h(r, j) and sum_j p_rj h(r, j), chunk by chunk.
+    template <class Act>
+    void hidden(const float* z, float* h, float* mixed) const {
+        const RowsLinear& l = m.first[0];
+        const int64_t rank = l.ranks / m.experts, size = m.rows * CHUNK;
+        Buffer<float> base(m.firsts * size);
+#pragma omp for
+        for (int64_t column = 0; column < l.d_out; column += CHUNK) {
+            const int64_t columns = std::min(CHUNK, l.d_out - column);
+            for (int64_t i = 0; i < m.firsts; ++i) chunk(m.first[i], (const S*)m.x, column, columns, base + i * size);
+            for (int64_t r = 0; r < m.rows; ++r)
+                for (int64_t c = 0; c < columns; c += LANES) {
+                    V sum = {};
+                    for (int64_t j = 0; j < m.experts; ++j) {
+                        auto pre = [&](int64_t i) {
+                            return lora(m.first[i], z + i * m.rows * l.ranks, r, j * rank, (j + 1) * rank, column + c,
+                                        columns - c, load(base + i * size + r * CHUNK + c));
+                        };
+                        V value = Act::value(pre(0));
+                        if (m.firsts == 2) value *= pre(1);
+                        store_upto(h + (r * m.experts + j) * l.d_out + column + c, value, columns - c);
+                        sum += m.gates[r * m.experts + j] * value;
+                    }
+                    store_upto(mixed + r * l.d_out + column + c, sum, columns - c);
+                }
+        }
+    }
+
+    void act(const float* z, float* h, float* mixed) const {
+        if (m.act == 0) hidden<GeluTanh<true>>(z, h, mixed);
+        if (m.act == 1) hidden<GeluErf<true>>(z, h, mixed);
+        if (m.act == 2) hidden<Silu<true>>(z, h, mixed);
+        if (m.act == 3) hidden<Relu<true>>(z, h, mixed);
+    }
+
+    void gate(float* z) const {
+#pragma omp for
+        for (int64_t i = 0; i < m.rows * m.last.ranks; ++i) z[i] *= m.gates[i / (m.last.ranks / m.experts)];
+    }
+
+    void run() const {
+        const int64_t firsts = m.firsts * m.rows * m.first[0].ranks, wide = m.rows * m.first[0].d_out;
+        Buffer<float> z(m.rows * m.last.ranks), z_first(firsts), h(wide * m.experts), mixed(wide);
+#pragma omp parallel num_threads(m.threads)
+        if (m.firsts == 0) {
+            thin(m.last, (const S*)m.x, 1, z + 0);
+            linear(m.last, (const S*)m.x, z + 0);
+        } else {
+            for (int64_t i = 0; i < m.firsts; ++i) thin(m.first[i], (const S*)m.x, 1, z_first + i * firsts / m.firsts);
+            act(z_first + 0, h + 0, mixed + 0);
+            thin(m.last, h + 0, m.experts, z + 0);
+            gate(z + 0);
+            linear(m.last, mixed + 0, z + 0);
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" void rows_forward(const Rows* m) {
+    if (m->bf16)
+        Step<uint16_t>{*m}.run();
+    else
+        Step<float>{*m}.run();
+}

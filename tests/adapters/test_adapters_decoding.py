@@ -1,0 +1,149 @@
+"""Native code for a few rows of one token each, against plain float64 and against itself; when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from comingle.adapters import decoding, kernels, native
+from comingle.adapters.experts import RoutedMLP
+from comingle.adapters.lora import LoraLinear
+
+SHAPES = [(8, 2, 8, 64, 192), (3, 3, 5, 20, 35), (1, 1, 1, 7, 9), (13, 2, 4, 130, 65)]
+"""Rows, experts, rank, width, hidden: whole vectors and blocks, and what is left over of them."""
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cache = tmp_path_factory.mktemp("native")
+    if not native.enable(cache):
+        pytest.skip("no C++ compiler that makes the native code")
+    native.disable()
+    return cache
+
+
+@pytest.fixture
+def library(compiled: Path) -> Iterator[None]:
+    assert native.enable(compiled)
+    yield
+    native.disable()
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    """Values that bfloat16 has."""
+    return (0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).bfloat16().double()
+
+
+def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == dtype
+    error = (got.double() - expected).norm() / expected.norm()
+    assert float(error) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("rows", "experts", "rank", "width", "hidden"), SHAPES)
+def test_a_linear_with_loras(
+    library: None, rows: int, experts: int, rank: int, width: int, hidden: int, bias: bool, dtype: torch.dtype
+) -> None:
+    x, weight, a, b = (
+        drawn(rows, 1, width),
+        drawn(hidden, width, seed=1),
+        drawn(rows, rank, width),
+        drawn(rows, rank, hidden),
+    )
+    offset = drawn(hidden, seed=2) if bias else torch.zeros(hidden, dtype=torch.float64)
+    linear = nn.Linear(width, hidden, bias=bias)
+    linear.weight.data = weight
+    if bias:
+        linear.bias.data = offset
+    lora = LoraLinear(linear.to(dtype), scale=0.7)
+    lora.factors = (a.to(dtype), b.to(dtype))
+    with torch.no_grad():
+        got, plain = lora(x.to(dtype)), decoding.RowsLinear(lora.linear)(x.to(dtype))  # type: ignore[arg-type]
+    base = torch.einsum("oi,rti->rto", weight, x) + offset
+    close(plain, base, dtype)
+    close(got, base + 0.7 * torch.einsum("rko,rki,rti->rto", b, a, x), dtype)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("act", ["gelu", "gelu_new", "relu", "silu"])
+@pytest.mark.parametrize(("rows", "experts", "rank", "width", "hidden"), SHAPES)
+def test_a_mixture(
+    library: None,
+    rows: int,
+    experts: int,
+    rank: int,
+    width: int,
+    hidden: int,
+    act: str,
+    gated: bool,
+    dtype: torch.dtype,
+) -> None:
+    names = ["gate", "up"] if gated else ["up"]
+    block = RoutedMLP(
+        first={name: nn.Linear(width, hidden) for name in names},
+        last=nn.Linear(hidden, width, bias=False),
+        act=act,
+        scale=0.7,
+        mix="output",
+    ).to(dtype)
+    sides = dict.fromkeys(names, (width, hidden)) | {"down": (hidden, width)}
+    factors = {
+        name: (drawn(rows, experts, rank, i), drawn(rows, experts, rank, o, seed=3)) for name, (i, o) in sides.items()
+    }
+    block.factors = {name: (a.to(dtype), b.to(dtype)) for name, (a, b) in factors.items()}
+    gates = drawn(rows, 1, experts).softmax(-1)
+    block.router.forward = lambda x: gates.float()  # type: ignore[method-assign]
+    x = drawn(rows, 1, width, seed=4)
+    with torch.no_grad():
+        got = block(x.to(dtype))
+    weights: dict[str, Any] = {name: block.first[name] for name in names} | {"down": block.last}
+
+    def naive(name: str, of: Tensor, row: int, expert: int) -> Tensor:
+        a, b = (factor[row, expert] for factor in factors[name])
+        bias = 0 if weights[name].bias is None else weights[name].bias.double()
+        return weights[name].weight.double() @ of + bias + 0.7 * (b.T @ (a @ of))
+
+    expected = torch.zeros(rows, 1, width, dtype=torch.float64)
+    for row in range(rows):
+        for expert in range(experts):
+            h = kernels.ACTIVATIONS[act](naive(names[0], x[row, 0], row, expert))[0]
+            h = h * naive("up", x[row, 0], row, expert) if gated else h
+            expected[row, 0] += gates[row, 0, expert] * naive("down", h, row, expert)
+    close(got, expected.detach(), dtype)
+
+
+def test_a_row_is_what_it_is_alone(library: None) -> None:
+    """Bit for bit, in whatever company and with however many threads."""
+    x, a, b = drawn(7, 1, 50).float(), drawn(7, 4, 50).float(), drawn(7, 4, 90).float()
+    weights = (drawn(90, 50).float(), None)
+    with torch.no_grad():
+        together = decoding.linear(weights, x, 7, (a, b), 0.5)
+        for row in range(7):
+            one = slice(row, row + 1)
+            assert torch.equal(decoding.linear(weights, x[one], 1, (a[one], b[one]), 0.5), together[one])
+        torch.set_num_threads(3)
+        assert torch.equal(decoding.linear(weights, x, 7, (a, b), 0.5), together)
+        torch.set_num_threads(1)
+
+
+def test_what_it_is_not_for(library: None) -> None:
+    x, weight = drawn(4, 1, 8).float(), drawn(8, 8).float()
+    assert not decoding.fits(x, 4, weight)  # a gradient may be wanted
+    with torch.no_grad():
+        assert decoding.fits(x, 4, weight)
+        assert not decoding.fits(x, 2, weight)  # two tokens for each row
+        assert not decoding.fits(x, 4, weight.t())
+        assert not decoding.fits(x, 4, weight.bfloat16())
+        assert not decoding.fits(x.double(), 4, weight.double())
+        assert not decoding.fits(torch.zeros(65, 1, 8), 65, weight)
+        native.disable()
+        assert not decoding.fits(x, 4, weight)
