@@ -257,6 +257,7 @@ class Coordinator:
         """Once for each reason."""
         if gone or failed.get(name) != why:
             logger.warning("user %r: %s", name, f"{why}; the others go on" if gone else why)
+        if failed.get(name) != why:
             self.observe({"event": "failed", "user": name, "reason": why})
         failed[name] = why
 

@@ -24,14 +24,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from comingle.engines.evaluations import amounts, measure_of, measured, users_metrics
+from comingle.engines.evaluations import amounts, measure_of, measured, users_metrics, users_routing
 from comingle.engines.local import finetuned, finish, train
 from comingle.errors import ComingleError, DivergenceError, MessageError
 from comingle.federation.asking import check_address, check_task
 from comingle.federation.checking import check_download, check_verdict
 from comingle.federation.home import Home, known_public, open_home
 from comingle.federation.keeping import MODEL, keep_model
-from comingle.federation.own import ENDED, Own
+from comingle.federation.own import ENDED, SCORES, Own
 from comingle.federation.public import Public, read_public
 from comingle.protocol.messages import LOSS, LOWEST, Download, validation_report
 from comingle.protocol.tasks import Answer, Task, unpack_task
@@ -90,7 +90,7 @@ class Node:
             "done": home.serial,
             "back": home.can_go_back_to()[0],
         }
-        if home.tells(self.own) == "all":
+        if home.tells(self.own) in SCORES:
             told["amounts"] = amounts(home.clients.trainers[0], home.clients.feed.unit)
         return Answer(run=task.run, serial=task.serial, user=task.user, told=told)
 
@@ -151,7 +151,7 @@ class Work:
         started = time.perf_counter()
         for step in self.task.todo:
             self.STEPS[step](self)
-        if self.tells == "all":
+        if self.tells in SCORES:
             self.told["seconds"] = time.perf_counter() - started
         task = self.task
         return Answer(run=task.run, serial=task.serial, user=task.user, told=self.told, messages=tuple(self.sent))
@@ -189,7 +189,7 @@ class Work:
             self.clients.state = before
             self.clients.resized()
             return
-        if self.tells == "all":
+        if self.tells in SCORES:
             self.told |= {"tokens": work.tokens, "train_seconds": work.seconds}
         if work.rejected:
             self.told["left_out"] = work.rejected[0]
@@ -216,8 +216,10 @@ class Work:
         if losses and done is not None:
             self.sent.append(pack(validation_report(losses, done)))
         self.told |= {"measure": measure_of(scores), "evaluated": True}
-        if self.tells == "all" and all(map(math.isfinite, measured(scores[0]).values())):
+        if self.tells in SCORES and all(map(math.isfinite, measured(scores[0]).values())):
             self.told |= {"score": measured(scores[0]), "metrics": users_metrics(clients, scores)[self.own.name]}
+        if self.tells == "all":
+            self.told |= users_routing(clients, scores)[self.own.name]
 
     def _choose(self) -> None:
         self.clients.choose()

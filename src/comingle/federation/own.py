@@ -12,7 +12,11 @@ from comingle.recipes.fields import Section
 ENDED = "the federation has ended"
 """How the last line begins that a user's node says."""
 
-Tells = Literal["all", "losses", "nothing"]
+Tells = Literal["all", "scores", "losses", "nothing"]
+"""Each has what those behind it have."""
+
+SCORES: frozenset[Tells] = frozenset({"all", "scores"})
+"""With these a user's test scores and amounts of data are told."""
 
 
 class Own(Section):
@@ -20,8 +24,8 @@ class Own(Section):
 
     ``data`` is what a recipe has under ``data.users.NAME``, or a mapping with ``dataset`` of which the user takes its
     own rows. ``runtime`` are keys of a recipe's ``runtime``. ``tells`` says which numbers about the user the server
-    may see: "all" (losses, test scores, amounts of data), "losses" or "nothing"; without it all, in a federation with
-    privacy nothing. ``base`` is where the base is on this machine, if not where the federation's recipe says.
+    may see: "all" (how its model shares the work out among experts or components too), "scores" (losses, test scores,
+    amounts of data), "losses" or "nothing"; without it scores, in a federation with privacy nothing. ``base`` is where the base is on this machine, if not where the federation's recipe says.
     ``expects`` are digests without which the user takes no part: ``recipe``, ``base``.
     """
 
