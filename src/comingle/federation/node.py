@@ -28,11 +28,13 @@ from comingle.engines.evaluations import amounts, measure_of, measured, users_me
 from comingle.engines.local import finetuned, finish, train
 from comingle.errors import ComingleError, DivergenceError, MessageError
 from comingle.federation.asking import check_address, check_task
+from comingle.federation.claims import counts_samples
 from comingle.federation.checking import check_download, check_verdict
 from comingle.federation.home import Home, known_public, open_home
 from comingle.federation.keeping import MODEL, keep_model
 from comingle.federation.own import ENDED, SCORES, Own
 from comingle.federation.public import Public, read_public
+from comingle.federation.room import check_room, run_folder
 from comingle.protocol.messages import LOSS, LOWEST, Download, validation_report
 from comingle.protocol.tasks import Answer, Task, unpack_task
 from comingle.protocol.wire import pack, unpack
@@ -82,6 +84,7 @@ class Node:
                 f"run {task.run}: its recipe was {known.digest} when user {self.own.name!r} joined, and is "
                 f"{public.digest} now"
             )
+        check_room(self.folder, task.run, self.own.max_runs)
         home = self._enter(task.run, public)
         self.say(what_leaves(home))
         told: dict[str, Any] = {
@@ -98,7 +101,7 @@ class Node:
         home = self._known(task.run)
         if (answer := home.answered(task.serial, data)) is not None:
             return answer
-        check_task(task, home.clients.training, Work.STEPS)
+        check_task(task, home.clients.training, Work.STEPS, counted=counts_samples(home.recipe))
         if task.serial <= home.serial:  # the server has not counted what was done, and asks for something else
             home.go_back_to(task.serial - 1)
         if task.serial != home.serial + 1:
@@ -113,7 +116,7 @@ class Node:
         return answer
 
     def _folder(self, run: str) -> Path:
-        return self.folder / f"run-{run}"
+        return run_folder(self.folder, run)
 
     def _known(self, run: str) -> Home:
         if self._home is not None and self._run == run:
