@@ -28,8 +28,8 @@ from comingle.engines.evaluations import amounts, measure_of, measured, users_me
 from comingle.engines.local import finetuned, finish, train
 from comingle.errors import ComingleError, DivergenceError, MessageError
 from comingle.federation.asking import check_address, check_task
-from comingle.federation.claims import counts_samples
 from comingle.federation.checking import check_download, check_verdict
+from comingle.federation.claims import counts_samples
 from comingle.federation.home import Home, known_public, open_home
 from comingle.federation.keeping import MODEL, keep_model
 from comingle.federation.own import ENDED, SCORES, Own

@@ -25,9 +25,10 @@ class Own(Section):
     ``data`` is what a recipe has under ``data.users.NAME``, or a mapping with ``dataset`` of which the user takes its
     own rows. ``runtime`` are keys of a recipe's ``runtime``. ``tells`` says which numbers about the user the server
     may see: "all" (how its model shares the work out among experts or components too), "scores" (losses, test scores,
-    amounts of data), "losses" or "nothing"; without it scores, in a federation with privacy nothing. ``base`` is where the base is on this machine, if not where the federation's recipe says.
-    ``expects`` are digests without which the user takes no part: ``recipe``, ``base``. ``max_runs`` is how many runs
-    may lie in its folder: a server that begins one after the other does not fill the disk.
+    amounts of data), "losses" or "nothing"; without it scores, in a federation with privacy nothing. ``base`` is where
+    the base is on this machine, if not where the federation's recipe says. ``expects`` are digests without which the
+    user takes no part: ``recipe``, ``base``. ``max_runs`` is how many runs may lie in its folder: a server that begins
+    one after the other does not fill the disk.
     """
 
     name: str

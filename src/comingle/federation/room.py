@@ -25,6 +25,6 @@ def check_room(state: Path, run: str, most: int) -> None:
     ended = [folder for folder in known if (folder / MODEL).exists()]
     oldest, why = (ended[0], "which has ended") if ended else (known[0], "the oldest, which has not ended")
     raise RunError(
-        f"{state}: has {len(known)} runs, and max_runs in the participant's file allows no more than {most}; make room, "
-        f"as by `rm -r {oldest}`, {why}"
+        f"{state}: has {len(known)} runs, and max_runs in the participant's file allows no more than {most}; make "
+        f"room, as by `rm -r {oldest}`, {why}"
     )

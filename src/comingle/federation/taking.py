@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from comingle.errors import MessageError, RunError
-from comingle.federation.claims import counts_samples
 from comingle.federation.checking import check_upload, validation_loss
+from comingle.federation.claims import counts_samples
 from comingle.federation.coordinator import Coordinator
 from comingle.protocol.compression import expand
 from comingle.protocol.messages import LOSS, Upload, join_uploads, no_uploads
