@@ -24,7 +24,7 @@ from comingle.reports.mixtures import read_mixtures
 from comingle.runs import api
 
 KEYS = ("experts", "expert_scores", "mixtures", "component", "router_entropy_nats")
-OPTIONS = {"users": 3, "evaluation__every": 1}
+OPTIONS: dict[str, Any] = {"users": 3, "evaluation__every": 1}
 
 
 @pytest.fixture(autouse=True, scope="module")
