@@ -51,6 +51,7 @@ class Federation:
     def __init__(self, folder: Path, recipe: Recipe, patience: Patience, faults: dict[str, dict[int, str]]) -> None:
         self.folder, self.run_folder, self.said = folder, folder / "run", list[str]()
         self.plan, owns = split_recipe(recipe, patience)
+        folder.mkdir()
         save_plan(folder / "federation.yaml", self.plan)
         self.link = SuperLink(folder=self.run_folder, say=self.said.append, project=FAULTY)
         self.nodes = {own.name: self.node(own.name, folder / "users" / own.name) for own in owns}

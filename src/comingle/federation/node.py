@@ -42,6 +42,9 @@ from comingle.records import told_in_one_line
 
 logger = logging.getLogger("comingle")
 
+GONE_ON = "the server has gone on without what was sent last, which came too late or was lost; it is undone here"
+"""Said to the person at this machine; the server says the same of its side."""
+
 Say = Callable[[str], None]
 """Takes a line for the person at this machine."""
 
@@ -103,6 +106,7 @@ class Node:
             return answer
         check_task(task, home.clients.training, Work.STEPS, counted=counts_samples(home.recipe))
         if task.serial <= home.serial:  # the server has not counted what was done, and asks for something else
+            self.say(GONE_ON)
             home.go_back_to(task.serial - 1)
         if task.serial != home.serial + 1:
             raise MessageError(f"task {task.serial}: user {self.own.name!r} has done {home.serial}, so the next is")
