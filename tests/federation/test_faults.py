@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ class Federation:
         self.nodes = {own.name: self.node(own.name, folder / "users" / own.name) for own in owns}
         for own in owns:
             state = folder / "users" / own.name
-            content = own.model_dump(exclude_defaults=True) | {"runtime": {"threads": 1}}
+            content: dict[str, Any] = own.model_dump(exclude_defaults=True) | {"runtime": {"threads": 1}}
             save_participant(state / "participant.yaml", Participant(**content, state="."))
             (state / "faults.json").write_text(json.dumps(faults.get(own.name, {})))
         self.peak_bytes = 0
