@@ -33,7 +33,7 @@ from tests.federation.tiny import (
 )
 
 from comingle.errors import MessageError
-from comingle.federation.node import Node
+from comingle.federation.node import GONE_ON, Node
 from comingle.federation.own import Own
 from comingle.protocol.tasks import Task, unpack_answer
 from comingle.trees import Tree
@@ -331,6 +331,32 @@ def test_what_is_expected_must_be(case: Case, tmp_path: Path) -> None:
     for what in ("recipe", "base"):
         node = Node(tmp_path, own_of(case.content, "ann", expects={what: "abc"}))
         assert f"user 'ann': expects {what} abc; the server has " in refusal(node, case.tasks[0])
+
+
+# -------------------------------------------------------------------- what its user hears
+
+
+def test_a_user_hears_what_leaves_and_after_each_task_how_much_has_left(case: Case, tmp_path: Path) -> None:
+    heard: list[str] = []
+    node = Node(tmp_path / "ann", case.own, say=heard.append)
+    sizes = [len(node.handle(task.pack())) for task in case.tasks]
+    home = node._home
+    assert home is not None
+    (upload,) = home.clients.upload_bytes()
+    shared = f"attention, generalist ({upload:,} bytes) leave this machine each round you take part in"
+    assert heard[0] == f"user 'ann': {shared}; router, specialist, text and optimiser state stay"
+    rounds = [f"round {number + 1}: {size:,} bytes leave this machine" for number, size in enumerate(sizes[1:4])]
+    assert heard[1:4] == rounds
+    assert heard[-1] == f"the federation has ended; {home.folder / 'model'} is the model of user 'ann'"
+    assert len(heard) == len(case.tasks)
+
+
+def test_it_hears_that_what_was_sent_last_does_not_count(case: Case, folder: Path) -> None:
+    heard: list[str] = []
+    node, task = Node(folder, case.own, say=heard.append), case.tasks[3]
+    node.handle(task.pack())
+    node.handle(replace(task, about={**task.about, "other": 1}).pack())
+    assert heard.count(GONE_ON) == 1
 
 
 # -------------------------------------------------------------------- many runs

@@ -215,6 +215,27 @@ def test_a_server_waits_no_longer_than_it_says_for_users_who_never_come(tmp_path
     assert "Traceback" not in (tmp_path / "server.txt").read_text()
 
 
+def test_a_server_that_is_killed_goes_on_by_the_same_command(tmp_path: Path) -> None:
+    """Clients stay where they are, and wait."""
+    recipe = recipe_of(tmp_path, "comigs-1g1s")
+    api.run(recipe, out=tmp_path / "together")
+    here = Place.of(tmp_path, recipe)
+    with (
+        command(tmp_path, "ann", *here.client("ann", here.port)) as ann,
+        command(tmp_path, "bob", *here.client("bob", here.port)) as bob,
+    ):
+        with command(tmp_path, "server", *here.server()) as server:
+            wait_for(lambda: rounds_of(tmp_path / "apart"), server, ann, bob)
+            server.kill()
+        time.sleep(10)  # its processes end with it
+        assert [process.poll() for process in (ann, bob)] == [None] * 2
+        assert len(rounds_of(tmp_path / "apart")) < 3
+        with command(tmp_path, "server again", *here.server()) as server:
+            assert server.wait(SECONDS) == 0
+        assert [process.wait(60) for process in (ann, bob)] == [0, 0]
+    assert_equal(tmp_path / "together", tmp_path / "apart")
+
+
 def test_too_few_in_a_round_end_the_run_in_one_line_and_the_same_commands_go_on(tmp_path: Path) -> None:
     """Bob and all his processes are killed behind the first round; he comes back when the server has given up."""
     recipe = recipe_of(tmp_path, "comigs-1g1s")
