@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -38,13 +39,14 @@ class Seen:
     def look(self) -> bool:
         for path in self.state.glob("run-*/checkpoints/round-*/state.safetensors"):
             if path.parent.name not in self.own:
-                self._take(path.parent.name, load_file(path))
+                with suppress(FileNotFoundError):  # which has been removed just now
+                    self._take(path.parent.name, load_file(path))
         return False
 
     def _take(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         own, shared = [pairs_of(tensors[moment]) for moment in ("first", "second")], list[Numbers]()
         for slot in self.layout.slots:
-            flat = tensors[f"rows/{slot.name}"].flatten()
+            flat = tensors[f"user/{slot.name}"].flatten()
             columns = self.mask[self.layout.starts[slot.name] : self.layout.starts[slot.name] + slot.size]
             own.append(pairs_of(flat[~columns]))
             shared.append(pairs_of(flat[columns]))
@@ -75,6 +77,10 @@ def test_nothing_private_is_in_any_byte_between_the_processes(tmp_path: Path) ->
     seen.look()
     assert len(seen.own) > 3
     assert len(seen.secret) > 1000
+    heard = (tmp_path / "ann.txt").read_text()
+    assert heard.index("leave this machine each round you take part in; router, specialist, text") < heard.index(
+        "round 1: "
+    )
     sent = pairs_in(bytes(proxy.carried[0]) + bytes(proxy.carried[1]))
     assert np.intersect1d(sent, seen.all_shared).size > 1000, "the comparison finds nothing, not even what is sent"
     assert np.intersect1d(sent, seen.secret).size == 0
