@@ -78,9 +78,8 @@ def test_nothing_private_is_in_any_byte_between_the_processes(tmp_path: Path) ->
     assert len(seen.own) > 3
     assert len(seen.secret) > 1000
     heard = (tmp_path / "ann.txt").read_text()
-    assert heard.index("leave this machine each round you take part in; router, specialist, text") < heard.index(
-        "round 1: "
-    )
+    stays = "leave this machine each round you take part in; router, specialist, text and optimiser state stay"
+    assert heard.index(stays) < heard.index("round 1: ")
     sent = pairs_in(bytes(proxy.carried[0]) + bytes(proxy.carried[1]))
     assert np.intersect1d(sent, seen.all_shared).size > 1000, "the comparison finds nothing, not even what is sent"
     assert np.intersect1d(sent, seen.secret).size == 0
