@@ -45,7 +45,7 @@ class Case:
     def __init__(self, folder: Path):
         self.content = tiny(folder, training__rounds=3)
         _, self.channel = federated(self.content, folder / "whole")
-        self.own: Own = own_of(self.content, "ann")
+        self.own: Own = own_of(self.content, "ann", tells="all")
         self.tasks: list[Task] = tasks_of(self.channel, "ann")
         self.answers = [unpack_answer(answer) for who, _, answer in self.channel.recorded if who == "ann"]
         self.ended: Tree = tensors_of(self.channel.nodes["ann"])
