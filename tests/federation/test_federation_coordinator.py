@@ -585,3 +585,63 @@ def test_what_is_not_told_is_absent_and_the_run_folder_is_readable(
         answer = comingle(verb, tmp_path / "run" / "server")
         assert answer.code == 0, (verb, answer)
         assert "Traceback" not in answer.err
+
+
+# -------------------------------------------------------------------- what users claim
+
+
+def test_steps_that_no_user_of_the_recipe_can_have_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Everybody's learning rate would hardly decay; on text all take the steps of the recipe."""
+    content, wrong = tiny(tmp_path, "fedavg"), [10_000_000, 2, 0]
+    lies = [of_words(steps=number) for number in wrong]
+    plan, nodes = started(content, tmp_path / "claims", Patience(join_timeout=60))
+    channel = Lying(nodes, lambda answer: lies.pop(0)(answer) if lies else answer, step="join")
+    coordinate(plan, channel, tmp_path / "claims" / "server")
+    assert not lies
+    assert_same_end(channel, federated(content, tmp_path / "true")[1])
+    lines = [r.getMessage() for r in caplog.records if "local steps" in r.getMessage()]
+    assert lines[0] == "user 'bob': answer: says that it takes 10,000,000 local steps; the recipe's are 1"
+    assert len(lines) == 2  # none at all is no number of steps
+
+
+CHATS = {"prompt": "how much is 2 and 2?", "response": "it is 4, as far as I know"}
+
+
+def chats(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Users with four conversations each, whose local steps are as many as their batches."""
+    content = tiny(folder, "fedavg", **changes)
+    for name in ("ann", "bob"):
+        rows = [CHATS | {"prompt": f"{name} asks: how much is {number} and 2?"} for number in range(12)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    users = {name: f"{folder}/{name}.jsonl" for name in ("ann", "bob")}
+    content["data"] = {"kind": "conversations", "users": users, "split": {"valid": 0.2, "test": 0.2}}
+    del content["training"]["local_steps"]
+    content["training"] |= {"context": 190, "batch_size": 4}
+    return content
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "samples"])
+def test_of_conversations_a_user_may_have_as_many_as_the_server_allows(
+    weighting: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ann and Bob have 8 to train on, which is 2 batches."""
+    content = chats(tmp_path, training__weighting=weighting)
+    plan, nodes = started(content, tmp_path / "run", Patience(max_samples=8, join_timeout=60))
+    lies = [of_words(steps=3)]
+    channel = Lying(nodes, lambda answer: lies.pop(0)(answer) if lies else answer, step="join")
+    coordinate(plan, channel, tmp_path / "run" / "server")
+    assert_same_end(channel, federated(content, tmp_path / "true")[1])
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("user ")]
+    allowed = "allowed: up to 2 (network.max_samples is 8)"
+    assert lines == [f"user 'bob': answer: says that it takes 3 local steps; {allowed}"]
+
+
+def test_weights_are_bounded_by_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    content = chats(tmp_path, training__weighting="samples")
+    plan, nodes = started(content, tmp_path / "run", Patience(max_samples=8))
+    coordinate(plan, Lying(nodes, of_reports(count=torch.tensor([9])), step="upload"), tmp_path / "run" / "server")
+    lines = [r.getMessage() for r in caplog.records if "is left out of round" in r.getMessage()]
+    assert lines
+    assert all(line.endswith("report 'count' is not finite, or not from 1 to 8") for line in lines)

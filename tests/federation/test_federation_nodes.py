@@ -33,7 +33,7 @@ from tests.federation.tiny import (
 )
 
 from comingle.errors import MessageError
-from comingle.federation.node import Node
+from comingle.federation.node import GONE_ON, Node
 from comingle.federation.own import Own
 from comingle.protocol.tasks import Task, unpack_answer
 from comingle.trees import Tree
@@ -45,7 +45,7 @@ class Case:
     def __init__(self, folder: Path):
         self.content = tiny(folder, training__rounds=3)
         _, self.channel = federated(self.content, folder / "whole")
-        self.own: Own = own_of(self.content, "ann")
+        self.own: Own = own_of(self.content, "ann", tells="all")
         self.tasks: list[Task] = tasks_of(self.channel, "ann")
         self.answers = [unpack_answer(answer) for who, _, answer in self.channel.recorded if who == "ann"]
         self.ended: Tree = tensors_of(self.channel.nodes["ann"])
@@ -194,6 +194,7 @@ def wrong_tasks(task: Task) -> dict[str, tuple[Task, str]]:
         "round": (replace(task, round=10**30), "round"),
         "round below": (replace(task, round=-1), "round"),
         "steps": (about(local_steps=10**30), "local_steps"),
+        "other steps": (about(local_steps=2), "task: local_steps is 2; the recipe's are 1"),
         "steps as text": (about(local_steps="many"), "local_steps"),
         "done": (about(done="all"), "done"),
         "done below": (about(done=-1), "done"),
@@ -235,6 +236,7 @@ WRONG = (
     "round",
     "round below",
     "steps",
+    "other steps",
     "steps as text",
     "done",
     "done below",
@@ -329,6 +331,60 @@ def test_what_is_expected_must_be(case: Case, tmp_path: Path) -> None:
     for what in ("recipe", "base"):
         node = Node(tmp_path, own_of(case.content, "ann", expects={what: "abc"}))
         assert f"user 'ann': expects {what} abc; the server has " in refusal(node, case.tasks[0])
+
+
+# -------------------------------------------------------------------- what its user hears
+
+
+def test_a_user_hears_what_leaves_and_after_each_task_how_much_has_left(case: Case, tmp_path: Path) -> None:
+    heard: list[str] = []
+    node = Node(tmp_path / "ann", case.own, say=heard.append)
+    sizes = [len(node.handle(task.pack())) for task in case.tasks]
+    home = node._home
+    assert home is not None
+    (upload,) = home.clients.upload_bytes()
+    shared = f"attention, generalist ({upload:,} bytes) leave this machine each round you take part in"
+    assert heard[0] == f"user 'ann': {shared}; router, specialist, text and optimiser state stay"
+    rounds = [f"round {number + 1}: {size:,} bytes leave this machine" for number, size in enumerate(sizes[1:4])]
+    assert heard[1:4] == rounds
+    assert heard[-1] == f"the federation has ended; {home.folder / 'model'} is the model of user 'ann'"
+    assert len(heard) == len(case.tasks)
+
+
+def test_it_hears_that_what_was_sent_last_does_not_count(case: Case, folder: Path) -> None:
+    heard: list[str] = []
+    node, task = Node(folder, case.own, say=heard.append), case.tasks[3]
+    node.handle(task.pack())
+    node.handle(replace(task, about={**task.about, "other": 1}).pack())
+    assert heard.count(GONE_ON) == 1
+
+
+# -------------------------------------------------------------------- many runs
+
+
+def test_a_server_that_begins_run_after_run_does_not_fill_the_disk(case: Case, tmp_path: Path) -> None:
+    heard: list[str] = []
+    node = Node(tmp_path, case.own.model_copy(update={"max_runs": 3}), say=heard.append)
+    for number in range(3):
+        assert not answer_of(node, replace(case.tasks[0], run=f"run{number}")).refused
+    (tmp_path / "run-run1" / "model").mkdir()  # as of one that has ended
+    kept = kept_in(tmp_path)
+    told = refusal(node, replace(case.tasks[0], run="another"))
+    assert told == "user 'ann': its own folder cannot be used; it says on its own machine what is wrong"
+    assert heard[-1] == (
+        f"{tmp_path}: has 3 runs, and max_runs in the participant's file allows no more than 3; make room, as by "
+        f"`rm -r {tmp_path / 'run-run1'}`, which has ended"
+    )
+    assert kept_in(tmp_path) == kept
+    assert not answer_of(node, replace(case.tasks[0], run="run2")).refused  # which is known
+    shutil.rmtree(tmp_path / "run-run1")  # as it says
+    assert not answer_of(node, replace(case.tasks[0], run="another")).refused
+    assert "the oldest, which has not ended" in line_of_one_more(node, case, heard)
+
+
+def line_of_one_more(node: Node, case: Case, heard: list[str]) -> str:
+    refusal(node, replace(case.tasks[0], run="more"))
+    return heard[-1]
 
 
 # -------------------------------------------------------------------- killed

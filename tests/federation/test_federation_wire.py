@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from tests.federation.tiny import one_base, tiny
 
 from comingle.engines.client import Clients
 from comingle.federation.node import Node
+from comingle.federation.own import Tells
 from comingle.federation.running import coordinate
 from comingle.protocol.messages import COUNT, LOSS, VALIDATION, Download, Upload
 from comingle.protocol.tasks import unpack_answer, unpack_task
@@ -73,9 +73,7 @@ def pairs_in(data: bytes) -> Numbers:
     return np.unique(np.concatenate(at))
 
 
-def run(
-    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, tells: Literal["all", "losses", "nothing"] = "all"
-) -> tuple[Direct, Watch]:
+def run(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, tells: Tells = "all") -> tuple[Direct, Watch]:
     """A federation of three, with all that went to and fro, and what everybody had whenever anything was sent."""
     best = {"evaluation__select": "best", "evaluation__every": 1, "training__weighting": "tokens"}
     content = tiny(folder, name, users=3, training__rounds=3, training__local_steps=2, **best)
@@ -106,10 +104,17 @@ METHODS = ("comigs-1g1s", "fdlora", "pcl", "floral", "fedsa-lora")
 
 @pytest.mark.parametrize(
     ("name", "tells"),
-    [*((name, "all") for name in METHODS), ("comigs-1g1s", "losses"), ("comigs-1g1s", "nothing"), ("pcl", "nothing")],
+    [
+        *((name, "all") for name in METHODS),
+        ("comigs-1g1s", "scores"),
+        ("floral", "scores"),
+        ("comigs-1g1s", "losses"),
+        ("comigs-1g1s", "nothing"),
+        ("pcl", "nothing"),
+    ],
 )
 def test_nothing_private_is_in_any_byte(
-    name: str, tells: Literal["all", "losses", "nothing"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tells: Tells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     channel, watch = run(tmp_path, name, monkeypatch, tells)
     every = [data for _, task, answer in channel.recorded for data in (task, answer)]
@@ -160,6 +165,8 @@ def assert_told(channel: Direct, tells: str) -> None:
     for _, _, data in channel.recorded:
         answer = unpack_answer(data)
         if tells != "all":
+            assert not {"gates", "mixture"} & answer.told.keys()
+        if tells in ("losses", "nothing"):
             assert set(answer.told) <= ALWAYS_TOLD | ({"train_loss"} if tells == "losses" else set())
         for one in answer.messages if tells == "nothing" else ():
             message = unpack(one)

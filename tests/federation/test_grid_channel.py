@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
 from tests.federation.grid import LocalGrid, run_app
 
 from comingle.errors import MessageError
@@ -224,3 +226,68 @@ def test_a_large_message_is_not_much_larger_on_the_wire(grid: LocalGrid, tmp_pat
     request = next(message for message in grid.sent if message.metadata.message_type == "train")
     sent = sum(len(part.deflate()) for part in get_all_nested_objects(request).values())
     assert len(data) < sent < 1.001 * len(data)
+
+
+def replying(hello: Callable[[], RecordDict], train: Callable[[], RecordDict]) -> ClientApp:
+    """An app that is not comingle's, though it answers to the same kinds of messages."""
+    made = ClientApp()
+    made.query("hello")(lambda message, context: Message(hello(), reply_to=message))
+    made.query("refused")(lambda message, context: Message(RecordDict(), reply_to=message))
+    made.train()(lambda message, context: Message(train(), reply_to=message))
+    return made
+
+
+def hello_of(**changes: Any) -> RecordDict:
+    return RecordDict({"hello": ConfigRecord({"name": "bob", "instance": "1", "format": 1} | changes)})
+
+
+def array_of(key: str) -> RecordDict:
+    return RecordDict({"message": ArrayRecord({key: Array("uint8", (1,), "comingle", b"x")})})
+
+
+LONG = "x" * 1_000_000
+ODD_REPLIES: dict[str, Callable[[], RecordDict]] = {
+    "nothing": RecordDict,
+    "no line": lambda: RecordDict({"line": ConfigRecord({"accident": False})}),
+    "no kind": lambda: RecordDict({"line": ConfigRecord({"line": "no"})}),
+    "line of numbers": lambda: RecordDict({"line": ConfigRecord({"line": [1, 2], "accident": [3]})}),
+    "long line": lambda: RecordDict({"line": ConfigRecord({"line": LONG, "accident": False})}),
+    "control characters": lambda: RecordDict({"line": ConfigRecord({"line": "no\n\x1b[2J", "accident": False})}),
+    "another array": lambda: array_of("other"),
+    "long names": lambda: RecordDict({LONG: ConfigRecord({})}),
+    "a line that is an array": lambda: RecordDict({"line": array_of("line").array_records["message"]}),
+}
+ODD_HELLOS: dict[str, Callable[[], RecordDict]] = {
+    **{what: reply for what, reply in ODD_REPLIES.items() if what != "no kind"},
+    "long name": lambda: hello_of(name=LONG),
+    "name of numbers": lambda: hello_of(name=[1, 2]),
+    "name of control characters": lambda: hello_of(name="\x1b[2J"),
+    "no name": lambda: hello_of(name=""),
+    "long instance": lambda: hello_of(instance=LONG),
+    "format as text": lambda: hello_of(format="new"),
+    "another format": lambda: hello_of(format=2),
+}
+
+
+@pytest.mark.parametrize("what", ODD_REPLIES)
+def test_a_reply_that_is_not_comingles_is_one_short_line(what: str, grid: LocalGrid, tmp_path: Path) -> None:
+    join(grid, tmp_path, "ada")
+    grid.join(replying(hello_of, ODD_REPLIES[what]))
+    got = talk(grid, {"ada": b"x", "bob": b"x"})
+    assert got["ada"] == b"ada: X"
+    assert isinstance(got["bob"], str)
+    assert got["bob"].isprintable()
+    assert 0 < len(got["bob"]) < 600
+
+
+@pytest.mark.parametrize("what", ODD_HELLOS)
+def test_a_node_that_does_not_say_who_it_is_is_not_let_in(what: str, grid: LocalGrid, tmp_path: Path) -> None:
+    join(grid, tmp_path, "ada")
+    grid.join(replying(ODD_HELLOS[what], RecordDict))
+    said: list[str] = []
+    channel = GridChannel(grid, said.append)
+    assert channel.present() == ["ada"]
+    (refused,) = [line for line in said if line.startswith("refused: ")]
+    assert refused.isprintable()
+    assert len(refused) < 600
+    assert dict(channel.exchange({"ada": b"x"}, timeout=10)) == {"ada": b"ada: X"}

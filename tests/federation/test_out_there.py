@@ -21,6 +21,7 @@ pytest.importorskip("flwr")
 
 from tests.federation.test_federate import assert_equal, nothing_is_left, recipe_of
 
+from comingle.federation.coordinator import Patience
 from comingle.federation.files import save_plan
 from comingle.federation.splitting import split_recipe
 from comingle.recipes import Recipe
@@ -36,11 +37,12 @@ SECONDS = 400
 
 @dataclass
 class Proxy:
-    """Stands between a client and the server, and can be cut."""
+    """Stands between a client and the server, and can be cut; ``carried`` is what went up, and what came down."""
 
     port: int
     own: int = field(default_factory=free_port)
     up: bool = True
+    carried: tuple[bytearray, bytearray] = field(default_factory=lambda: (bytearray(), bytearray()))
     _open: list[socket.socket] = field(default_factory=list)
 
     def __enter__(self) -> Proxy:
@@ -78,6 +80,7 @@ class Proxy:
                 for key, _ in watched.select():
                     if not (data := key.fileobj.recv(65536)):  # type: ignore[union-attr]
                         return
+                    self.carried[key.fileobj is server].extend(data)
                     other[key.fileobj].sendall(data)  # type: ignore[index]
 
 
@@ -117,8 +120,8 @@ class Place:
     port: int = field(default_factory=free_port)
 
     @classmethod
-    def of(cls, folder: Path, recipe: Recipe) -> Place:
-        plan, _ = split_recipe(recipe)
+    def of(cls, folder: Path, recipe: Recipe, patience: Patience | None = None) -> Place:
+        plan, _ = split_recipe(recipe, patience)
         save_plan(folder / "federation.yaml", plan)
         (folder / "apart" / "users").mkdir(parents=True, exist_ok=True)
         return cls(folder, {name: str(user.path) for name, user in recipe.data.users.items()})  # type: ignore[union-attr]
@@ -190,6 +193,72 @@ def test_a_user_whose_disk_is_full_is_named_and_takes_part_once_there_is_room(tm
     assert "bob: " in (tmp_path / "server.txt").read_text()
     assert present_in(tmp_path / "apart")[-1] == ["ann", "bob"]
     assert read_metrics(tmp_path / "apart")["users"].keys() == {"ann", "bob"}
+
+
+def line_of(folder: Path, name: str) -> str:
+    """The last line that a command has printed."""
+    return (folder / f"{name}.txt").read_text().rstrip("\n").rpartition("\n")[2]
+
+
+def test_a_server_waits_no_longer_than_it_says_for_users_who_never_come(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "fedavg")
+    here = Place.of(tmp_path, recipe, Patience(min_participants=2, join_timeout=5.0))
+    began = time.monotonic()
+    with (
+        command(tmp_path, "server", *here.server()) as server,
+        command(tmp_path, "ann", *here.client("ann", here.port)) as ann,
+    ):
+        assert server.wait(SECONDS) == 2
+        assert ann.poll() is None  # who waits for the server, as long as it likes
+    assert time.monotonic() - began < 100
+    assert "of 2 users have joined; needed: 2; network.join_timeout is 5 s" in line_of(tmp_path, "server")
+    assert "Traceback" not in (tmp_path / "server.txt").read_text()
+
+
+def test_a_server_that_is_killed_goes_on_by_the_same_command(tmp_path: Path) -> None:
+    """Clients stay where they are, and wait."""
+    recipe = recipe_of(tmp_path, "comigs-1g1s")
+    api.run(recipe, out=tmp_path / "together")
+    here = Place.of(tmp_path, recipe)
+    with (
+        command(tmp_path, "ann", *here.client("ann", here.port)) as ann,
+        command(tmp_path, "bob", *here.client("bob", here.port)) as bob,
+    ):
+        with command(tmp_path, "server", *here.server()) as server:
+            wait_for(lambda: rounds_of(tmp_path / "apart"), server, ann, bob)
+            server.kill()
+        time.sleep(10)  # its processes end with it
+        assert [process.poll() for process in (ann, bob)] == [None] * 2
+        assert len(rounds_of(tmp_path / "apart")) < 3
+        with command(tmp_path, "server again", *here.server()) as server:
+            assert server.wait(SECONDS) == 0
+        assert [process.wait(60) for process in (ann, bob)] == [0, 0]
+    assert_equal(tmp_path / "together", tmp_path / "apart")
+
+
+def test_too_few_in_a_round_end_the_run_in_one_line_and_the_same_commands_go_on(tmp_path: Path) -> None:
+    """Bob and all his processes are killed behind the first round; he comes back when the server has given up."""
+    recipe = recipe_of(tmp_path, "comigs-1g1s")
+    api.run(recipe, out=tmp_path / "together")
+    here = Place.of(tmp_path, recipe, Patience(min_participants=2, round_timeout=20.0, join_timeout=120.0))
+    with (
+        command(tmp_path, "ann", *here.client("ann", here.port)) as ann,
+        command(tmp_path, "bob", *here.client("bob", here.port)) as bob,
+    ):
+        with command(tmp_path, "server", *here.server()) as server:
+            wait_for(lambda: rounds_of(tmp_path / "apart"), server, ann, bob)
+            bob.kill()
+            assert server.wait(SECONDS) == 2
+        assert ann.poll() is None
+        assert line_of(tmp_path, "server").endswith("1 of 2 participants answered in 20 s; needed: 2")
+        assert "  bob: " in (tmp_path / "server.txt").read_text()  # when, who, and why
+        with (
+            command(tmp_path, "bob again", *here.client("bob", here.port)) as again,
+            command(tmp_path, "server again", *here.server()) as server,
+        ):
+            assert server.wait(SECONDS) == 0
+            assert [process.wait(60) for process in (ann, again)] == [0, 0]
+    assert_equal(tmp_path / "together", tmp_path / "apart")
 
 
 def present_in(folder: Path) -> list[list[str]]:

@@ -21,7 +21,7 @@ from comingle.errors import RecipeError, RunError
 from comingle.transports.flower.calling import read_worker
 from comingle.transports.flower.certificates import make_certificates
 from comingle.transports.flower.fate import read_state
-from comingle.transports.flower.processes import Service
+from comingle.transports.flower.processes import Service, environment
 from comingle.transports.flower.superlink import Certificates, SuperLink, coordinate
 from comingle.transports.flower.supernode import SuperNode, participate
 from comingle.transports.flower.users import User
@@ -254,6 +254,14 @@ class TestKeys:
         with pytest.raises(RunError, match=rf"^{name}'s SuperNode: .*{why}") as refusal:
             participate(node)
         assert "\n" not in str(refusal.value)
+
+
+def test_flowers_programs_send_nothing_to_anybody_and_look_for_no_updates(tmp_path: Path) -> None:
+    code = "import os; from flwr.supercore import telemetry, update_check as updates; "
+    code += "print(telemetry.FLWR_TELEMETRY_ENABLED, os.environ[updates.FLWR_DISABLE_UPDATE_CHECK])"
+    known = environment(tmp_path, poll_seconds=1.0)
+    done = subprocess.run([sys.executable, "-c", code], env=known, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "1"]
 
 
 class TestServices:

@@ -187,7 +187,10 @@ def test_a_user_tells_nothing_of_itself_unless_it_says_so(tmp_path: Path) -> Non
     node = Node(tmp_path / "ann", own_of(content, "ann"))
     for task in tasks_of(channel, "ann"):
         answer = answer_of(node, task)
-        assert not {"train_loss", "score", "metrics", "tokens", "seconds", "amounts"} & answer.told.keys()
+        assert (
+            not {"train_loss", "score", "metrics", "tokens", "seconds", "amounts", "gates", "mixture"}
+            & answer.told.keys()
+        )
 
 
 @pytest.fixture

@@ -29,12 +29,15 @@ def route_texts(
         RunError: a run cannot be opened.
     """
     import comingle
+    from comingle.records import PARTICIPANTS
 
     chosen = choose_users(entries[0].first.users, users)
     texts = [read_text(one, number) for number, one in enumerate(given or (), start=1)]
     views = []
     for entry in entries:
-        finished = [run for run in entry.runs if run.metrics is not None]
+        # Over a network users' models and texts stay with them, and a server has none to show.
+        here = [run for run in entry.runs if not (run.folder / PARTICIPANTS).exists()]
+        finished = [run for run in here if run.metrics is not None]
         if entry.first.routed and finished:
             opened = comingle.load(finished[0].folder)
             label = entry.label if len(entry.runs) == 1 else f"{entry.label}, seed {finished[0].seed}"

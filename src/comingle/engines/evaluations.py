@@ -12,7 +12,7 @@ from comingle.engines.clock import Clock, Federation
 from comingle.engines.events import Observer
 from comingle.engines.faults import diverged
 from comingle.engines.local import finetuned
-from comingle.engines.mixing import mixtures
+from comingle.engines.mixing import mixture_at_users, mixtures
 from comingle.engines.runtime import peak_memory_bytes
 from comingle.engines.scoring import AnyScore
 from comingle.engines.settings import Training
@@ -39,7 +39,7 @@ def evaluate(federation: Federation, done: int, observe: Observer) -> Sequence[A
     if losses:
         federation.select(done, losses)
         event["mean_valid_loss"] = fmean(losses.values())
-    observe(event | _experts(clients, scores) | mixtures(clients, federation.server))
+    observe(event | experts_event(clients, scores) | mixtures(clients, federation.server))
     return scores
 
 
@@ -59,7 +59,7 @@ def _check_finite(clients: Clients, scores: Sequence[AnyScore], done: int) -> No
             raise diverged(user.name, f"test loss is {score.mean_loss} after round {done}", suspects)
 
 
-def _experts(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Any]:
+def experts_event(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Any]:
     """For methods with routers: each user's experts, and for each layer their mean gates over the test text."""
     if not clients.scorer.routed:
         return {}
@@ -70,6 +70,16 @@ def _experts(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Any]:
         for (name, experts), score in zip(names.items(), scores, strict=True)
     }
     return {"experts": names, "expert_scores": by_user}
+
+
+def users_routing(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, dict[str, Any]]:
+    """How each user's model shares the work out: mean gates ``(layers, experts)`` over its test text, its mixture."""
+    gates = experts_event(clients, scores).get("expert_scores", {})
+    mixed = mixture_at_users(clients)
+    of_users: dict[str, dict[str, Any]] = {name: {"gates": layers} for name, layers in gates.items()}
+    for user, mixture in zip(clients.users, [] if mixed is None else mixed.tolist(), strict=False):
+        of_users.setdefault(user.name, {})["mixture"] = mixture
+    return {user.name: of_users.get(user.name, {}) for user in clients.users}
 
 
 def measured(score: AnyScore) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from comingle.engines.client import Clients
 from comingle.engines.server import ServerHalf, averaging_weights
+from comingle.methods.base import Method
 from comingle.methods.server import aggregation_weights
 from comingle.trees import CLIENT_ROUTER
 
@@ -19,29 +21,42 @@ PRECISION = 6
 def mixtures(clients: Clients, server: ServerHalf) -> dict[str, Any]:
     """For methods whose users mix several components, or have one of them: what an evaluation's event says of it."""
     shares = mixture_of(clients, server)
-    if shares is None or shares.shape[1] < 2:
-        return {}
     names = [user.name for user in clients.users]
-    rows = [[round(p, PRECISION) for p in row] for row in shares.tolist()]
-    event: dict[str, Any] = {"mixtures": dict(zip(names, rows, strict=True))}
-    event["component"] = clients.method.components
-    of_shares = bool((shares >= 0).all())  # merging weights without a softmax may be anything
-    if of_shares:
-        event["router_entropy_nats"] = round(float(entropy(shares).mean()), PRECISION)
+    if shares is None or not (event := mixtures_event(names, shares, clients.method)):
+        return {}
     truth = [getattr(user, "cluster", None) for user in clients.users]
     if None not in truth:
         event["clusters"] = dict(zip(names, truth, strict=True))
-    if None not in truth and of_shares:
+    if None not in truth and _are_shares(shares):
         distance = mismatch(shares, torch.tensor(truth), sizes(clients)).mean()
         event["aggregation_mismatch"] = round(float(distance), PRECISION)
     return event
 
 
+def mixtures_event(names: Sequence[str], shares: Float[Tensor, "users clusters"], method: Method) -> dict[str, Any]:
+    """What an evaluation's event says of these users' mixtures; nothing of a single component."""
+    if shares.shape[1] < 2:
+        return {}
+    rows = [[round(p, PRECISION) for p in row] for row in shares.tolist()]
+    event: dict[str, Any] = {"mixtures": dict(zip(names, rows, strict=True)), "component": method.components}
+    if _are_shares(shares):
+        event["router_entropy_nats"] = round(float(entropy(shares).mean()), PRECISION)
+    return event
+
+
+def _are_shares(shares: Float[Tensor, "users clusters"]) -> bool:
+    """Merging weights without a softmax may be anything."""
+    return bool((shares >= 0).all())
+
+
 def mixture_of(clients: Clients, server: ServerHalf) -> Float[Tensor, "users clusters"] | None:
     """Each user's mixture, without noise, or its choice, or the weights by which the server merges models for it."""
     merging = server.method.server.merging_weights(server.kept)
-    if merging is not None:
-        return merging.double().cpu()
+    return mixture_at_users(clients) if merging is None else merging.double().cpu()
+
+
+def mixture_at_users(clients: Clients) -> Float[Tensor, "users clusters"] | None:
+    """The same, as far as users know it themselves."""
     mixture = clients.method.placement.mixture
     if mixture is not None:
         theta = clients.model.layout.views(clients.state.rows)[CLIENT_ROUTER][clients.row_of]

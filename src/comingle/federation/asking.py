@@ -12,7 +12,7 @@ from comingle.protocol.tasks import Task
 
 _RUN = re.compile(r"[A-Za-z0-9]{1,64}")
 _MOST_STEPS = 10_000_000
-"""As in a recipe."""
+"""As in a recipe, where they depend on how much data users have."""
 _NEEDS_MESSAGE = ("receive", "hear", "share", "mask", "unmask")
 
 
@@ -28,8 +28,10 @@ def check_address(task: Task, user: str) -> None:
         raise MessageError(f"task: of run {task.run[:70]!r}; a run is called by up to 64 letters and digits")
 
 
-def check_task(task: Task, training: Training, steps: Collection[str]) -> None:
+def check_task(task: Task, training: Training, steps: Collection[str], *, counted: bool) -> None:
     """Whether its steps are known, each once, with the messages that they need, about a round that there is.
+
+    Local iterations are ``counted`` from users' data, or as many as the recipe says.
 
     Raises:
         MessageError: something is not so.
@@ -48,7 +50,10 @@ def check_task(task: Task, training: Training, steps: Collection[str]) -> None:
         raise MessageError("task: a message that no step needs")
     _check_number("round", task.round, training.rounds)
     _check_number("done", task.about.get("done", 0), training.rounds)
-    _check_number("local_steps", task.about.get("local_steps", 0), _MOST_STEPS)
+    said, own = task.about.get("local_steps", 0), training.local_steps
+    _check_number("local_steps", said, _MOST_STEPS)
+    if not counted and said not in (0, own):
+        raise MessageError(f"task: local_steps is {said}; the recipe's are {own}")
 
 
 def _check_number(what: str, got: Any, most: int) -> None:

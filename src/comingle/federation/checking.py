@@ -19,7 +19,7 @@ from comingle.trees import Layout, Tree, restrict
 
 _FACTORS = (".a", ".b")
 _DTYPES = (torch.float32, torch.float64)
-_MOST_SAMPLES = 10**15
+_MOST = 10**15
 _LARGEST = float(torch.finfo(torch.float32).max)
 _LOSS = Reported(least=-_LARGEST, most=_LARGEST)
 
@@ -34,10 +34,12 @@ def check_upload(
     rank: int,
     weighted: bool = False,
     adaptive: bool = False,
+    most: int = _MOST,
 ) -> None:
     """Whether an upload is a user's own of round ``number`` (from 1); ``rank`` is the largest that the user may have.
 
-    With ``adaptive`` it says whether its change was within the server's bound.
+    With ``adaptive`` it says whether its change was within the server's bound; ``weighted`` it says how much data it
+    has, up to ``most``.
 
     Raises:
         MessageError: it is not; says what is wrong.
@@ -48,7 +50,7 @@ def check_upload(
         raise MessageError(f"upload: of round {upload.round}; now it is round {number}")
     _check_rank("upload", int(upload.ranks[0]), rank)
     _check_tensors("upload", upload.tensors, layout, method.shared, leading=0, rank=int(upload.ranks[0]))
-    _check_reports(upload.reports, _reported(method, weighted=weighted, adaptive=adaptive))
+    _check_reports(upload.reports, _reported(method, weighted=weighted, adaptive=adaptive, most=most))
 
 
 def check_download(
@@ -147,11 +149,11 @@ def _cut(name: str, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
     return (*shape[:-2], min(rank, shape[-2]), shape[-1])
 
 
-def _reported(method: Method, *, weighted: bool, adaptive: bool) -> dict[str, Reported]:
+def _reported(method: Method, *, weighted: bool, adaptive: bool, most: int) -> dict[str, Reported]:
     """What goes with an upload besides the mean training loss, which not everybody tells."""
     of_method = {name: one for part in method.client.parts for name, one in part.reports.items()}
     of_method |= {WITHIN: Reported(most=1, whole=True)} if adaptive else {}
-    return of_method | ({COUNT: Reported(least=1, most=_MOST_SAMPLES, whole=True)} if weighted else {})
+    return of_method | ({COUNT: Reported(least=1, most=most, whole=True)} if weighted else {})
 
 
 def _check_reports(reports: Tree, wanted: dict[str, Reported]) -> None:

@@ -16,6 +16,7 @@ from comingle.engines.clock import Clock
 from comingle.engines.events import Observer
 from comingle.engines.server import ServerHalf, start_server
 from comingle.errors import MessageError, RunError
+from comingle.federation.claims import check_steps
 from comingle.federation.public import House, Public
 from comingle.federation.telling import check_told
 from comingle.models.model import Model
@@ -33,16 +34,17 @@ AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long the server waits, and for how many.
+    """How long the server waits, for how many, and what it believes of them.
 
     A round ends when everybody who was asked has answered, or after ``round_timeout`` seconds with those who have, if
     they are ``min_participants``; else the run ends, to be gone on with. ``join_timeout`` is how long the first round
-    waits for everybody.
+    waits for everybody. ``max_samples`` is how many samples or conversations a user may have.
     """
 
     min_participants: int = 1
     round_timeout: float = 3600.0
     join_timeout: float = 300.0
+    max_samples: int = 1_000_000
 
 
 @dataclass(kw_only=True)
@@ -254,6 +256,8 @@ class Coordinator:
         try:
             answer = unpack_answer(got)
             answer = replace(answer, told=check_told(answer.told))
+            if task.todo == _JOIN and not answer.refused:
+                check_steps(int(answer.told.get("steps", 1)), self.house, self.patience.max_samples)
         except MessageError as error:
             return str(error)
         if (answer.run, answer.serial, answer.user) != (task.run, task.serial, name):
@@ -265,6 +269,7 @@ class Coordinator:
         """Once for each reason."""
         if gone or failed.get(name) != why:
             logger.warning("user %r: %s", name, f"{why}; the others go on" if gone else why)
+        if failed.get(name) != why:
             self.observe({"event": "failed", "user": name, "reason": why})
         failed[name] = why
 

@@ -35,11 +35,12 @@ from comingle.records import write_text
 
 
 class NetworkSection(Section):
-    """How long the server waits, in seconds, and for how many."""
+    """How long the server waits, in seconds, for how many, and how many samples a user may have."""
 
     min_participants: Count = Patience.min_participants
     round_timeout: Positive = Patience.round_timeout
     join_timeout: Positive = Patience.join_timeout
+    max_samples: Count = Patience.max_samples
 
 
 class Participant(Own):

@@ -142,7 +142,7 @@ class Home:
 
     def tells(self, own: Own) -> Tells:
         """What the user tells of itself: with privacy nothing, unless its own file says so."""
-        return own.tells or ("all" if self.clients.shield is None else "nothing")
+        return own.tells or ("scores" if self.clients.shield is None else "nothing")
 
     def note_release(self, data: bytes) -> str:
         """Write down, before it leaves, that an upload with the user's own noise does; why it may not, if it may not.

@@ -28,15 +28,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from comingle.engines.evaluations import amounts, measure_of, measured, users_metrics
+from comingle.engines.evaluations import amounts, measure_of, measured, users_metrics, users_routing
 from comingle.engines.local import finetuned, finish, train
 from comingle.errors import ComingleError, DivergenceError, MessageError
 from comingle.federation.asking import check_address, check_task
 from comingle.federation.checking import check_download, check_verdict
+from comingle.federation.claims import counts_samples
 from comingle.federation.home import Home, known_public, open_home
 from comingle.federation.keeping import MODEL, keep_model
-from comingle.federation.own import ENDED, Own
+from comingle.federation.own import ENDED, SCORES, Own
 from comingle.federation.public import Public, read_public
+from comingle.federation.room import check_room, run_folder
 from comingle.federation.sums import PARTS
 from comingle.protocol.messages import LOSS, LOWEST, Download, validation_report
 from comingle.protocol.tasks import Answer, Task, unpack_task
@@ -44,6 +46,9 @@ from comingle.protocol.wire import pack, unpack
 from comingle.records import told_in_one_line
 
 logger = logging.getLogger("comingle")
+
+GONE_ON = "the server has gone on without what was sent last, which came too late or was lost; it is undone here"
+"""Said to the person at this machine; the server says the same of its side."""
 
 Say = Callable[[str], None]
 """Takes a line for the person at this machine."""
@@ -87,6 +92,7 @@ class Node:
                 f"run {task.run}: its recipe was {known.digest} when user {self.own.name!r} joined, and is "
                 f"{public.digest} now"
             )
+        check_room(self.folder, task.run, self.own.max_runs)
         home = self._enter(task.run, public)
         self.say(what_leaves(home))
         told: dict[str, Any] = {
@@ -95,7 +101,7 @@ class Node:
             "done": home.serial,
             "back": home.can_go_back_to()[0],
         }
-        if home.tells(self.own) == "all":
+        if home.tells(self.own) in SCORES:
             told["amounts"] = amounts(home.clients.trainers[0], home.clients.feed.unit)
         return Answer(run=task.run, serial=task.serial, user=task.user, told=told)
 
@@ -103,8 +109,9 @@ class Node:
         home = self._known(task.run)
         if (answer := home.answered(task.serial, data)) is not None:
             return answer
-        check_task(task, home.clients.training, Work.STEPS)
+        check_task(task, home.clients.training, Work.STEPS, counted=counts_samples(home.recipe))
         if task.serial <= home.serial:  # the server has not counted what was done, and asks for something else
+            self.say(GONE_ON)
             home.go_back_to(task.serial - 1)
         if task.serial != home.serial + 1:
             raise MessageError(f"task {task.serial}: user {self.own.name!r} has done {home.serial}, so the next is")
@@ -118,7 +125,7 @@ class Node:
         return answer
 
     def _folder(self, run: str) -> Path:
-        return self.folder / f"run-{run}"
+        return run_folder(self.folder, run)
 
     def _known(self, run: str) -> Home:
         if self._home is not None and self._run == run:
@@ -156,7 +163,7 @@ class Work:
         started = time.perf_counter()
         for step in self.task.todo:
             self.STEPS[step](self)
-        if self.tells == "all":
+        if self.tells in SCORES:
             self.told["seconds"] = time.perf_counter() - started
         task = self.task
         return Answer(run=task.run, serial=task.serial, user=task.user, told=self.told, messages=tuple(self.sent))
@@ -194,7 +201,7 @@ class Work:
             self.clients.state = before
             self.clients.resized()
             return
-        if self.tells == "all":
+        if self.tells in SCORES:
             self.told |= {"tokens": work.tokens, "train_seconds": work.seconds}
         if work.rejected:
             self.told["left_out"] = work.rejected[0]
@@ -229,8 +236,10 @@ class Work:
         if losses and done is not None:
             self.sent.append(pack(validation_report(losses, done)))
         self.told |= {"measure": measure_of(scores), "evaluated": True}
-        if self.tells == "all" and all(map(math.isfinite, measured(scores[0]).values())):
+        if self.tells in SCORES and all(map(math.isfinite, measured(scores[0]).values())):
             self.told |= {"score": measured(scores[0]), "metrics": users_metrics(clients, scores)[self.own.name]}
+        if self.tells == "all":
+            self.told |= users_routing(clients, scores)[self.own.name]
 
     def _choose(self) -> None:
         self.clients.choose()

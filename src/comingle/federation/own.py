@@ -7,12 +7,16 @@ from typing import Any, Literal
 from pydantic import field_validator
 
 from comingle.data.names import name_problem
-from comingle.recipes.fields import Section
+from comingle.recipes.fields import Count, Section
 
 ENDED = "the federation has ended"
 """How the last line begins that a user's node says."""
 
-Tells = Literal["all", "losses", "nothing"]
+Tells = Literal["all", "scores", "losses", "nothing"]
+"""Each has what those behind it have."""
+
+SCORES: frozenset[Tells] = frozenset({"all", "scores"})
+"""With these a user's test scores and amounts of data are told."""
 
 
 class Own(Section):
@@ -20,9 +24,11 @@ class Own(Section):
 
     ``data`` is what a recipe has under ``data.users.NAME``, or a mapping with ``dataset`` of which the user takes its
     own rows. ``runtime`` are keys of a recipe's ``runtime``. ``tells`` says which numbers about the user the server
-    may see: "all" (losses, test scores, amounts of data), "losses" or "nothing"; without it all, in a federation with
-    privacy nothing. ``base`` is where the base is on this machine, if not where the federation's recipe says.
-    ``expects`` are digests without which the user takes no part: ``recipe``, ``base``.
+    may see: "all" (how its model shares the work out among experts or components too), "scores" (losses, test scores,
+    amounts of data), "losses" or "nothing"; without it scores, in a federation with privacy nothing. ``base`` is where
+    the base is on this machine, if not where the federation's recipe says. ``expects`` are digests without which the
+    user takes no part: ``recipe``, ``base``. ``max_runs`` is how many runs may lie in its folder: a server that begins
+    one after the other does not fill the disk.
     """
 
     name: str
@@ -31,6 +37,7 @@ class Own(Section):
     tells: Tells | None = None
     base: str | None = None
     expects: dict[Literal["recipe", "base"], str] = {}  # noqa: RUF012
+    max_runs: Count = 20
 
     @field_validator("name")
     @classmethod

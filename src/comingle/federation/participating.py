@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from comingle.transports.flower.calling import FOLDER as WORKER
 from comingle.transports.flower.calling import LOG
 from comingle.transports.flower.supernode import SuperNode, participate
 from comingle.transports.flower.users import User
+
+LINGER_SECONDS = 5.0
 
 SAYS = "comingle: "
 """How the lines of a worker begin that are for people."""
@@ -47,9 +50,23 @@ def take_part(
     say(f"{participant.name}: waiting for {participant.server}; everything private stays in {state}")
     words = Words(state / WORKER / LOG)
     try:
-        participate(node, lambda: _relay(words, say) and not stays)
+        participate(node, Ending(words, say, stays=stays))
     finally:
         _relay(words, say)
+
+
+class Ending:
+    """Whether a participant's processes may end: some seconds behind the end, so that the server hears of it."""
+
+    def __init__(self, words: Words, say: Callable[[str], None], *, stays: bool):
+        self._words, self._say, self._stays = words, say, stays
+        self._ended: float | None = None
+
+    def __call__(self) -> bool:
+        """Say what the worker has said meanwhile."""
+        if _relay(self._words, self._say) and not self._stays:
+            self._ended = time.monotonic()
+        return self._ended is not None and time.monotonic() - self._ended > LINGER_SECONDS
 
 
 def _relay(words: Words, say: Callable[[str], None]) -> bool:

@@ -14,6 +14,7 @@ from comingle.engines.rounds import Due, due_in
 from comingle.engines.training import counts_exchanged
 from comingle.errors import RunError
 from comingle.federation.coordinator import Coordinator
+from comingle.federation.routing import routing_event
 from comingle.federation.summing import sum_up
 from comingle.federation.taking import take_in, validation_losses
 from comingle.protocol.messages import validation_report
@@ -168,7 +169,7 @@ def _evaluated(coordinator: Coordinator, answers: Mapping[str, Answer], done: in
             coordinator.best_round = done
         event["mean_valid_loss"] = fmean(losses.values())
     if not silent:
-        coordinator.observe(event)
+        coordinator.observe(event | routing_event(coordinator, told))
     return told
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from comingle.errors import MessageError, RunError
 from comingle.federation.checking import check_upload, validation_loss
+from comingle.federation.claims import counts_samples
 from comingle.federation.coordinator import Coordinator
 from comingle.protocol.compression import expand
 from comingle.protocol.messages import LOSS, Upload, join_uploads, no_uploads
@@ -47,6 +48,7 @@ def _upload(coordinator: Coordinator, name: str, answer: Answer, number: int) ->
             rank=coordinator.largest_rank(name),
             weighted=coordinator.server.weighted,
             adaptive=coordinator.server.adaptive,
+            **({"most": coordinator.patience.max_samples} if counts_samples(coordinator.house.recipe) else {}),
         )
     except MessageError as error:
         logger.warning("user %r is left out of round %d: %s", name, number, error)

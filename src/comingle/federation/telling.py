@@ -20,6 +20,8 @@ _Key = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 _Amount = Annotated[int, Field(ge=0, le=10**15, strict=True)]
 _Whole = Annotated[int, Field(strict=True, ge=-(10**15), le=10**15)]
 _Number = _Whole | Annotated[float, Field(strict=True)]
+_Share = Annotated[float, Field(ge=0, le=1.001, strict=True)]  # rounded
+_Shares = Annotated[list[_Share], Field(max_length=1000)]
 _NotNegative = Annotated[float, Field(ge=0, strict=True)]
 
 
@@ -42,6 +44,8 @@ class _Told(Section):
     evaluated: Literal[True] = True
     score: dict[_Key, _Number] = {}  # noqa: RUF012
     metrics: dict[_Key, _Number | None] = {}  # noqa: RUF012
+    gates: Annotated[list[_Shares], Field(max_length=1000)] = []  # noqa: RUF012
+    mixture: _Shares = []  # noqa: RUF012
 
     @field_validator("refused", "kind", "left_out")
     @classmethod

@@ -33,8 +33,12 @@ def scores_panels(entry: Entry, entries: Sequence[Entry] = ()) -> Panels:
     (default: this one alone) tell them.
     """
     width = max(len(expert_curves(entry, user)) for user in entry.first.users)
-    shown = extremes(entries or [entry], max(2, MAX_PANELS // width))
+    most = max(2, MAX_PANELS // width)
+    shown = extremes(entries or [entry], most)
     users = {user: by_layer for user in shown if (by_layer := expert_curves(entry, user))}
+    if not users:  # none of these tells, over a network
+        shown = {user: user for user in list(entry.first.evaluations[-1].scores)[:most]}
+        users = {user: expert_curves(entry, user) for user in shown}
     rounds = {evaluation.iterations: evaluation.round for run in entry.runs for evaluation in run.evaluations}
     paint: list[Callable[[Axes], None] | None] = []
     for user, by_layer in users.items():

@@ -87,7 +87,10 @@ def read_mixtures(folder: Path) -> Mixtures | None:
     if start is None or not evaluations:
         return None
     truth: dict[str, int] | None = evaluations[-1].get("clusters")
-    names = list(evaluations[-1]["mixtures"])
+    # Over a network there may be users who were away at an evaluation, or do not tell.
+    names = [user for user in evaluations[-1]["mixtures"] if all(user in event["mixtures"] for event in evaluations)]
+    if not names:
+        return None
     users = names if truth is None else sorted(names, key=lambda name: (truth[name], names.index(name)))
     values = np.array([[event["mixtures"][user] for user in users] for event in evaluations])
     clusters = None if truth is None else tuple(truth[user] for user in users)

@@ -90,8 +90,8 @@ class RunRecord:
 
     @property
     def routed(self) -> bool:
-        """Whether its evaluations tell what routers said."""
-        return any(evaluation.scores for evaluation in self.evaluations)
+        """Whether its last evaluation tells what routers said, of somebody."""
+        return bool(self.evaluations[-1].scores)
 
     @cached_property
     def key(self) -> tuple[tuple[str, Any], ...]:

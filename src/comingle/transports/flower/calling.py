@@ -71,7 +71,7 @@ def call(state: Path, command: Sequence[str], request: bytes, *, timeout: float,
             connection.send_bytes(json.dumps(asdict(keeper or Keeper.of(os.getppid()))).encode())
             connection.send_bytes(request)
             if not connection.poll(max(0.0, deadline - time.monotonic())):
-                raise BrokenOff(f"{state}: the worker has not answered within {timeout:g} s")
+                raise BrokenOff(f"{state}: the worker has not answered within {round(timeout, 1):g} s")
             kind, answer = connection.recv_bytes(), connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise BrokenOff(f"{state}: the worker ended in the middle ({_last_line(state) or error!r})") from None

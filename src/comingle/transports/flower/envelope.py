@@ -10,13 +10,18 @@ from dataclasses import dataclass
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
+from comingle.data.names import name_problem
 from comingle.errors import MessageError
+from comingle.terminal import printable
 
 FORMAT = 1
 """Raised when these records change their meaning."""
 
 HELLO, REFUSED, TRAIN = "query.hello", "query.refused", "train"
 """Kinds of messages: who are you; you may not take part; here is a request."""
+
+_LONGEST = 400
+"""Characters of what is repeated of somebody's words."""
 
 _BYTES, _KEY, _HELLO, _LINE = "message", "bytes", "hello", "line"
 
@@ -56,15 +61,14 @@ def wrap_hello(hello: Hello) -> RecordDict:
 def unwrap(message: Message) -> bytes | Failure:
     """What :func:`wrap` or :func:`wrap_failure` has put in; an error of Flower's own is an accident."""
     if message.has_error():
-        return Failure(line=" ".join(f"{message.error.reason or message.error.code}".split()), accident=True)
+        return Failure(line=_one_line(f"{message.error.reason or message.error.code}"), accident=True)
     content = message.content
-    if _LINE in content.config_records:
-        record = content.config_records[_LINE]
-        return Failure(line=" ".join(str(record["line"]).split()), accident=bool(record["accident"]))
+    if (record := content.config_records.get(_LINE)) is not None:
+        return Failure(line=_one_line(record.get("line")), accident=record.get("accident") is True)
     try:
         return content.array_records[_BYTES][_KEY].data
     except KeyError:
-        return Failure(line=f"a message without {_BYTES!r}; it has {sorted(content)}", accident=False)
+        return Failure(line=_one_line(f"a message without {_BYTES!r}; it has {sorted(content)}"), accident=False)
 
 
 def unwrap_hello(message: Message) -> Hello | Failure:
@@ -75,9 +79,24 @@ def unwrap_hello(message: Message) -> Hello | Failure:
         return failure
     try:
         record = message.content.config_records[_HELLO]
-        return Hello(name=str(record["name"]), instance=str(record["instance"]), format=int(str(record["format"])))
-    except (KeyError, ValueError):
+        name, instance, version = record["name"], record["instance"], record["format"]
+    except KeyError:
         return Failure(line="its app is not comingle's", accident=False)
+    if not (isinstance(name, str) and isinstance(instance, str) and isinstance(version, int)):
+        return Failure(line="its app is not comingle's", accident=False)
+    hello = Hello(name=name, instance=instance, format=version)
+    if name_problem([hello.name]) or max(len(hello.name), len(hello.instance)) > _LONGEST:
+        line = (
+            f"a node says that it is {hello.name[:70]!r}; allowed: a name in one line, of up to {_LONGEST} characters"
+        )
+        return Failure(line=_one_line(line), accident=False)
+    return hello
+
+
+def _one_line(text: object) -> str:
+    """What somebody has sent, as a short line that no terminal obeys."""
+    line = " ".join(text[: 2 * _LONGEST].split()) if isinstance(text, str) else ""
+    return printable(line)[:_LONGEST] or "says nothing that can be read"
 
 
 def request_of(message: Message) -> bytes:

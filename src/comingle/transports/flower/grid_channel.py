@@ -83,7 +83,7 @@ class GridChannel:
                 del parcels[name]
                 yield name, answer
         for name in parcels:
-            yield name, f"no reply within {timeout:g} s"
+            yield name, f"no reply within {round(timeout, 1):g} s"
 
     def _forward(self, name: str, parcel: _Parcel, seconds: float, replies: queue.SimpleQueue) -> None:
         """Sends a request that has not been sent, or only to a node that is no more."""

@@ -70,4 +70,4 @@ class Post:
             for reply in self._grid.pull_messages(names):
                 return reply
             time.sleep(min(max(_FIRST_SECONDS, waited * _PART) * max(1.0, self._flying / 16), _LAST_SECONDS))
-        return Late(line=f"no reply within {seconds:g} s")
+        return Late(line=f"no reply within {round(seconds, 1):g} s")

@@ -1,0 +1,112 @@
+"""The real worker of a user, but for its answers in some rounds: ``faults.json`` in its folder says in which, from 1.
+
+The user does its work and keeps it, as an honest one does; what leaves the process is something else, or leaves late.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from comingle.federation.worker import load as load_honest
+from comingle.protocol.messages import Upload
+from comingle.protocol.tasks import Answer, unpack_answer, unpack_task
+from comingle.protocol.wire import pack, unpack
+from comingle.transports.flower.users import User
+from comingle.transports.flower.worker import main
+
+GO = "go"
+"""File in a user's folder for which it waits before it answers, where its fault is to wait."""
+WAITS_SECONDS = 120.0
+HUGE = 10**10
+
+_MESSAGE = struct.Struct("<4sHIQI")
+
+
+def load(user: User) -> Callable[[bytes], bytes]:
+    handle, path = load_honest(user), user.state / "faults.json"
+    faults = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+    def answer(request: bytes) -> bytes:
+        task, honest = unpack_task(request), handle(request)
+        fault = faults.get(str(task.round + 1)) if "train" in task.todo else None
+        if fault == "waits":
+            until = time.monotonic() + WAITS_SECONDS
+            while not (user.state / GO).exists() and time.monotonic() < until:
+                time.sleep(0.2)
+        return FAULTS[fault](honest) if fault in FAULTS else honest
+
+    return answer
+
+
+def of_message(change: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
+    """An answer with another upload in it, itself as it must be."""
+
+    def lie(data: bytes) -> bytes:
+        answer: Answer = unpack_answer(data)
+        return replace(answer, messages=tuple(change(message) for message in answer.messages)).pack()
+
+    return lie
+
+
+def of_tensor(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[bytes], bytes]:
+    """An upload whose first tensor is another."""
+
+    def lie(message: bytes) -> bytes:
+        upload = unpack(message)
+        assert isinstance(upload, Upload)
+        name, t = next(iter(upload.tensors.items()))
+        return pack(replace(upload, tensors={**upload.tensors, name: change(t)}))
+
+    return of_message(lie)
+
+
+def of_another_version(message: bytes) -> bytes:
+    magic, version, *rest = _MESSAGE.unpack_from(message)
+    return _MESSAGE.pack(magic, version + 1, *rest) + message[_MESSAGE.size :]
+
+
+def huge_message(message: bytes) -> bytes:
+    """It says that 10 GB of tensors follow."""
+    magic, version, header, _, check = _MESSAGE.unpack_from(message)
+    return _MESSAGE.pack(magic, version, header, HUGE, check) + message[_MESSAGE.size :]
+
+
+def huge_tensor(message: bytes) -> bytes:
+    """Its lengths and checksum are right, and one of its tensors says that it has 10 GB."""
+    magic, version, length, _, _ = _MESSAGE.unpack_from(message)
+    header = message[_MESSAGE.size : _MESSAGE.size + length]
+    said = {"w": {"dtype": "F32", "shape": [HUGE // 4], "data_offsets": [0, HUGE]}}
+    words = json.dumps(said).encode()
+    tensors = struct.pack("<Q", len(words)) + words
+    check = zlib.crc32(tensors, zlib.crc32(header))
+    return _MESSAGE.pack(magic, version, length, len(tensors), check) + header + tensors
+
+
+def huge_answer(data: bytes) -> bytes:
+    """Its words say that 10 GB follow."""
+    magic, version, length, _ = struct.unpack_from("<4sHII", data)
+    words = json.loads(data[14 : 14 + length])
+    header = json.dumps(words | {"lengths": [HUGE]}).encode()
+    return struct.pack("<4sHII", magic, version, len(header), zlib.crc32(header)) + header + data[14 + length :]
+
+
+FAULTS: dict[str, Callable[[bytes], bytes]] = {
+    "truncated": of_message(lambda message: message[:-5]),
+    "another version": of_message(of_another_version),
+    "wrong shapes": of_tensor(lambda t: t[..., :-1]),
+    "NaN": of_tensor(lambda t: torch.full_like(t, float("nan"))),
+    "message of 10 GB": of_message(huge_message),
+    "tensor of 10 GB": of_message(huge_tensor),
+    "answer of 10 GB": huge_answer,
+    "answer cut off": lambda data: data[: len(data) // 2],
+}
+
+if __name__ == "__main__":
+    main(load)

@@ -1,0 +1,225 @@
+"""Users who come and go as they like or send what they should not, each in processes of its own: the others go on.
+
+Of whoever was in its rounds the tensors in the end are equal in every bit to those of one process with the same users
+in each round. Only workers' answers are changed, in ``faulty/faulty_worker.py``; all else is as people run it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("flwr")
+
+from tests.federation.test_federate import nothing_is_left
+from tests.federation.tiny import method, text_recipe
+
+from comingle.engines.checkpoints import list_checkpoints
+from comingle.errors import RunError
+from comingle.federation.coordinator import Patience
+from comingle.federation.files import Participant, save_participant, save_plan
+from comingle.federation.node import GONE_ON
+from comingle.federation.splitting import split_recipe
+from comingle.recipes import Recipe, parse_recipe
+from comingle.records import read_events
+from comingle.runs import api
+from comingle.transports.flower.calling import read_worker
+from comingle.transports.flower.fate import read_state
+from comingle.transports.flower.server_app import spell
+from comingle.transports.flower.superlink import SuperLink, coordinate
+from comingle.transports.flower.supernode import SuperNode
+from comingle.transports.flower.users import User
+
+pytestmark = pytest.mark.slow
+__all__ = ["nothing_is_left"]  # around each of these tests too
+
+FAULTY = Path(__file__).with_name("faulty")
+LIMIT_SECONDS = 500
+
+
+class Federation:
+    """A recipe's federation; ``faults`` are those of users by name, and then by round (from 1)."""
+
+    def __init__(self, folder: Path, recipe: Recipe, patience: Patience, faults: dict[str, dict[int, str]]) -> None:
+        self.folder, self.run_folder, self.said = folder, folder / "run", list[str]()
+        self.plan, owns = split_recipe(recipe, patience)
+        folder.mkdir()
+        save_plan(folder / "federation.yaml", self.plan)
+        self.link = SuperLink(folder=self.run_folder, say=self.said.append, project=FAULTY)
+        self.nodes = {own.name: self.node(own.name, folder / "users" / own.name) for own in owns}
+        for own in owns:
+            state = folder / "users" / own.name
+            content: dict[str, Any] = own.model_dump(exclude_defaults=True) | {"runtime": {"threads": 1}}
+            save_participant(state / "participant.yaml", Participant(**content, state="."))
+            (state / "faults.json").write_text(json.dumps(faults.get(own.name, {})))
+        self.peak_bytes = 0
+
+    def node(self, name: str, state: Path) -> SuperNode:
+        user = User(name=name, state=state, config=self.folder / "users" / name / "participant.yaml")
+        return SuperNode(user=user, server=self.link.address, say=self.said.append)
+
+    def run(self, here: set[str], beside: Callable[[], None] = lambda: None) -> None:
+        """Run it with those who are ``here``, which ``beside`` may change."""
+        began = time.monotonic()
+
+        def tend() -> None:
+            assert time.monotonic() - began < LIMIT_SECONDS, self.said
+            for name in here:
+                self.nodes[name].tend()
+            self.peak_bytes = max(self.peak_bytes, self.memory_of_the_server())
+            beside()
+
+        try:
+            coordinate(
+                self.link, {"federation": str(self.folder / "federation.yaml"), "users": spell(self.plan.users)}, tend
+            )
+        finally:
+            for node in self.nodes.values():
+                node.stop()
+
+    def memory_of_the_server(self) -> int:
+        """The most that the server's process has ever had, in bytes."""
+        state = read_state(self.run_folder)
+        try:
+            lines = Path(f"/proc/{state.process.pid}/status").read_text() if state else ""
+        except OSError:
+            return 0
+        return next((int(line.split()[1]) << 10 for line in lines.splitlines() if line.startswith("VmHWM")), 0)
+
+    @property
+    def rounds(self) -> list[set[str]]:
+        """Whose uploads each round has taken in so far."""
+        events = list(read_events(self.run_folder)) if (self.run_folder / "events.jsonl").exists() else []
+        rejected = {(event["round"], event["user"]) for event in events if event["event"] == "rejected"}
+        return [
+            {name for name in event["train_loss_nats"] if (event["round"], name) not in rejected}
+            for event in events
+            if event["event"] == "round"
+        ]
+
+    def reasons(self, name: str) -> list[str]:
+        """What the server has said of a user that went wrong."""
+        lines = [line.partition(": ") for line in self.said]
+        return [why for who, _, why in lines if who == name]
+
+    def told(self, name: str) -> list[str]:
+        """What a user's worker has said on its own machine."""
+        return (self.folder / "users" / name / "worker" / "worker.log").read_text().splitlines()
+
+
+def recipe_of(folder: Path, rounds: int, users: Sequence[str]) -> Recipe:
+    content = text_recipe(folder, method("comigs-1g1s"))
+    content["data"]["users"] = {user: content["data"]["users"][user] for user in users}
+    content["training"] |= {"rounds": rounds, "local_steps": 2}
+    content["evaluation"] = {"every": rounds, "first": False}
+    content["runtime"]["users_per_step"] = 1
+    return parse_recipe(content)
+
+
+def assert_as_in_one_process(federation: Federation, folder: Path, recipe: Recipe, names: Sequence[str]) -> None:
+    """These users have what they have in one process in whose rounds the same users take part."""
+    users = federation.plan.users
+    members = [sorted(each) for each in federation.rounds]
+    api.run(recipe.with_changes({"training.participation": members}), out=folder / "together")
+    rows = load_file(list_checkpoints(folder / "together")[-1] / "state.safetensors")
+    for name in names:
+        (state,) = (federation.folder / "users" / name).glob("run-*")
+        mine = load_file(list_checkpoints(state)[-1] / "state.safetensors")
+        for key, t in rows.items():
+            if not key.startswith("server/"):
+                assert torch.equal(mine[key], t[users.index(name) :: len(users)]), (name, key)
+
+
+WRONG: dict[int, tuple[str, str]] = {
+    2: ("truncated", "says that it has"),
+    3: ("another version", "message: of format 2; allowed: 1"),
+    4: ("wrong shapes", "has shape"),
+    5: ("NaN", "is not finite"),
+    6: ("message of 10 GB", "and says that it has 100000"),
+    7: ("tensor of 10 GB", "message: not one of comingle's"),
+    8: ("answer of 10 GB", "and says that it has 100000"),
+    9: ("answer cut off", "and says that it has"),
+}
+
+
+def test_what_one_user_sends_wrong_harms_nobody_else(tmp_path: Path) -> None:
+    """Another fault in each round; before and behind them Cem takes part like everybody."""
+    rounds, users = len(WRONG) + 2, ("ann", "bob", "cem")
+    recipe = recipe_of(tmp_path, rounds, users)
+    faults = {"cem": {number: fault for number, (fault, _) in WRONG.items()}}
+    federation = Federation(tmp_path / "apart", recipe, Patience(round_timeout=10.0, join_timeout=120.0), faults)
+    federation.run(set(users))
+    assert federation.rounds == [set(users), *([{"ann", "bob"}] * len(WRONG)), set(users)]
+    assert_as_in_one_process(federation, tmp_path, recipe, ["ann", "bob"])
+    reasons = federation.reasons("cem")
+    assert all(line.isprintable() and len(line) < 500 for line in reasons)
+    for fault, why in WRONG.values():
+        assert [line for line in reasons if why in line], (fault, reasons)
+    assert not federation.reasons("ann")
+    assert 0 < federation.peak_bytes < 2 << 30
+
+
+def test_users_who_come_late_are_late_or_never_come_back(tmp_path: Path) -> None:
+    """Bob's second answer comes too late, Cem comes in the middle, Dan is killed and does not come back.
+
+    Somebody else who calls herself Ann is sent away.
+    """
+    users = ("ann", "bob", "cem", "dan")
+    recipe = recipe_of(tmp_path, 8, users)
+    faults = {"bob": {2: "waits"}, "ann": {3: "waits"}}
+    patience = Patience(min_participants=2, round_timeout=15.0, join_timeout=30.0)
+    federation = Federation(tmp_path / "apart", recipe, patience, faults)
+    other, here, refused = federation.node("ann", tmp_path / "another ann"), {"ann", "bob", "dan"}, list[str]()
+
+    def meanwhile() -> None:
+        done = federation.rounds
+        if done and not refused:
+            try:
+                other.tend()
+            except RunError as error:
+                refused.append(str(error))
+                other.stop()
+        if done:
+            here.add("cem")
+        if len(done) >= 2:  # which Bob has missed
+            let_go(federation, "bob")
+        if any(line.startswith("cem has come") for line in federation.said):
+            let_go(federation, "ann")
+        if done and "cem" in done[-1] and "dan" in here:
+            here.remove("dan")
+            kill(federation, "dan")
+
+    try:
+        federation.run(here, meanwhile)
+    finally:
+        other.stop()
+    rounds = federation.rounds
+    assert rounds[0] == {"ann", "bob", "dan"}
+    assert rounds[1] == {"ann", "dan"}
+    assert rounds[-1] == {"ann", "bob", "cem"}
+    assert_as_in_one_process(federation, tmp_path, recipe, ["ann", "bob", "cem"])
+    assert federation.reasons("bob")[0] == "no reply within 15 s"
+    assert federation.reasons("dan")[0] == "no reply within 15 s"
+    assert not federation.reasons("ann")
+    assert any(line == f"comingle: {GONE_ON}" for line in federation.told("bob"))
+    line = "refused: ann: two users have this name; the first keeps it, so give the other one a name of its own"
+    assert refused == [line]
+    assert federation.said.count(line) == 1
+
+
+def let_go(federation: Federation, name: str) -> None:
+    (federation.folder / "users" / name / "go").touch()
+
+
+def kill(federation: Federation, name: str) -> None:
+    for pid in (federation.nodes[name].service.pid, read_worker(federation.folder / "users" / name).pid):
+        os.kill(pid, signal.SIGKILL)
