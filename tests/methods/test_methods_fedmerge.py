@@ -17,7 +17,7 @@ from comingle.engines.rounds import run_rounds
 from comingle.errors import DivergenceError, RecipeError
 from comingle.kinds.samples import building as nets
 from comingle.methods import make
-from comingle.methods.client import Proximal
+from comingle.methods.fedmerge import Proximal
 from comingle.models import hardware
 from comingle.transports.inprocess import InProcess
 from federations import crossing, download_all, exchange, local_round, message_bytes

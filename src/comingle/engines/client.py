@@ -112,6 +112,7 @@ class Clients:
             ranks=self.model.ranks.repeat(copies),
             seed=self.training.seed,
             moments=self.training.experts.moments | self.training.router.moments,
+            accumulates=method.client.accumulates,
             # Parameters and moments are float32 also over a bf16 base; a float64 base is for tests.
             dtype=torch.promote_types(self.model.dtype, torch.float32),
         )
@@ -124,8 +125,7 @@ class Clients:
             state.kept |= self.shield.start(restrict(layout.views(state.rows), layout, method.shared))
         if method.server.first_download:
             state.versions -= 1
-        mixture = method.placement.mixture
-        if mixture is not None and mixture.optimal:
+        if (mixture := method.placement.mixture) is not None and mixture.optimal:
             known = [getattr(trainer, "cluster", None) for trainer in self.trainers] * copies
             layout.views(state.rows)[CLIENT_ROUTER].copy_(true_clusters(method.name, known, mixture.clusters))
         return state
@@ -295,6 +295,6 @@ class Clients:
         """Bytes that each user sends in an exchange in which it takes part; 0 where there is none."""
         if not self.shares:
             return [0] * len(self.users)
-        nobody = {LOSS: torch.zeros(len(self.trainers))}
-        sent = packed_bytes(self.upload(range(len(self.trainers)), 1, nobody, counts=True))
+        everybody = range(len(self.trainers))
+        sent = packed_bytes(self.upload(everybody, 1, {LOSS: torch.zeros(len(everybody))}, counts=True))
         return [sent[owner] for owner in self.owners(self.row_of)]
