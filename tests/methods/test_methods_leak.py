@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from naive import Reference, Rules, honest_double
 from torch import Tensor
 
 from comingle.data.batches import random_windows
@@ -22,6 +21,7 @@ from comingle.methods import REGISTRY, settings_of
 from comingle.models.language import load_base
 from comingle.transports.inprocess import InProcess
 from federations import exchange, local_round
+from naive import Reference, Rules, honest_double
 
 PERIOD = {"router_every": 3, "router_steps": 2}
 TINY = "random:llama?layers=1&dim=16&heads=2&mlp=24"
@@ -123,7 +123,7 @@ def test_accumulated_gradients_are_those_of_a_plain_loop_that_zeroes_what_steppe
 
 @pytest.mark.parametrize("method", ALTERNATING)
 def test_what_a_router_phase_leaves_waits_for_the_experts(federate: Any, make_user: Any, method: str) -> None:
-    """A round that ends with a router step: the routers' gradients are used up, the experts' are of the routers' text."""
+    """A round that ends with a router step: the routers' are used up, the experts' come from the routers' text."""
     own = {"name": method, "accumulate_gradients": True, "router_every": 1, "router_steps": 1}
     left = []
     for ann in ("ann", replace(make_user("ann"), valid=make_user("ann", text="another text").valid)):
