@@ -190,16 +190,23 @@ class Steps:
     # ---------------------------------------------------------------- gradients
 
     def _accumulate(self, cohort: Members, phase: Phase, gradients: Tree) -> None:
-        """Add what other phases have left of the tensors that this one trains, and leave them what it has of theirs."""
+        """Add what other phases have left of the tensors that this one trains, and leave them what it has of theirs.
+
+        A user who has nothing that a phase trains (one expert and no router) would not have taken it alone.
+        """
         if GRADIENTS not in cohort.kept:
             return
-        left = self.model.layout.views(cohort.kept[GRADIENTS])
-        trained = {slot.name for slot in self.model.layout.only(phase.roles).slots}
-        for name in list(gradients):
-            left[name] += gradients.pop(name)
-            if name in trained:
-                gradients[name] = left[name].clone()
-                left[name].zero_()
+        layout, left = self.model.layout, cohort.kept[GRADIENTS]
+        trained = layout.only(phase.roles)
+        span, found = layout.span(trained), torch.zeros_like(left)
+        for name, view in layout.views(found).items():
+            if name in gradients:
+                view.copy_(gradients.pop(name))
+        if cohort.mask is not None:
+            found *= cohort.mask & cohort.mask[:, span].any(1, keepdim=True)
+        left += found
+        gradients |= trained.views(left[:, span].clone())
+        left[:, span] = 0
 
     def gradient(
         self,
