@@ -1,4 +1,4 @@
-"""Would two clean models together be ahead of both? Predictions of two finished runs, mixed with a weight for each user.
+"""What two clean models are worth together: predictions of two finished runs, mixed with a weight for each user.
 
     python benchmarks/mixed_predictions.py RUNS/local-seed0-... RUNS/fedavg-seed0-...
 
