@@ -30,6 +30,7 @@ CASES = {
     "ifca": {"name": "ifca", "models": 2},
     "comigs, specialists 0 1 2": _with_short_period("comigs", specialists=[0, 1, 2]),
     "comigs, 1 expert": _with_short_period("comigs", specialists=0),
+    "comigs, gradients accumulated": _with_short_period("comigs", specialists=[0, 1, 2], accumulate_gradients=True),
     "floral, stateless": {"name": "floral", "stateless": True, "warmup_steps": 2},
     "comigs, 3 generalists": _with_short_period("comigs", generalists=3, specialists=0),
 }
@@ -84,7 +85,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             if m.client.phases and not m.placement.pooled and type(m.server) in (Server, Mean)
         ],
         "netted": list(NETS),
-        "alternating": [name for name, method in methods.items() if len(method.client.phases) > 1],
+        "alternating": [n for n, m in methods.items() if len(m.client.phases) > 1 and not m.client.accumulates],
     }
     for argument, names in chosen.items():
         if argument in metafunc.fixturenames:

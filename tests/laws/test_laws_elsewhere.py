@@ -105,6 +105,14 @@ def test_settings_that_pull_apart(title: str, tmp_path: Path) -> None:
     assert_equal(text_recipe(tmp_path, method(name, **own), **{"training.participation": 0.75}), tmp_path)
 
 
+def test_gradients_that_wait_and_validation_text_to_train_on(tmp_path: Path) -> None:
+    """Ann has no router; what waits is kept by its user."""
+    own = method("comigs", specialists=[0, 1, 2, 1], accumulate_gradients=True)
+    content = text_recipe(tmp_path, own, **{**PART, "training.rounds": 3})
+    content["data"]["train_on_valid"] = True
+    assert_equal(content, tmp_path)
+
+
 @pytest.mark.parametrize("name", ["comigs-1g1s", "fedavg", "ifca", "fedmerge", "floral"])
 def test_conversations(name: str, tmp_path: Path) -> None:
     """Users have different numbers of them, by which learning rates decay."""

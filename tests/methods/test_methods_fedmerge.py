@@ -17,7 +17,7 @@ from comingle.engines.rounds import run_rounds
 from comingle.errors import DivergenceError, RecipeError
 from comingle.kinds.samples import building as nets
 from comingle.methods import make
-from comingle.methods.client import Proximal
+from comingle.methods.fedmerge import Proximal
 from comingle.models import hardware
 from comingle.transports.inprocess import InProcess
 from federations import crossing, download_all, exchange, local_round, message_bytes
@@ -155,6 +155,20 @@ def test_one_model_is_fedavg(federate_nets: Any) -> None:
             local_round(each, EVERYONE, number)
             exchange(each, EVERYONE)
     torch.testing.assert_close(federation.clients.state.rows, plain.clients.state.rows, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("models", [2, 7])
+def test_a_soup_whose_equal_weights_stay_is_fedavg_from_the_mean_of_its_models(federate_nets: Any, models: int) -> None:
+    """So the number of models decides on where such a federation starts, and on nothing else."""
+    soup, plain = federate_nets({"name": "fedmerge", "models": models, "weight_step": 0.0}), federate_nets("fedavg")
+    for name, t in plain.server.kept.items():
+        t.copy_(soup.server.kept[name.replace("model.", "soup.")].mean(0))
+    plain.clients.state.rows.copy_(download_all(soup).clients.state.rows)
+    for each in (soup, plain):
+        for number in range(3):
+            local_round(each, EVERYONE, number)
+            exchange(each, EVERYONE)
+    torch.testing.assert_close(soup.clients.state.rows, plain.clients.state.rows, rtol=1e-9, atol=1e-12)
 
 
 def test_fixed_weights_are_even_over_a_subset_and_stay(federate_nets: Any) -> None:

@@ -177,3 +177,36 @@ def test_what_somebody_receives_does_not_depend_on_who_receives_beside(senders: 
     torch.testing.assert_close(everyone, torch.einsum("rs,snk->rnk", matrix, uploads["w"]))
     for chosen in ([4], [0, 8], [1, 2, 3, 5, 7]):
         assert torch.equal(mix(uploads, matrix[chosen])["w"], everyone[chosen])
+
+
+# ---------------------------------------------------------------- how far a merged model moves
+
+
+@pytest.mark.parametrize("models", [1, 2, 5, 30])
+def test_a_merged_model_moves_by_a_whole_mean_of_the_updates_however_many_models_there_are(
+    models: int, weights: Tensor
+) -> None:
+    """Not by a small part of them: ``theta_i`` moves by ``sum_k M_ik g_k`` whose shares sum to 1, whatever the weights.
+
+    M = W S^T, W the rows of a softmax, S the columns of :func:`column_shares`, both summing to 1.
+    """
+    shares = some(USERS, models, seed=7).softmax(1)
+    moves = column_shares(shares, weights)
+    updates = {"head.weight": some(USERS, 2, 4, seed=8)}
+    moved = mix(soup_gradient(moves, updates), shares)["head.weight"]
+    mixing = shares @ moves.T
+    assert (mixing >= 0).all()
+    torch.testing.assert_close(mixing.sum(1), torch.ones(USERS, dtype=torch.float64), **TIGHT)
+    torch.testing.assert_close(moved, torch.einsum("ik,koh->ioh", mixing, updates["head.weight"]), **TIGHT)
+
+
+@pytest.mark.parametrize("models", [1, 2, 5, 30])
+def test_the_first_step_of_a_merged_model_is_the_mean_update_for_any_number_of_models(
+    models: int, weights: Tensor
+) -> None:
+    """Weights are equal at first, so every model, and every merge of them, moves by ``sum_k p_k g_k``, as in FedAvg."""
+    shares = torch.zeros(USERS, models, dtype=torch.float64).softmax(1)
+    updates = {"head.weight": some(USERS, 2, 4, seed=8)}
+    moved = mix(soup_gradient(column_shares(shares, weights), updates), shares)["head.weight"]
+    mean = torch.einsum("k,koh->oh", weights, updates["head.weight"])
+    torch.testing.assert_close(moved, mean.expand_as(moved), **TIGHT)

@@ -100,7 +100,7 @@ class Shape:
 
     def training(self, phase: Phase) -> Flops:
         """One token's forward and backward pass in a phase; nothing where the row has nothing that it trains."""
-        slots = [s.name for s in self.clients.model.layout.only(phase.roles).slots]
+        slots = [s.name for s in self.clients.model.layout.only(phase.reached).slots]
         blocks, head = self._blocks(frozenset(slots)), outside(self.adapted)
         spent = backward(blocks, head)
         return forward(blocks, head) + spent if spent.total else spent

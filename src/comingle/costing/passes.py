@@ -14,6 +14,7 @@ from torch import Tensor
 from comingle.costing.records import MemoryCost
 from comingle.engines.cohort import Cohort
 from comingle.engines.scoring import Scorer
+from comingle.engines.state import GRADIENTS
 from comingle.engines.steps import Steps
 from comingle.engines.training import Portions
 from comingle.evaluation.costs.memory import ALLOCATOR_GAPS, Fakes, LiveBytes
@@ -84,6 +85,7 @@ def memory(stage: Rehearsal, *, alone: bool = False, portions: Portions | None =
     peak, gradients = _worst_pass(stage, tuple(range(first, first + count)), chosen)
     state = clients.state
     share = (1 if alone else stage.trainers) / len(clients.trainers)
+    left = int(share * state.kept[GRADIENTS].nbytes) if GRADIENTS in state.kept else 0
     gaps = ALLOCATOR_GAPS.get(clients.model.device.type, 0.0)
     return MemoryCost(
         weights_bytes=stage.weights_bytes,
@@ -92,7 +94,7 @@ def memory(stage: Rehearsal, *, alone: bool = False, portions: Portions | None =
         )
         + (0 if alone else _server_bytes(stage.federation, share)),
         moments_bytes=int(share * (state.first.nbytes + state.second.nbytes)),
-        gradients_bytes=gradients,
+        gradients_bytes=gradients + left,
         activations_bytes=peak - gradients,
         allocator_bytes=int(gaps * peak),
         data_bytes=stage.data_bytes // (stage.trainers if alone else 1),

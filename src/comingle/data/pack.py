@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -49,6 +49,11 @@ def pack(
         valid=tokenise(user.valid, tokenizer, max_tokens=max_valid_tokens),
         test=tokenise(user.test, tokenizer, max_tokens=max_test_tokens),
     )
+
+
+def with_validation(user: UserData) -> UserData:
+    """A user who trains on its validation text too."""
+    return replace(user, train=torch.cat([user.train, user.valid]))
 
 
 def check(users: Sequence[UserData], *, context: int, needs_validation: bool) -> None:

@@ -113,6 +113,7 @@ class Clients:
             ranks=self.model.ranks.repeat(copies),
             seed=self.training.seed,
             moments=self.training.experts.moments | self.training.router.moments,
+            accumulates=method.client.accumulates,
             # Parameters and moments are float32 also over a bf16 base; a float64 base is for tests.
             dtype=torch.promote_types(self.model.dtype, torch.float32),
         )
@@ -296,6 +297,6 @@ class Clients:
             return [0] * len(self.users)
         if (sums := self.training.sums) is not None:
             return [sums.sent_bytes(self.name(row), self.model.layout.count(self.method.shared)) for row in self.row_of]
-        nobody = {LOSS: torch.zeros(len(self.trainers))}
-        sent = packed_bytes(self.upload(range(len(self.trainers)), 1, nobody, counts=True))
+        everybody = range(len(self.trainers))
+        sent = packed_bytes(self.upload(everybody, 1, {LOSS: torch.zeros(len(everybody))}, counts=True))
         return [sent[owner] for owner in self.owners(self.row_of)]

@@ -14,6 +14,9 @@ from comingle.errors import RecipeError
 from comingle.routers.mixtures import NEVER
 from comingle.trees import Layout, Tree
 
+GRADIENTS = "gradients"
+"""In :attr:`State.kept`: each column's gradients since it was last stepped, where phases leave them to each other."""
+
 MOMENTS = frozenset({"first", "second"})
 """What an optimiser may remember of each column."""
 
@@ -99,12 +102,14 @@ def initial_state(
     ranks: Int[Tensor, " users"],
     seed: int,
     moments: frozenset[str] = MOMENTS,
+    accumulates: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> State:
     """Every user's tensors before the first round.
 
     What is ``local`` is drawn from (seed, user, tensor); all else, shared or frozen, starts equal for all users.
-    Padding is zero. Of the ``moments`` that no optimiser uses nothing is kept.
+    Padding is zero. Of the ``moments`` that no optimiser uses nothing is kept. With ``accumulates`` there is room for
+    gradients that phases leave to each other.
     """
     rows = draw(layout, seed, "server").repeat(len(names), 1)
     for row, name in zip(rows, names, strict=True):
@@ -119,6 +124,7 @@ def initial_state(
         router_steps=zeros.clone(),
         ranks=ranks.to(mask.device),
         versions=zeros.clone(),
+        kept={GRADIENTS: torch.zeros_like(rows)} if accumulates else {},
     )
 
 

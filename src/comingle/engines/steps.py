@@ -21,6 +21,7 @@ from comingle.engines.feeds import Feed
 from comingle.engines.members import Members
 from comingle.engines.optimizers import descend, learning_rate, update
 from comingle.engines.settings import Training
+from comingle.engines.state import GRADIENTS
 from comingle.engines.training import Portions
 from comingle.methods.base import Method
 from comingle.methods.client import Phase
@@ -117,6 +118,7 @@ class Steps:
                     self.suspects(cohort.rows[place], cohort.part.rows[place])
                 for part in self.method.client.parts:
                     part.correct(cohort, gradients)
+                self._accumulate(cohort, phase, gradients)
                 self.descend(phase, cohort, gradients, number * self.local_steps + max(step, 0), held)
             total += losses
         return total / phase.steps
@@ -188,6 +190,25 @@ class Steps:
 
     # ---------------------------------------------------------------- gradients
 
+    def _accumulate(self, cohort: Members, phase: Phase, gradients: Tree) -> None:
+        """Add what other phases have left of the tensors that this one trains, and leave them what it has of theirs.
+
+        A user who has nothing that a phase trains (one expert and no router) would not have taken it alone.
+        """
+        if GRADIENTS not in cohort.kept:
+            return
+        layout, left = self.model.layout, cohort.kept[GRADIENTS]
+        trained = layout.only(phase.roles)
+        span, found = layout.span(trained), torch.zeros_like(left)
+        for name, view in layout.views(found).items():
+            if name in gradients:
+                view.copy_(gradients.pop(name))
+        if cohort.mask is not None:
+            found *= cohort.mask & cohort.mask[:, span].any(1, keepdim=True)
+        left += found
+        gradients |= trained.views(left[:, span].clone())
+        left[:, span] = 0
+
     def gradient(
         self,
         cohort: Members,
@@ -195,9 +216,9 @@ class Steps:
         phase: Phase,
         noise: Float[Tensor, "users clusters"] | None = None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
-        """Each user's mean loss, and its gradient with respect to the tensors that the phase trains.
+        """Each user's mean loss, and its gradient at the tensors that the phase trains or leaves to others.
 
-        Only these tensors require a gradient, so nothing is computed or kept for the others.
+        Only these tensors require a gradient, so nothing is computed or kept for the rest.
         """
         rows, owners = cohort.part.rows, cohort.owners
         whole, statistics = self.feed.counted(drawn), self.model.layout.only({STATISTICS}).slots
@@ -208,7 +229,7 @@ class Steps:
             tensors[CLIENT_ROUTER] = tensors[CLIENT_ROUTER] + noise
         for slot in statistics:  # changed in place, and views of what must not change
             tensors[slot.name] = tensors[slot.name].clone()
-        trained = [slot.name for slot in self.model.layout.only(phase.roles).slots]
+        trained = [slot.name for slot in self.model.layout.only(phase.reached).slots]
         for name in trained:
             tensors[name] = tensors[name].detach().requires_grad_()
         total, gradients = torch.zeros(len(owners)), Tree()
@@ -247,7 +268,7 @@ class Steps:
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """:meth:`gradient` of users with equal batches at a time: batch norm would see what fills the others."""
         sizes, rows = self.feed.counted(drawn), cohort.part.rows
-        total, trained = torch.zeros(len(rows)), self.model.layout.only(phase.roles).slots
+        total, trained = torch.zeros(len(rows)), self.model.layout.only(phase.reached).slots
         gradients = {slot.name: rows.new_empty(len(rows), *slot.shape) for slot in trained}
         for size in sizes.unique().tolist():
             at = (sizes == size).nonzero().flatten()

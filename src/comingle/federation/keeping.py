@@ -13,7 +13,7 @@ from comingle.engines.client import Clients
 from comingle.engines.clock import Clock
 from comingle.engines.evaluations import summarise
 from comingle.engines.local import finetuned
-from comingle.engines.state import State
+from comingle.engines.state import GRADIENTS, State
 from comingle.federation.home import Home
 from comingle.federation.own import Own
 from comingle.inputs import write_inputs
@@ -65,12 +65,14 @@ def _fill(clients: Clients, of_all: Clients) -> None:
             mine.copy_(torch.cat([_cut(views[slot.name], slot.shape).flatten(1) for slot in own.slots], 1))
     for name in ("iterations", "router_steps", "ranks", "versions"):
         getattr(clients.state, name).copy_(getattr(of_all.state, name))
-    clients.state.kept = {name: of_all.state.kept[name].clone() for name in clients.state.kept}
+    copied = [name for name in clients.state.kept if name != GRADIENTS]
+    clients.state.kept |= {name: of_all.state.kept[name].clone() for name in copied}
     clients.resized()
 
 
-def _matrices(state: State) -> tuple[Tensor, Tensor, Tensor]:
-    return state.rows, state.first, state.second
+def _matrices(state: State) -> tuple[Tensor, ...]:
+    left = (state.kept[GRADIENTS],) if GRADIENTS in state.kept else ()
+    return state.rows, state.first, state.second, *left
 
 
 def _cut(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

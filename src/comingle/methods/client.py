@@ -32,7 +32,8 @@ class Phase:
     After every ``every``-th of a user's own local iterations the phase takes ``steps`` optimiser steps on the roles it
     names, each on a fresh random batch of ``stream``. ``optimizer`` names whose settings and step count it uses;
     "both" descends on all roles together, the routers with the router's settings, everything else with the experts'.
-    ``label`` names a random stream of its own for the batches.
+    ``label`` names a random stream of its own for the batches. Of the roles that it ``leaves`` to other phases it
+    computes gradients too, which are added up until a phase trains these roles and takes them with its own.
     """
 
     roles: frozenset[str]
@@ -41,6 +42,12 @@ class Phase:
     steps: int = 1
     optimizer: Literal["experts", "router", "both"] = "experts"
     label: str = ""
+    leaves: frozenset[str] = frozenset()
+
+    @property
+    def reached(self) -> frozenset[str]:
+        """Every role of which it computes a gradient."""
+        return self.roles | self.leaves
 
     @property
     def purpose(self) -> str:
@@ -228,6 +235,11 @@ class Client:
         return by_parts + [pair for phase in self.phases for pair in phase.optimizers]
 
     @property
+    def accumulates(self) -> bool:
+        """Whether phases leave gradients to each other."""
+        return any(phase.leaves for phase in self.phases)
+
+    @property
     def needs_validation(self) -> bool:
         """Whether validation text is used for anything."""
         return any(phase.stream == "valid" for phase in self.phases) or any(part.validates for part in self.parts)
@@ -261,33 +273,21 @@ def joint(*, routed: bool) -> tuple[Phase, ...]:
     return (Phase(roles=frozenset((*EXPERT_ROLES, BASE))),)
 
 
-def alternating(*, router_stream: Stream, router_every: int, router_steps: int) -> tuple[Phase, ...]:
+def alternating(router_stream: Stream, router_every: int, router_steps: int, *, accumulate: bool) -> tuple[Phase, ...]:
     """Experts on training text; after every ``router_every`` iterations the routers on ``router_stream``.
 
     The router's batches are drawn afresh also where they come from the training text (CoMiGS Table 5, part iii).
+    With ``accumulate`` each side's gradients pile up while the other takes steps, as where one optimiser's step is
+    followed by zeroing its own tensors' gradients alone: the routers' next step holds all gradients of the experts'
+    iterations, and the experts' next step all gradients of the routers' steps.
     """
+    experts = frozenset(EXPERT_ROLES)
     router = Phase(
-        roles=frozenset({ROUTER}),
+        roles=ROUTERS,
         stream=router_stream,
         every=router_every,
         steps=router_steps,
         optimizer="router",
+        leaves=experts if accumulate else frozenset(),
     )
-    return (Phase(roles=frozenset(EXPERT_ROLES)), router)
-
-
-# ---------------------------------------------------------------- parts that several methods have
-
-
-@dataclass(frozen=True)
-class Proximal(Part):
-    """Adds ``weight |theta - theta_0|^2`` to the objective, theta_0 what the user began the round with."""
-
-    weight: float
-    looks_back = True
-
-    def correct(self, cohort: Cohort, gradients: Tree) -> None:
-        """Its gradient, ``2 weight (theta - theta_0)``."""
-        now, before = cohort.tensors, cohort.began
-        for name, gradient in gradients.items():
-            gradients[name] = gradient + 2 * self.weight * (now[name] - before[name])
+    return (Phase(roles=experts, leaves=ROUTERS if accumulate else frozenset()), router)

@@ -2,13 +2,16 @@
 
 Source: Fan et al. 2025, "On-Device Collaborative Language Modeling via a Mixture of Generalists and Specialists",
 arXiv:2409.13931, Algorithm 1 and App. B.1.
+
+``accumulate_gradients`` is what the public code does, and the paper does not say: only the optimiser that stepped has
+its gradients zeroed, so that the validation text of the routers' steps trains the experts too (docs/results.md).
 """
 
 from __future__ import annotations
 
 from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import Client, Stream, alternating
+from comingle.methods.client import Client, Phase, Stream, alternating
 from comingle.methods.server import Mean, Server
 from comingle.methods.settings import Count, Experts, ExpertsOfUsers
 
@@ -20,6 +23,7 @@ def comigs(
     router_every: Count = 30,
     router_steps: Count = 10,
     router_stream: Stream = "valid",
+    accumulate_gradients: bool = False,
     name: str = "comigs",
 ) -> Method:
     """CoMiGS with any numbers of experts: generalists are averaged, specialists and routers never leave their user.
@@ -32,13 +36,16 @@ def comigs(
     Differs from the paper: the routers' period counts a user's local iterations (App. B.1), not rounds (Algorithm 1);
     the load-balancing penalty is computed from the router's own input (the public code takes the block's output).
     """
-    per_user = specialists if isinstance(specialists, int) else tuple(specialists)
-    phases = alternating(router_stream=router_stream, router_every=router_every, router_steps=router_steps)
+    phases = alternating(router_stream, router_every, router_steps, accumulate=accumulate_gradients)
+    return _mixture(name, phases, generalists, specialists)
+
+
+def _mixture(name: str, phases: tuple[Phase, ...], generalists: int = 1, specialists: ExpertsOfUsers = 1) -> Method:
     return Method(
         name=name,
         placement=Placement(
             generalists=generalists,
-            specialists=per_user,
+            specialists=specialists if isinstance(specialists, int) else tuple(specialists),
             routed=True,
             shared=frozenset({ATTENTION, GENERALIST}) if generalists else frozenset(),
         ),
@@ -47,7 +54,7 @@ def comigs(
     )
 
 
-def comigs_1g1s(*, router_every: Count = 30, router_steps: Count = 10) -> Method:
+def comigs_1g1s(*, router_every: Count = 30, router_steps: Count = 10, accumulate_gradients: bool = False) -> Method:
     """CoMiGS with one generalist and one specialist: the paper's main setting.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2.
@@ -55,10 +62,11 @@ def comigs_1g1s(*, router_every: Count = 30, router_steps: Count = 10) -> Method
     Client: alternating; router steps on validation text.  Server: mean over users.
     Differs from the paper: as ``comigs``.
     """
-    return comigs(router_every=router_every, router_steps=router_steps, name="comigs-1g1s")
+    phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
+    return _mixture("comigs-1g1s", phases)
 
 
-def comigs_2g(*, router_every: Count = 30, router_steps: Count = 10) -> Method:
+def comigs_2g(*, router_every: Count = 30, router_steps: Count = 10, accumulate_gradients: bool = False) -> Method:
     """CoMiGS with two generalists: everything but the routers is shared.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2, ablation.
@@ -66,10 +74,11 @@ def comigs_2g(*, router_every: Count = 30, router_steps: Count = 10) -> Method:
     Client: alternating; router steps on validation text.  Server: mean over users.
     Differs from the paper: as ``comigs``.
     """
-    return comigs(generalists=2, specialists=0, router_every=router_every, router_steps=router_steps, name="comigs-2g")
+    phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
+    return _mixture("comigs-2g", phases, generalists=2, specialists=0)
 
 
-def comigs_2s(*, router_every: Count = 30, router_steps: Count = 10) -> Method:
+def comigs_2s(*, router_every: Count = 30, router_steps: Count = 10, accumulate_gradients: bool = False) -> Method:
     """CoMiGS with two specialists: nothing is shared.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.2, ablation.
@@ -77,10 +86,17 @@ def comigs_2s(*, router_every: Count = 30, router_steps: Count = 10) -> Method:
     Client: alternating; router steps on validation text.  Server: none.
     Differs from the paper: as ``comigs``.
     """
-    return comigs(generalists=0, specialists=2, router_every=router_every, router_steps=router_steps, name="comigs-2s")
+    phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
+    return _mixture("comigs-2s", phases, generalists=0, specialists=2)
 
 
-def comigs_1gxs(*, specialists: ExpertsOfUsers = 3, router_every: Count = 30, router_steps: Count = 10) -> Method:
+def comigs_1gxs(
+    *,
+    specialists: ExpertsOfUsers = 3,
+    router_every: Count = 30,
+    router_steps: Count = 10,
+    accumulate_gradients: bool = False,
+) -> Method:
     """CoMiGS with one generalist and a number of specialists that each user can afford.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), section 4.3.
@@ -88,10 +104,11 @@ def comigs_1gxs(*, specialists: ExpertsOfUsers = 3, router_every: Count = 30, ro
     Client: alternating; router steps on validation text.  Server: mean over users.
     Differs from the paper: as ``comigs``.  ``specialists`` counts without the generalist: the paper's n_i minus 1.
     """
-    return comigs(specialists=specialists, router_every=router_every, router_steps=router_steps, name="comigs-1gxs")
+    phases = alternating("valid", router_every, router_steps, accumulate=accumulate_gradients)
+    return _mixture("comigs-1gxs", phases, specialists=specialists)
 
 
-def comigs_tr(*, router_every: Count = 30, router_steps: Count = 10) -> Method:
+def comigs_tr(*, router_every: Count = 30, router_steps: Count = 10, accumulate_gradients: bool = False) -> Method:
     """CoMiGS-1G1S for users without validation text: router steps on newly sampled training batches.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part iii.
@@ -99,4 +116,5 @@ def comigs_tr(*, router_every: Count = 30, router_steps: Count = 10) -> Method:
     Client: alternating; router steps on fresh training batches.  Server: mean over users.
     Differs from the paper: as ``comigs``.
     """
-    return comigs(router_every=router_every, router_steps=router_steps, router_stream="train", name="comigs-tr")
+    phases = alternating("train", router_every, router_steps, accumulate=accumulate_gradients)
+    return _mixture("comigs-tr", phases)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from comingle.errors import RecipeError
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import MODEL, Client, Proximal, joint
+from comingle.methods.client import MODEL, Client, Cohort, Part, joint
 from comingle.methods.settings import Count, Models, NotNegative, Which
 from comingle.methods.soup_server import Merge
+from comingle.trees import Tree
 
 
 def fedmerge(
@@ -72,3 +73,17 @@ def fedmerge_fixed(*, models: Models = 15, chosen: Models = 5, global_rate: NotN
 
     server = Merge(models=models, weight_step=0.0, global_rate=global_rate, chosen=chosen)
     return replace(fedmerge(), name="fedmerge-fixed", server=server)
+
+
+@dataclass(frozen=True)
+class Proximal(Part):
+    """Adds ``weight |theta - theta_0|^2`` to the objective, theta_0 what the user began the round with."""
+
+    weight: float
+    looks_back = True
+
+    def correct(self, cohort: Cohort, gradients: Tree) -> None:
+        """Its gradient, ``2 weight (theta - theta_0)``."""
+        now, before = cohort.tensors, cohort.began
+        for name, gradient in gradients.items():
+            gradients[name] = gradient + 2 * self.weight * (now[name] - before[name])

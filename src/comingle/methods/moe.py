@@ -37,7 +37,7 @@ def fedavg_moe() -> Method:
     return Method(name="fedavg-moe", placement=_SHARED, client=Client(phases=joint(routed=True)), server=Mean())
 
 
-def local_moe_tr(*, router_every: Count = 30, router_steps: Count = 10) -> Method:
+def local_moe_tr(*, router_every: Count = 30, router_steps: Count = 10, accumulate_gradients: bool = False) -> Method:
     """Every user alone, the router in alternation with 2 experts, on fresh training batches.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part iii.
@@ -45,11 +45,11 @@ def local_moe_tr(*, router_every: Count = 30, router_steps: Count = 10) -> Metho
     Client: alternating; router steps on newly sampled training batches.  Server: none.
     Differs from the paper: none known.
     """
-    phases = alternating(router_stream="train", router_every=router_every, router_steps=router_steps)
+    phases = alternating("train", router_every, router_steps, accumulate=accumulate_gradients)
     return Method(name="local-moe-tr", placement=_LOCAL, client=Client(phases=phases), server=Server())
 
 
-def fedavg_moe_tr(*, router_every: Count = 30, router_steps: Count = 10) -> Method:
+def fedavg_moe_tr(*, router_every: Count = 30, router_steps: Count = 10, accumulate_gradients: bool = False) -> Method:
     """FedAvg of 2 experts, a local router in alternation with them, on fresh training batches.
 
     Source: CoMiGS (Fan et al. 2025, arXiv:2409.13931), App. C.2, Table 5 part iii.
@@ -57,5 +57,5 @@ def fedavg_moe_tr(*, router_every: Count = 30, router_steps: Count = 10) -> Meth
     Client: alternating; router steps on newly sampled training batches.  Server: mean over users.
     Differs from the paper: routers stay local, as in the public code; the paper does not say.
     """
-    phases = alternating(router_stream="train", router_every=router_every, router_steps=router_steps)
+    phases = alternating("train", router_every, router_steps, accumulate=accumulate_gradients)
     return Method(name="fedavg-moe-tr", placement=_SHARED, client=Client(phases=phases), server=Mean())

@@ -234,6 +234,8 @@ class Recipe(Section):
         without: dict[str, Any] = {"runtime": True, "checkpoints": True, "evaluation": aside}
         without |= {} if self.privacy is not None else {"privacy": True}
         content = self.model_dump(mode="json", exclude=without)
+        if not content["data"].get("train_on_valid"):  # runs of before there was a choice stay known
+            content["data"].pop("train_on_valid", None)
         for section, key in ((content["adapters"], "rank"), (content["method"]["settings"], "specialists")):
             if key in section:
                 section[key] = self._by_name(section[key])

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 ON_LANGUAGE: Mapping[str, str] = {"floral": "adaptors on a language model take adapters.rank and adapters.alpha"}
 """Settings of nets, which no users of a language model read."""
 
+_PASSES = {"data.train_on_valid": "rounds are passes, which would be longer with more to train on"}
+
 _LIMITS = ("data.max_train_tokens", "data.max_valid_tokens", "data.max_test_tokens")
 
 
@@ -21,4 +23,4 @@ def keys_of_text(*, limits: str | tuple[str, str, str], **instead: str) -> dict[
     One text stands for all three of them.
     """
     each = (limits,) * len(_LIMITS) if isinstance(limits, str) else limits
-    return {f"data.{key}": text for key, text in instead.items()} | dict(zip(_LIMITS, each, strict=True))
+    return _PASSES | {f"data.{key}": text for key, text in instead.items()} | dict(zip(_LIMITS, each, strict=True))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from comingle.errors import RecipeError
-from comingle.methods import REGISTRY
+from comingle.methods import REGISTRY, settings_of
 from comingle.papers.recipes import published_recipes
 from comingle.papers.reproduce.plan import Plan, Wanted, plan
 from comingle.papers.reproduce.published import (
@@ -25,7 +25,7 @@ from comingle.papers.reproduce.published import (
 
 EXPERIMENTS = list_experiments()
 COMIGS = {name: one for name, one in EXPERIMENTS.items() if name.startswith("comigs/")}
-TABLES = [name for name, one in COMIGS.items() if any(row.paper for row in one.rows.values())]
+TABLES = [name for name, one in COMIGS.items() if "/table" in name and any(row.paper for row in one.rows.values())]
 PLANS = [(name, scale) for name in EXPERIMENTS for scale in load_experiment(name)[0].scales]
 PLANS.remove(("floral/figure7", "cpu"))  # CIFAR-100 alone, which that scale does not have
 
@@ -48,7 +48,7 @@ def test_every_table_and_figure_of_the_paper_is_there() -> None:
     figures = [f"comigs/figure{i}" for i in range(4, 14)]
     of_floral = [*(f"floral/table{i}" for i in range(1, 6)), *(f"floral/figure{i}" for i in range(2, 11))]
     of_fedmerge = [*(f"fedmerge/table{i}" for i in range(2, 6)), *(f"fedmerge/figure{i}" for i in range(3, 8))]
-    assert list(EXPERIMENTS) == [*tables, *figures, *of_fedmerge, *of_floral]
+    assert list(EXPERIMENTS) == [*tables, *figures, "comigs/leak", *of_fedmerge, *of_floral]
     for name, one in EXPERIMENTS.items():
         assert ("figure" in name) == (one.plot is not None), name
 
@@ -115,6 +115,34 @@ def test_numbers_are_those_of_the_paper(name: str, shared_data: Path) -> None:
             assert shown in text, (row_name, column, cell)
             if name in ("comigs/table1", "comigs/table5") and column != "multilingual":
                 assert shown in lines[row_name.replace("-", "")], (row_name, column)
+
+
+def test_the_leak_stands_beside_the_numbers_of_table_5() -> None:
+    """Its columns are Table 5's, clean and with the leak, and a control of which the paper has no number."""
+    leak, table = EXPERIMENTS["comigs/leak"], EXPERIMENTS["comigs/table5"]
+    variants = [column + kind for column in table.column_names for kind in ("", "-leak", "-control")]
+    assert leak.column_names == variants
+    assert leak.rows.keys() == table.rows.keys() - {"pretrained"}
+    for name, row in leak.rows.items():
+        assert row.paper == [cell for one in table.rows[name].paper or [] for cell in (one, one, None)]
+
+
+def test_clean_leak_and_control_differ_in_what_they_are_named_for_alone() -> None:
+    cells = {(cell.row, cell.column): cell for cell in planned("comigs/leak", "cpu", seeds=[0]).cells}
+    table = {(cell.row, cell.column): cell for cell in planned("comigs/table5", "cpu", seeds=[0]).cells}
+    turns = {row.method for row in EXPERIMENTS["comigs/leak"].rows.values()} & {
+        name for name in REGISTRY if "accumulate_gradients" in settings_of(name)
+    }
+    assert turns == {"local-moe-tr", "fedavg-moe-tr", "comigs-tr", "comigs-2s", "comigs-2g", "comigs-1g1s"}
+    for (row, column), cell in cells.items():
+        data_set = column.partition("-leak")[0].partition("-control")[0]
+        clean = table[row, data_set]
+        changes = {
+            "-leak": {"method.accumulate_gradients": True} if row in turns else {},
+            "-control": {"data.train_on_valid": True},
+        }.get(column.removeprefix(data_set), {})
+        assert cell.recipe.computed == clean.recipe.with_changes(changes).computed
+        assert (cell.folder == clean.folder) == (not changes)
 
 
 def test_the_first_row_of_every_table_spot_checked_by_hand() -> None:

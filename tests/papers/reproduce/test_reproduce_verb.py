@@ -61,6 +61,24 @@ def test_a_table_of_tasks_runs_beside_the_public_code(comingle: Any, tmp_path: P
     assert text.count("\n| ") == 9
 
 
+def test_the_leak_and_the_control_run_beside_the_clean_runs(comingle: Any, tmp_path: Path) -> None:
+    """Local training takes no turns, so clean and leak are one run; everything else is another number."""
+    columns = ["ag-news", "ag-news-leak", "ag-news-control"]
+    options = ("--columns", ",".join(columns), "--methods", "local,comigs-2s", "--scale", "smoke", "--out", tmp_path)
+    answer = comingle("reproduce", "comigs/leak", *options)
+    assert answer.code == 0, answer.err
+    table = json.loads((tmp_path / "leak" / "table.json").read_text())
+    ours = {
+        (column["name"], row): column["cells"][row]["ours"]["mean"]
+        for column in table["columns"]
+        for row in ("local", "comigs-2s")
+    }
+    assert ours["ag-news", "local"] == ours["ag-news-leak", "local"]
+    assert len(set(ours.values())) == len(list((tmp_path / RUNS).iterdir())) == 5
+    assert [column["cells"]["local"]["paper"] is None for column in table["columns"]] == [False, False, True]
+    assert "control has no number of the paper" in " ".join(answer.out.split())
+
+
 @pytest.mark.slow
 def test_a_subset_then_all_the_rest(comingle: Any, tmp_path: Path) -> None:
     first = comingle("reproduce", "comigs/table1", *SMOKE, "--methods", "local,fedavg", "--out", tmp_path)

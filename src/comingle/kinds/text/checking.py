@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from comingle.data.pack import check, find_shortage, pack
+from comingle.data.pack import check, find_shortage, pack, with_validation
 from comingle.data.partition import UserText, mix_held_out
 from comingle.kinds.text.reading import read_users, token_limits
 from comingle.kinds.text.section import TextSection
@@ -52,6 +52,7 @@ def _check_lengths(
         for name, limits_of_user in limits.items()
     }
     users = [pack(text, tokenizer, **heads[text.name]) for text in texts]
+    users = [with_validation(user) for user in users] if data.train_on_valid else users
     small = {user.name for user in users if find_shortage(user, context=context, needs_validation=validates)}
     if not skip or len(small) == len(users):
         check(users, context=context, needs_validation=validates)

@@ -10,7 +10,7 @@ from comingle.data.partition import UserText, mix_held_out
 from comingle.data.sources import read_dataset
 from comingle.engines.client import Clients, batch_size
 from comingle.engines.settings import Training
-from comingle.errors import DataError
+from comingle.errors import DataError, RecipeError
 from comingle.kinds.base import Kind, LoadBase, Materials, always_there, count_trainers
 from comingle.kinds.language import check_on_language, language_model
 from comingle.kinds.text.checking import check_texts
@@ -67,6 +67,13 @@ class TextKind(LanguageKind):
 
     name, user, handed = "text", UserData, HANDED
 
+    def check(self, recipe: Recipe, method: Method) -> None:
+        """As on any language model; text that is trained on cannot say which round was best."""
+        super().check(recipe, method)
+        if section(recipe).train_on_valid and recipe.evaluation.select == "best":
+            told = "chooses by validation text, which data.train_on_valid trains on; allowed: last"
+            raise RecipeError(f"evaluation.select: best {told}")
+
     def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
         """Text is read before the base is loaded, as more can be wrong with it."""
         return self._materials(recipe, read_users(section(recipe), recipe.seed), load_base, validates)
@@ -88,6 +95,10 @@ class TextKind(LanguageKind):
         if data.held_out == "mixture":
             texts = mix_held_out(texts, seed=recipe.seed)
         users = tokenise_users(data, texts, base, known=[text.name for text in texts] + list(skipped))
+        if data.train_on_valid and (without := [user.name for user in users if not len(user.valid)]):
+            raise DataError(
+                f"data.train_on_valid: {without[0]!r} has no validation text; give a valid split or fraction"
+            )
         return Materials(kind=self, base=base, users=tuple(users), texts=tuple(texts), skipped=skipped)
 
     def model(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Model:

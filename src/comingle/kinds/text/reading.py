@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from comingle.data.limits import most_bytes
-from comingle.data.pack import UserData, find_shortage, list_small, pack
+from comingle.data.pack import UserData, find_shortage, list_small, pack, with_validation
 from comingle.data.partition import UserText, split_by_fractions, split_given
 from comingle.data.sources import read_dataset, read_documents
 from comingle.errors import DataError, NoTextError, RecipeError, did_you_mean
@@ -42,13 +42,16 @@ def tokenise_users(
 ) -> list[UserData]:
     """Everybody's text as token streams, cut to the recipe's limits, which may be for all who are ``known``.
 
+    With ``train_on_valid`` the validation text is part of the training text too.
+
     Raises:
         DataError: the base has no tokenizer.
         RecipeError: a limit is for somebody who is not a user.
     """
     tokenizer = tokenizer_of(base)
     limits = token_limits(data, known or [text.name for text in texts])
-    return [pack(text, tokenizer, **limits[text.name]) for text in texts]
+    users = [pack(text, tokenizer, **limits[text.name]) for text in texts]
+    return [with_validation(user) for user in users] if data.train_on_valid else users
 
 
 def token_limits(data: TextSection, names: Sequence[str]) -> dict[str, dict[str, int | None]]:

@@ -76,6 +76,7 @@ class TextSection(DataSection):
     split: SplitSection = SplitSection()
     held_out: Literal["own", "mixture"] = "own"
     on_small_user: Literal["refuse", "skip"] = "refuse"
+    train_on_valid: bool = False
     max_train_tokens: TokenLimit = None
     max_valid_tokens: TokenLimit = None
     max_test_tokens: TokenLimit = None

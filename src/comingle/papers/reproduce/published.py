@@ -24,6 +24,7 @@ from comingle.recipes.sections import Section
 Model = TypeVar("Model", bound=BaseModel)
 
 STUDY = "study"
+_NO_EXPERIMENT = (STUDY, "theory")
 _NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
 _PRINTED = re.compile(rf"({_NUMBER})(?: \(({_NUMBER})\))?|{_NUMBER}(?: / {_NUMBER})+")
 
@@ -244,7 +245,7 @@ def load_experiment(name: str) -> tuple[Study, Experiment]:
 
 
 def _is_one(path: Path) -> bool:
-    return re.fullmatch(r"(table|figure)\d+", path.stem) is not None and (path.parent / f"{STUDY}.yaml").is_file()
+    return path.stem not in _NO_EXPERIMENT and (path.parent / f"{STUDY}.yaml").is_file()
 
 
 def _natural(path: Path) -> tuple[str, int]:
