@@ -12,7 +12,7 @@ from comingle.engines.settings import Training
 from comingle.engines.training import TOKENS_PER_PASS, cohorts, participants, portions
 from comingle.errors import RecipeError
 from comingle.recipes import parse_recipe
-from comingle.runs.session import training_settings
+from comingle.runs.settings import training_settings
 from federations import exchange
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from comingle.federation.coordinator import Patience
 from comingle.federation.node import Node
 from comingle.federation.own import Own
+from comingle.federation.patience import Patience
 from comingle.federation.running import Plan, coordinate
 from comingle.federation.splitting import split_recipe
 from comingle.recipes import Recipe, parse_recipe

@@ -25,9 +25,9 @@ from tests.federation.tiny import method, text_recipe
 
 from comingle.engines.checkpoints import list_checkpoints
 from comingle.errors import RunError
-from comingle.federation.coordinator import Patience
 from comingle.federation.files import Participant, save_participant, save_plan
 from comingle.federation.node import GONE_ON
+from comingle.federation.patience import Patience
 from comingle.federation.splitting import split_recipe
 from comingle.recipes import Recipe, parse_recipe
 from comingle.records import read_events

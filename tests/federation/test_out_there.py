@@ -21,8 +21,8 @@ pytest.importorskip("flwr")
 
 from tests.federation.test_federate import assert_equal, nothing_is_left, recipe_of
 
-from comingle.federation.coordinator import Patience
 from comingle.federation.files import save_plan
+from comingle.federation.patience import Patience
 from comingle.federation.splitting import split_recipe
 from comingle.recipes import Recipe
 from comingle.records import read_events, read_metrics

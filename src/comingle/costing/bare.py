@@ -23,7 +23,7 @@ from comingle.models.language import backbone, lm_head
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.stacked import StackedModel
 from comingle.recipes import Recipe
-from comingle.runs.session import training_settings
+from comingle.runs.settings import training_settings
 from comingle.transports.inprocess import InProcess, federate
 from comingle.trees import ADAPTOR, Layout, Slot
 

@@ -34,7 +34,8 @@ from comingle.recipes import Recipe
 from comingle.recipes.unused import check_used
 from comingle.runs.alone import without_sums
 from comingle.runs.given import HANDED_OVER, NOTHING
-from comingle.runs.session import check_method, training_settings
+from comingle.runs.session import check_method
+from comingle.runs.settings import training_settings
 from comingle.transports.inprocess import InProcess, federate
 
 

@@ -15,7 +15,7 @@ from comingle.engines.training import Portions
 from comingle.errors import RecipeError
 from comingle.methods import make, settings_beside
 from comingle.recipes import Recipe
-from comingle.runs.session import training_settings
+from comingle.runs.settings import training_settings
 
 
 def with_method(recipe: Recipe, name: str, for_all: Mapping[str, Any] = MappingProxyType({})) -> Recipe:

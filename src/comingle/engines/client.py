@@ -283,8 +283,6 @@ class Clients:
             self.state = self.state.recalled()
             self.resized()
 
-    # ---------------------------------------------------------------- counts
-
     def trainable_parameters(self) -> list[int]:
         """Number of parameters that each user really trains."""
         trained = self.model.layout.mask(self.method.client.trained).to(self.mask.device)

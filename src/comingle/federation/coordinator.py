@@ -17,6 +17,7 @@ from comingle.engines.events import Observer
 from comingle.engines.server import ServerHalf, start_server
 from comingle.errors import MessageError, RunError
 from comingle.federation.claims import check_steps
+from comingle.federation.patience import Patience
 from comingle.federation.public import House, Public
 from comingle.federation.telling import check_told
 from comingle.models.model import Model
@@ -30,21 +31,6 @@ logger = logging.getLogger("comingle")
 _JOIN = ("join",)
 AGAIN_SECONDS = 1.0
 """So long is waited before somebody who failed, or is not there, is asked again."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Patience:
-    """How long the server waits, for how many, and what it believes of them.
-
-    A round ends when everybody who was asked has answered, or after ``round_timeout`` seconds with those who have, if
-    they are ``min_participants``; else the run ends, to be gone on with. ``join_timeout`` is how long the first round
-    waits for everybody. ``max_samples`` is how many samples or conversations a user may have.
-    """
-
-    min_participants: int = 1
-    round_timeout: float = 3600.0
-    join_timeout: float = 300.0
-    max_samples: int = 1_000_000
 
 
 @dataclass(kw_only=True)

@@ -22,8 +22,8 @@ from pydantic import Field, ValidationError
 
 from comingle.data.names import name_problem
 from comingle.errors import RecipeError
-from comingle.federation.coordinator import Patience
 from comingle.federation.own import Own
+from comingle.federation.patience import Patience
 from comingle.federation.public import without_data
 from comingle.federation.running import Plan
 from comingle.recipes import parse_recipe

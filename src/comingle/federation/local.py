@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from comingle.federation.coordinator import Patience
 from comingle.federation.files import Participant, save_participant, save_plan
+from comingle.federation.patience import Patience
 from comingle.federation.public import public_part
 from comingle.federation.splitting import split_recipe
 from comingle.recipes import Recipe

@@ -19,7 +19,8 @@ from comingle.models.base import Base, digests_of
 from comingle.models.model import Model
 from comingle.protocol.wire import FORMAT
 from comingle.recipes import Recipe, parse_recipe
-from comingle.runs.session import check_method, training_settings
+from comingle.runs.session import check_method
+from comingle.runs.settings import training_settings
 
 KINDS = ("text", "conversations", "samples")
 """Kinds of data that users can have elsewhere."""

@@ -26,7 +26,8 @@ from comingle.engines.private import keep_key
 from comingle.engines.state import State, initial_state
 from comingle.errors import RunError
 from comingle.federation.board import Board
-from comingle.federation.coordinator import Coordinator, Patience, new_coordinator
+from comingle.federation.coordinator import Coordinator, new_coordinator
+from comingle.federation.patience import Patience
 from comingle.federation.public import House, Public, build_house, check_possible, public_part, read_public
 from comingle.federation.rounds import run_tasks
 from comingle.inputs import SPLITS, Inputs, UserInputs

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from comingle.errors import RecipeError
-from comingle.federation.coordinator import Patience
 from comingle.federation.own import Own
+from comingle.federation.patience import Patience
 from comingle.federation.public import check_possible
 from comingle.federation.running import Plan
 from comingle.kinds.base import kind_of

@@ -24,6 +24,7 @@ from comingle.reports.series import (
     Gain,
     Spread,
     baselines,
+    bound,
     compared,
     cost,
     expert_curves,
@@ -119,7 +120,7 @@ def _results(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, Any]:
     columns = whole if len(users) <= WIDE else [_extreme(by_user, measure, worst=worst) for worst in (True, False)]
     columns = [*columns, *((name, _marked([_told(v, measure) for v in of], of, measure)) for name, of in means.items())]
     if any(entry.first.spent for entry in entries):
-        columns.append(("epsilon", [(_epsilon(entry), False) for entry in entries]))
+        columns.append(("epsilon", [(bound(entry), False) for entry in entries]))
     rows = zip(entries, zip(*(cells for _, cells in columns), strict=True), strict=True)
     return {
         "head": [name for name, _ in columns],
@@ -127,14 +128,6 @@ def _results(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, Any]:
         "labels": [entry.label for entry in entries],
         "users": whole if len(users) > WIDE else [],
     }
-
-
-def _epsilon(entry: Entry) -> str:
-    """What an entry's exchanges have revealed of the user of whom most, in the run in which it was most."""
-    if all(run.spent for run in entry.runs):
-        return f"{max(run.spent['epsilon'] for run in entry.runs):.3g}"
-    sent = any(event["upload_bytes"] for run in entry.runs for event in run.rounds)
-    return "no bound" if sent else "nothing is sent"
 
 
 def _extreme(by_user: dict[str, list[Spread | None]], measure: str, *, worst: bool) -> tuple[str, list[Any]]:

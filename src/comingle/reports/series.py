@@ -229,3 +229,11 @@ def cost(entry: Entry) -> Cost:
         peak_memory_bytes=max(metrics["peak_memory_bytes"] for metrics in finished) if finished else None,
         place=f"{one['dtype']} on {one['device']}" if one else "",
     )
+
+
+def bound(entry: Entry) -> str:
+    """What an entry's exchanges have revealed of the user of whom most, in the run in which it was most."""
+    if all(run.spent for run in entry.runs):
+        return f"{max(run.spent['epsilon'] for run in entry.runs):.3g}"
+    sent = any(event["upload_bytes"] for run in entry.runs for event in run.rounds)
+    return "no bound" if sent else "nothing is sent"

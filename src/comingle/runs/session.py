@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +25,22 @@ from comingle.engines.clock import Clock
 from comingle.engines.evaluations import amounts, end_event, start_event, summarise
 from comingle.engines.events import EventLog, Observer, tensorboard
 from comingle.engines.naming import check_names, reorder, reorder_kept
-from comingle.engines.private import keep_key, with_noise, with_sums
+from comingle.engines.private import keep_key
 from comingle.engines.rounds import run_rounds
 from comingle.engines.runtime import keep_buffers
-from comingle.engines.settings import OptimizerSettings, Training
-from comingle.errors import DivergenceError, RecipeError, RunError
+from comingle.errors import DivergenceError, RunError
 from comingle.inputs import Inputs, UserInputs
 from comingle.kinds.base import Materials, kind_of
-from comingle.kinds.language import as_settings
 from comingle.methods import make
 from comingle.models.base import Base, digests_of
 from comingle.privacy.checks import check_private
-from comingle.privacy.secure.settings import Secure
-from comingle.privacy.settings import Privacy
 from comingle.recipes import Recipe
 from comingle.recipes.unused import changed, check_used
 from comingle.records import finite, write_json
 from comingle.runs.folders import open_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
+from comingle.runs.settings import privacy_of, training_settings
 from comingle.transports.inprocess import InProcess, federate
 
 logger = logging.getLogger("comingle")
@@ -147,52 +144,6 @@ def build(recipe: Recipe, materials: Materials) -> InProcess:
     method = make(recipe.method.name, **recipe.method.settings)
     training = training_settings(recipe, [user.name for user in materials.users])
     return federate(materials.kind.clients(recipe, materials, method, training))
-
-
-def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
-    """The engine's settings, with users named in ``participation`` turned into numbers.
-
-    Raises:
-        RecipeError: ``participation`` names somebody who is not a user.
-    """
-    section = recipe.training
-    participation: Any = section.participation
-    if isinstance(participation, list):
-        for name in (n for members in participation for n in members):
-            if name not in names:
-                raise RecipeError(f"training.participation: no user {name!r}; there are: {', '.join(names)}")
-        participation = tuple(tuple(names.index(n) for n in members) for members in participation)
-    plain = {f.name: getattr(section, f.name) for f in fields(Training) if hasattr(section, f.name)}
-    training = Training(
-        **{
-            **plain,
-            "experts": OptimizerSettings(**as_settings(section.experts, OptimizerSettings)),
-            "router": OptimizerSettings(**as_settings(section.router, OptimizerSettings)),
-            "participation": participation,
-        },
-        seed=recipe.seed,
-        users_per_step=recipe.runtime.users_per_step,
-        micro_batch=recipe.runtime.micro_batch,
-        evaluate=recipe.evaluation.model,
-        evaluate_every=recipe.evaluation.every,
-        evaluate_first=recipe.evaluation.first,
-        select=recipe.evaluation.select,
-        checkpoint_every=recipe.checkpoints.every,
-        privacy=privacy_of(recipe),
-    )
-    return with_sums(with_noise(training, make(recipe.method.name, **recipe.method.settings), names), names)
-
-
-def privacy_of(recipe: Recipe) -> Privacy | None:
-    """The recipe's section, if it has one."""
-    if recipe.privacy is None:
-        return None
-    secure = recipe.privacy.secure_aggregation
-    inner = None if secure is None else Secure(**as_settings(secure, Secure))
-    return Privacy(**{**as_settings(recipe.privacy, Privacy), "secure_aggregation": inner})
-
-
-# -------------------------------------------------------------------- execute
 
 
 def run_in(

@@ -24,7 +24,8 @@ from comingle.papers.tasks.making import Task
 from comingle.protocol.messages import LOSS
 from comingle.recipes import Recipe
 from comingle.records import write_json, write_text
-from comingle.runs.session import prepare, training_settings
+from comingle.runs.session import prepare
+from comingle.runs.settings import training_settings
 from comingle.transports.inprocess import federate
 
 if TYPE_CHECKING:

@@ -1,0 +1,59 @@
+"""A recipe's settings of training, as the inside has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from comingle.engines.private import with_noise, with_sums
+from comingle.engines.settings import OptimizerSettings, Training
+from comingle.errors import RecipeError
+from comingle.kinds.language import as_settings
+from comingle.methods import make
+from comingle.privacy.secure.settings import Secure
+from comingle.privacy.settings import Privacy
+from comingle.recipes import Recipe
+
+
+def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
+    """The engine's settings, with users named in ``participation`` turned into numbers.
+
+    Raises:
+        RecipeError: ``participation`` names somebody who is not a user.
+    """
+    section = recipe.training
+    participation: Any = section.participation
+    if isinstance(participation, list):
+        for name in (n for members in participation for n in members):
+            if name not in names:
+                raise RecipeError(f"training.participation: no user {name!r}; there are: {', '.join(names)}")
+        participation = tuple(tuple(names.index(n) for n in members) for members in participation)
+    plain = {f.name: getattr(section, f.name) for f in fields(Training) if hasattr(section, f.name)}
+    training = Training(
+        **{
+            **plain,
+            "experts": OptimizerSettings(**as_settings(section.experts, OptimizerSettings)),
+            "router": OptimizerSettings(**as_settings(section.router, OptimizerSettings)),
+            "participation": participation,
+        },
+        seed=recipe.seed,
+        users_per_step=recipe.runtime.users_per_step,
+        micro_batch=recipe.runtime.micro_batch,
+        evaluate=recipe.evaluation.model,
+        evaluate_every=recipe.evaluation.every,
+        evaluate_first=recipe.evaluation.first,
+        select=recipe.evaluation.select,
+        checkpoint_every=recipe.checkpoints.every,
+        privacy=privacy_of(recipe),
+    )
+    return with_sums(with_noise(training, make(recipe.method.name, **recipe.method.settings), names), names)
+
+
+def privacy_of(recipe: Recipe) -> Privacy | None:
+    """The recipe's section, if it has one."""
+    if recipe.privacy is None:
+        return None
+    secure = recipe.privacy.secure_aggregation
+    inner = None if secure is None else Secure(**as_settings(secure, Secure))
+    return Privacy(**{**as_settings(recipe.privacy, Privacy), "secure_aggregation": inner})
