@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from comingle.adapters.clustered import floral as floral
     from comingle.errors import ComingleError as ComingleError
     from comingle.recipes import Recipe as Recipe
+    from comingle.runs.api import audit as audit
     from comingle.runs.api import compare as compare
     from comingle.runs.api import join as join
     from comingle.runs.api import load as load
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "ComingleError": "comingle.errors",
     "Recipe": "comingle.recipes",
+    "audit": "comingle.runs.api",
     "compare": "comingle.runs.api",
     "floral": "comingle.adapters.clustered",
     "join": "comingle.runs.api",
@@ -38,7 +40,7 @@ _HOMES = {
     "run": "comingle.runs.api",
 }
 
-__all__ = ["ComingleError", "Recipe", "__version__", "compare", "floral", "join", "load", "run"]
+__all__ = ["ComingleError", "Recipe", "__version__", "audit", "compare", "floral", "join", "load", "run"]
 
 
 def __getattr__(name: str) -> Any:
