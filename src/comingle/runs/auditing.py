@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from comingle.errors import RunError
@@ -100,10 +101,19 @@ def shortened(recipe: Recipe, metrics: dict[str, Any], rounds: int) -> Recipe:
 
 
 def guess(scores: Sequence[float | None]) -> list[bool | None]:
-    """The higher half was in, the lower half was not; no guess where nothing was seen. Blind to the coins."""
-    known = sorted((i for i, score in enumerate(scores) if score is not None), key=lambda i: scores[i] or 0.0)
-    low = set(known[: len(known) // 2])
-    return [None if score is None else i not in low for i, score in enumerate(scores)]
+    """Whether each canary was in: scores above the gap that parts them best (Otsu 1979). Blind to the coins.
+
+    No guess where nothing was seen.
+    """
+    known = sorted(score for score in scores if score is not None)
+    if not known:
+        return [None] * len(scores)
+
+    def between(low: int) -> float:
+        return low * (len(known) - low) * (fmean(known[low:]) - fmean(known[:low])) ** 2
+
+    least = known[max(range(1, len(known)), key=between, default=0)]
+    return [None if score is None else score >= least for score in scores]
 
 
 def prove(view: str, trials: Sequence[Trial], delta: float, upper: float | None) -> Proof:

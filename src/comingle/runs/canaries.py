@@ -36,7 +36,7 @@ LONGEST = 32
 """Tokens of a canary that are predicted."""
 REFERENCES = 63
 """Canaries that are never put in."""
-COMPARED = 8
+COMPARED = 31
 """Of these as many are scored in every round."""
 
 SERVER, USERS = "server", "users"
@@ -163,10 +163,12 @@ class Sight:
     last: Tree
 
     def look(self, who: str, users: Sequence[int], tensors: Tree) -> None:
-        """How much surer of its canary than of others each user's model became since the public start."""
-        windows = self.canaries.windows(users, COMPARED)
-        gained = self.attacker.losses(users, {}, windows) - self.attacker.losses(users, tensors, windows)
-        margins = gained[:, 0] - gained[:, 1:].mean(1)
+        """How much surer of its canary each user's model became since what was last published, in deviations of how
+        much surer it became of canaries that were never put in."""
+        windows, before = self.canaries.windows(users, COMPARED), _of(self.last, users)
+        gained = self.attacker.losses(users, before, windows) - self.attacker.losses(users, tensors, windows)
+        others = gained[:, 1:]
+        margins = (gained[:, 0] - others.mean(1)) / others.std(1)
         for user, margin in zip(users, margins.nan_to_num(0.0, 0.0, 0.0).tolist(), strict=True):
             self.scores[who][user].append(margin)
         if who == USERS:
@@ -180,9 +182,12 @@ class Sight:
         """The rank (from 1) of each user's canary among those never put in, in the model that *another* user got."""
         users = range(len(self.canaries.own))
         others = [(user + 1) % len(users) for user in users]
-        seen = {name: t[others] for name, t in self.last.items()}
-        losses = self.attacker.losses(others, seen, self.canaries.windows(users, REFERENCES))
+        losses = self.attacker.losses(others, _of(self.last, others), self.canaries.windows(users, REFERENCES))
         return (1 + (losses[:, 1:] < losses[:, :1]).sum(1)).tolist()
+
+
+def _of(tensors: Tree, users: Sequence[int]) -> Tree:
+    return {name: t[list(users)] for name, t in tensors.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
