@@ -10,6 +10,7 @@ import torch
 
 import comingle
 from comingle.errors import RunError
+from comingle.privacy.accounting import Release, epsilon
 from comingle.privacy.proving import least_epsilon
 from comingle.reports.audit import Audit, Membership, Proof, exposure, verdict
 from comingle.runs.auditing import guess
@@ -32,14 +33,14 @@ def prose(name: str) -> list[str]:
 USERS_TEXT = {name: prose(name) for name in NAMES}
 
 
-def settings(method: str, steps: int = 2, **more: Any) -> dict[str, Any]:
+def settings(method: str, steps: int = 2, rounds: int = 2, **more: Any) -> dict[str, Any]:
     return {
         "base": "random:llama",
         "method": method,
         "adapters": {"rank": 4},
         "data": {"split": {"valid": 0.15, "test": 0.15}},
         "training": {
-            "rounds": 2,
+            "rounds": rounds,
             "local_steps": steps,
             "batch_size": 8,
             "context": 16,
@@ -59,11 +60,11 @@ def trained(method: str, **options: Any) -> Run:
 
 @pytest.mark.slow
 def test_an_upload_without_privacy_gives_the_canary_away() -> None:
-    found = comingle.audit(trained("fedavg", steps=16), trials=6, users=USERS_TEXT)
+    found = comingle.audit(trained("fedavg", steps=24, rounds=3), trials=6, users=USERS_TEXT)
     server = found.proofs[0]
     assert (server.view, server.coins, server.upper) == (SERVER, 24, None)
-    assert server.correct >= 21
-    assert server.epsilon > 0.8
+    assert server.correct >= 22
+    assert server.epsilon > 1
     assert "can tell whether a canary" in verdict(found)[0]
 
 
@@ -72,15 +73,15 @@ def test_an_upload_without_privacy_gives_the_canary_away() -> None:
 def test_with_noise_no_more_is_proven_than_the_account_allows(mechanism: str, noise: float) -> None:
     pytest.importorskip("dp_accounting")
     privacy = {"mechanism": mechanism, "noise_multiplier": noise, "clip_norm": 1.0, "delta": 1e-5}
-    run = trained("fedavg", steps=16, privacy=privacy)
-    found = comingle.audit(run, trials=6, users=USERS_TEXT)
+    found = comingle.audit(trained("fedavg", steps=16, privacy=privacy), trials=6, users=USERS_TEXT)
     by_view = {proof.view: proof for proof in found.proofs}
     assert by_view[USERS].upper is not None
     assert by_view[USERS].epsilon <= by_view[USERS].upper
     assert not by_view[USERS].contradicts
     assert (by_view[SERVER].upper is None) == (mechanism == "central")  # the server of which is trusted
     if mechanism == "local":
-        assert by_view[SERVER].epsilon <= by_view[SERVER].upper == pytest.approx(run.metrics["privacy"]["epsilon"])
+        assert by_view[SERVER].upper == epsilon(Release(noise=noise / 2), 2, 1e-5, "pld")
+        assert by_view[SERVER].epsilon <= by_view[SERVER].upper
 
 
 def test_guesses_look_at_scores_alone() -> None:
