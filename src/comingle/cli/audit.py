@@ -11,7 +11,7 @@ from comingle.cli.options import Force, Out, Quiet
 
 
 def audit(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of users with text.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of users with text or samples.")],
     trials: Annotated[
         int | None, typer.Option("--trials", min=1, help="Runs with canaries (default: for about 40 coins in all).")
     ] = None,
@@ -23,7 +23,7 @@ def audit(
     """Attack a run with what the server and other users see, and say what leaks.
 
     Short runs of its recipe, with canaries in half of the users' texts, give a lower bound on epsilon; the final shared
-    model is asked which windows it trained on. Writes audit.json and audit.md, by default to the run folder.
+    model is asked which windows it trained on. With samples, an upload is inverted. Writes audit.json and audit.md, by default to the run folder.
     """
     from comingle.cli.progress import console, status
     from comingle.progress import reporting

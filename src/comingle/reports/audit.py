@@ -58,6 +58,15 @@ class Membership:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Inversion:
+    """How far from an input of each user one upload leads, ``|guess - x| / |x|``; ``guesses`` are of the mean input."""
+
+    what: str
+    errors: Sequence[float]
+    guesses: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Audit:
     """Everything that was measured on one run.
 
@@ -77,6 +86,7 @@ class Audit:
     inserted: Sequence[float]
     absent: Sequence[float]
     most: float
+    inversions: Sequence[Inversion] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -93,6 +103,8 @@ def exposure(rank: int, references: int) -> float:
 
 def verdict(audit: Audit) -> list[str]:
     """In plain words, what is shown and what is not."""
+    if audit.inversions:
+        return [*map(_inversion_told, audit.inversions), "Nothing else was attacked; canaries need users with text."]
     said = [_proof_told(proof, audit) for proof in audit.proofs]
     said += [_membership_told(audit), _exposure_told(audit)]
     said.append(
@@ -149,11 +161,24 @@ def _exposure_told(audit: Audit) -> str:
     return f"A canary of one user is not shown to be remembered by the model that others get: {told}."
 
 
-def _mean_told(values: Sequence[float]) -> str:
+_BACK = 0.1
+"""Below such an error an input counts as read off."""
+
+
+def _inversion_told(inversion: Inversion) -> str:
+    back = sum(error < _BACK for error in inversion.errors)
+    told = f"relative error {_mean_told(inversion.errors, 3)}, of the mean input {_mean_told(inversion.guesses, 3)}"
+    if back:
+        count = f"{back} of {len(inversion.errors)} users"
+        return f"The server reads an input off the upload of {inversion.what} for {count}: {told}."
+    return f"This attack reads no input off the upload of {inversion.what}; others may: {told}."
+
+
+def _mean_told(values: Sequence[float], digits: int = 1) -> str:
     if not values:
         return "unknown"
     reach = interval(values)
-    return f"{fmean(values):.1f}" + (f" ({_reach(reach, 1)})" if reach is not None else "")
+    return f"{fmean(values):.{digits}f}" + (f" ({_reach(reach, digits)})" if reach is not None else "")
 
 
 def _reach(reach: tuple[float, float], digits: int = 2) -> str:
@@ -199,6 +224,23 @@ def member_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
+def inversion_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
+    """Head and rows: how near inputs come back out of an upload."""
+    rows = [
+        [one.what, str(len(one.errors)), _mean_told(one.errors, 3), _mean_told(one.guesses, 3)]
+        for one in audit.inversions
+    ]
+    return ["upload of", "users", "relative error", "of the mean input"], rows
+
+
+def _sections(audit: Audit) -> dict[str, tuple[list[str], list[list[str]]]]:
+    """The tables by title."""
+    if audit.inversions:
+        return {"inputs out of one upload; 95%": inversion_rows(audit)}
+    canaries = f"canaries: {audit.trials} runs, {audit.rounds} rounds; {audit.confidence:.0%}, delta {audit.delta:g}"
+    return {canaries: proof_rows(audit), "training windows, by the final shared model; 95%": member_rows(audit)}
+
+
 def _spread(values: Sequence[float]) -> str:
     if not values:
         return ""
@@ -208,10 +250,8 @@ def _spread(values: Sequence[float]) -> str:
 
 def render_audit(audit: Audit) -> list[Table]:
     """The tables for the terminal."""
-    first = f"canaries: {audit.trials} runs, {audit.rounds} rounds; {audit.confidence:.0%}, delta {audit.delta:g}"
-    titles = {first: proof_rows(audit), "training windows, by the final shared model; 95%": member_rows(audit)}
     tables = []
-    for title, (head, rows) in titles.items():
+    for title, (head, rows) in _sections(audit).items():
         table = Table(title=title, title_justify="left", box=None)
         for name in head:
             table.add_column(name, no_wrap=name == "user")
@@ -225,7 +265,7 @@ def markdown(audit: Audit) -> str:
     """The page."""
     lines = [f"# What leaks: {printable(audit.run)}", "", f"{audit.method}, {audit.users} users.", ""]
     lines += [line for said in verdict(audit) for line in (f"- {said}",)]
-    for head, rows in (proof_rows(audit), member_rows(audit)):
+    for head, rows in _sections(audit).values():
         lines += ["", _line(head), _line(["---"] * len(head)), *map(_line, rows)]
     return "\n".join(lines) + "\n"
 

@@ -223,7 +223,7 @@ def audit(
     base: AnyBase | None = None,
     progress: bool = False,
 ) -> Audit:
-    """Attack a finished run whose users have text, and say what leaks; as ``comingle audit``.
+    """Attack a finished run of text or samples, and say what leaks; as ``comingle audit``.
 
     Args:
         run: a finished run, or its folder, which is only read.

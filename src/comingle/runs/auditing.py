@@ -1,4 +1,4 @@
-"""An audit of a finished run: canaries in short runs of its recipe, and membership by its final shared model."""
+"""An audit of a finished run: canaries in short runs of its recipe, membership, or the inversion of an upload."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from comingle.errors import RunError
+from comingle.kinds.base import Materials
 from comingle.privacy.accounting import epsilon_of_replacing, release_of
 from comingle.privacy.proving import least_epsilon
 from comingle.progress import LOADING, Reporter
@@ -15,12 +16,14 @@ from comingle.recipes import Recipe
 from comingle.reports.audit import Audit, Proof, exposure
 from comingle.runs.canaries import REFERENCES, SERVER, USERS, Trial, check_watchable, run_trial
 from comingle.runs.given import NOTHING, Given
+from comingle.runs.inversion import invert
 from comingle.runs.membership import infer
 from comingle.runs.results import Run
 from comingle.runs.session import prepare, privacy_of, training_settings
 
 COINS = 40
 """As many canaries, or a few more, are tossed for where nothing else is asked for: all right proves epsilon 2.5."""
+KINDS = ("text", "samples")
 CONFIDENCE = 0.95
 DELTA = 1e-5
 """Where the run has none."""
@@ -29,46 +32,57 @@ DELTA = 1e-5
 def audit_run(
     run: Run, reporter: Reporter, *, trials: int | None = None, rounds: int = 3, given: Given = NOTHING
 ) -> Audit:
-    """Attack a run whose users have text; nothing is written.
+    """Attack a run: with text by canaries and membership, with samples by inverting an upload. Nothing is written.
 
     Raises:
-        RunError: users have no text, the method shares nothing, or no single model.
+        RunError: users have neither, the method shares nothing, or no single model.
         ComingleError: as :func:`comingle.runs.session.prepare`.
     """
     check_audited(run)
-    names, metrics = run.users, run.metrics
-    recipe = shortened(run.recipe, metrics, rounds)
+    recipe = shortened(run.recipe, run.metrics, rounds)
+    base = getattr(run.federation.clients.model, "base", None)
     with reporter.waiting(LOADING):
-        materials = prepare(recipe, base=run.federation.clients.model.base, given=given)  # pyright: ignore[reportAttributeAccessIssue]
-    count = trials or math.ceil(COINS / len(names))
+        materials = prepare(recipe, base=base, given=given)
+    if run.recipe.data.kind == "samples":
+        inverted = invert(recipe, materials, lambda clients: [reporter.watch(clients, "one upload")])
+        return Audit(
+            **_about(run, recipe), trials=0, proofs=[], members=[], inserted=[], absent=[], inversions=inverted
+        )
     with reporter.waiting("telling training windows from others"):
         members = infer(run)
-    done = [
-        run_trial(
-            recipe, materials, n, lambda clients, n=n: [reporter.watch(clients, f"canaries, run {n + 1}/{count}")]
-        )
-        for n in range(count)
-    ]
-    privacy = metrics.get("privacy")
-    delta = DELTA if privacy is None else privacy["delta"]
+    count = trials or math.ceil(COINS / len(run.users))
+    done = [_trial(recipe, materials, number, count, reporter) for number in range(count)]
     exposures = [
         (inside, exposure(rank, REFERENCES)) for t in done for inside, rank in zip(t.inside, t.ranks, strict=True)
     ]
+    about = _about(run, recipe)
     return Audit(
-        run=str(run.folder or "a run in memory"),
-        method=metrics.get("method", run.recipe.method.name),
-        users=len(names),
-        privacy=privacy,
+        **about,
         trials=count,
-        rounds=recipe.training.rounds,
-        delta=delta,
-        confidence=CONFIDENCE,
-        proofs=[prove(who, done, delta, promised(recipe, names, done, who)) for who in (SERVER, USERS)],
+        proofs=[prove(who, done, about["delta"], promised(recipe, run.users, done, who)) for who in (SERVER, USERS)],
         members=members,
         inserted=[bits for inside, bits in exposures if inside],
         absent=[bits for inside, bits in exposures if not inside],
-        most=math.log2(REFERENCES + 1),
     )
+
+
+def _about(run: Run, recipe: Recipe) -> dict[str, Any]:
+    privacy = run.metrics.get("privacy")
+    return {
+        "run": str(run.folder or "a run in memory"),
+        "method": run.metrics.get("method", run.recipe.method.name),
+        "users": len(run.users),
+        "privacy": privacy,
+        "rounds": recipe.training.rounds,
+        "delta": DELTA if privacy is None else privacy["delta"],
+        "confidence": CONFIDENCE,
+        "most": math.log2(REFERENCES + 1),
+    }
+
+
+def _trial(recipe: Recipe, materials: Materials, number: int, count: int, reporter: Reporter) -> Trial:
+    title = f"canaries, run {number + 1} of {count}"
+    return run_trial(recipe, materials, number, lambda clients: [reporter.watch(clients, title)])
 
 
 def check_audited(run: Run) -> None:
@@ -79,8 +93,8 @@ def check_audited(run: Run) -> None:
     """
     where = run.folder or "the run"
     check_watchable(where, run.federation.clients.method)
-    if run.recipe.data.kind != "text":
-        raise RunError(f"{where}: users have {run.recipe.data.label}; canaries are put into text alone")
+    if run.recipe.data.kind not in KINDS:
+        raise RunError(f"{where}: users have {run.recipe.data.label}; audited are runs of text or samples")
 
 
 def shortened(recipe: Recipe, metrics: dict[str, Any], rounds: int) -> Recipe:
@@ -122,14 +136,17 @@ def prove(view: str, trials: Sequence[Trial], delta: float, upper: float | None)
     guesses = guess([score for trial in trials for score in trial.scores[view]])
     made = [(said, coin) for said, coin in zip(guesses, coins, strict=True) if said is not None]
     correct = sum(said == coin for said, coin in made)
-    numbers = {"trials": len(coins), "guesses": len(made), "delta": delta, "confidence": CONFIDENCE}
+
+    def least(right: int) -> float:
+        return least_epsilon(trials=len(coins), guesses=len(made), correct=right, delta=delta, confidence=CONFIDENCE)
+
     return Proof(
         view=view,
         coins=len(coins),
         guesses=len(made),
         correct=correct,
-        epsilon=least_epsilon(correct=correct, **numbers),
-        provable=least_epsilon(correct=len(made), **numbers),
+        epsilon=least(correct),
+        provable=least(len(made)),
         upper=upper,
     )
 

@@ -39,15 +39,16 @@ def infer(run: Run) -> list[Membership]:
         sets = [windows_of(stream, clients.training.context).unsqueeze(0) for stream in (user.train, user.test)]
         plain = [attacker.losses([number], own, one)[0] for one in sets]
         base = [attacker.losses([number], {}, one)[0] for one in sets]
-        drops = [(before - after).tolist() for before, after in zip(base, plain, strict=True)]
+        inside, outside = ((before - after).tolist() for before, after in zip(base, plain, strict=True))
+        losses = [(-one).tolist() for one in plain]
         found.append(
             Membership(
                 user=user.name,
-                members=len(drops[0]),
-                others=len(drops[1]),
-                auc=auc(*drops),
-                auc_of_loss=auc(*[(-one).tolist() for one in plain]),
-                found=found_at(*drops),
+                members=len(inside),
+                others=len(outside),
+                auc=auc(inside, outside),
+                auc_of_loss=auc(losses[0], losses[1]),
+                found=found_at(inside, outside),
             )
         )
     return found
