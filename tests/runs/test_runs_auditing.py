@@ -238,3 +238,49 @@ def test_exposure_is_in_bits() -> None:
 def test_methods_without_one_shared_model_are_refused(method: str, said: str) -> None:
     with pytest.raises(RunError, match=said):
         comingle.audit(trained(method), users=USERS_TEXT)
+
+
+# -------------------------------------------------------------------- nets
+
+
+def images(name: str) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(sum(map(ord, name)))
+    sizes = {"train": 12, "valid": 4, "test": 6}
+    return {
+        split: (torch.rand(size, 1, 6, 6, generator=draw), torch.randint(3, (size,), generator=draw))
+        for split, size in sizes.items()
+    }
+
+
+PICTURES = {name: images(name) for name in NAMES[:3]}
+SGD = {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "weight_decay": 0}
+
+
+def net_run(base: str = "net:mlp", experts: dict[str, Any] | None = None, **more: Any) -> Run:
+    training = {"rounds": 1, "batch_size": 4, **({"experts": experts} if experts else {})}
+    runtime = {"dtype": "float32", "device": "cpu"}
+    return comingle.run(
+        {"base": base, "method": "fedavg", "training": training, "runtime": runtime, **more}, users=PICTURES
+    )
+
+
+def test_one_step_on_one_sample_gives_it_away() -> None:
+    alone, whole = comingle.audit(net_run(experts=SGD), users=PICTURES).inversions
+    assert max(alone.errors) < 1e-3 < 0.1 < min(alone.guesses)
+    assert min(whole.errors) > 0.1
+
+
+@pytest.mark.parametrize("hidden", ["adam", "noise"])
+def test_where_inversion_fails_it_is_said(hidden: str) -> None:
+    privacy = {"mechanism": "local", "noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-3}
+    if hidden == "noise":
+        pytest.importorskip("dp_accounting")
+    run = net_run() if hidden == "adam" else net_run(experts=SGD, privacy=privacy)
+    found = comingle.audit(run, users=PICTURES)
+    assert all(min(one.errors) > 0.3 for one in found.inversions)
+    assert all("reads no input" in said and "others may" in said for said in verdict(found)[:2])
+
+
+def test_a_net_that_begins_with_a_convolution_is_refused() -> None:
+    with pytest.raises(RunError, match="first layer is not linear"):
+        comingle.audit(net_run(base="net:cnn"), users=PICTURES)

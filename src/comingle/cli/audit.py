@@ -22,8 +22,9 @@ def audit(
 ) -> None:
     """Attack a run with what the server and other users see, and say what leaks.
 
-    Short runs of its recipe, with canaries in half of the users' texts, give a lower bound on epsilon; the final shared
-    model is asked which windows it trained on. With samples, an upload is inverted. Writes audit.json and audit.md, by default to the run folder.
+    With text, short runs of its recipe with canaries in half of the users' texts give a lower bound on epsilon, and the
+    final shared model is asked which windows it trained on. With samples, one upload is inverted. Writes audit.json and
+    audit.md, by default to the run folder.
     """
     from comingle.cli.progress import console, status
     from comingle.progress import reporting

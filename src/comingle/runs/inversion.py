@@ -1,8 +1,8 @@
 """Gradient inversion: a user's input out of one upload of a net whose first layer is linear.
 
-One step moves row i of that layer by ``-rate g_i x`` and its bias by ``-rate g_i``, so their ratio is the input x, whatever
-the rate (Phong et al. 2017; Geiping et al. 2020, arXiv:2003.14053, Proposition 3.1). With several samples or steps the
-ratio is a mean of inputs with weights of either sign; an optimiser with moments bends it.
+One step moves row i of that layer by ``-rate g_i x`` and its bias by ``-rate g_i``, so their ratio is the input x,
+whatever the rate (Geiping et al. 2020, arXiv:2003.14053, Proposition 3.1). With several samples or steps the ratio is a
+mean of inputs with weights of either sign; an optimiser with moments bends it.
 """
 
 from __future__ import annotations
