@@ -43,9 +43,10 @@ def test_a_page_is_told_and_written_once(comingle: Any, run: Path, tmp_path: Pat
 
 
 def test_runs_that_cannot_be_audited_are_one_line(comingle: Any, run: Path, recipe: Path, tmp_path: Path) -> None:
+    short: dict[str, Any] = {"training.rounds": 1}
     alone, unfinished = tmp_path / "alone", tmp_path / "unfinished"
-    api.run(recipe, method="local", out=alone, **{"training.rounds": 1})
-    api.run(recipe, out=unfinished, **{"training.rounds": 1})
+    api.run(recipe, method="local", out=alone, **short)
+    api.run(recipe, out=unfinished, **short)
     (unfinished / "metrics.json").unlink()
     for folder, what in ((tmp_path / "none", "none"), (unfinished, "unfinished"), (alone, "local shares nothing")):
         said = comingle("audit", folder)

@@ -85,7 +85,7 @@ def test_replacing_one_who_may_be_drawn_is_bounded(rate: float) -> None:
     def stick(x: float) -> float:
         one = (1 - rate) * norm.pdf(x, 0, noise) + rate * norm.pdf(x, 1, noise)
         other = (1 - rate) * norm.pdf(x, 0, noise) + rate * norm.pdf(x, -1, noise)
-        return max(one - math.exp(found) * other, 0.0)
+        return max(float(one - math.exp(found) * other), 0.0)
 
     assert quad(stick, -20, 20, limit=500)[0] <= delta
     assert math.isfinite(found)

@@ -75,13 +75,12 @@ def test_with_noise_no_more_is_proven_than_the_account_allows(mechanism: str, no
     privacy = {"mechanism": mechanism, "noise_multiplier": noise, "clip_norm": 1.0, "delta": 1e-5}
     found = comingle.audit(trained("fedavg", steps=16, privacy=privacy), trials=6, users=USERS_TEXT)
     by_view = {proof.view: proof for proof in found.proofs}
-    assert by_view[USERS].upper is not None
-    assert by_view[USERS].epsilon <= by_view[USERS].upper
-    assert not by_view[USERS].contradicts
-    assert (by_view[SERVER].upper is None) == (mechanism == "central")  # the server of which is trusted
-    if mechanism == "local":
-        assert by_view[SERVER].upper == epsilon(Release(noise=noise / 2), 2, 1e-5, "pld")
-        assert by_view[SERVER].epsilon <= by_view[SERVER].upper
+    upper = {view: proof.upper for view, proof in by_view.items()}
+    replaced = epsilon(Release(noise=noise / 2), 2, 1e-5, "pld")  # of whichever mechanism: a coin replaces text
+    assert upper == {SERVER: replaced if mechanism == "local" else None, USERS: replaced}  # central: it is trusted
+    for proof in found.proofs:
+        assert proof.epsilon <= (proof.upper or float("inf"))
+        assert not proof.contradicts
 
 
 def test_guesses_look_at_scores_alone() -> None:
@@ -130,7 +129,7 @@ def test_without_what_was_seen_an_attacker_has_the_base() -> None:
     windows = torch.randint(200, (4, 3, 17), generator=torch.Generator().manual_seed(1))
     attacker = Attacker(clients=clients)
     with torch.no_grad():
-        logits = clients.model.base.model(windows.flatten(0, 1)[:, :-1]).logits
+        logits = vars(clients.model)["base"].model(windows.flatten(0, 1)[:, :-1]).logits
     plain = torch.nn.functional.cross_entropy(logits.transpose(1, 2), windows.flatten(0, 1)[:, 1:], reduction="none")
     found = attacker.losses(range(4), {}, windows)
     assert torch.allclose(found, plain.mean(1).view(4, 3).double(), atol=1e-4)
