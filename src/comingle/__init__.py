@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from comingle.errors import ComingleError as ComingleError
     from comingle.recipes import Recipe as Recipe
     from comingle.runs.api import advise as advise
+    from comingle.runs.api import audit as audit
     from comingle.runs.api import compare as compare
     from comingle.runs.api import join as join
     from comingle.runs.api import load as load
@@ -33,6 +34,7 @@ _HOMES = {
     "ComingleError": "comingle.errors",
     "Recipe": "comingle.recipes",
     "advise": "comingle.runs.api",
+    "audit": "comingle.runs.api",
     "compare": "comingle.runs.api",
     "floral": "comingle.adapters.clustered",
     "join": "comingle.runs.api",
@@ -40,7 +42,7 @@ _HOMES = {
     "run": "comingle.runs.api",
 }
 
-__all__ = ["ComingleError", "Recipe", "__version__", "advise", "compare", "floral", "join", "load", "run"]
+__all__ = ["ComingleError", "Recipe", "__version__", "advise", "audit", "compare", "floral", "join", "load", "run"]
 
 
 def __getattr__(name: str) -> Any:

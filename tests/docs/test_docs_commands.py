@@ -66,7 +66,7 @@ def shortened(words: tuple[str, ...]) -> list[str]:
     """The same command on toy models and little text."""
     verb, extra = words[0], []
     # Which need the pretrained model, somebody at the other end, or a run of more than one round.
-    alone = ("demo", "server", "client", "join")
+    alone = ("demo", "server", "client", "join", "audit")
     if (
         verb in alone
         or (verb == "serve" and "--make-keys" not in words)

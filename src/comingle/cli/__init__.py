@@ -9,6 +9,7 @@ import sys
 import typer
 
 from comingle.cli.advise import advise
+from comingle.cli.audit import audit
 from comingle.cli.chat import chat
 from comingle.cli.client import client
 from comingle.cli.compare import compare
@@ -39,8 +40,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb in (
-    demo, run, compare, advise, methods, data, cost, show, report, plot, export, join, chat, serve, federate, server,
-    client,
+    demo, run, compare, advise, methods, data, cost, show, report, plot, export, join, audit, chat, serve, federate,
+    server, client,
 ):  # fmt: skip
     app.command()(verb)
 

@@ -17,9 +17,11 @@ from comingle.progress import LOADING, reporting
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import read_metrics
 from comingle.reports.advice import Advice
+from comingle.reports.audit import Audit, check_targets, write_audit
 from comingle.reports.tables import write_comparison
 from comingle.runs import trials
 from comingle.runs.advising import advise_runs
+from comingle.runs.auditing import audit_run
 from comingle.runs.comparing import compare_runs, folders_of, recipes_of
 from comingle.runs.folders import check_folder
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
@@ -248,3 +250,42 @@ def advise(
     with reporting(quiet=not progress) as reporter:
         read = recipe_with(recipe, given, base=base, method=None, changes={**changes, **trials.shortened(rounds)})
         return advise_runs(read, methods, list(seeds), reporter, given=given)
+
+
+def audit(
+    run: Run | str | Path,
+    *,
+    trials: int | None = None,
+    rounds: int = 3,
+    out: str | Path | None = None,
+    force: bool = False,
+    users: Mapping[str, Any] | None = None,
+    base: AnyBase | None = None,
+    progress: bool = False,
+) -> Audit:
+    """Attack a finished run of text or samples, and say what leaks; as ``comingle audit``.
+
+    Args:
+        run: a finished run, or its folder, which is only read.
+        trials: runs with canaries, by default as many as toss about 40 coins.
+        rounds: of each of them, or fewer where the run had fewer.
+        out: a folder for ``audit.json`` and ``audit.md``, which may be the run's; None writes nothing.
+        force: replace these files.
+        users: everybody's data, where a program handed it over to :func:`run`, again.
+        base: what a program handed over to :func:`run`, again.
+        progress: tell on stderr how far it is.
+
+    Raises:
+        ComingleError: no finished run, nothing that is shared, or files that are there already.
+    """
+    for name, value in (("trials", 1 if trials is None else trials), ("rounds", rounds)):
+        if value < 1:
+            raise RecipeError(f"{name}: got {value}; allowed: a whole number from 1")
+    if out is not None:
+        check_targets(Path(out), force=force)
+    opened = run if isinstance(run, Run) else load(run, users=users, base=base)
+    with reporting(quiet=not progress) as reporter:
+        found = audit_run(opened, reporter, trials=trials, rounds=rounds, given=given_of(users, base))
+    if out is not None:
+        write_audit(Path(out), found)
+    return found

@@ -1,0 +1,87 @@
+"""What leaks of real text: AG News' categories as four users of a model of 260,000 parameters, audited by noise.
+
+Prints a Markdown table, and one JSON line with all audits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import sys
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+import comingle
+from comingle.reports.audit import Audit
+from comingle.reports.series import interval
+
+DOCUMENTS = 120
+CASES = {"none": None, "local, 4": ("local", 4.0), "central, 2": ("central", 2.0)}
+
+
+def users_of(data: Path) -> dict[str, list[str]]:
+    """The first documents of every category."""
+    texts: dict[str, list[str]] = {}
+    with lzma.open(data / "ag_news/ag_news.jsonl.xz", "rt", encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            texts.setdefault(row["category"], []).append(row["text"])
+    return {name: texts[name][:DOCUMENTS] for name in sorted(texts)}
+
+
+def settings(data: Path, args: argparse.Namespace, case: str) -> dict[str, Any]:
+    """The recipe of one case."""
+    training = {"rounds": args.rounds, "local_steps": 20, "batch_size": 4, "context": 32}
+    content: dict[str, Any] = {
+        "base": str(data / "models/stories260K"),
+        "adapters": {"rank": 4},
+        "data": {"max_train_tokens": 8192, "split": {"valid": 0.1, "test": 0.3}},
+        "training": {**training, "experts": {"learning_rate": 0.005}},
+        "evaluation": {"every": args.rounds, "first": False, "model": "exchanged"},
+        "runtime": {"device": "cpu", "dtype": "float32", "threads": 1, "compile": False},
+    }
+    if (privacy := CASES[case]) is not None:
+        numbers = {"noise_multiplier": privacy[1], "clip_norm": 1.0, "delta": 1e-5}
+        content["privacy"] = {"mechanism": privacy[0], **numbers}
+    return content
+
+
+def row(method: str, case: str, found: Audit) -> str:
+    """One line of the table."""
+    proofs = [
+        f"{p.correct}/{p.guesses}, {p.epsilon:.2f} ({'nothing' if p.upper is None else f'{p.upper:.1f}'})"
+        for p in found.proofs
+    ]
+    aucs, bits = [one.auc for one in found.members], [found.inserted, found.absent]
+    reach = interval(aucs) or (0.0, 1.0)
+    told = [f"{fmean(aucs):.2f} ({reach[0]:.2f} to {reach[1]:.2f})", *(f"{fmean(one):.1f}" for one in bits)]
+    return f"| {method} | {case} | {' | '.join([*proofs, *told])} |"
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the real data sets")
+    parser.add_argument("--methods", default="fedavg,comigs-1g1s")
+    parser.add_argument("--trials", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    started, users, audits = time.perf_counter(), users_of(args.data), []
+    print("| method | noise | server: right, epsilon (promised) | users | AUC | bits in | bits out |\n|" + "---|" * 7)
+    for method in args.methods.split(","):
+        for case in CASES:
+            run = comingle.run(settings(args.data, args, case), users=users, method=method)
+            found = comingle.audit(run, trials=args.trials, rounds=args.rounds, users=users)
+            audits.append({"method": method, "noise": case, **found.as_dict()})
+            print(row(method, case, found), flush=True)
+            print("\n".join(found.as_dict()["verdict"]), file=sys.stderr, flush=True)
+    print(json.dumps({"benchmark": "auditing", "seconds": round(time.perf_counter() - started, 1), "audits": audits}))
+
+
+if __name__ == "__main__":
+    main()

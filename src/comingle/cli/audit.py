@@ -1,0 +1,49 @@
+"""``comingle audit``: what leaks, measured by attacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from comingle.cli.options import Force, Out, Quiet
+
+
+def audit(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of users with text or samples.")],
+    trials: Annotated[
+        int | None, typer.Option("--trials", min=1, help="Runs with canaries (default: for about 40 coins in all).")
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of each of them.")] = 3,
+    out: Out = None,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Attack a run with what the server and other users see, and say what leaks.
+
+    With text, short runs of its recipe with canaries in half of the users' texts give a lower bound on epsilon, and the
+    final shared model is asked which windows it trained on. With samples, one upload is inverted. Writes audit.json and
+    audit.md, by default to the run folder.
+    """
+    from comingle.cli.progress import console, status
+    from comingle.progress import reporting
+    from comingle.reports.audit import check_targets, render_audit, verdict, write_audit
+    from comingle.runs.api import load
+    from comingle.runs.auditing import audit_run
+    from comingle.terminal import words
+
+    folder = out or run
+    if run.is_dir():
+        check_targets(folder, force=force)
+    with status("opening the run"):
+        opened = load(run)
+    with reporting(quiet=quiet) as reporter:
+        found = audit_run(opened, reporter, trials=trials, rounds=rounds)
+    write_audit(folder, found)
+    for said in verdict(found):
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
+    for table in render_audit(found):
+        console.print()
+        console.print(table)
+    console.print(words(f"{folder / 'audit.md'}  {folder / 'audit.json'}", "dim"))

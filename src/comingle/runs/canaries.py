@@ -1,0 +1,228 @@
+"""Canaries: random tokens that are put into users' training text, or not, in short runs that are watched.
+
+What is watched is what leaves: the uploads, which the server sees, and what the server publishes, which users see. A
+user's own tensors (specialists, routers) are nowhere among it; in their place stands their public start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from comingle.data.pack import UserData
+from comingle.data.seeds import generator
+from comingle.engines.client import Clients
+from comingle.engines.events import Observer
+from comingle.engines.server import ServerHalf
+from comingle.engines.state import draw
+from comingle.errors import RunError
+from comingle.kinds.base import Materials
+from comingle.methods.base import Method
+from comingle.protocol.compression import expand
+from comingle.protocol.messages import Upload, fill_ranks
+from comingle.recipes import Recipe
+from comingle.runs.session import build, execute
+from comingle.transports.inprocess import InProcess
+from comingle.trees import Tree, assign
+
+SHARE = 0.25
+"""Of a user's training text is its canary, where it is in: the worst case is what a bound is about."""
+LONGEST = 32
+"""Tokens of a canary that are predicted."""
+REFERENCES = 63
+"""Canaries that are never put in."""
+COMPARED = 31
+"""Of these as many are scored in every round."""
+
+SERVER, USERS = "server", "users"
+"""Who looks: at the uploads, or at what is published."""
+
+Look = Callable[[str, Sequence[int], Tree], None]
+"""Is shown, by who sees it, the shared tensors ``(users, *shape)`` of some users, by their number."""
+
+
+@dataclass(kw_only=True)
+class Watched(InProcess):
+    """A federation that shows what leaves its users, and what its server publishes."""
+
+    look: Look = lambda who, users, tensors: None
+
+    def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
+        """As ever, and seen by the server."""
+        super().upload(members, done, losses)
+        if self._sent is not None and self._sent.users:
+            self.look(SERVER, self.clients.numbers(self._sent.users), uploaded(self.server, self._sent))
+
+    def aggregate(self) -> str:
+        """As ever, and what is published is seen by all users."""
+        why = super().aggregate()
+        self.look(USERS, range(len(self.server.users)), published(self.server))
+        return why
+
+
+def uploaded(server: ServerHalf, upload: Upload) -> Tree:
+    """The tensors of an upload as the server reads them, ``(users, *shape)``."""
+    return fill_ranks(expand(upload.tensors, server.uploads), server.layout)
+
+
+def published(server: ServerHalf) -> Tree:
+    """What each user would download now, ``(users, *shape)``."""
+    tensors = server.method.server.download(server.kept, range(len(server.users)))
+    return {name: t[:, 0] for name, t in tensors.items()}
+
+
+def check_watchable(where: object, method: Method) -> None:
+    """Whether there is one shared model of each user to look at.
+
+    Raises:
+        RunError: there is not; says why.
+    """
+    if method.placement.pooled:
+        raise RunError(f"{where}: {method.name} pools everybody's text, so there is nothing left to leak")
+    if not method.shared or not method.trains:
+        raise RunError(f"{where}: {method.name} shares nothing, so nobody sees anything of a user; nothing to audit")
+    if method.server.peer_to_peer or method.placement.mixture is not None or method.server.server_models > 1:
+        raise RunError(f"{where}: {method.name} has several shared models or peers; audited are methods with one model")
+
+
+# -------------------------------------------------------------------- the attack
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attacker:
+    """Scores windows with shared tensors and nothing else of a user: all else is as it publicly began."""
+
+    clients: Clients
+
+    def rows(self, users: int) -> Float[Tensor, "users columns"]:
+        """The public start, on which a base with adapters says what it says without them."""
+        model, training = self.clients.model, self.clients.training
+        start = draw(model.layout, training.seed, "server").to(self.clients.state.rows)
+        return start.repeat(users, 1)
+
+    @torch.no_grad()
+    def losses(
+        self, users: Sequence[int], seen: Tree, windows: Int[Tensor, "users windows width"]
+    ) -> Float[Tensor, "users windows"]:
+        """Mean loss in nats of each of some users' windows, by the model that was seen of that user."""
+        model, rows = self.clients.model, self.rows(len(users)) * self.clients.model.mask()[list(users)]
+        if seen:
+            assign(model.layout.views(rows), model.layout, self.clients.method.shared, seen)
+        with torch.compiler.set_stance("force_eager"):
+            parts = [
+                model.predict(model.tensors(rows), list(users), part.to(model.device)).mean(-1)
+                for part in windows.long().split(16, dim=1)
+            ]
+        return torch.cat(parts, dim=1).double().cpu()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Canaries:
+    """One for each user, those never put in, and by whose coin it is in."""
+
+    own: Int[Tensor, "users width"]
+    references: Int[Tensor, "references width"]
+    inside: Bool[Tensor, " users"]
+
+    def windows(self, users: Sequence[int], references: int) -> Int[Tensor, "users windows width"]:
+        """Each user's own before so many that are never put in."""
+        others = self.references[:references].expand(len(users), -1, -1)
+        return torch.cat([self.own[list(users)].unsqueeze(1), others], dim=1)
+
+
+def draw_canaries(users: int, *, vocabulary: int, context: int, seed: int, trial: int) -> Canaries:
+    """Random tokens, each as probable as any other, and coins, which training does not know."""
+    width = min(context, LONGEST) + 1
+    stream = generator("audit", seed, trial)
+    drawn = torch.randint(vocabulary, (users + REFERENCES, width), generator=stream)
+    coins = torch.rand(users, generator=stream) < 0.5
+    return Canaries(own=drawn[:users], references=drawn[users:], inside=coins)
+
+
+def with_canary(user: UserData, canary: Int[Tensor, " width"], *, seed: int, trial: int) -> UserData:
+    """The user with its canary written over a part of the training text, at random places."""
+    width, stream = len(canary), user.train.clone()
+    places = len(stream) // width
+    chosen = torch.randperm(places, generator=generator("audit", seed, trial, user.name))
+    for place in chosen[: max(1, int(SHARE * places))].tolist():
+        stream[place * width : (place + 1) * width] = canary.to(stream)
+    return replace(user, train=stream)
+
+
+@dataclass(kw_only=True)
+class Sight:
+    """What one run let be seen of its canaries: by viewer, each user's scores round by round; and the last ranks."""
+
+    attacker: Attacker
+    canaries: Canaries
+    scores: dict[str, list[list[float]]]
+    last: Tree
+
+    def look(self, who: str, users: Sequence[int], tensors: Tree) -> None:
+        """How much surer of its canary each user's model became since what was last published, in deviations of how
+        much surer it became of canaries that were never put in."""
+        windows, before = self.canaries.windows(users, COMPARED), _of(self.last, users)
+        gained = self.attacker.losses(users, before, windows) - self.attacker.losses(users, tensors, windows)
+        others = gained[:, 1:]
+        margins = (gained[:, 0] - others.mean(1)) / others.std(1)
+        for user, margin in zip(users, margins.nan_to_num(0.0, 0.0, 0.0).tolist(), strict=True):
+            self.scores[who][user].append(margin)
+        if who == USERS:
+            self.last = {name: t.clone() for name, t in tensors.items()}
+
+    def score(self, who: str) -> list[float | None]:
+        """Each user's, over all rounds in which something of it was seen; None where nothing was."""
+        return [sum(seen) / len(seen) if seen else None for seen in self.scores[who]]
+
+    def ranks(self) -> list[int]:
+        """The rank (from 1) of each user's canary among those never put in, in the model that *another* user got."""
+        users = range(len(self.canaries.own))
+        others = [(user + 1) % len(users) for user in users]
+        losses = self.attacker.losses(others, _of(self.last, others), self.canaries.windows(users, REFERENCES))
+        return (1 + (losses[:, 1:] < losses[:, :1]).sum(1)).tolist()
+
+
+def _of(tensors: Tree, users: Sequence[int]) -> Tree:
+    return {name: t[list(users)] for name, t in tensors.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One watched run: whose canary was in, scores by viewer, ranks, and the run's metrics."""
+
+    inside: Sequence[bool]
+    scores: dict[str, list[float | None]]
+    ranks: list[int]
+    metrics: dict[str, Any]
+
+
+def run_trial(
+    recipe: Recipe, materials: Materials, trial: int, observers: Callable[[Clients], Sequence[Observer]]
+) -> Trial:
+    """Train with coins of this trial's own, and look at what leaves. ``recipe`` is short, and of text."""
+    users, base = materials.users, materials.base
+    assert base is not None
+    own = recipe.with_changes({"seed": recipe.seed + 1 + trial})
+    vocabulary = int(base.model.config.vocab_size)
+    kwargs = {"seed": recipe.seed, "trial": trial}
+    canaries = draw_canaries(len(users), vocabulary=vocabulary, context=recipe.training.context, **kwargs)
+    people = tuple(
+        with_canary(user, canary, **kwargs) if inside else user
+        for user, canary, inside in zip(users, canaries.own, canaries.inside.tolist(), strict=True)
+    )
+    plain = build(own, replace(materials, users=people))
+    scores = {who: [[] for _ in users] for who in (SERVER, USERS)}
+    sight = Sight(attacker=Attacker(clients=plain.clients), canaries=canaries, scores=scores, last={})
+    federation = Watched(clients=plain.clients, server=plain.server, look=sight.look)
+    metrics = execute(federation, own, None, observers=observers(plain.clients)).metrics
+    return Trial(
+        inside=canaries.inside.tolist(),
+        scores={who: sight.score(who) for who in (SERVER, USERS)},
+        ranks=sight.ranks(),
+        metrics=metrics,
+    )
