@@ -10,6 +10,7 @@ from typing import Literal
 
 from comingle.privacy.settings import Privacy
 from comingle.protocol.formats import Format
+from comingle.robust.settings import Aggregation
 
 EVERYBODY = 1.0
 """As a fraction of the users."""
@@ -54,7 +55,8 @@ class Training:
     (Algorithm 1 of CoMiGS returns that one), or "exchanged", after the exchange that ends the round. With
     ``evaluate_first`` there is an evaluation before any training too. ``select`` says with which round's models a run
     ends: the "last", or of those that were evaluated the "best", with the lowest validation loss, mean over users.
-    ``privacy`` says what is done to uploads so that they reveal little of a user; its noise is known.
+    ``privacy`` says what is done to uploads so that they reveal little of a user; its noise is known. ``aggregation``
+    says what the server makes of uploads some of which may be hostile; None is the method's mean.
     """
 
     rounds: int = 20
@@ -77,6 +79,7 @@ class Training:
     checkpoint_every: int = 5
     seed: int = 0
     privacy: Privacy | None = None
+    aggregation: Aggregation | None = None
 
     @property
     def iterations(self) -> int:

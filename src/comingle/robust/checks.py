@@ -30,12 +30,12 @@ def check_robust(
         raise RecipeError(f"aggregation: {rule} with method {method.name}: {why}")
     if weighting != "uniform" and rule not in WEIGHTED:
         raise RecipeError(
-            f"training.weighting: got {weighting}, but {rule} gives all users the same weight, as an amount of data can "
-            f"be a lie; allowed: uniform, or aggregation {' or '.join(WEIGHTED)}"
+            f"training.weighting: got {weighting}, but {rule} gives all users the same weight, as amounts of data "
+            f"can be lies; allowed: uniform, or aggregation {' or '.join(WEIGHTED)}"
         )
     if select == "best":
         raise RecipeError(
-            "aggregation: evaluation.select: best goes by the mean of users' validation losses, of which a single false "
+            "aggregation: evaluation.select: best goes by the mean of users' validation losses, of which one false "
             "one decides; allowed: last"
         )
     if privacy is not None and privacy.mechanism == "central":

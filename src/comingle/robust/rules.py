@@ -107,16 +107,16 @@ def krum_scores(distances: Float[Tensor, "users users"], hostile: int) -> Float[
     return others.topk(max(1, len(others) - hostile - 2), largest=False).values.sum(1)
 
 
-def _median(t: Float[Tensor, "users ..."]) -> Float[Tensor, "..."]:
+def _median(t: Float[Tensor, "users ..."]) -> Float[Tensor, ...]:
     ordered, middle = t.sort(0).values, (len(t) - 1) // 2
     return _mean(ordered[middle : len(t) - middle])
 
 
-def _nearest(t: Float[Tensor, "users ..."], count: int) -> Float[Tensor, "..."]:
+def _nearest(t: Float[Tensor, "users ..."], count: int) -> Float[Tensor, ...]:
     order = (t - _median(t)).abs().topk(count, dim=0, largest=False).indices
     return _mean(t.gather(0, order))
 
 
-def _mean(t: Float[Tensor, "users ..."]) -> Float[Tensor, "..."]:
+def _mean(t: Float[Tensor, "users ..."]) -> Float[Tensor, ...]:
     """In float64, so that many users' sum is not rounded; in the uploads' format again."""
     return t.double().mean(0).to(t.dtype)

@@ -40,6 +40,7 @@ from comingle.privacy.settings import Privacy
 from comingle.recipes import Recipe
 from comingle.recipes.unused import changed, check_used
 from comingle.records import finite, write_json
+from comingle.runs.defending import aggregation_of, check_aggregation
 from comingle.runs.folders import open_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
@@ -101,6 +102,7 @@ def check_method(recipe: Recipe) -> None:
     kind_of(recipe).check(recipe, method)
     if (privacy := privacy_of(recipe)) is not None:
         check_private(method, privacy, weighting=recipe.training.weighting, select=recipe.evaluation.select)
+    check_aggregation(recipe, method, privacy)
 
 
 def warn_unread(recipe: Recipe) -> None:
@@ -172,6 +174,7 @@ def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
         select=recipe.evaluation.select,
         checkpoint_every=recipe.checkpoints.every,
         privacy=privacy_of(recipe),
+        aggregation=aggregation_of(recipe),
     )
     return with_noise(training, make(recipe.method.name, **recipe.method.settings), names)
 
