@@ -35,22 +35,21 @@ def trimmed_mean(uploads: Tree, hostile: int) -> Tree:
 
 
 def krum(uploads: Tree, hostile: int) -> Tree:
-    """The one upload with the lowest :func:`krum_scores`.
+    """The one upload that is first in :func:`krum_order`.
 
     Source: Blanchard et al. 2017, arXiv:1703.02757.
     """
-    best = int(krum_scores(squared_distances(uploads), hostile).argmin())
+    best = krum_order(squared_distances(uploads), hostile)[0]
     return {name: t[best].clone() for name, t in uploads.items()}
 
 
 def multi_krum(uploads: Tree, hostile: int) -> Tree:
-    """The mean of the ``n - hostile - 2`` uploads with the lowest :func:`krum_scores`.
+    """The mean of the ``n - hostile - 2`` uploads that are first in :func:`krum_order`.
 
     Source: Blanchard et al. 2017, arXiv:1703.02757, section 4; so many as Damaskinos et al. 2019 (AggregaThor) allow.
     """
-    scores = krum_scores(squared_distances(uploads), hostile)
-    chosen = scores.argsort()[: len(scores) - hostile - 2]
-    return {name: _mean(t[chosen.to(t.device)]) for name, t in uploads.items()}
+    order = krum_order(squared_distances(uploads), hostile)
+    return {name: _mean(t[order[: len(order) - hostile - 2]]) for name, t in uploads.items()}
 
 
 def bulyan(uploads: Tree, hostile: int) -> Tree:
@@ -62,8 +61,7 @@ def bulyan(uploads: Tree, hostile: int) -> Tree:
     distances = squared_distances(uploads)
     left, chosen = list(range(len(distances))), list[int]()
     while len(chosen) < len(distances) - 2 * hostile:
-        best = int(krum_scores(distances[left][:, left], hostile).argmin())
-        chosen.append(left.pop(best))
+        chosen.append(left.pop(krum_order(distances[left][:, left], hostile)[0]))
     return {name: _nearest(t[chosen], len(distances) - 4 * hostile) for name, t in uploads.items()}
 
 
@@ -96,27 +94,32 @@ def norm_bound(changes: Tree, bound: float | None = None) -> Tree:
 
 def squared_distances(uploads: Tree) -> Float[Tensor, "users users"]:
     """Of everybody's whole upload from everybody's, float64."""
-    parts = [t.double().flatten(1) for t in uploads.values()]
+    parts = [t.double().reshape(len(t), -1) for t in uploads.values()]
     plain = "donot_use_mm_for_euclid_dist"
     return torch.stack([torch.cdist(p, p, compute_mode=plain).square().cpu() for p in parts]).sum(0)
 
 
-def krum_scores(distances: Float[Tensor, "users users"], hostile: int) -> Float[Tensor, " users"]:
-    """The sum of each upload's squared distances from its ``n - hostile - 2`` nearest others."""
+def krum_order(distances: Float[Tensor, "users users"], hostile: int) -> list[int]:
+    """Uploads by the sum of their squared distances from their ``n - hostile - 2`` nearest others, least first.
+
+    Two who are each other's only neighbours have the same: then by their distances from all, not by who is first.
+    """
     others = distances.clone().fill_diagonal_(torch.inf)
-    return others.topk(max(1, len(others) - hostile - 2), largest=False).values.sum(1)
+    scores = others.topk(max(1, len(others) - hostile - 2), largest=False).values.sum(1)
+    keys = list(zip(scores.tolist(), distances.sum(1).tolist(), strict=True))
+    return sorted(range(len(keys)), key=keys.__getitem__)
 
 
-def _median(t: Float[Tensor, "users ..."]) -> Float[Tensor, ...]:
+def _median(t: Float[Tensor, users * shape]) -> Float[Tensor, "*shape"]:
     ordered, middle = t.sort(0).values, (len(t) - 1) // 2
     return _mean(ordered[middle : len(t) - middle])
 
 
-def _nearest(t: Float[Tensor, "users ..."], count: int) -> Float[Tensor, ...]:
+def _nearest(t: Float[Tensor, users * shape], count: int) -> Float[Tensor, "*shape"]:
     order = (t - _median(t)).abs().topk(count, dim=0, largest=False).indices
     return _mean(t.gather(0, order))
 
 
-def _mean(t: Float[Tensor, "users ..."]) -> Float[Tensor, ...]:
+def _mean(t: Float[Tensor, users * shape]) -> Float[Tensor, "*shape"]:
     """In float64, so that many users' sum is not rounded; in the uploads' format again."""
     return t.double().mean(0).to(t.dtype)
