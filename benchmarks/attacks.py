@@ -71,7 +71,7 @@ class Attacked(InProcess):
 
 def read_idx(path: Path) -> np.ndarray:
     """A file of the IDX format."""
-    raw = lzma.open(path).read()
+    raw = lzma.decompress(path.read_bytes())
     shape = struct.unpack(">" + "I" * raw[3], raw[4 : 4 + 4 * raw[3]])
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
 
@@ -128,7 +128,7 @@ class Setting:
     users: dict[str, Any]
     base: str
     measure: str
-    better: Callable[[float, float], float]
+    worse: Callable[[float, float], float]
     """Of a score and the clean one: by how much it is worse, relative to the clean one."""
     changes: dict[str, Any]
 
@@ -144,7 +144,7 @@ def setting_of(name: str, args: argparse.Namespace) -> Setting:
         changes |= {"training.experts": sgd, "evaluation.every": args.rounds}
         users = mnist(args.data, 100, args.seed)
         return Setting(
-            users=users, base="net:mlp", measure="test_accuracy", better=lambda s, c: (c - s) / c, changes=changes
+            users=users, base="net:mlp", measure="test_accuracy", worse=lambda s, c: (c - s) / c, changes=changes
         )
     changes = {
         "training.rounds": args.text_rounds,
@@ -161,7 +161,7 @@ def setting_of(name: str, args: argparse.Namespace) -> Setting:
         "runtime.compile": False,
     }
     users, base = ag_news(args.data, 20, args.seed), str(args.data / "models/stories260K")
-    return Setting(users=users, base=base, measure="test_perplexity", better=lambda s, c: (s - c) / c, changes=changes)
+    return Setting(users=users, base=base, measure="test_perplexity", worse=lambda s, c: (s - c) / c, changes=changes)
 
 
 def hostile_in(users: Sequence[str], share: float, seed: int) -> list[int]:
@@ -174,7 +174,6 @@ def trained(setting: Setting, method: str, attack: str, hostile: Sequence[int], 
     names = list(setting.users)
     false = attack == "false data"
     users = with_false_data(setting.users, [names[at] for at in hostile]) if false else setting.users
-    # One user's name for all bases by name: a net is none that a program hands over.
     given: Given = given_of(users, None)
     changes = {**setting.changes, **QUIET, **changes, "base": setting.base}
     recipe: Recipe = recipe_with(None, given, base=None, method=method, changes=changes)
@@ -297,7 +296,7 @@ def main() -> None:
             results.append(measure(settings[data], data, rule, attack, share, args))
             print(json.dumps(results[-1]), file=sys.stderr, flush=True)
         for data, setting in settings.items():
-            print("\n".join([data, *table(results, data, setting.better)]))
+            print("\n".join([data, *table(results, data, setting.worse)]))
     seconds = round(time.perf_counter() - started, 1)
     print(json.dumps({"benchmark": "attacks", "seconds": seconds, "results": results}))
 
