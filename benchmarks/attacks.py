@@ -228,7 +228,9 @@ def gates(setting: Setting, rule: str, attack: str, share: float, args: argparse
         "attack": attack,
         "share": share,
         "gates": [on_generalist(event) for event in rounds],
-        "perplexity": [statistics.fmean(event["test_perplexity"][name] for name in honest) for event in rounds],
+        "perplexity": [
+            statistics.fmean(event["users"][name]["test_perplexity"] for name in honest) for event in rounds
+        ],
     }
 
 
