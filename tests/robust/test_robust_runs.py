@@ -31,7 +31,7 @@ from federations import local_round
 
 USERS = ("ann", "bob", "cem", "dan", "eve")
 EVERYONE = list(range(len(USERS)))
-RULES = [rule for rule in get_args(Rule) if rule != "mean"]
+RULES: list[Rule] = [rule for rule in get_args(Rule) if rule != "mean"]
 MEANS = (
     "fedavg", "ffa-lora", "fedsa-lora", "fdlora", "fedavg-moe", "fedavg-moe-tr", "pfedmoe", "comigs-tr", "comigs",
     "comigs-1g1s", "comigs-2g", "comigs-1gxs", "fedem", "fedavg+", "fedit", "fedlora", "local-adaptor",
@@ -167,11 +167,11 @@ def test_a_rule_is_a_plain_name_or_a_mapping() -> None:
 
 @pytest.mark.parametrize("method", REGISTRY)
 @pytest.mark.parametrize("rule", RULES)
-def test_every_method_says_what_applies_to_it(method: str, rule: str) -> None:
+def test_every_method_says_what_applies_to_it(method: str, rule: Rule) -> None:
     made = make(method)
     applies = not made.shared or method in MEANS or (method in BOUNDED and rule == "norm-bound")
     refused = made.placement.pooled or not applies
-    check = {"weighting": "uniform", "select": "last", "privacy": None}
+    check: dict[str, Any] = {"weighting": "uniform", "select": "last", "privacy": None}
     if refused:
         with pytest.raises(RecipeError, match=f"aggregation: .*{method}") as found:
             check_robust(made, Aggregation(rule=rule), **check)
@@ -191,7 +191,7 @@ def test_every_method_says_what_applies_to_it(method: str, rule: str) -> None:
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(rule: Rule, settings: dict[str, Any], why: str) -> None:
-    fine = {"weighting": "uniform", "select": "last", "privacy": None}
+    fine: dict[str, Any] = {"weighting": "uniform", "select": "last", "privacy": None}
     local = Privacy(mechanism="local", noise_multiplier=1.0)
     check_robust(make("fedavg"), Aggregation(rule=rule), **(fine | {"privacy": local}))
     with pytest.raises(RecipeError, match=why):
