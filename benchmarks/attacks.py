@@ -20,13 +20,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
 
 from comingle.errors import ComingleError
+from comingle.models.personal import PersonalModel
 from comingle.recipes.sections import Recipe
 from comingle.robust import attacks
 from comingle.runs.given import Given, given_of, recipe_with
@@ -204,7 +205,9 @@ def measure(setting: Setting, data: str, rule: str, attack: str, share: float, a
     honest = [name for at, name in enumerate(names) if at not in hostile]
     found["score"] = statistics.fmean(run.metrics["users"][name][setting.measure] for name in honest)
     if data == "ag-news":
-        found["phrase_perplexity"] = run.user(honest[0]).perplexity(f"{TRIGGER} {ANSWER}", context=64)
+        found["phrase_perplexity"] = cast(PersonalModel, run.user(honest[0])).perplexity(
+            f"{TRIGGER} {ANSWER}", context=64
+        )
     return found | {"seconds": time.perf_counter() - started}
 
 

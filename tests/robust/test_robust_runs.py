@@ -193,9 +193,9 @@ def test_every_method_says_what_applies_to_it(method: str, rule: Rule) -> None:
 def test_settings_that_do_not_go_together_are_refused(rule: Rule, settings: dict[str, Any], why: str) -> None:
     fine: dict[str, Any] = {"weighting": "uniform", "select": "last", "privacy": None}
     local = Privacy(mechanism="local", noise_multiplier=1.0)
-    check_robust(make("fedavg"), Aggregation(rule=rule), **(fine | {"privacy": local}))
+    check_robust(make("fedavg"), Aggregation(rule=rule), **{**fine, "privacy": local})
     with pytest.raises(RecipeError, match=why):
-        check_robust(make("fedavg"), Aggregation(rule=rule), **(fine | settings))
+        check_robust(make("fedavg"), Aggregation(rule=rule), **{**fine, **settings})
 
 
 @pytest.mark.parametrize(
