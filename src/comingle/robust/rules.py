@@ -110,16 +110,16 @@ def krum_order(distances: Float[Tensor, "users users"], hostile: int) -> list[in
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
-def _median(t: Float[Tensor, users * shape]) -> Tensor:
+def _median(t: Float[Tensor, "users ..."]) -> Tensor:
     ordered, middle = t.sort(0).values, (len(t) - 1) // 2
     return _mean(ordered[middle : len(t) - middle])
 
 
-def _nearest(t: Float[Tensor, users * shape], count: int) -> Tensor:
+def _nearest(t: Float[Tensor, "users ..."], count: int) -> Tensor:
     order = (t - _median(t)).abs().topk(count, dim=0, largest=False).indices
     return _mean(t.gather(0, order))
 
 
-def _mean(t: Float[Tensor, users * shape]) -> Tensor:
+def _mean(t: Float[Tensor, "users ..."]) -> Tensor:
     """In float64, so that many users' sum is not rounded; in the uploads' format again."""
     return t.double().mean(0).to(t.dtype)
