@@ -241,7 +241,7 @@ def gates(setting: Setting, rule: str, attack: str, share: float, args: argparse
 
 
 def table(results: Sequence[Mapping[str, Any]], data: str, worse: Callable[[float, float], float]) -> list[str]:
-    """Scores by attack and rule; bold within 5% of the clean mean of the same honest users."""
+    """Scores by attack and rule; bold within 5% of the plain mean without an attack, over all users."""
     lines = ["| attack | hostile | " + " | ".join(RULES) + " |", "|" + "---|" * (2 + len(RULES))]
     of_data = {(r["attack"], r["share"], r["rule"]): r["score"] for r in results if r["data"] == data}
 
