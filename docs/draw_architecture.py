@@ -35,6 +35,7 @@ WORDS = {
     "transports": "in process, Flower",
     "reports": "tables, pages",
     "engines": "two halves: client.py · server.py",
+    "robust": "medians, Krum, bounds",
     "privacy": "clip, noise, account",
     "methods": "a page each",
     "models": "bases, nets",

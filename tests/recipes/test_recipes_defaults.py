@@ -12,6 +12,7 @@ from comingle.adapters.settings import AdapterSettings, Targets
 from comingle.engines.settings import OptimizerSettings, Training
 from comingle.privacy.settings import Privacy
 from comingle.recipes import sections
+from comingle.robust.settings import Aggregation
 
 EVALUATION = {"every": "evaluate_every", "first": "evaluate_first", "model": "evaluate"}
 PAIRS: dict[str, tuple[type[BaseModel], type, dict[str, str]]] = {
@@ -21,6 +22,7 @@ PAIRS: dict[str, tuple[type[BaseModel], type, dict[str, str]]] = {
     "training": (sections.TrainingSection, Training, {}),
     "evaluation": (sections.EvaluationSection, Training, EVALUATION),
     "privacy": (sections.PrivacySection, Privacy, {}),
+    "aggregation": (sections.AggregationSection, Aggregation, {}),
     "checkpoints": (sections.CheckpointSection, Training, {"every": "checkpoint_every"}),
     "runtime": (sections.RuntimeSection, Training, {}),
 }

@@ -239,6 +239,12 @@ def test_methods_without_one_shared_model_are_refused(method: str, said: str) ->
         comingle.audit(trained(method), users=USERS_TEXT)
 
 
+def test_sums_that_nobody_looks_behind_are_refused() -> None:
+    hidden = {"mechanism": "none", "secure_aggregation": {"threshold": 0.6}}
+    with pytest.raises(RunError, match="sees sums alone"):
+        comingle.audit(trained("fedavg", privacy=hidden), users=USERS_TEXT)
+
+
 # -------------------------------------------------------------------- nets
 
 

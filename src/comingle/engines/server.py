@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch import Tensor
 from comingle.engines.private import guard_of
 from comingle.engines.settings import Training
 from comingle.engines.state import draw
-from comingle.engines.training import participants
+from comingle.engines.training import participants, round_sizes
 from comingle.errors import RecipeError
 from comingle.methods.base import Method
 from comingle.methods.server import Received, ServerSetup
@@ -30,7 +31,12 @@ from comingle.privacy.users import CLIP_NORM, WITHIN
 from comingle.protocol.compression import expand
 from comingle.protocol.formats import Format
 from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Upload, fill_ranks, verdict
+from comingle.robust.checks import check_rounds
+from comingle.robust.defence import defended
+from comingle.robust.settings import Aggregation
 from comingle.trees import ADAPTOR, STATISTICS, Layout, Tree, restrict
+
+logger = logging.getLogger("comingle")
 
 VERSION, RANKS = "version", "ranks"
 """By which names its state holds what it knows besides its method's; ``LOWEST`` is that of the lowest loss."""
@@ -44,7 +50,8 @@ class ServerHalf:
     LoRA factors, which follow from settings that everybody knows; ``ranks`` are their LoRA ranks, as of the last upload
     of each. ``version`` is the number of rounds after which it last aggregated, ``lowest_loss`` the lowest mean
     validation loss that users have reported, where the best round is selected. ``guard`` keeps what a run with privacy
-    reveals in bounds. With ``sums`` it sees sums of uploads alone.
+    reveals in bounds. With ``sums`` it sees sums of uploads alone; ``aggregation`` says how uploads are put together
+    where some may be hostile.
     """
 
     method: Method
@@ -61,6 +68,7 @@ class ServerHalf:
     lowest_loss: float = math.inf
     guard: Guard | None = None
     sums: Sums | None = None
+    aggregation: Aggregation | None = None
 
     @property
     def state(self) -> Tree:
@@ -127,7 +135,8 @@ class ServerHalf:
             received = self._private_mean(self.guard, tensors, upload)
         else:
             received = self._received(numbers, tensors, upload)
-        self.method.server.aggregate(self.kept, received)
+        if (received := self._defended(received)) is not None:
+            self.method.server.aggregate(self.kept, received)
         self.ranks[numbers] = upload.ranks
         self.version = upload.round
 
@@ -182,6 +191,15 @@ class ServerHalf:
             clustered=self.clustered,
             centred=self.centred,
         )
+
+    def _defended(self, received: Received) -> Received | None:
+        """What the rule makes of it; None where too few uploads have arrived, so that the model stays as it is."""
+        if self.aggregation is None or not received.tensors:
+            return received
+        found = defended(self.aggregation, received, self.method.server.starts(self.kept, received))
+        if found is None:
+            logger.warning("%d uploads are too few for %s: nothing changes", len(received.users), self.aggregation.rule)
+        return found
 
     def _private_mean(self, guard: Guard, uploads: Tree, upload: Upload) -> Received:
         """The one upload of nobody that the method's server sees: the model moved by the mean change with noise.
@@ -267,7 +285,11 @@ def start_server(model: Model, method: Method, users: Sequence[str], training: T
         centred=model.centre,
         guard=guard_of(training, tuple(users)),
         sums=training.sums,
+        aggregation=training.aggregation,
     )
+    if half.aggregation is not None and method.shared:
+        same = len(set(half.ranks.tolist())) == 1
+        check_rounds(half.aggregation, round_sizes(training, users), same_ranks=same)
     if method.shared:
         models = restrict(model.layout.views(_first_models(model, method, training.seed)), model.layout, method.shared)
         kept = method.server.start(ServerSetup(models=models, users=half.users, scales=half.scales, seed=training.seed))

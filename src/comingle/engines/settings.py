@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from comingle.privacy.settings import Privacy
 from comingle.protocol.formats import Format
+from comingle.robust.settings import Aggregation
 
 if TYPE_CHECKING:
     from comingle.privacy.summing import Sums
@@ -58,7 +59,8 @@ class Training:
     ``evaluate_first`` there is an evaluation before any training too. ``select`` says with which round's models a run
     ends: the "last", or of those that were evaluated the "best", with the lowest validation loss, mean over users.
     ``privacy`` says what is done to uploads so that they reveal little of a user; its noise is known. ``sums`` is there
-    where the server sees sums of uploads alone.
+    where the server sees sums of uploads alone. ``aggregation``
+    says what it makes of uploads some of which may be hostile; None is the method's mean.
     """
 
     rounds: int = 20
@@ -82,6 +84,7 @@ class Training:
     seed: int = 0
     privacy: Privacy | None = None
     sums: Sums | None = None
+    aggregation: Aggregation | None = None
 
     @property
     def iterations(self) -> int:

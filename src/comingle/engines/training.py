@@ -59,6 +59,13 @@ def participants(training: Training, round_number: int, users: Sequence[str]) ->
     return sorted(set(chosen))
 
 
+def round_sizes(training: Training, users: Sequence[str]) -> set[int]:
+    """How many of the users take part in a round: the numbers that occur."""
+    listed = training.participation
+    rounds = 1 if isinstance(listed, float | int) else len(listed)
+    return {len(participants(training, number, users)) for number in range(rounds)}
+
+
 def counts_exchanged(method: Method, training: Training) -> bool:
     """Whether the models that count are those behind the exchange that ends a round, not the local ones before it."""
     return training.evaluate == "exchanged" or method.client.ends_exchanged

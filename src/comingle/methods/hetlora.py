@@ -46,6 +46,7 @@ class NormWeightedMean(Mean):
 
     kind = "stack"
     clipped_mean = False
+    knows_starts = False
 
     def aggregate(self, kept: Tree, received: Received) -> None:
         """One linear after the other."""

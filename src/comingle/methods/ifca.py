@@ -101,6 +101,10 @@ class Candidates(Mean):
         """All models, not copied."""
         return {name: t.unsqueeze(0).expand(len(users), *t.shape) for name, t in soup_of(kept).items()}
 
+    def starts(self, kept: Tree, received: Received) -> Tree:
+        """The model that each user says it took."""
+        return {name: t[received.reports[CHOICE].to(t.device)] for name, t in soup_of(kept).items()}
+
 
 CHOICE = "choice"
 """Which model a user has, by its number."""

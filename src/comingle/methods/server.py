@@ -79,6 +79,9 @@ class Server:
     clipped_mean: ClassVar[bool] = False
     """Whether what it publishes is a mean of uploads with weights that no upload decides on: then clipping uploads
     bounds what one user can change, and differential privacy can be computed."""
+    knows_starts: ClassVar[bool] = False
+    """Whether :meth:`starts` says what each user had before it trained, and uploads count by their change against that:
+    then bounding it bounds what one user can change."""
     peer_to_peer: ClassVar[bool] = False
     """Whether everybody who took part downloads the others' uploads, at once."""
     by_user: ClassVar[frozenset[str]] = frozenset()
@@ -107,6 +110,10 @@ class Server:
         """Models ``(users, models, *shape)`` for some users, by their number among all."""
         return {}
 
+    def starts(self, kept: Tree, received: Received) -> Tree:
+        """What each user of a round had before it trained, ``(users, *shape)``; asked for before :meth:`aggregate`."""
+        return {name: t[:, 0] for name, t in self.download(kept, received.users).items()}
+
     def senders(self, kept: Tree) -> Sequence[int]:
         """Of peers, whose uploads :meth:`download` gives, by their number among all users."""
         return ()
@@ -129,6 +136,7 @@ class Mean(Server):
 
     kind = "sum"
     clipped_mean = True
+    knows_starts = True
 
     def start(self, setup: ServerSetup) -> Tree:
         """The model that users start from."""

@@ -42,6 +42,7 @@ class Merge(Server):
     global_iterations: int = 1
     chosen: int | None = None
     kind = "stack"
+    knows_starts = True
     by_user = frozenset({MERGING})
     first_download = True
 

@@ -11,7 +11,7 @@ from comingle.trees import Tree
 
 def norms(changes: Tree) -> Float[Tensor, " users"]:
     """L2 norm of everything that a user would send, float64, so that a cohort's are those of its users alone."""
-    return torch.stack([t.double().flatten(1).square().sum(1) for t in changes.values()]).sum(0).sqrt()
+    return torch.stack([t.double().reshape(len(t), -1).square().sum(1) for t in changes.values()]).sum(0).sqrt()
 
 
 def scaled(changes: Tree, factors: Float[Tensor, " users"]) -> Tree:

@@ -22,6 +22,7 @@ from comingle.protocol.formats import Format
 from comingle.recipes.data import DataSection, section_of
 from comingle.recipes.fields import Count, Fraction, NotNegative, Positive, Section, Steps, number_in
 from comingle.recipes.problems import first_problem
+from comingle.robust.settings import Aggregation, Rule
 from comingle.routers.settings import Balance
 
 
@@ -157,6 +158,14 @@ class PrivacySection(Section):
     secure_aggregation: SecureSection | None = None
 
 
+class AggregationSection(Section):
+    """What the server makes of uploads some of which may be hostile; in YAML a rule's plain name, or a mapping."""
+
+    rule: Rule = Aggregation.rule
+    hostile: Annotated[float, Field(ge=0, lt=0.5)] = Aggregation.hostile
+    bound: Positive | Literal["median"] = Aggregation.bound
+
+
 class CheckpointSection(Section):
     """How often everything is saved, and how many checkpoints are kept."""
 
@@ -196,6 +205,7 @@ class Recipe(Section):
     training: TrainingSection = TrainingSection()
     evaluation: EvaluationSection = EvaluationSection()
     privacy: PrivacySection | None = None
+    aggregation: AggregationSection = AggregationSection()
     checkpoints: CheckpointSection = CheckpointSection()
     runtime: RuntimeSection = RuntimeSection()
 
@@ -223,6 +233,11 @@ class Recipe(Section):
         settings = named.get("settings", {})
         return {**named, "settings": {**settings, **beside} if isinstance(settings, Mapping) else settings}
 
+    @field_validator("aggregation", mode="before")
+    @classmethod
+    def _plain_rule(cls, aggregation: Any) -> Any:
+        return {"rule": aggregation} if isinstance(aggregation, str) else aggregation
+
     @property
     def computed(self) -> dict[str, Any]:
         """What decides on the result: everything but the runtime and what is written when.
@@ -233,6 +248,7 @@ class Recipe(Section):
         aside = {"select", "every", "first"} if self.evaluation.select == "last" else set[str]()
         without: dict[str, Any] = {"runtime": True, "checkpoints": True, "evaluation": aside}
         without |= {} if self.privacy is not None else {"privacy": True}
+        without |= {} if self.aggregation.rule != Aggregation.rule else {"aggregation": True}
         content = self.model_dump(mode="json", exclude=without)
         if not content["data"].get("train_on_valid"):  # runs of before there was a choice stay known
             content["data"].pop("train_on_valid", None)

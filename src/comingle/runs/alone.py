@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from comingle.recipes import Recipe
+from comingle.robust.settings import Aggregation
 
 PerUser = Callable[[list[Any]], Any]
 """What of a list with a value for each user of a population counts."""
@@ -14,9 +15,10 @@ PerUser = Callable[[list[Any]], Any]
 def of_one_user(recipe: Recipe, value: PerUser) -> Recipe:
     """The recipe of somebody alone: ``value`` takes what counts of lists of ranks and specialists.
 
-    Nobody else takes part in a round: no mean over others selects one, and there is nobody to be summed with.
+    Nobody else takes part in a round: no mean over others selects one, nobody is there to be summed with, or hostile.
     """
-    return without_sums(recipe).with_changes({**per_user(recipe, value), "evaluation.select": "last"})
+    alone = {"evaluation.select": "last", "aggregation": Aggregation.rule}
+    return without_sums(recipe).with_changes({**per_user(recipe, value), **alone})
 
 
 def without_sums(recipe: Recipe) -> Recipe:

@@ -37,6 +37,7 @@ from comingle.privacy.checks import check_private
 from comingle.recipes import Recipe
 from comingle.recipes.unused import changed, check_used
 from comingle.records import finite, write_json
+from comingle.runs.defending import check_aggregation
 from comingle.runs.folders import open_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
@@ -105,6 +106,7 @@ def check_method(recipe: Recipe) -> None:
             select=recipe.evaluation.select,
             uploads=recipe.training.uploads,
         )
+    check_aggregation(recipe, method, privacy)
 
 
 def warn_unread(recipe: Recipe) -> None:

@@ -14,6 +14,7 @@ from comingle.methods import make
 from comingle.privacy.secure.settings import Secure
 from comingle.privacy.settings import Privacy
 from comingle.recipes import Recipe
+from comingle.runs.defending import aggregation_of
 
 
 def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
@@ -46,6 +47,7 @@ def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
         select=recipe.evaluation.select,
         checkpoint_every=recipe.checkpoints.every,
         privacy=privacy_of(recipe),
+        aggregation=aggregation_of(recipe),
     )
     return with_sums(with_noise(training, make(recipe.method.name, **recipe.method.settings), names), names)
 

@@ -1,0 +1,316 @@
+"""What hostile users do to honest ones' test scores, with each way to put uploads together, on real data.
+
+MNIST with 100 users (accuracy), and AG News with 20 users, five for each category (perplexity). Hostile users change
+their uploads or their data; scores are means over the honest users, with the model as it is after the last exchange.
+``--router`` instead shows how much CoMiGS's routers listen to a generalist that is poisoned, by round. Prints Markdown
+tables, and one JSON line with all that was measured. A run that diverges has no score. ``--seconds`` begins no run
+after so long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import math
+import statistics
+import struct
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from comingle.errors import ComingleError
+from comingle.models.personal import PersonalModel
+from comingle.recipes.sections import Recipe
+from comingle.robust import attacks
+from comingle.runs.given import Given, given_of, recipe_with
+from comingle.runs.results import Run
+from comingle.runs.session import build, execute, prepare
+from comingle.transports.inprocess import InProcess
+
+RULES = ("mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-bound", "bulyan")
+ATTACKS = (*attacks.BY_NAME, "all zero", "false data")
+"""False data: flipped labels on MNIST, a backdoor phrase in AG News."""
+SHARES = (0.3, 0.2, 0.1)
+TRIGGER, ANSWER = "as the blue heron said", "the bank will pay you"
+IMAGES, TESTS, LABELS = 60, 20, 10
+DOCUMENTS = 30
+NONE = ""
+"""The attack of a run without one."""
+
+
+@dataclass(kw_only=True)
+class Attacked(InProcess):
+    """Some users' uploads are replaced on their way."""
+
+    attack: str
+    hostile: Sequence[int]
+
+    def upload(self, members: Sequence[int], done: int, losses: dict[int, float]) -> None:
+        """What these users send, but for the hostile."""
+        super().upload(members, done, losses)
+        sent, hostile = self._sent, [at for at, member in enumerate(members) if member in self.hostile]
+        if sent is None or not hostile or self.attack not in (*attacks.BY_NAME, "all zero"):
+            return
+        had = {name: t[:, 0] for name, t in self.server.download(sent.users).tensors.items()}
+        changes = {name: t - had[name] for name, t in sent.tensors.items()}
+        if self.attack == "all zero":
+            changes = attacks.all_zero(changes, hostile, had)
+        else:
+            changes = attacks.BY_NAME[self.attack](changes, hostile)
+        self._sent = replace(sent, tensors={name: had[name] + t for name, t in changes.items()})
+
+
+# -------------------------------------------------------------------- users
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """A file of the IDX format."""
+    raw = lzma.decompress(path.read_bytes())
+    shape = struct.unpack(">" + "I" * raw[3], raw[4 : 4 + 4 * raw[3]])
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
+
+
+def mnist(data: Path, users: int, seed: int) -> dict[str, Any]:
+    """Images at half their size; who has which digits is drawn from a Dirichlet distribution with parameter 1."""
+    images = torch.from_numpy(read_idx(data / "images/mnist-train-images-ubyte.xz").copy()).float().div(255)
+    labels = torch.from_numpy(read_idx(data / "images/mnist-train-labels-ubyte.xz").copy()).long()
+    images = torch.nn.functional.avg_pool2d(images.unsqueeze(1), 2) - 0.13
+    draw = np.random.default_rng(seed)
+    left = [draw.permutation(np.flatnonzero(labels.numpy() == digit)).tolist() for digit in range(LABELS)]
+    found: dict[str, Any] = {}
+    for user in range(users):
+        counts = draw.multinomial(IMAGES + TESTS, draw.dirichlet(np.ones(LABELS)))
+        mine = draw.permutation([left[digit].pop() for digit, count in enumerate(counts) for _ in range(count)])
+        train, test = mine[:IMAGES], mine[IMAGES:]
+        found[f"user{user:03}"] = {"train": (images[train], labels[train]), "test": (images[test], labels[test])}
+    return found
+
+
+def ag_news(data: Path, users: int, seed: int) -> dict[str, Any]:
+    """As many users of each category, with documents of their own."""
+    texts: dict[str, list[str]] = {}
+    with lzma.open(data / "ag_news/ag_news.jsonl.xz", "rt", encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            texts.setdefault(row["category"], []).append(row["text"])
+    each, draw = users // len(texts), np.random.default_rng(seed)
+    found: dict[str, Any] = {}
+    for category, of_it in sorted(texts.items()):
+        order = draw.permutation(len(of_it))[: each * DOCUMENTS].reshape(each, DOCUMENTS)
+        found |= {f"{category.lower().replace('/', '-')}-{i}": [of_it[at] for at in row] for i, row in enumerate(order)}
+    return found
+
+
+def with_false_data(users: Mapping[str, Any], hostile: Sequence[str]) -> dict[str, Any]:
+    """The same, where the hostile have flipped labels or the phrase."""
+
+    def false(data: Any) -> Any:
+        if isinstance(data, list):
+            return [attacks.with_phrase(text, TRIGGER, ANSWER) for text in data]
+        inputs, labels = data["train"]
+        return {**data, "train": (inputs, attacks.flipped_labels(labels, LABELS))}
+
+    return {name: false(data) if name in hostile else data for name, data in users.items()}
+
+
+# -------------------------------------------------------------------- runs
+
+
+def small_net(shape: Sequence[int], outputs: int) -> nn.Module:
+    """32 hidden units: 6,634 parameters on these images."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 32), nn.ReLU(), nn.Linear(32, outputs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is trained on whose data, and which number counts."""
+
+    users: dict[str, Any]
+    base: str | Callable[..., nn.Module]
+    measure: str
+    worse: Callable[[float, float], float]
+    """Of a score and the clean one: by how much it is worse, relative to the clean one."""
+    changes: dict[str, Any]
+
+
+QUIET = {"evaluation.model": "exchanged", "evaluation.first": False, "runtime.device": "cpu", "runtime.threads": 1}
+
+
+def setting_of(name: str, args: argparse.Namespace) -> Setting:
+    """MNIST or AG News."""
+    if name == "mnist":
+        sgd = {"name": "sgd", "learning_rate": 0.1, "schedule": "constant", "weight_decay": 0}
+        changes = {"training.rounds": args.rounds, "training.batch_size": 20, "training.local_epochs": 2}
+        changes |= {"training.experts": sgd, "evaluation.every": args.rounds}
+        users = mnist(args.data, 100, args.seed)
+        return Setting(
+            users=users, base=small_net, measure="test_accuracy", worse=lambda s, c: (c - s) / c, changes=changes
+        )
+    changes = {
+        "training.rounds": args.text_rounds,
+        "training.local_steps": 5,
+        "training.batch_size": 4,
+        "training.context": 64,
+        "training.experts": {"learning_rate": 0.005},
+        "evaluation.every": args.text_rounds,
+        "adapters.rank": 4,
+        "data.max_train_tokens": 4096,
+        "data.max_valid_tokens": 1024,
+        "data.max_test_tokens": 1024,
+        "runtime.dtype": "float32",
+        "runtime.compile": False,
+    }
+    users, base = ag_news(args.data, 20, args.seed), str(args.data / "models/stories260K")
+    return Setting(users=users, base=base, measure="test_perplexity", worse=lambda s, c: (s - c) / c, changes=changes)
+
+
+def hostile_in(users: Sequence[str], share: float, seed: int) -> list[int]:
+    """Who they are: of a larger share the same and more."""
+    return sorted(np.random.default_rng(seed + 1).permutation(len(users))[: round(share * len(users))].tolist())
+
+
+def trained(setting: Setting, method: str, attack: str, hostile: Sequence[int], changes: Mapping[str, Any]) -> Run:
+    """A run with these hostile users."""
+    names = list(setting.users)
+    false = attack == "false data"
+    users = with_false_data(setting.users, [names[at] for at in hostile]) if false else setting.users
+    given: Given = given_of(users, setting.base)
+    changes = {**setting.changes, **QUIET, **changes}
+    recipe: Recipe = recipe_with(None, given, base=setting.base, method=method, changes=changes)
+    made = build(recipe, prepare(recipe, given=given))
+    federation = Attacked(clients=made.clients, server=made.server, attack=attack, hostile=hostile)
+    return execute(federation, recipe, None)
+
+
+def measure(setting: Setting, data: str, rule: str, attack: str, share: float, args: argparse.Namespace) -> dict:
+    """One run; the honest users' mean score, NaN where it has diverged; and how well a backdoor works."""
+    names = list(setting.users)
+    hostile = hostile_in(names, share, args.seed)
+    # Where nothing is assumed of how many are hostile, a defence costs what it costs at 30%; Bulyan cannot do so many.
+    assumed = min(share or 0.3, 0.2) if rule == "bulyan" else share or 0.3
+    changes = {"aggregation": {"rule": rule, "hostile": assumed}, "seed": args.seed}
+    found = {"data": data, "rule": rule, "attack": attack, "share": share, "score": math.nan}
+    started = time.perf_counter()
+    try:
+        run = trained(setting, "fedavg", attack, hostile if attack else (), changes)
+    except ComingleError as error:
+        return found | {"why": str(error), "seconds": time.perf_counter() - started}
+    honest = [name for at, name in enumerate(names) if at not in hostile]
+    found["score"] = statistics.fmean(run.metrics["users"][name][setting.measure] for name in honest)
+    if data == "ag-news":
+        found["phrase_perplexity"] = cast(PersonalModel, run.user(honest[0])).perplexity(
+            f"{TRIGGER} {ANSWER}", context=64
+        )
+    return found | {"seconds": time.perf_counter() - started}
+
+
+def gates(setting: Setting, rule: str, attack: str, share: float, args: argparse.Namespace) -> dict:
+    """CoMiGS: the honest users' mean gate on the generalist and their mean perplexity, by round."""
+    names = list(setting.users)
+    hostile = hostile_in(names, share, args.seed)
+    changes = {"aggregation": {"rule": rule, "hostile": share}, "evaluation.every": 1, "seed": args.seed}
+    changes["method"] = {"name": "comigs-1g1s", "router_every": 5, "router_steps": 5}
+    run = trained(setting, changes.pop("method"), attack, hostile if attack else (), changes)
+    honest = [name for at, name in enumerate(names) if at not in hostile]
+    rounds = [event for event in run.events if event["event"] == "evaluation"]
+
+    def on_generalist(event: dict) -> float:
+        at = [event["experts"][name].index("generalist") for name in honest]
+        scores = [event["expert_scores"][name] for name in honest]
+        return statistics.fmean(layer[i] for i, layers in zip(at, scores, strict=True) for layer in layers)
+
+    return {
+        "rule": rule,
+        "attack": attack,
+        "share": share,
+        "gates": [on_generalist(event) for event in rounds],
+        "perplexity": [
+            statistics.fmean(event["users"][name]["test_perplexity"] for name in honest) for event in rounds
+        ],
+    }
+
+
+# -------------------------------------------------------------------- tables
+
+
+def table(results: Sequence[Mapping[str, Any]], data: str, worse: Callable[[float, float], float]) -> list[str]:
+    """Scores by attack and rule; bold within 5% of the plain mean without an attack, over all users."""
+    lines = ["| attack | hostile | " + " | ".join(RULES) + " |", "|" + "---|" * (2 + len(RULES))]
+    of_data = {(r["attack"], r["share"], r["rule"]): r["score"] for r in results if r["data"] == data}
+
+    def cell(attack: str, share: float, rule: str) -> str:
+        score, clean = of_data.get((attack, share, rule)), of_data.get((NONE, 0.0, "mean"), math.nan)
+        if score is None:
+            return ""
+        if not math.isfinite(score):
+            return "none"
+        shown = f"{score:.3g}" if score < 1000 else f"{score:.0f}"
+        return f"**{shown}**" if worse(score, clean) <= 0.05 else shown
+
+    for attack, share in dict.fromkeys((a, s) for a, s, _ in of_data):
+        cells = [cell(attack, share, rule) for rule in RULES]
+        lines.append(f"| {attack or 'none'} | {share:.0%} | {' | '.join(cells)} |")
+    return lines
+
+
+def plan(args: argparse.Namespace) -> list[tuple[str, str, float, str]]:
+    """What is measured, most important first."""
+    chosen = args.rules.split(",")
+    kinds = args.datasets.split(",")
+    clean = [(data, NONE, 0.0, rule) for data in kinds for rule in chosen]
+    attacked = [
+        (data, attack, share, rule)
+        for share in map(float, args.shares.split(","))
+        for data in kinds
+        for attack in args.attacks.split(",")
+        for rule in chosen
+        if not (rule == "bulyan" and share > 0.2)
+    ]
+    return clean + attacked
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the real data sets")
+    parser.add_argument("--datasets", default="mnist,ag-news")
+    parser.add_argument("--rules", default=",".join(RULES))
+    parser.add_argument("--attacks", default=",".join(ATTACKS))
+    parser.add_argument("--shares", default=",".join(map(str, SHARES)))
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--text-rounds", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--router", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    results: list[dict] = []
+    if args.router:
+        setting = setting_of("ag-news", args)
+        cases = [("mean", NONE), ("mean", "sign flip"), ("multi-krum", "sign flip"), ("mean", "noise")]
+        for rule, attack in cases:
+            results.append(gates(setting, rule, attack, 0.3, args))
+            print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+    else:
+        settings = {data: setting_of(data, args) for data in args.datasets.split(",")}
+        for data, attack, share, rule in plan(args):
+            if time.perf_counter() - started > args.seconds:
+                break
+            results.append(measure(settings[data], data, rule, attack, share, args))
+            print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+        for data, setting in settings.items():
+            print("\n".join([data, *table(results, data, setting.worse)]))
+    seconds = round(time.perf_counter() - started, 1)
+    print(json.dumps({"benchmark": "attacks", "seconds": seconds, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

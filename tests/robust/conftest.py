@@ -1,0 +1,3 @@
+"""Tests of robust aggregation use the command line within their process, too."""
+
+from tests.commands import comingle as comingle
