@@ -13,6 +13,7 @@ import yaml
 from tests.federation.direct import federated
 from tests.federation.tiny import one_base, tiny
 
+from comingle.costing.planning import plan
 from comingle.errors import MessageError, RecipeError
 from comingle.federation.checking import check_upload
 from comingle.methods import REGISTRY, make
@@ -215,6 +216,16 @@ def test_rounds_that_are_too_small_are_refused(tmp_path: Path, rule: str, partic
     with pytest.raises(RecipeError, match=why) as refused:
         run_in(None, found, prepare(found), resume=False, force=False)
     assert "\n" not in str(refused.value)
+    with pytest.raises(RecipeError, match=why):
+        federated(content, tmp_path / "elsewhere")
+    with pytest.raises(RecipeError, match=why):
+        plan(found, ["fedavg"])
+
+
+def test_what_can_be_run_has_costs(tmp_path: Path) -> None:
+    """They are rehearsed with fewer users than a rule needs."""
+    content = tiny(tmp_path, "fedavg", users=4, aggregation="median")
+    assert [cost.method for cost in plan(parse_recipe(content), ["fedavg"]).methods] == ["fedavg"]
 
 
 def test_different_ranks_have_no_coordinates_in_common(federate: Any) -> None:

@@ -11,10 +11,12 @@ from comingle.costing.messages import count_exchanges
 from comingle.costing.passes import Rehearsal, memory
 from comingle.costing.records import MemoryCost, MethodCost, UserCost
 from comingle.engines.private import promise
-from comingle.engines.training import Portions
+from comingle.engines.training import Portions, round_sizes
 from comingle.errors import RecipeError
 from comingle.methods import make, settings_beside
 from comingle.recipes import Recipe
+from comingle.robust.checks import check_rounds
+from comingle.robust.settings import Aggregation
 from comingle.runs.settings import training_settings
 
 
@@ -30,12 +32,18 @@ def with_method(recipe: Recipe, name: str, for_all: Mapping[str, Any] = MappingP
 
 
 def with_privacy(cost: MethodCost, recipe: Recipe, names: Sequence[str], participation: Any) -> MethodCost:
-    """The costs with what a run reveals, where the recipe has privacy; it depends on who takes part how often."""
-    if recipe.privacy is None:
+    """The costs with what a run reveals, where the recipe has privacy; it depends on who takes part how often.
+
+    Raises:
+        RecipeError: so few take part that the recipe's rule of aggregation cannot be used.
+    """
+    if recipe.privacy is None and recipe.aggregation.rule == Aggregation.rule:
         return cost
     recipe = recipe.with_changes({"training.participation": participation})
-    method = make(recipe.method.name, **recipe.method.settings)
-    return replace(cost, privacy=promise(training_settings(recipe, names), method, names))
+    method, training = make(recipe.method.name, **recipe.method.settings), training_settings(recipe, names)
+    if training.aggregation is not None and method.shared:
+        check_rounds(training.aggregation, round_sizes(training, names), same_ranks=True)
+    return cost if recipe.privacy is None else replace(cost, privacy=promise(training, method, names))
 
 
 def check_count(users: int | None) -> None:

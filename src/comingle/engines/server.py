@@ -109,6 +109,16 @@ class ServerHalf:
         members = participants(training, number, self.users)
         return (guard.affordable(members) or None) if releases else members
 
+    def check_rounds(self, training: Training) -> None:
+        """Whether rounds are large enough for the rule by which uploads are put together, if there is one.
+
+        Raises:
+            RecipeError: they are not, or users' ranks differ where they must not.
+        """
+        if self.aggregation is not None and self.shares:
+            same = len(set(self.ranks.tolist())) == 1
+            check_rounds(self.aggregation, round_sizes(training, self.users), same_ranks=same)
+
     def download(self, users: Sequence[str]) -> Download:
         """What these users get now."""
         numbers = [self.users.index(user) for user in users]
@@ -287,9 +297,6 @@ def start_server(model: Model, method: Method, users: Sequence[str], training: T
         sums=training.sums,
         aggregation=training.aggregation,
     )
-    if half.aggregation is not None and method.shared:
-        same = len(set(half.ranks.tolist())) == 1
-        check_rounds(half.aggregation, round_sizes(training, users), same_ranks=same)
     if method.shared:
         models = restrict(model.layout.views(_first_models(model, method, training.seed)), model.layout, method.shared)
         kept = method.server.start(ServerSetup(models=models, users=half.users, scales=half.scales, seed=training.seed))

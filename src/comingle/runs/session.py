@@ -145,7 +145,9 @@ def build(recipe: Recipe, materials: Materials) -> InProcess:
     """
     method = make(recipe.method.name, **recipe.method.settings)
     training = training_settings(recipe, [user.name for user in materials.users])
-    return federate(materials.kind.clients(recipe, materials, method, training))
+    federation = federate(materials.kind.clients(recipe, materials, method, training))
+    federation.server.check_rounds(training)
+    return federation
 
 
 def run_in(
