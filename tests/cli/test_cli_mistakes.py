@@ -42,7 +42,7 @@ SETTINGS = {
     ),
     "an unknown setting": (
         "method.router_evry=3",
-        "method comigs-1g1s: no setting 'router_evry'. Did you mean 'router_every'? Allowed: router_every, ",
+        "method comigs-1g1s: no setting 'router_evry'. Did you mean 'router_every'? Allowed: accumulate_gradients, ",
     ),
     "a setting out of range": (
         "method.router_every=0",

@@ -49,7 +49,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         linked = page.parent / path if path else page
         assert linked.is_file(), target
         titles = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
-        assert not anchor or anchor in {title.lower().replace(" ", "-") for title in titles}, target
+        assert not anchor or anchor in {_anchor(title) for title in titles}, target
+
+
+def _anchor(title: str) -> str:
+    """By which name a heading is linked, on the site and where Markdown is shown as it is."""
+    return re.sub(r"[^\w\s-]", "", title.strip().lower()).replace(" ", "-")
 
 
 # ---------------------------------------------------------------- the table of methods

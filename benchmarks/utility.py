@@ -1,0 +1,130 @@
+"""What privacy costs: test scores over epsilon, by method, on real data.
+
+AG News with its four categories as users, the authors of stackexchange_users with most text, and MNIST with 300 users.
+Each run spends a given epsilon at delta 1e-5; the server adds the noise to a mean of clipped changes (``central``). A
+method that shares nothing needs no noise; one to which ``central`` does not apply is refused, and the table says so.
+Prints a Markdown table, and one JSON line with all that was measured. ``--seconds`` begins no run after so long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import attacks
+import comingle
+from comingle.errors import ComingleError
+
+EPSILONS = (math.inf, 1000.0, 100.0, 10.0, 2.0)
+METHODS = {
+    "news": ("comigs-1g1s", "fedavg", "local"),
+    "posts": ("comigs-1g1s", "fedavg", "local"),
+    "mnist": ("fedavg", "local", "floral", "fedmerge"),
+}
+FILES = {
+    "news": ("ag_news/ag_news.jsonl.xz", "category", 4, 60),
+    "posts": ("users/stackexchange_users.jsonl.xz", "user", 200, 20),
+}
+"""Of each data set of texts the file, the field that names users, how many users, and how many documents of each."""
+
+PART = {"news": 1.0, "posts": 0.2, "mnist": 0.2}
+"""Which fraction of the users is drawn each round, each by itself."""
+
+
+def texts(data: Path, name: str) -> dict[str, list[str]]:
+    """The documents of the users who have most text."""
+    file, field, users, documents = FILES[name]
+    found: dict[str, list[str]] = {}
+    with lzma.open(data / file, "rt", encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            found.setdefault(row[field], []).append(row["text"])
+    most = sorted(found, key=lambda user: -sum(map(len, found[user])))[:users]
+    return {user: found[user][:documents] for user in sorted(most)}
+
+
+def setting(name: str, args: argparse.Namespace) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+    """Users, base, and what of the recipe does not depend on the method."""
+    common: dict[str, Any] = {
+        "training": {"rounds": args.rounds, "participation": PART[name]},
+        "evaluation": {"every": args.rounds, "first": False, "model": "exchanged"},
+        "runtime": {"device": "cpu", "dtype": "float32", "threads": 1, "compile": False},
+    }
+    if name == "mnist":
+        sgd = {"name": "sgd", "learning_rate": 0.1, "schedule": "constant", "weight_decay": 0}
+        common["training"] |= {"batch_size": 20, "local_epochs": 2, "experts": sgd}
+        return attacks.mnist(args.data, 300, args.seed), attacks.small_net, common
+    common["training"] |= {"local_steps": 5, "batch_size": 4, "context": 64, "experts": {"learning_rate": 0.005}}
+    common["adapters"] = {"rank": 4}
+    common["data"] = {"max_train_tokens": 4096, "max_valid_tokens": 1024, "max_test_tokens": 1024}
+    return texts(args.data, name), str(args.data / "models/stories260K"), common
+
+
+def measure(name: str, method: str, epsilon: float, args: argparse.Namespace) -> dict[str, Any]:
+    """One run: the users' mean score and the noise, or why there is none."""
+    users, base, recipe = setting(name, args)
+    if math.isfinite(epsilon):
+        clip = args.clip if args.clip == "adaptive" else float(args.clip)
+        recipe["privacy"] = {"clip_norm": clip, "epsilon": epsilon, "noise": "reproducible", "accountant": "rdp"}
+    found: dict[str, Any] = {"data": name, "method": method, "epsilon": epsilon, "seed": args.seed}
+    started = time.perf_counter()
+    try:
+        metrics = comingle.run(recipe, users=users, base=base, method=method, seed=args.seed).metrics
+    except ComingleError as error:
+        return found | {"why": str(error)}
+    key = "test_accuracy" if name == "mnist" else "test_perplexity"
+    found["score"] = statistics.fmean(user[key] for user in metrics["users"].values())
+    found |= {"noise_multiplier": metrics.get("privacy", {}).get("noise_multiplier")}
+    return found | {"seconds": time.perf_counter() - started}
+
+
+def table(results: list[dict[str, Any]], name: str, epsilons: list[float]) -> list[str]:
+    """A row for each method."""
+    heads = ["none" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in epsilons]
+    lines = ["| method | " + " | ".join(heads) + " |", "|" + "---|" * (1 + len(heads))]
+    of = {(one["method"], one["epsilon"]): one for one in results if one["data"] == name}
+    for method in METHODS[name]:
+        lines.append(f"| {method} | " + " | ".join(_cell(of.get((method, epsilon))) for epsilon in epsilons) + " |")
+    return lines
+
+
+def _cell(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    return "refused" if "why" in found else f"{found['score']:.4g}"
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the real data sets")
+    parser.add_argument("--datasets", default=",".join(METHODS))
+    parser.add_argument("--epsilons", default=",".join(map(str, EPSILONS)))
+    parser.add_argument("--clip", default="adaptive", help="a norm, or adaptive")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    started, results = time.perf_counter(), list[dict[str, Any]]()
+    epsilons = [float(one) for one in args.epsilons.split(",")]
+    for name in args.datasets.split(","):
+        for method in METHODS[name]:
+            for epsilon in epsilons:
+                if time.perf_counter() - started < args.seconds:
+                    results.append(measure(name, method, epsilon, args))
+                    print(json.dumps(results[-1]), flush=True)
+        print("\n".join(["", f"{name}:", *table(results, name, epsilons), ""]), flush=True)
+    print(json.dumps({"benchmark": "utility", "rounds": args.rounds, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
