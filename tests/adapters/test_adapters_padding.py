@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from naive import honest_double
 from torch import Tensor
 
 from comingle.adapters.inject import ExpertCounts
@@ -14,6 +13,7 @@ from comingle.adapters.settings import AdapterSettings
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.language import load_base
 from comingle.trees import Tree, flatten
+from naive import honest_double
 
 SPECIALISTS = (0, 1, 2)
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}

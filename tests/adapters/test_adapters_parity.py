@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from naive import FAMILIES, Reference, Rules, honest_double
 from torch import Tensor
 
 from comingle.adapters.inject import ExpertCounts
 from comingle.adapters.settings import AdapterSettings
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.language import load_base
+from naive import FAMILIES, Reference, Rules, honest_double
 
 UNEVEN = ExpertCounts(generalists=1, specialists=(0, 1, 2))
 TWO_GENERALISTS = ExpertCounts(generalists=2, specialists=(0, 0))

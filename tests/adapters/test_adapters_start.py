@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from naive import FAMILIES, honest_double
 
 from comingle.adapters.inject import ExpertCounts
 from comingle.adapters.lora import init_a, init_zero, lora_scale
@@ -16,6 +15,7 @@ from comingle.engines.state import initial_state
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.language import Base, load_base
 from comingle.trees import Tree
+from naive import FAMILIES, honest_double
 
 NAMES = ["ann", "bea", "cem"]
 COUNTS = ExpertCounts(generalists=1, specialists=(0, 1, 2))
