@@ -26,7 +26,7 @@ $(VENV)/dev: $(VENV)/base
 demo: $(VENV)/demo
 	$(BIN)/comingle demo --force
 
-# Minutes on two idle cores, measured: unit 3.5, laws 6; both together are to become at most 8.
+# Minutes on two cores, measured beside a light job: unit 2.5, laws 5.6; both together are to stay below 8 on idle ones.
 test: unit laws
 
 # One process a core, up to two: each keeps bases of its own in memory. A file stays in one process, which shares its
