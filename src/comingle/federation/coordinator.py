@@ -14,7 +14,8 @@ from typing import Any
 
 from comingle.engines.clock import Clock
 from comingle.engines.events import Observer
-from comingle.engines.server import ServerHalf, start_server
+from comingle.engines.server import ServerHalf
+from comingle.engines.starting import start_server
 from comingle.errors import MessageError, RunError
 from comingle.federation.claims import check_steps
 from comingle.federation.patience import Patience

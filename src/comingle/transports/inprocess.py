@@ -11,7 +11,8 @@ import torch
 from comingle.engines.client import Clients
 from comingle.engines.clock import Federation
 from comingle.engines.private import terms_of
-from comingle.engines.server import ServerHalf, start_server
+from comingle.engines.server import ServerHalf
+from comingle.engines.starting import start_server
 from comingle.errors import NoSumError
 from comingle.privacy.secure.messages import VECTOR, as_words, keys_bytes, received_bytes, sent_bytes
 from comingle.privacy.secure.rehearsal import Rehearsal
