@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 from comingle.data.answers import Encoded, Question, UserAnswers, as_answers, check_answers, encode, pool_answers
 from comingle.data.batches import PAD, hide, inputs_of
 from comingle.errors import DataError, RecipeError
-from comingle.kinds.questions.rows import LABELS, ask
-from comingle.kinds.questions.sets import QUESTIONS, make_questions
 from comingle.models.byte_tokenizer import EOS, byte_tokenizer
+from comingle.papers.questions.rows import LABELS, ask
+from comingle.papers.questions.sets import QUESTIONS, make_questions
 
 
 def parted(one: Encoded) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -401,7 +401,7 @@ def test_where_to_put_questions_is_said_when_the_hub_is_out_of_reach(
     def unreachable(*_: Any, **__: Any) -> Any:
         raise DataError("hub:somebody/something: no connection")
 
-    monkeypatch.setattr("comingle.kinds.questions.sets.iterate_values", unreachable)
+    monkeypatch.setattr("comingle.papers.questions.sets.iterate_values", unreachable)
     monkeypatch.setenv("COMINGLE_DATA", str(tmp_path))
     said = "no connection; without the hub, give data.questions.path or the folder $COMINGLE_DATA/xquad"
     assert problem(DataError, "xquad", None).endswith(said)

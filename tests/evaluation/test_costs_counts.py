@@ -9,13 +9,13 @@ import pytest
 from exchanges import exchanged
 
 from comingle.costing.counts import count_users
+from comingle.costing.paper import Difference
 from comingle.costing.planning import compare_with_paper, federate_bare, user_names, with_method
 from comingle.costing.records import UserCost
+from comingle.costing.skeleton import load_skeleton
 from comingle.errors import ComingleError, RecipeError
-from comingle.evaluation.costs.paper import Difference
 from comingle.methods import REGISTRY, make
 from comingle.models.base import Base
-from comingle.models.skeleton import load_skeleton
 from comingle.recipes import Recipe, parse_recipe
 
 NAMES = ("ann", "bob", "cem")

@@ -13,21 +13,21 @@ from torch.nn import functional as F
 
 from comingle.costing.bare import bare_mixture
 from comingle.costing.counts import count_users
+from comingle.costing.flops import Flops
+from comingle.costing.measured import counted, measure
+from comingle.costing.memory import LiveBytes
 from comingle.costing.nets import loads_of, rehearse_nets
 from comingle.costing.passes import rehearse, step_peak
 from comingle.costing.planning import federate_bare, plan
 from comingle.costing.records import UserCost
+from comingle.costing.skeleton import load_skeleton
 from comingle.costing.stacked import count_stacked, measured_base, text_load
 from comingle.costing.summaries import with_method
 from comingle.data.samples import SPLITS
 from comingle.engines.local import train
-from comingle.evaluation.costs.flops import Flops
-from comingle.evaluation.costs.measured import counted, measure
-from comingle.evaluation.costs.memory import LiveBytes
 from comingle.methods import make
 from comingle.models.base import Base
 from comingle.models.nets import make_net
-from comingle.models.skeleton import load_skeleton
 from comingle.recipes import Recipe, parse_recipe
 from comingle.runs.session import build, prepare
 from comingle.transports.inprocess import InProcess

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from comingle.errors import ComingleError, RunError
-from comingle.models.export.card import About, Card, licence_of, name_of
+from comingle.export.card import About, Card, licence_of, name_of
 from comingle.models.language import load_base
 from exporting import trained
 

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from comingle.errors import DataError
+from comingle.export.gguf_tokens import _SPLITS, Kind, vocabulary
 from comingle.models.byte_tokenizer import byte_tokenizer
-from comingle.models.export.gguf_tokens import _SPLITS, Kind, vocabulary
 from comingle.models.language import load_base
 from exporting import IDS, check_same, greedy, own_logits, trained
 

@@ -9,8 +9,8 @@ import pytest
 from scipy.integrate import quad
 from scipy.stats import binom, norm
 
+from comingle.audits.proving import chance, least_epsilon
 from comingle.privacy.accounting import Release, epsilon, epsilon_of_replacing
-from comingle.privacy.proving import chance, least_epsilon
 
 
 @pytest.mark.parametrize("count", [8, 12, 40])

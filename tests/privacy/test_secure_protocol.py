@@ -14,12 +14,13 @@ import pytest
 from scipy.stats import chisquare
 
 from comingle.errors import MessageError, NoSumError, RecipeError
-from comingle.privacy.secure import keys, shares
-from comingle.privacy.secure.messages import read_masked, received_bytes, sent_bytes
+from comingle.masking import keys, shares
+from comingle.masking.messages import read_masked
+from comingle.masking.rehearsal import Rehearsal
+from comingle.masking.session import Record, Session, pair_mask
 from comingle.privacy.secure.quantising import Grid
-from comingle.privacy.secure.rehearsal import Rehearsal
-from comingle.privacy.secure.session import Record, Session, pair_mask
 from comingle.privacy.secure.settings import Secure, Terms
+from comingle.privacy.secure.sizes import received_bytes, sent_bytes
 from comingle.protocol.wire import unpack
 
 LARGEST = 1000

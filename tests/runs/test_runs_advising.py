@@ -11,10 +11,10 @@ import pytest
 from scipy import stats
 
 import comingle as library
+from comingle.comparing.advising import advise_runs, groups_of
 from comingle.errors import RecipeError
 from comingle.progress import reporting
 from comingle.reports.advice import Advice, advise_on, alone, method_to_take, paragraph, partners, rows_of, undecided
-from comingle.runs.advising import advise_runs, groups_of
 from comingle.runs.given import given_of, recipe_with
 
 SETTINGS = {

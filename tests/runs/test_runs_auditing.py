@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import comingle
+from comingle.audits.auditing import guess
+from comingle.audits.canaries import SERVER, USERS, Attacker, Watched, draw_canaries, published, run_trial, with_canary
+from comingle.audits.membership import auc, found_at, infer, windows_of
+from comingle.audits.proving import least_epsilon
 from comingle.errors import RunError
 from comingle.privacy.accounting import Release, epsilon
-from comingle.privacy.proving import least_epsilon
 from comingle.reports.audit import Audit, Membership, Proof, exposure, verdict
-from comingle.runs.auditing import guess
-from comingle.runs.canaries import SERVER, USERS, Attacker, Watched, draw_canaries, published, run_trial, with_canary
 from comingle.runs.given import given_of
-from comingle.runs.membership import auc, found_at, infer, windows_of
 from comingle.runs.results import Run
 from comingle.runs.session import build, prepare
 from comingle.trees import restrict

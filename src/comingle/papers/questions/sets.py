@@ -27,7 +27,7 @@ from comingle.data.json_lines import Row, read_json_lines
 from comingle.data.seeds import generator
 from comingle.data.sources import iterate_values
 from comingle.errors import DataError, RecipeError, did_you_mean
-from comingle.kinds.questions.rows import COLUMNS, QUESTIONS_OF
+from comingle.papers.questions.rows import COLUMNS, QUESTIONS_OF
 
 logger = logging.getLogger("comingle")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from comingle.errors import DataError, RunError
-from comingle.models.export.gguf_tokens import Vocabulary, vocabulary
+from comingle.export.gguf_tokens import Vocabulary, vocabulary
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 
 ARCHITECTURES = {

@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from comingle.errors import RunError
-from comingle.models.export.card import TAG
+from comingle.export.card import TAG
 from comingle.records import DRAFT, check_name, told_in_one_line
 
 CARD = "README.md"

@@ -13,7 +13,7 @@ from comingle.recipes.unread import ON_LANGUAGE, keys_of_text, steps_of
 
 
 class QuestionsSection(Section):
-    """Users who are asked the same questions, each in a language of its own: see ``comingle.kinds.questions.sets``."""
+    """Users who are asked the same questions, each in a language of its own: see ``comingle.papers.questions.sets``."""
 
     name: str
     path: Source | None = None
@@ -32,7 +32,7 @@ class QuestionsDataSection(DataSection):
 
     label: ClassVar[str] = "data.questions"
     marks: ClassVar[tuple[str, ...]] = ("questions",)
-    implementation: ClassVar[str] = "comingle.kinds.questions.kind:KIND"
+    implementation: ClassVar[str] = "comingle.papers.questions.kind:KIND"
     accepted: ClassVar[Mapping[str, str]] = {"questions": "a name, or a mapping with name"}
     unread: ClassVar[Mapping[str, str]] = {
         **steps_of("questions"),

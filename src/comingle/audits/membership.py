@@ -14,8 +14,8 @@ from jaxtyping import Int
 from scipy.stats import rankdata
 from torch import Tensor
 
+from comingle.audits.canaries import Attacker, published
 from comingle.reports.audit import Membership
-from comingle.runs.canaries import Attacker, published
 from comingle.runs.results import Run
 
 MOST = 200

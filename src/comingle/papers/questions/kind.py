@@ -8,8 +8,8 @@ from typing import cast
 from comingle.kinds.base import LoadBase, Materials
 from comingle.kinds.conversations.kind import AnswersKind, as_steps
 from comingle.kinds.language import tokenizer_of
-from comingle.kinds.questions.section import QuestionsDataSection, QuestionsSection
-from comingle.kinds.questions.sets import QUESTIONS, choose_languages, make_questions
+from comingle.papers.questions.section import QuestionsDataSection, QuestionsSection
+from comingle.papers.questions.sets import QUESTIONS, choose_languages, make_questions
 from comingle.recipes import Recipe
 
 NOTE = "Questions are not read: they count as long as the context, the most that training on them can cost."

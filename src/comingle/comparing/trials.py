@@ -1,4 +1,4 @@
-"""Which short runs advice is made of, unless somebody says otherwise; imports nothing heavy."""
+"""Short runs, and which of them advice is made of unless somebody says otherwise; imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from jaxtyping import Float
-from torch import Tensor
-
+from comingle.models.about import About
 from comingle.models.base import Base
 from comingle.models.sources import is_public
 
 TAG = "comingle"
 """By which an exported folder is known again."""
-
-Losses = Callable[[Sequence[int], Tensor], Float[Tensor, "slots batch context"]]
-Gates = Callable[[], Float[Tensor, "layers slots n experts"]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class About:
-    """What a run knows of a user's model besides its weights.
-
-    ``counts`` are amounts of data by split and unit, as ``train_tokens``; ``scores`` are measured, as
-    ``test_perplexity``. ``validate`` scores losses on the user's validation data, which is read only then.
-    """
-
-    method: str
-    kind: str
-    users: int
-    counts: Mapping[str, int]
-    scores: Mapping[str, float]
-    validate: Callable[[Losses, Gates | None], Any]
 
 
 @dataclass(frozen=True, kw_only=True)

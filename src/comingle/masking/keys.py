@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 
 from comingle.errors import MessageError, RecipeError
-
-KEY = 32
-"""Bytes of every key and seed."""
+from comingle.privacy.secure.sizes import KEY
 
 _NO_NONCE, _NO_COUNTER = bytes(12), bytes(16)
 _TYPES = {32: np.dtype("<u4"), 64: np.dtype("<u8")}

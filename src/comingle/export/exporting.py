@@ -7,16 +7,16 @@ them, where they are mixed, and over which base. Nothing here knows methods by n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from comingle.errors import DataError, RunError, did_you_mean
-from comingle.models.export.card import Card, name_of
-from comingle.models.export.folders import CARD, check_target, written_whole
-from comingle.models.export.gguf import KINDS, why_no_gguf, write_gguf
-from comingle.models.export.networks import (
+from comingle.export.card import Card, name_of
+from comingle.export.folders import CARD, check_target, written_whole
+from comingle.export.gguf import KINDS, why_no_gguf, write_gguf
+from comingle.export.networks import (
     SPARSE,
     plain_network,
     require_same,
@@ -24,8 +24,8 @@ from comingle.models.export.networks import (
     rounded,
     sparse_network,
 )
-from comingle.models.export.peft import write_peft
-from comingle.models.export.sources import (
+from comingle.export.peft import write_peft
+from comingle.export.sources import (
     Source,
     changes_of,
     instead,
@@ -35,9 +35,11 @@ from comingle.models.export.sources import (
     routing_of,
     why_not_plain,
 )
-from comingle.models.export.validation import losses_of, perplexity, validated
+from comingle.export.validation import losses_of, perplexity, validated
+from comingle.models.about import Exported
 from comingle.models.hardware import DTYPES
 from comingle.models.language import quiet_transformers
+from comingle.models.personal import PersonalModel
 from comingle.models.pretrained import PreTrainedModel
 
 FORMATS = ("transformers", "peft", "gguf", "merged-approximately")
@@ -45,14 +47,11 @@ GGUF_FILE = "model.gguf"
 _PROBE = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exported:
-    """What was written. ``lost`` has the perplexities of the user's validation data where the form is approximate."""
-
-    folder: Path
-    format: str
-    form: str
-    lost: Mapping[str, float] = field(default_factory=dict)
+def export_personal(person: PersonalModel, folder: Path, *, format: str, dtype: str | None, force: bool) -> Exported:
+    """Write a user's model to ``folder``; what :meth:`comingle.models.personal.PersonalModel.export` does."""
+    own = {name: getattr(person, name) for name in ("name", "model", "tensors", "row", "about", "logits")}
+    with torch.no_grad():
+        return export(Source(**own), folder, format=format, dtype=dtype, force=force)
 
 
 def export(source: Source, folder: Path, *, format: str, dtype: str | None, force: bool) -> Exported:

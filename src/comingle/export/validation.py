@@ -10,8 +10,8 @@ from torch import Tensor
 
 from comingle.adapters import watching
 from comingle.data.batches import PAD, inputs_of
+from comingle.export.sources import Source
 from comingle.models.adapted import AdaptedModel
-from comingle.models.export.sources import Source
 from comingle.models.pretrained import PreTrainedModel
 
 

@@ -8,13 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from comingle.errors import MessageError, NoSumError
-from comingle.privacy.secure import keys, shares
-from comingle.privacy.secure.keys import KEY
-from comingle.privacy.secure.session import PUBLIC, pair_mask
+from comingle.masking import keys, shares
+from comingle.masking.session import pair_mask
 from comingle.privacy.secure.settings import Terms, no_sum
-
-SEALED = 2 * shares.SHARE + 16
-"""Bytes of what one user sends another: two shares, encrypted and authenticated."""
+from comingle.privacy.secure.sizes import KEY, PUBLIC
 
 
 @dataclass(kw_only=True)

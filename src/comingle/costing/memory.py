@@ -11,12 +11,9 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,11 +25,6 @@ ALLOCATOR_GAPS = {"cpu": 0.7}
 ``runtime.keep_buffers`` trades memory for speed: freed blocks stay with the process, with gaps between them, which no
 shape predicts. Twenty runs on five shapes kept 0.3 to 1.0 (more after five rounds than after one), four others 0.7 to
 1.0 over 20 rounds, and three whole runs 0.6 to 0.7. docs/log.md has the measurements."""
-
-_CGROUPS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
-)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -108,14 +100,3 @@ def storage_bytes(module: nn.Module) -> int:
     """Bytes of all parameters and buffers, shared ones once."""
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that this machine, or the container that limits it, has left for a new process on ``device``."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = int(psutil.virtual_memory().available)
-    for limit, used in _CGROUPS:
-        with suppress(OSError, ValueError):  # no such file, or "max": no limit
-            free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return free

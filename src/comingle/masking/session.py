@@ -16,12 +16,9 @@ from typing import Any
 import numpy as np
 
 from comingle.errors import MessageError
-from comingle.privacy.secure import keys, shares
-from comingle.privacy.secure.keys import KEY
+from comingle.masking import keys, shares
 from comingle.privacy.secure.settings import Terms
-
-PUBLIC = 2 * KEY
-"""Bytes of a user's two public keys: that for sealing, that for masks."""
+from comingle.privacy.secure.sizes import KEY
 
 Record = dict[str, Any]
 """What is written down of a session, as JSON has it."""

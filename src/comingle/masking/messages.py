@@ -9,38 +9,27 @@ import torch
 from torch import Tensor
 
 from comingle.errors import MessageError
-from comingle.privacy.secure.collecting import SEALED
-from comingle.privacy.secure.quantising import DTYPES
-from comingle.privacy.secure.session import PUBLIC
-from comingle.privacy.secure.settings import Terms
-from comingle.privacy.secure.shares import SHARE
+from comingle.privacy.secure.quantising import DTYPES, as_tensor, as_words
+from comingle.privacy.secure.sizes import KEYS, PUBLIC, SEALED, SHARE, SHARES, VECTOR, download, upload
 from comingle.protocol.messages import Download, Upload
-from comingle.protocol.wire import packed_bytes
 from comingle.trees import Tree
-
-KEYS, SHARES, VECTOR = "keys", "shares", "sum"
-"""By which names tensors travel: public keys, shares, and what is summed."""
-
-_NOBODYS = torch.zeros(1, dtype=torch.int64)
-"""No LoRA rank: padding is masked too."""
-
 
 # ---------------------------------------------------------------- from a user
 
 
 def keys_message(name: str, done: int, public: bytes) -> Upload:
     """A user's public keys."""
-    return _upload(name, done, {KEYS: _tensor([public])})
+    return upload(name, done, {KEYS: _tensor([public])})
 
 
 def shares_message(name: str, done: int, given: Mapping[str, bytes]) -> Upload:
     """What a user has for others, or its shares of others' secrets, in the order in which it knows them."""
-    return _upload(name, done, {SHARES: _tensor(list(given.values()))})
+    return upload(name, done, {SHARES: _tensor(list(given.values()))})
 
 
 def masked_message(name: str, done: int, masked: np.ndarray) -> Upload:
     """A masked upload."""
-    return _upload(name, done, {VECTOR: as_tensor(masked).unsqueeze(0)})
+    return upload(name, done, {VECTOR: as_tensor(masked).unsqueeze(0)})
 
 
 def read_keys(message: Upload | Download | None, name: str, done: int) -> bytes:
@@ -75,17 +64,17 @@ def read_masked(message: Upload | Download | None, name: str, done: int, entries
 
 def roster_message(name: str, done: int, roster: Mapping[str, bytes]) -> Download:
     """Who has advertised, with which keys; a user's own does not travel."""
-    return _download(name, done, roster, {KEYS: _tensor(list(roster.values()))})
+    return download(name, done, roster, {KEYS: _tensor(list(roster.values()))})
 
 
 def sealed_message(name: str, done: int, sealed: Mapping[str, bytes]) -> Download:
     """What others have for a user."""
-    return _download(name, done, sealed, {SHARES: _tensor(list(sealed.values()))})
+    return download(name, done, sealed, {SHARES: _tensor(list(sealed.values()))})
 
 
 def survivors_message(name: str, done: int, survivors: Sequence[str]) -> Download:
     """Who is in the sum."""
-    return _download(name, done, survivors, {})
+    return download(name, done, survivors, {})
 
 
 def read_roster(message: Upload | Download | None, name: str, done: int, own: bytes) -> dict[str, bytes]:
@@ -114,17 +103,6 @@ def read_survivors(message: Upload | Download | None, name: str, done: int) -> l
 # ---------------------------------------------------------------- as tensors
 
 
-def as_words(row: Tensor) -> np.ndarray:
-    """Whole numbers modulo ``2^word``, without a sign."""
-    numbers = row.contiguous().numpy()
-    return numbers.view(f"<u{numbers.itemsize}")
-
-
-def as_tensor(words: np.ndarray) -> Tensor:
-    """The same with a sign, as tensors have them."""
-    return torch.from_numpy(np.ascontiguousarray(words).view(f"<i{words.itemsize}").copy())
-
-
 def _tensor(parts: Sequence[bytes]) -> Tensor:
     width = len(parts[0]) if parts else 0
     return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.int8).view(1, len(parts), width)
@@ -134,16 +112,6 @@ def _bytes(t: Tensor | None, count: int, width: int) -> list[bytes]:
     if t is None or t.dtype != torch.int8 or t.numel() != count * width:
         raise MessageError(f"secure aggregation: not {count} times {width} bytes")
     return [row.tobytes() for row in t.reshape(count, width).numpy()]
-
-
-def _upload(name: str, done: int, tensors: dict[str, Tensor]) -> Upload:
-    return Upload(round=done, users=(name,), tensors=tensors, ranks=_NOBODYS)
-
-
-def _download(
-    name: str, done: int, senders: Mapping[str, bytes] | Sequence[str], tensors: dict[str, Tensor]
-) -> Download:
-    return Download(version=done, users=(name,), tensors=tensors, ranks=_NOBODYS, senders=tuple(senders))
 
 
 def _only(message: Upload | Download | None, name: str, done: int, what: str) -> Tensor:
@@ -160,35 +128,3 @@ def _said(message: Upload | Download | None, name: str, done: int) -> tuple[tupl
     if len(set(message.senders)) != len(message.senders):
         raise MessageError("secure aggregation: somebody twice")
     return message.senders, message.tensors
-
-
-# ---------------------------------------------------------------- how large they are
-
-
-def sent_bytes(terms: Terms, name: str, count: int) -> int:
-    """What a user sends for a sum of ``count`` users, if nobody is lost."""
-    done = terms.round
-    vector = torch.empty((1, terms.entries), dtype=DTYPES[terms.word], device="meta")
-    sealed, opened = (_empty(rows, width) for rows, width in ((count - 1, SEALED), (count, SHARE)))
-    contents = ({KEYS: _empty(1, PUBLIC)}, {SHARES: sealed}, {VECTOR: vector}, {SHARES: opened})
-    return sum(packed_bytes(_upload(name, done, tensors))[0] for tensors in contents)
-
-
-def keys_bytes(terms: Terms, name: str) -> int:
-    """What a user sends for a sum of which nothing came."""
-    return packed_bytes(_upload(name, terms.round, {KEYS: _empty(1, PUBLIC)}))[0]
-
-
-def received_bytes(terms: Terms, name: str, names: Sequence[str]) -> int:
-    """What it receives for a sum of these users, besides the model."""
-    done, others = terms.round, [other for other in names if other != name]
-    messages = (
-        _download(name, done, names, {KEYS: _empty(len(names), PUBLIC)}),
-        _download(name, done, others, {SHARES: _empty(len(others), SEALED)}),
-        _download(name, done, names, {}),
-    )
-    return sum(packed_bytes(message)[0] for message in messages)
-
-
-def _empty(rows: int, width: int) -> Tensor:
-    return torch.empty((1, rows, width), dtype=torch.int8, device="meta")

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from comingle.adapters import watching
 from comingle.adapters.lora import base_weight
+from comingle.export.networks import Routing, why_not_sparse
+from comingle.models.about import About
 from comingle.models.adapted import AdaptedModel
 from comingle.models.changes import Change, averaged, changes_of_adapted, changes_of_mixed
-from comingle.models.export.card import About
-from comingle.models.export.networks import Routing, why_not_sparse
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.owning import why_not_merged
 from comingle.trees import Tree

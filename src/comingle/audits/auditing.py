@@ -7,19 +7,21 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from comingle.audits.canaries import REFERENCES, SERVER, USERS, Trial, check_watchable, run_trial
+from comingle.audits.inversion import invert
+from comingle.audits.membership import infer
+from comingle.audits.proving import least_epsilon
+from comingle.comparing.trials import shortened as in_rounds
 from comingle.errors import RunError
 from comingle.kinds.base import Materials
 from comingle.privacy.accounting import epsilon_of_replacing, release_of
-from comingle.privacy.proving import least_epsilon
 from comingle.progress import LOADING, Reporter
 from comingle.recipes import Recipe
 from comingle.reports.audit import Audit, Proof, exposure
-from comingle.runs.canaries import REFERENCES, SERVER, USERS, Trial, check_watchable, run_trial
 from comingle.runs.given import NOTHING, Given
-from comingle.runs.inversion import invert
-from comingle.runs.membership import infer
 from comingle.runs.results import Run
-from comingle.runs.session import prepare, privacy_of, training_settings
+from comingle.runs.session import prepare
+from comingle.runs.settings import privacy_of, training_settings
 
 COINS = 40
 """As many canaries, or a few more, are tossed for where nothing else is asked for: all right proves epsilon 2.5."""
@@ -40,14 +42,13 @@ def audit_run(
     """
     check_audited(run)
     recipe = shortened(run.recipe, run.metrics, rounds)
+    about = _about(run, recipe)
     base = getattr(run.federation.clients.model, "base", None)
     with reporter.waiting(LOADING):
         materials = prepare(recipe, base=base, given=given)
     if run.recipe.data.kind == "samples":
         inverted = invert(recipe, materials, lambda clients: [reporter.watch(clients, "one upload")])
-        return Audit(
-            **_about(run, recipe), trials=0, proofs=[], members=[], inserted=[], absent=[], inversions=inverted
-        )
+        return Audit(**about, trials=0, proofs=[], members=[], inserted=[], absent=[], inversions=inverted)
     with reporter.waiting("telling training windows from others"):
         members = infer(run)
     count = trials or math.ceil(COINS / len(run.users))
@@ -55,7 +56,6 @@ def audit_run(
     exposures = [
         (inside, exposure(rank, REFERENCES)) for t in done for inside, rank in zip(t.inside, t.ranks, strict=True)
     ]
-    about = _about(run, recipe)
     return Audit(
         **about,
         trials=count,
@@ -102,13 +102,7 @@ def check_audited(run: Run) -> None:
 
 def shortened(recipe: Recipe, metrics: dict[str, Any], rounds: int) -> Recipe:
     """The recipe in fewer rounds, with the noise that the run had, and evaluated once."""
-    rounds = min(rounds, recipe.training.rounds)
-    changes = {
-        "training.rounds": rounds,
-        "evaluation.every": rounds,
-        "evaluation.first": False,
-        "evaluation.model": "exchanged",
-    }
+    changes = in_rounds(min(rounds, recipe.training.rounds)) | {"evaluation.model": "exchanged"}
     if (privacy := metrics.get("privacy")) is not None:
         changes |= {"privacy.noise_multiplier": privacy["noise_multiplier"], "privacy.epsilon": None}
     return recipe.with_changes(changes)

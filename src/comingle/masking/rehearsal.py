@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from comingle.privacy.secure import messages
-from comingle.privacy.secure.collecting import Collection
-from comingle.privacy.secure.keys import KEY
-from comingle.privacy.secure.session import Session
+from comingle.masking import messages
+from comingle.masking.collecting import Collection
+from comingle.masking.session import Session
 from comingle.privacy.secure.settings import Terms
+from comingle.privacy.secure.sizes import KEY
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack
 
@@ -86,3 +86,12 @@ class Rehearsal:
     def _down(self, step: str, name: str, message: Download) -> Upload | Download:
         self.sent.append((step, name, pack(message)))
         return unpack(self.sent[-1][2])
+
+
+def rehearsed(terms: Terms, uploads: Mapping[str, np.ndarray], largest: int) -> np.ndarray:
+    """The sum of these uploads, in a federation that adds in no other way (``InProcess.masked``).
+
+    Raises:
+        NoSumError: too few users.
+    """
+    return Rehearsal(terms=terms, uploads=uploads).total(largest)

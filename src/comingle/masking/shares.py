@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from comingle.errors import MessageError
-from comingle.privacy.secure.keys import KEY, stream
+from comingle.masking.keys import stream
+from comingle.privacy.secure.sizes import KEY, SHARE
 
 PRIME = 2**256 + 297
 """The smallest prime above all secrets of 32 bytes."""
-
-SHARE = KEY + 1
-"""Bytes of a share."""
 
 _WIDE = 48
 """Bytes of which a coefficient is made: modulo the prime they are uniform to one part in 2^127."""

@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from comingle.audits.canaries import SERVER, Watched, published
+from comingle.comparing.trials import shortened
 from comingle.data.samples import UserSamples
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
@@ -21,7 +23,6 @@ from comingle.errors import RunError
 from comingle.kinds.base import Materials
 from comingle.recipes import Recipe
 from comingle.reports.audit import Inversion
-from comingle.runs.canaries import SERVER, Watched, published
 from comingle.runs.session import build, execute
 from comingle.trees import Layout, Tree
 
@@ -37,7 +38,7 @@ def invert(recipe: Recipe, materials: Materials, watch: Watch) -> list[Inversion
     one = {"training.batch_size": 1, "training.local_epochs": 1}
     first = tuple(replace(user, train=user.train.first(1)) for user in materials.users)
     alone = replace(materials, users=first, common=replace(materials.common, users=first))
-    whole = {"training.rounds": 1, "evaluation.every": 1, "evaluation.first": False, "evaluation.model": "exchanged"}
+    whole = shortened(1) | {"evaluation.model": "exchanged"}
     return [
         _attack("one step on one sample", recipe.with_changes(whole | one), alone, watch),
         _attack("one round as the run has it", recipe.with_changes(whole), materials, watch),
