@@ -14,10 +14,11 @@ import torch
 import yaml
 
 from comingle.costing import footprint
-from comingle.costing.memory import Fakes, LiveBytes, free_bytes, storage_bytes
+from comingle.costing.memory import Fakes, LiveBytes, storage_bytes
 from comingle.costing.passes import memory, rehearse, step_peak
 from comingle.costing.planning import federate_bare, method_cost, with_method
 from comingle.costing.skeleton import load_skeleton
+from comingle.models.hardware import free_bytes
 from comingle.models.language import load_base
 from comingle.recipes import Recipe, parse_recipe
 

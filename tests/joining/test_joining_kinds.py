@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from comingle.errors import DataError
+from comingle.joining.api import join
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import PersonalNet
-from comingle.runs.api import join, load, run
+from comingle.runs.api import load, run
 
 ROWS = ["pretrained", "local", "shared", "joined"]
 TRAINING = {"rounds": 3, "batch_size": 2, "context": 64, "experts": {"learning_rate": 0.01}}
