@@ -168,7 +168,7 @@ def test_a_network_that_says_something_else_is_not_written(
     """Here: a base whose blocks do something that no setting tells of."""
     person = trained(federate, "fedit").user("bob")
     own = own_logits(person)
-    monkeypatch.setattr(PersonalModel, "_logits", lambda self, ids: own_logits(self, ids) * 1.01)
+    monkeypatch.setattr(PersonalModel, "logits", lambda self, ids: own_logits(self, ids) * 1.01)
     with pytest.raises(ValueError, match=r"differ from ours by 1\.0%, so nothing is written"):
         person.export(tmp_path / "t")
     assert not list(tmp_path.iterdir())
