@@ -38,7 +38,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no
 PROGRAMS := tests/docs tests/examples tests/cli tests/papers/reproduce tests/papers/theory/test_theory_verb.py \
 	tests/engines/test_engine_folders.py tests/engines/test_engine_resume.py tests/engines/test_engine_resume_nets.py \
 	tests/engines/test_engine_resume_dtype.py tests/engines/test_engine_order.py tests/engines/test_engine_answers.py \
-	tests/evaluation/test_costs_stacked.py tests/evaluation/test_costs_memory.py \
+	tests/costing/test_costing_stacked.py tests/costing/test_costing_memory.py \
 	tests/privacy/test_privacy_runs.py tests/privacy/test_privacy_cost.py tests/reports tests/test_plugins.py tests/dist \
 	tests/federation tests/serving
 

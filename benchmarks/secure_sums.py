@@ -14,9 +14,9 @@ import time
 
 import numpy as np
 
-from comingle.privacy.secure.messages import received_bytes, sent_bytes
-from comingle.privacy.secure.rehearsal import Rehearsal
+from comingle.masking.rehearsal import Rehearsal
 from comingle.privacy.secure.settings import Secure, Terms
+from comingle.privacy.secure.sizes import received_bytes, sent_bytes
 
 
 def measure(users: int, entries: int, lost: int) -> dict[str, float]:

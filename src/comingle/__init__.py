@@ -21,23 +21,23 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from comingle.adapters.clustered import floral as floral
+    from comingle.audits.api import audit as audit
+    from comingle.comparing.api import advise as advise
+    from comingle.comparing.api import compare as compare
     from comingle.errors import ComingleError as ComingleError
+    from comingle.joining.api import join as join
     from comingle.recipes import Recipe as Recipe
-    from comingle.runs.api import advise as advise
-    from comingle.runs.api import audit as audit
-    from comingle.runs.api import compare as compare
-    from comingle.runs.api import join as join
     from comingle.runs.api import load as load
     from comingle.runs.api import run as run
 
 _HOMES = {
     "ComingleError": "comingle.errors",
     "Recipe": "comingle.recipes",
-    "advise": "comingle.runs.api",
-    "audit": "comingle.runs.api",
-    "compare": "comingle.runs.api",
+    "advise": "comingle.comparing.api",
+    "audit": "comingle.audits.api",
+    "compare": "comingle.comparing.api",
     "floral": "comingle.adapters.clustered",
-    "join": "comingle.runs.api",
+    "join": "comingle.joining.api",
     "load": "comingle.runs.api",
     "run": "comingle.runs.api",
 }

@@ -6,9 +6,9 @@ A package offers a function under a name in its ``pyproject.toml``::
     halfway = "my_package.halfway:halfway"
 
 Groups: ``comingle.methods`` (functions that make a :class:`comingle.methods.base.Method`), ``comingle.nets`` (functions
-of an input shape and a number of outputs that make an ``nn.Module``), ``comingle.kinds``, and ``comingle.verbs``
-(functions for typer). Names are read from the metadata of what is installed; a plug-in's code is imported when its name
-is asked for, and never because a recipe or a message names a path.
+of an input shape and a number of outputs that make an ``nn.Module``), ``comingle.kinds``, ``comingle.personal`` (what
+is done with a personal model) and ``comingle.verbs`` (functions for typer). Names are read from the metadata of what is
+installed; a plug-in's code is imported when its name is asked for, never because a recipe or a message names a path.
 """
 
 from __future__ import annotations
@@ -68,6 +68,17 @@ def load(group: str) -> Mapping[str, Plugin]:
     for point in entry_points(group=group):
         by_name.setdefault(point.name, []).append(point)
     return {name: Plugin(group=group, name=name, points=tuple(by_name[name])) for name in sorted(by_name)}
+
+
+def require(group: str, name: str) -> Any:
+    """What is offered under a name, imported.
+
+    Raises:
+        PluginError: nothing is, or it cannot be imported.
+    """
+    if (plugin := load(group).get(name)) is None:
+        raise PluginError(f"{group}: no installed package offers {name!r}.{stale_hint(group, name)}")
+    return plugin.load()
 
 
 class Registry(Mapping[str, Offered], Generic[Offered]):

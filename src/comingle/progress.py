@@ -15,8 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.engines.training import cohorts, participants
-from comingle.records import measure_of
-from comingle.reports.measures import number
+from comingle.records import measure_of, number
 from comingle.terminal import errors, printable
 
 LONG_SECONDS = 30.0

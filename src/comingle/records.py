@@ -45,6 +45,8 @@ _DISK = {
 
 MEASURES = {"perplexity": "lower", "accuracy": "higher", "exact_match": "higher", "rouge1": "higher", "loss": "lower"}
 """What models are compared by, and which way is better."""
+SHARES = ("accuracy", "exact_match")
+"""Measures from 0 to 1 that are read in per cent."""
 GEOMETRIC = "geometric_mean_test_perplexity"
 """Beside ``mean_test_perplexity``: the exponential of the mean loss over users, which one bad user does not rule."""
 
@@ -116,6 +118,16 @@ def check_name(folder: Path) -> None:
 def measure_of(record: dict[str, Any]) -> str:
     """What a run's metrics, an evaluation or a row of a comparison is measured by: a key of :data:`MEASURES`."""
     return next(name for name in MEASURES if f"mean_test_{name}" in record)
+
+
+def number(value: float | None, measure: str = "perplexity") -> str:
+    """A measure as people read it: accuracy in per cent, losses and ROUGE-1 with three digits."""
+    if value is None:
+        return "not finite"
+    if measure in SHARES:
+        return f"{100 * value:,.1f}%"
+    told = {"rouge1": f"{value:.3f}", "loss": f"{value:,.3g}"}
+    return told.get(measure, f"{value:,.2f}")
 
 
 def geometric(users: dict[str, dict[str, Any]], measure: str) -> dict[str, float | None]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from comingle.costing import memory
 from comingle.costing.planning import with_method
-from comingle.evaluation.costs import memory
 from comingle.recipes import load_recipe
 
 FREE_BYTES = "comingle.costing.planning.free_bytes"

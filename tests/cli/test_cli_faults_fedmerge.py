@@ -20,7 +20,7 @@ from test_cli_mistakes import one_line
 
 from comingle.engines.checksums import seal
 from comingle.errors import ComingleError
-from comingle.kinds.questions.rows import LABELS
+from comingle.papers.questions.rows import LABELS
 from comingle.runs import api
 
 Refuse = Callable[..., str]

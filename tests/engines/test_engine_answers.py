@@ -26,12 +26,12 @@ from comingle.errors import RecipeError
 from comingle.kinds.base import Materials, kind_of
 from comingle.kinds.conversations.feed import AnswerFeed
 from comingle.kinds.conversations.kind import training_tokens
-from comingle.kinds.questions.rows import LABELS
 from comingle.methods.client import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.byte_tokenizer import EOS, byte_tokenizer
 from comingle.models.language import load_base
 from comingle.models.personal import PersonalModel
+from comingle.papers.questions.rows import LABELS
 from comingle.recipes import Recipe, parse_recipe
 from comingle.records import read_events
 from comingle.runs import api, session

@@ -28,7 +28,8 @@ from comingle.federation import coordinator
 from comingle.federation.masking import SECURE
 from comingle.federation.node import Node
 from comingle.federation.running import coordinate
-from comingle.privacy.secure.messages import VECTOR, survivors_message
+from comingle.masking.messages import survivors_message
+from comingle.privacy.secure.sizes import VECTOR
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.tasks import Answer, Task, unpack_answer, unpack_task
 from comingle.protocol.wire import pack, unpack

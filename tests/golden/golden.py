@@ -29,6 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from cases import RESUMED, cases
 
+from comingle.masking.rehearsal import rehearsed
 from comingle.models.personal_net import PersonalNet
 from comingle.recipes import parse_recipe
 from comingle.runs import api, session
@@ -101,7 +102,7 @@ def _serialise() -> None:
 
     def built(*given: Any) -> Any:
         federation = build(*given)
-        federation.serialise = True
+        federation.serialise, federation.masked = True, rehearsed
         return federation
 
     session.build = built

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from comingle.costing.skeleton import load_skeleton
 from comingle.errors import BaseModelError
 from comingle.models import folders
 from comingle.models.folders import read_folder
 from comingle.models.language import lm_head, load_base
-from comingle.models.skeleton import load_skeleton
 
 
 def refused(folder: Path, match: str) -> None:

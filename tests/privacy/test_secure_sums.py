@@ -18,9 +18,9 @@ from comingle.errors import RecipeError
 from comingle.methods import REGISTRY, make
 from comingle.privacy.accounting import Release, release_of
 from comingle.privacy.checks import check_private
-from comingle.privacy.secure.messages import VECTOR
 from comingle.privacy.secure.quantising import Grid, flat
 from comingle.privacy.secure.settings import Secure
+from comingle.privacy.secure.sizes import VECTOR
 from comingle.privacy.settings import Privacy
 from comingle.privacy.summing import Sums
 from comingle.privacy.users import REFERENCE

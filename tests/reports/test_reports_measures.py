@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from comingle.records import MEASURES
+from comingle.records import MEASURES, number
 from comingle.reports.measures import (
     axis_label,
     byte_unit,
@@ -14,7 +14,6 @@ from comingle.reports.measures import (
     change_label,
     change_text,
     is_worse,
-    number,
     rule,
     tick,
 )

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 
-from comingle.robust import attacks, rules
+from comingle.audits import attacks
+from comingle.robust import rules
 from comingle.trees import Tree
 
 Vectors = NDArray[np.float64]

@@ -8,7 +8,7 @@ import typer
 
 from comingle.cli.compare import split_names, split_seeds
 from comingle.cli.options import Quiet, RecipePath, Sets, read_recipe
-from comingle.runs import trials
+from comingle.comparing import trials
 
 
 def advise(
@@ -30,9 +30,9 @@ def advise(
     """
     read, names, numbers = read_recipe(recipe, sets), split_names(methods), split_seeds(seeds)
     from comingle.cli.progress import console
+    from comingle.comparing.advising import advise_runs
     from comingle.progress import reporting
     from comingle.reports.advice import paragraph, render_advice
-    from comingle.runs.advising import advise_runs
 
     short = read.with_changes(trials.shortened(rounds))
     with reporting(quiet=quiet) as reporter:

@@ -26,11 +26,11 @@ def audit(
     final shared model is asked which windows it trained on. With samples, one upload is inverted. Writes audit.json and
     audit.md, by default to the run folder.
     """
+    from comingle.audits.auditing import audit_run
     from comingle.cli.progress import console, status
     from comingle.progress import reporting
     from comingle.reports.audit import check_targets, render_audit, verdict, write_audit
     from comingle.runs.api import load
-    from comingle.runs.auditing import audit_run
     from comingle.terminal import words
 
     folder = out or run

@@ -67,9 +67,9 @@ def compare_methods(
     """
     from comingle.cli.progress import console
     from comingle.cli.training import warn_overlaps
+    from comingle.comparing.comparing import compare_runs, folders_of, recipes_of
     from comingle.progress import reporting
     from comingle.reports.tables import tables_of, write_comparison
-    from comingle.runs.comparing import compare_runs, folders_of, recipes_of
     from comingle.terminal import words
 
     recipes = recipes_of(recipe, methods, seeds, for_all)

@@ -43,7 +43,7 @@ def export(
     import comingle
     from comingle.cli.progress import console, status
     from comingle.cli.views import generating_model
-    from comingle.models.export.folders import check_target
+    from comingle.export.folders import check_target
     from comingle.runs.folders import find_run
 
     folder = find_run(run, method, seed)

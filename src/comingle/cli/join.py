@@ -32,11 +32,11 @@ def join(
     What is shared is taken as it is; what a user has of its own is trained on the newcomer's data alone.
     """
     from comingle.cli.progress import console, status
+    from comingle.joining.joining import join_run, newcomer
     from comingle.progress import reporting
     from comingle.reports.joined import render_joined
     from comingle.runs.api import load
     from comingle.runs.given import NOTHING
-    from comingle.runs.joining import join_run, newcomer
     from comingle.terminal import words
 
     with status("opening the run"):

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from comingle.adapters.inject import ATTENTION, GENERALIST, ROUTER, SPECIALIST
 from comingle.adapters.lora import base_weight
+from comingle.costing.flops import Block, Flops, Linear, backward, forward
 from comingle.costing.messages import mean_bytes, message_bytes
 from comingle.costing.records import UserCost
 from comingle.engines.client import Clients
-from comingle.evaluation.costs.flops import Block, Flops, Linear, backward, forward
 from comingle.methods.client import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.transports.inprocess import InProcess

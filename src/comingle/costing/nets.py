@@ -15,9 +15,9 @@ from comingle.costing.stacked import Base, Load, count_stacked, measured_base
 from comingle.costing.summaries import check_count, summarise, with_method, with_privacy
 from comingle.data.samples import SPLITS
 from comingle.engines.client import Clients
-from comingle.evaluation.costs.memory import free_bytes
 from comingle.kinds.base import kind_of
 from comingle.kinds.samples.population import Population
+from comingle.models.hardware import free_bytes
 from comingle.recipes import Recipe
 from comingle.runs.session import prepare
 

@@ -11,13 +11,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from comingle.costing.memory import ALLOCATOR_GAPS, Fakes, LiveBytes
 from comingle.costing.records import MemoryCost
 from comingle.engines.cohort import Cohort
 from comingle.engines.scoring import Scorer
 from comingle.engines.state import GRADIENTS
 from comingle.engines.steps import Steps
 from comingle.engines.training import Portions
-from comingle.evaluation.costs.memory import ALLOCATOR_GAPS, Fakes, LiveBytes
 from comingle.methods.client import Phase
 from comingle.transports.inprocess import InProcess
 

@@ -13,8 +13,10 @@ from comingle.costing.bare import bare_mixture
 from comingle.costing.counts import count_users
 from comingle.costing.footprint import process_bytes
 from comingle.costing.nets import plan_nets
+from comingle.costing.paper import Account, Difference, Sizes, table3
 from comingle.costing.passes import rehearse
 from comingle.costing.records import MethodCost, Plan
+from comingle.costing.skeleton import load_skeleton
 from comingle.costing.stacked import Base as BaseFlops
 from comingle.costing.stacked import count_stacked, text_load
 from comingle.costing.summaries import check_count, summarise, with_method, with_privacy
@@ -22,14 +24,12 @@ from comingle.data.pack import UserData
 from comingle.engines.client import Clients, batch_size
 from comingle.engines.training import portions
 from comingle.errors import DataError
-from comingle.evaluation.costs.memory import free_bytes
-from comingle.evaluation.costs.paper import Account, Difference, Sizes, table3
 from comingle.kinds.base import kind_of
 from comingle.kinds.language import adapt_base
 from comingle.kinds.text.feed import TextFeed
 from comingle.methods import make
 from comingle.models.base import Base
-from comingle.models.skeleton import load_skeleton
+from comingle.models.hardware import free_bytes
 from comingle.recipes import Recipe
 from comingle.recipes.unused import check_used
 from comingle.runs.alone import without_sums

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from comingle.evaluation.costs.flops import Flops
-from comingle.evaluation.costs.paper import Difference
+from comingle.costing.flops import Flops
+from comingle.costing.paper import Difference
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from comingle.costing.flops import Flops
+from comingle.costing.measured import measure
 from comingle.costing.messages import mean_bytes, message_bytes
 from comingle.costing.passes import Rehearsal, empty_batch, empty_inputs, quietly
 from comingle.costing.records import UserCost
 from comingle.engines.client import Clients
-from comingle.evaluation.costs.flops import Flops
-from comingle.evaluation.costs.measured import measure
 from comingle.methods.client import Phase
 from comingle.trees import Tree
 

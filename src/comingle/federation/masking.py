@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from comingle.errors import MessageError, RunError
-from comingle.privacy.secure.keys import KEY
-from comingle.privacy.secure.session import Record, Session
+from comingle.masking.keys import KEY
+from comingle.masking.session import Record, Session
 from comingle.privacy.secure.settings import Terms
 from comingle.records import told_in_one_line, write_text
 

@@ -11,8 +11,8 @@ import numpy as np
 from comingle.engines.private import terms_of
 from comingle.errors import MessageError, NoSumError
 from comingle.federation.coordinator import Coordinator
-from comingle.privacy.secure import messages
-from comingle.privacy.secure.collecting import Collection
+from comingle.masking import messages
+from comingle.masking.collecting import Collection
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.tasks import Answer
 from comingle.protocol.wire import pack, unpack

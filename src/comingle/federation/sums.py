@@ -7,9 +7,7 @@ from collections.abc import Callable
 from comingle.engines.private import terms_of
 from comingle.errors import MessageError
 from comingle.federation.home import Home
-from comingle.privacy.secure.messages import (
-    VECTOR,
-    as_words,
+from comingle.masking.messages import (
     keys_message,
     masked_message,
     read_roster,
@@ -17,8 +15,10 @@ from comingle.privacy.secure.messages import (
     read_survivors,
     shares_message,
 )
-from comingle.privacy.secure.session import Session
+from comingle.masking.session import Session
+from comingle.privacy.secure.quantising import as_words
 from comingle.privacy.secure.settings import Terms
+from comingle.privacy.secure.sizes import VECTOR
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.tasks import Task
 

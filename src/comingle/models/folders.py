@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from comingle.errors import BaseModelError
-from comingle.evaluation.costs.memory import free_bytes
+from comingle.models.hardware import free_bytes
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 
 _WEIGHTS = "model.safetensors"

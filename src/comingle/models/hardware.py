@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -11,6 +12,11 @@ from comingle.errors import BaseModelError, RecipeError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 ATTENTIONS = ("eager", "sdpa")
+
+_CGROUPS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
 
 
 def resolve_device(device: str = "auto") -> torch.device:
@@ -112,3 +118,14 @@ def _cpu_features() -> set[str]:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     return {flag for line in lines if line.startswith("flags") for flag in line.split()}
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that this machine, or the container that limits it, has left for a new process on ``device``."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = int(psutil.virtual_memory().available)
+    for limit, used in _CGROUPS:
+        with suppress(OSError, ValueError):  # no such file, or "max": no limit
+            free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return free

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from comingle import plugins
 from comingle.adapters import watching
 from comingle.adapters.clustered import FloralModel
 from comingle.data.templates import ROLES, ChatTemplate, Message
 from comingle.errors import DataError, RecipeError
 from comingle.evaluation.perplexity import Score, score_streams
 from comingle.evaluation.routing import Routing, pieces, route
+from comingle.models.about import About, Exported
 from comingle.models.adapted import AdaptedModel
-from comingle.models.export.card import About
-from comingle.models.export.exporting import Exported, export
-from comingle.models.export.sources import Source
 from comingle.models.generation import continue_texts, max_places
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.owning import merge_adapters, why_not_merged
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 else:
     GenerationConfig = object  # as in comingle.models.base
+
+GROUP = "comingle.personal"
+"""Under which entry points packages offer what is done with a personal model: ``export``."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -106,11 +109,11 @@ class PersonalModel:
             DataError: the model cannot be exported in this format, with the reason and the format that can.
             RunError: an unknown format or number format, or the folder cannot be written to.
         """
-        own = {name: getattr(self, name) for name in ("name", "model", "tensors", "row", "about")}
-        with torch.no_grad():
-            return export(Source(**own, logits=self._logits), Path(folder), format=format, dtype=dtype, force=force)
+        write = plugins.require(GROUP, "export")
+        return write(self, Path(folder), format=format, dtype=dtype, force=force)
 
-    def _logits(self, tokens: Tensor) -> Tensor:
+    def logits(self, tokens: Int[Tensor, "batch n"]) -> Float[Tensor, "batch n vocab"]:
+        """What the model says of each next token."""
         with self.generating() as network, torch.compiler.set_stance("force_eager"):
             return network(input_ids=tokens.to(self.model.base.device), use_cache=False).logits
 

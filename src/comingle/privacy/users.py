@@ -13,7 +13,7 @@ from comingle.methods.client import Cohort
 from comingle.privacy.accounting import epsilon, release_of
 from comingle.privacy.clipping import clipped, norms, scaled, without_padding
 from comingle.privacy.noise import add_noise
-from comingle.privacy.secure.messages import VECTOR
+from comingle.privacy.secure.sizes import VECTOR
 from comingle.privacy.settings import Privacy
 from comingle.privacy.summing import Sums
 from comingle.trees import Tree

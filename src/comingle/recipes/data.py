@@ -84,7 +84,6 @@ _OWN = {
     "text": "comingle.kinds.text.section:TextSection",
     "conversations": "comingle.kinds.conversations.section:ConversationsSection",
     "samples": "comingle.kinds.samples.section:SamplesSection",
-    "questions": "comingle.kinds.questions.section:QuestionsDataSection",
 }
 """The sections of the kinds that are here; named, not imported, as kinds stand on recipes."""
 

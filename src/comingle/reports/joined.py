@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
-from comingle.reports.measures import number, rule
+from comingle.records import number
+from comingle.reports.measures import rule
 from comingle.terminal import printable, words
 
 _ROWS = {

@@ -9,20 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from comingle.records import MEASURES
-
-SHARES = ("accuracy", "exact_match")
-"""Measures from 0 to 1 that are read in per cent."""
-
-
-def number(value: float | None, measure: str = "perplexity") -> str:
-    """A measure as people read it: accuracy in per cent, losses and ROUGE-1 with three digits."""
-    if value is None:
-        return "not finite"
-    if measure in SHARES:
-        return f"{100 * value:,.1f}%"
-    told = {"rouge1": f"{value:.3f}", "loss": f"{value:,.3g}"}
-    return told.get(measure, f"{value:,.2f}")
+from comingle.records import MEASURES, SHARES
 
 
 def rule(measure: str) -> str:

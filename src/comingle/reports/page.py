@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from comingle.records import MEASURES
+from comingle.records import MEASURES, number
 from comingle.reports.colours import INK, LINE, MUTED, PAPER, Colour, expert_colour, expert_css, rgb, styles
 from comingle.reports.drawn import Drawn
 from comingle.reports.extremes import MAX_PANELS, is_population
@@ -16,7 +16,7 @@ from comingle.reports.figures import bytes_panels, curves_panels
 from comingle.reports.gains import bars_room, population_panels, users_panels
 from comingle.reports.heatmaps import scores_panels
 from comingle.reports.judged import judged_tables
-from comingle.reports.measures import level_text, number, rule
+from comingle.reports.measures import level_text, rule
 from comingle.reports.mixtures import Mixtures, mixtures_figure, read_mixtures
 from comingle.reports.notices import notices
 from comingle.reports.runs import Entry

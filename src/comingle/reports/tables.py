@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from comingle.errors import RunError
-from comingle.records import GEOMETRIC, MEASURES, geometric, measure_of, read_metrics, write_json, write_text
+from comingle.records import GEOMETRIC, MEASURES, geometric, measure_of, number, read_metrics, write_json, write_text
 from comingle.reports.crowds import (
     FEW,
     MOST_ROWS,
@@ -23,7 +23,7 @@ from comingle.reports.crowds import (
     is_unequal,
     typical_budget,
 )
-from comingle.reports.measures import byte_unit, markdown_line, number, rule
+from comingle.reports.measures import byte_unit, markdown_line, rule
 from comingle.terminal import printable, words
 
 MOST_USERS = 8

@@ -10,24 +10,16 @@ from comingle.engines.checkpoints import Progress, list_checkpoints
 from comingle.engines.checksums import resume_command
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
-from comingle.errors import RecipeError, RunError
+from comingle.errors import RunError
 from comingle.kinds.base import Materials
 from comingle.methods import REGISTRY
 from comingle.progress import LOADING, reporting
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import read_metrics
-from comingle.reports.advice import Advice
-from comingle.reports.audit import Audit, check_targets, write_audit
-from comingle.reports.tables import write_comparison
-from comingle.runs import trials
-from comingle.runs.advising import advise_runs
-from comingle.runs.auditing import audit_run
-from comingle.runs.comparing import compare_runs, folders_of, recipes_of
 from comingle.runs.folders import check_folder
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
-from comingle.runs.joining import Joined, join_run, newcomer
 from comingle.runs.opening import reopen
-from comingle.runs.results import Comparison, Run
+from comingle.runs.results import Run
 from comingle.runs.session import build, prepare, restore, run_in, warn_unread
 
 
@@ -93,42 +85,6 @@ def run(
         return run_in(folder, read, materials, resume=resume, force=force, observers=watch)
 
 
-def compare(
-    recipe: AnyRecipe | None = None,
-    methods: Sequence[AnyMethod] = (),
-    *,
-    seeds: Sequence[int] = (0,),
-    users: Mapping[str, Any] | None = None,
-    base: AnyBase | None = None,
-    loss: Loss | None = None,
-    out: str | Path | None = None,
-    resume: bool = False,
-    force: bool = False,
-    progress: bool = False,
-    **changes: Any,
-) -> Comparison:
-    """Run several methods with several seeds on the same base, data and budget; as ``comingle compare``.
-
-    The recipe's own method has its settings and another its defaults; a mapping gives a method settings of its own.
-    With ``out`` each run has a folder there, beside ``table.md`` and ``table.json``. Models are not kept in memory:
-    open a run's folder for them. Everything else is as in :func:`run`.
-
-    Raises:
-        ComingleError: whatever the user can correct, in one line; of settings before anything is trained.
-    """
-    if not methods:
-        raise RecipeError("methods: none given; `comingle methods` lists them")
-    given, folder = given_of(users, base, None, loss), Path(out) if out is not None else None
-    with lending(list(methods)) as named, reporting(quiet=not progress) as reporter:
-        read = recipe_with(recipe, given, base=base, method=None, changes=changes)
-        recipes = recipes_of(read, named, list(seeds))
-        runs = compare_runs(recipes, folder, reporter, resume=resume, force=force, given=given)
-        metrics = {key: run.metrics for key, run in runs}
-    if folder is not None:
-        write_comparison(folder, list(folders_of(recipes, folder).values()))
-    return Comparison(folder=folder, metrics=metrics)
-
-
 def load(
     folder: str | Path,
     *,
@@ -180,112 +136,3 @@ def _check_round(folder: Path, metrics: dict[str, Any], progress: Progress) -> N
             f"{newest}: the run has {metrics['rounds']} rounds, its last checkpoint {progress.round}; "
             f"{resume_command(newest)} goes on from there"
         )
-
-
-def join(
-    run: Run | str | Path,
-    *,
-    name: str,
-    data: Any,
-    out: str | Path | None = None,
-    rounds: int | None = None,
-    local_step: bool = False,
-    force: bool = False,
-    base: AnyBase | None = None,
-    loss: Loss | None = None,
-    progress: bool = False,
-) -> Joined:
-    """Let somebody join a federation that is over, while nobody else trains; as ``comingle join``.
-
-    Args:
-        run: a finished run, or its folder, which is only read.
-        name: the newcomer's.
-        data: a path, or what :func:`run` takes of one user.
-        out: the run folder of this one user, as :func:`load` opens it; None writes nothing.
-        rounds: of the newcomer's own training, by default as many as the run had.
-        local_step: one round more, in which what was taken is trained too.
-        force: replace that folder.
-        base, loss: what a program handed over to :func:`run`, again.
-        progress: tell on stderr how far it is.
-
-    Raises:
-        ComingleError: a name of the run, data of another kind or too little, or a run from which nothing can be taken.
-    """
-    opened = run if isinstance(run, Run) else load(run, base=base, loss=loss)
-    with reporting(quiet=not progress) as reporter:
-        who = newcomer(opened, name, data, rounds=rounds, local_step=local_step)
-        given = given_of(None, base, None, loss)
-        return join_run(opened, who, Path(out) if out is not None else None, reporter, given=given, force=force)
-
-
-def advise(
-    recipe: AnyRecipe | None = None,
-    methods: Sequence[str] = trials.METHODS,
-    *,
-    seeds: Sequence[int] = trials.SEEDS,
-    rounds: int = trials.ROUNDS,
-    users: Mapping[str, Any] | None = None,
-    base: AnyBase | None = None,
-    loss: Loss | None = None,
-    progress: bool = False,
-    **changes: Any,
-) -> Advice:
-    """Whether training together pays, for whom and by which method, out of short runs; as ``comingle advise``.
-
-    Runs ``local`` and each of ``methods`` with everybody, and the first of them with smaller groups: each pair of three
-    to five users, all but one of six to twelve. Nothing is written. Everything else is as in :func:`run`.
-
-    Args:
-        methods: names; each shares something.
-        seeds: of each run; intervals need two.
-        rounds: of each run, whatever the recipe says.
-
-    Returns:
-        What the runs allow to be said: ``print`` shows it as a paragraph, ``records()`` has every number.
-
-    Raises:
-        ComingleError: whatever the user can correct, in one line.
-    """
-    given = given_of(users, base, None, loss)
-    with reporting(quiet=not progress) as reporter:
-        read = recipe_with(recipe, given, base=base, method=None, changes={**changes, **trials.shortened(rounds)})
-        return advise_runs(read, methods, list(seeds), reporter, given=given)
-
-
-def audit(
-    run: Run | str | Path,
-    *,
-    trials: int | None = None,
-    rounds: int = 3,
-    out: str | Path | None = None,
-    force: bool = False,
-    users: Mapping[str, Any] | None = None,
-    base: AnyBase | None = None,
-    progress: bool = False,
-) -> Audit:
-    """Attack a finished run of text or samples, and say what leaks; as ``comingle audit``.
-
-    Args:
-        run: a finished run, or its folder, which is only read.
-        trials: runs with canaries, by default as many as toss about 40 coins.
-        rounds: of each of them, or fewer where the run had fewer.
-        out: a folder for ``audit.json`` and ``audit.md``, which may be the run's; None writes nothing.
-        force: replace these files.
-        users: everybody's data, where a program handed it over to :func:`run`, again.
-        base: what a program handed over to :func:`run`, again.
-        progress: tell on stderr how far it is.
-
-    Raises:
-        ComingleError: no finished run, nothing that is shared, or files that are there already.
-    """
-    for name, value in (("trials", 1 if trials is None else trials), ("rounds", rounds)):
-        if value < 1:
-            raise RecipeError(f"{name}: got {value}; allowed: a whole number from 1")
-    if out is not None:
-        check_targets(Path(out), force=force)
-    opened = run if isinstance(run, Run) else load(run, users=users, base=base)
-    with reporting(quiet=not progress) as reporter:
-        found = audit_run(opened, reporter, trials=trials, rounds=rounds, given=given_of(users, base))
-    if out is not None:
-        write_audit(Path(out), found)
-    return found

@@ -13,11 +13,11 @@ from comingle.engines.checkpoints import personal_tensors
 from comingle.engines.local import finetuned
 from comingle.errors import DataError, RunError, require_user
 from comingle.kinds.base import kind_of
-from comingle.models.export.card import About, Gates, Losses
+from comingle.models.about import About, Gates, Losses
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import PersonalNet
 from comingle.recipes import Recipe
-from comingle.records import describe_metrics, measure_of, read_events
+from comingle.records import describe_metrics, read_events
 from comingle.terminal import printable
 from comingle.transports.inprocess import InProcess
 
@@ -101,49 +101,6 @@ class Run:
             scores=scores,
             validate=validate,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """What several methods have come to, with several seeds each: the metrics of each run, by (method, seed)."""
-
-    folder: Path | None
-    metrics: Mapping[tuple[str, int], dict[str, Any]]
-
-    def __repr__(self) -> str:
-        place = "" if self.folder is None else f", in {self.folder}"
-        return printable(
-            "\n".join([f"Comparison({len(self.metrics)} runs{place})", *map(_told, self.means())]), keep="\n"
-        )
-
-    def means(self) -> list[dict[str, Any]]:
-        """One record a run: ``method``, ``seed`` and the mean over users of what they are measured by."""
-        return [
-            {"method": method, "seed": seed, (key := f"mean_test_{measure_of(metrics)}"): metrics[key]}
-            for (method, seed), metrics in self.metrics.items()
-        ]
-
-    def records(self) -> list[dict[str, Any]]:
-        """One record a user of each run: ``method``, ``seed``, and what :meth:`Run.records` has."""
-        return [
-            {"method": method, "seed": seed, **record}
-            for (method, seed), metrics in self.metrics.items()
-            for record in records_of(metrics)
-        ]
-
-    def to_pandas(self) -> pandas.DataFrame:
-        """:meth:`records` as a table.
-
-        Raises:
-            RunError: pandas is not installed.
-        """
-        return table_of(self.records())
-
-
-def _told(mean: dict[str, Any]) -> str:
-    *_, (key, value) = mean.items()
-    shown = "not finite" if value is None else f"{value:.4g}"
-    return f"  {mean['method']}, seed {mean['seed']}: {key.replace('_', ' ')} {shown}"
 
 
 def records_of(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:

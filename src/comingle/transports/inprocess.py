@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from comingle.engines.client import Clients
@@ -14,8 +15,9 @@ from comingle.engines.private import terms_of
 from comingle.engines.server import ServerHalf
 from comingle.engines.starting import start_server
 from comingle.errors import NoSumError
-from comingle.privacy.secure.messages import VECTOR, as_words, keys_bytes, received_bytes, sent_bytes
-from comingle.privacy.secure.rehearsal import Rehearsal
+from comingle.privacy.secure.quantising import as_words
+from comingle.privacy.secure.settings import Terms
+from comingle.privacy.secure.sizes import VECTOR, keys_bytes, received_bytes, sent_bytes
 from comingle.privacy.summing import Sums
 from comingle.protocol.messages import (
     LOSS,
@@ -30,14 +32,21 @@ from comingle.protocol.wire import pack, packed_bytes, unpack
 
 logger = logging.getLogger("comingle")
 
+Masked = Callable[[Terms, Mapping[str, np.ndarray], int], np.ndarray]
+"""The sum of uploads by name, of so large an entry at most, with masks put on and taken off on the way."""
+
 
 @dataclass(kw_only=True)
 class InProcess(Federation):
-    """Moves messages and counts their bytes; with ``serialise`` every one of them is packed and unpacked."""
+    """Moves messages and counts their bytes; with ``serialise`` every one of them is packed and unpacked.
+
+    A secure sum adds the numbers, or is what ``masked`` makes of them (:func:`comingle.masking.rehearsal.rehearsed`).
+    """
 
     clients: Clients
     server: ServerHalf
     serialise: bool = False
+    masked: Masked | None = None
     upload_bytes: int = 0
     download_bytes: int = 0
     _sent: Upload | None = None
@@ -82,15 +91,13 @@ class InProcess(Federation):
         return ""
 
     def _sum(self, sums: Sums, sent: Upload) -> str:
-        """What the server has of uploads once all masks are off; with ``serialise`` they are put on and taken off."""
+        """What the server has of uploads once all masks are off; with ``masked`` they are put on and taken off."""
         try:
-            if self.serialise:
+            if self.masked is not None:
                 whole = sent.tensors.get(VECTOR, torch.zeros(0, 0))
                 uploads = {name: as_words(row) for name, row in zip(sent.users, whole, strict=True)}
-                rehearsal = Rehearsal(
-                    terms=terms_of(self.clients.training, "", sent.round, self.server.size), uploads=uploads
-                )
-                total = rehearsal.total(sums.largest(sent.round))
+                terms = terms_of(self.clients.training, "", sent.round, self.server.size)
+                total = self.masked(terms, uploads, sums.largest(sent.round))
             else:
                 sums.require(len(sent.users), sent.round)
                 total = sums.add(sent.tensors[VECTOR])

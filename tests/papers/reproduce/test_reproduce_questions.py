@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from comingle.adapters.lora import lora_scale
-from comingle.kinds.questions.rows import LABELS
+from comingle.papers.questions.rows import LABELS
 from comingle.papers.reproduce.plan import Plan, Wanted, plan
 from comingle.papers.reproduce.runner import run_cells, scores
 from comingle.papers.reproduce.tables import build_table, markdown

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from comingle.kinds.language import NETS
-from comingle.kinds.questions.section import QuestionsDataSection
-from comingle.kinds.questions.sets import QUESTIONS
 from comingle.kinds.text.section import TextSection
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.nets import make_net
+from comingle.papers.questions.section import QuestionsDataSection
+from comingle.papers.questions.sets import QUESTIONS
 from comingle.papers.tasks.making import REDUCED_MINIMUM, TASKS
 from comingle.papers.tasks.section import TaskDataSection, TaskSection
 from comingle.papers.tasks.synthetic import DIMENSION, OUTPUTS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -62,3 +63,14 @@ def shaped(row: Float[Tensor, " entries"], like: Tree) -> Tree:
     """The tensors again, with the shapes of ``like``, which has no dimension of users."""
     parts = torch.split(row, [like[name].numel() for name in sorted(like)])
     return {name: part.view(like[name].shape) for name, part in zip(sorted(like), parts, strict=True)}
+
+
+def as_words(row: Tensor) -> np.ndarray:
+    """Whole numbers modulo ``2^word``, without a sign."""
+    numbers = row.contiguous().numpy()
+    return numbers.view(f"<u{numbers.itemsize}")
+
+
+def as_tensor(words: np.ndarray) -> Tensor:
+    """The same with a sign, as tensors have them."""
+    return torch.from_numpy(np.ascontiguousarray(words).view(f"<i{words.itemsize}").copy())

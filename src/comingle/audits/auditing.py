@@ -1,0 +1,164 @@
+"""An audit of a finished run: canaries in short runs of its recipe, membership, or the inversion of an upload."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from comingle.audits.canaries import REFERENCES, SERVER, USERS, Trial, check_watchable, run_trial
+from comingle.audits.inversion import invert
+from comingle.audits.membership import infer
+from comingle.audits.proving import least_epsilon
+from comingle.comparing.trials import shortened as in_rounds
+from comingle.errors import RunError
+from comingle.kinds.base import Materials
+from comingle.privacy.accounting import epsilon_of_replacing, release_of
+from comingle.progress import LOADING, Reporter
+from comingle.recipes import Recipe
+from comingle.reports.audit import Audit, Proof, exposure
+from comingle.runs.given import NOTHING, Given
+from comingle.runs.results import Run
+from comingle.runs.session import prepare
+from comingle.runs.settings import privacy_of, training_settings
+
+COINS = 40
+"""As many canaries, or a few more, are tossed for where nothing else is asked for: all right proves epsilon 2.5."""
+KINDS = ("text", "samples")
+CONFIDENCE = 0.95
+DELTA = 1e-5
+"""Where the run has none."""
+
+
+def audit_run(
+    run: Run, reporter: Reporter, *, trials: int | None = None, rounds: int = 3, given: Given = NOTHING
+) -> Audit:
+    """Attack a run: with text by canaries and membership, with samples by inverting an upload. Nothing is written.
+
+    Raises:
+        RunError: users have neither, the method shares nothing, or no single model.
+        ComingleError: as :func:`comingle.runs.session.prepare`.
+    """
+    check_audited(run)
+    recipe = shortened(run.recipe, run.metrics, rounds)
+    about = _about(run, recipe)
+    base = getattr(run.federation.clients.model, "base", None)
+    with reporter.waiting(LOADING):
+        materials = prepare(recipe, base=base, given=given)
+    if run.recipe.data.kind == "samples":
+        inverted = invert(recipe, materials, lambda clients: [reporter.watch(clients, "one upload")])
+        return Audit(**about, trials=0, proofs=[], members=[], inserted=[], absent=[], inversions=inverted)
+    with reporter.waiting("telling training windows from others"):
+        members = infer(run)
+    count = trials or math.ceil(COINS / len(run.users))
+    done = [_trial(recipe, materials, number, count, reporter) for number in range(count)]
+    exposures = [
+        (inside, exposure(rank, REFERENCES)) for t in done for inside, rank in zip(t.inside, t.ranks, strict=True)
+    ]
+    return Audit(
+        **about,
+        trials=count,
+        proofs=[prove(who, done, about["delta"], promised(recipe, run.users, done, who)) for who in (SERVER, USERS)],
+        members=members,
+        inserted=[bits for inside, bits in exposures if inside],
+        absent=[bits for inside, bits in exposures if not inside],
+    )
+
+
+def _about(run: Run, recipe: Recipe) -> dict[str, Any]:
+    privacy = run.metrics.get("privacy")
+    return {
+        "run": str(run.folder or "a run in memory"),
+        "method": run.metrics.get("method", run.recipe.method.name),
+        "users": len(run.users),
+        "privacy": privacy,
+        "rounds": recipe.training.rounds,
+        "delta": DELTA if privacy is None else privacy["delta"],
+        "confidence": CONFIDENCE,
+        "most": math.log2(REFERENCES + 1),
+    }
+
+
+def _trial(recipe: Recipe, materials: Materials, number: int, count: int, reporter: Reporter) -> Trial:
+    title = f"canaries, run {number + 1} of {count}"
+    return run_trial(recipe, materials, number, lambda clients: [reporter.watch(clients, title)])
+
+
+def check_audited(run: Run) -> None:
+    """Whether there is something to attack, and users have what canaries can be put into.
+
+    Raises:
+        RunError: there is not.
+    """
+    where = run.folder or "the run"
+    check_watchable(where, run.federation.clients.method)
+    if run.recipe.data.kind not in KINDS:
+        raise RunError(f"{where}: users have {run.recipe.data.label}; audited are runs of text or samples")
+    if run.recipe.privacy is not None and run.recipe.privacy.secure_aggregation is not None:
+        told = "its server sees sums alone, which no attack here looks at; what users see is as without"
+        raise RunError(f"{where}: {told} privacy.secure_aggregation: audit such a run")
+
+
+def shortened(recipe: Recipe, metrics: dict[str, Any], rounds: int) -> Recipe:
+    """The recipe in fewer rounds, with the noise that the run had, and evaluated once."""
+    changes = in_rounds(min(rounds, recipe.training.rounds)) | {"evaluation.model": "exchanged"}
+    if (privacy := metrics.get("privacy")) is not None:
+        changes |= {"privacy.noise_multiplier": privacy["noise_multiplier"], "privacy.epsilon": None}
+    return recipe.with_changes(changes)
+
+
+# -------------------------------------------------------------------- what is proven
+
+
+def guess(scores: Sequence[float | None]) -> list[bool | None]:
+    """Whether each canary was in: scores above the gap that parts them best (Otsu 1979). Blind to the coins.
+
+    No guess where nothing was seen.
+    """
+    known = sorted(score for score in scores if score is not None)
+    if not known:
+        return [None] * len(scores)
+
+    def between(low: int) -> float:
+        return low * (len(known) - low) * (fmean(known[low:]) - fmean(known[:low])) ** 2
+
+    least = known[max(range(1, len(known)), key=between, default=0)]
+    return [None if score is None else score >= least for score in scores]
+
+
+def prove(view: str, trials: Sequence[Trial], delta: float, upper: float | None) -> Proof:
+    """What the guesses of all runs together prove."""
+    coins = [coin for trial in trials for coin in trial.inside]
+    guesses = guess([score for trial in trials for score in trial.scores[view]])
+    made = [(said, coin) for said, coin in zip(guesses, coins, strict=True) if said is not None]
+    correct = sum(said == coin for said, coin in made)
+
+    def least(right: int) -> float:
+        return least_epsilon(trials=len(coins), guesses=len(made), correct=right, delta=delta, confidence=CONFIDENCE)
+
+    return Proof(
+        view=view,
+        coins=len(coins),
+        guesses=len(made),
+        correct=correct,
+        epsilon=least(correct),
+        provable=least(len(made)),
+        upper=upper,
+    )
+
+
+def promised(recipe: Recipe, names: Sequence[str], trials: Sequence[Trial], view: str) -> float | None:
+    """What the account says of these short runs to who looks so, of a user whose text is replaced; None: nothing.
+
+    With ``mechanism: central`` the server is trusted, so uploads are not covered; with the seed as key nothing is.
+    """
+    privacy = privacy_of(recipe)
+    if privacy is None or privacy.noise == "reproducible" or (privacy.mechanism == "central" and view == SERVER):
+        return None
+    training = training_settings(recipe, names)
+    assert training.privacy is not None
+    release = release_of(training.privacy, training.participation, len(names))
+    count = max(trial.metrics["privacy"]["releases"] for trial in trials)
+    replaced = privacy.mechanism == "local"
+    return epsilon_of_replacing(release, count, privacy.delta, training.privacy.accountant, counted=replaced)

@@ -1,0 +1,1 @@
+"""Several methods on the same users: compared, or tried out in short runs for advice."""

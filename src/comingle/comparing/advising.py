@@ -1,0 +1,104 @@
+"""Short runs on given users: alone, together by several methods, and in smaller groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+from comingle.comparing.comparing import recipes_of
+from comingle.errors import RecipeError
+from comingle.kinds.base import Materials
+from comingle.methods import make
+from comingle.progress import LOADING, Reporter
+from comingle.recipes import Recipe
+from comingle.reports.advice import Advice, advise_on
+from comingle.runs.alone import per_user
+from comingle.runs.given import NOTHING, Given
+from comingle.runs.session import prepare, run_in
+
+PAIRS_UP_TO = 5
+"""Of so many users every pair is tried; of more, everybody but one."""
+OTHERS_UP_TO = 12
+"""Of so many users each is left out once; of more nobody is."""
+LOCAL = "local"
+
+ByMethod = dict[str, dict[int, dict[str, Any]]]
+
+
+def advise_runs(
+    recipe: Recipe,
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    reporter: Reporter,
+    *,
+    grouped_by: str | None = None,
+    given: Given = NOTHING,
+) -> Advice:
+    """What runs of the recipe say: ``local`` and ``methods`` with everybody, and ``grouped_by`` (the first of them)
+    with smaller groups. Nothing is written.
+
+    Raises:
+        RecipeError: fewer than two users, no method that shares anything, or a wrong setting.
+        ComingleError: as :func:`comingle.runs.session.prepare`.
+    """
+    chosen = [name for name in dict.fromkeys(methods) if name != LOCAL]
+    recipes = recipes_of(recipe, [LOCAL, *chosen], seeds)
+    _check(chosen, {name: recipes[name, seeds[0]] for name in chosen})
+    grouped = grouped_by or chosen[0]
+    metrics: ByMethod = {name: {} for name in [LOCAL, *chosen]}
+    groups: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
+    base = None
+    validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in recipes.values())
+    for seed in seeds:
+        with reporter.waiting(LOADING):
+            materials = prepare(recipes[LOCAL, seed], base=base, validates=validates, given=given)
+        base = materials.base
+        if len(materials.users) < 2:
+            raise RecipeError(f"data: {len(materials.users)} user; advice is for two or more")
+        for name in (LOCAL, *chosen):
+            metrics[name][seed] = _run(recipes[name, seed], materials, reporter, f"{name}, seed {seed}")
+        for numbers in groups_of(len(materials.users)):
+            some = of_users(materials, numbers)
+            names = tuple(user.name for user in some.users)
+            smaller = _recipe_of(recipes[grouped, seed], numbers)
+            title = f"{grouped} of {len(names)} users, seed {seed}"
+            groups.setdefault(names, {})[seed] = _run(smaller, some, reporter, title)
+    return advise_on(metrics.pop(LOCAL), metrics, groups, grouped)
+
+
+def _check(chosen: Sequence[str], recipes: Mapping[str, Recipe]) -> None:
+    if not chosen:
+        raise RecipeError("--methods: nothing but local; give a method that shares something, as fedavg")
+    for name, recipe in recipes.items():
+        if not make(name, **recipe.method.settings).shared:
+            raise RecipeError(f"--methods: {name} shares nothing, so nobody could gain from anybody")
+
+
+def groups_of(users: int) -> list[tuple[int, ...]]:
+    """By their numbers, the smaller groups that are tried: pairs, or all but one."""
+    everybody = range(users)
+    if users < 3 or users > OTHERS_UP_TO:
+        return []
+    if users <= PAIRS_UP_TO:
+        return list(combinations(everybody, 2))
+    return [tuple(other for other in everybody if other != one) for one in everybody]
+
+
+def of_users(materials: Materials, numbers: Sequence[int]) -> Materials:
+    """The same materials with some of the users."""
+    names = [materials.users[number].name for number in numbers]
+    texts = tuple(text for text in materials.texts if text.name in names)
+    return replace(materials, users=tuple(materials.users[number] for number in numbers), texts=texts)
+
+
+def _recipe_of(recipe: Recipe, numbers: Sequence[int]) -> Recipe:
+    changes = per_user(recipe, lambda values: [values[number] for number in numbers])
+    return recipe.with_changes(changes) if changes else recipe
+
+
+def _run(recipe: Recipe, materials: Materials, reporter: Reporter, title: str) -> dict[str, Any]:
+    return run_in(
+        None, recipe, materials, resume=False, force=False, observers=lambda clients: [reporter.watch(clients, title)]
+    ).metrics

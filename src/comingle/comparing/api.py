@@ -1,0 +1,87 @@
+"""In Python: methods compared on the same users, and advice out of short runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from comingle.comparing import trials
+from comingle.comparing.advising import advise_runs
+from comingle.comparing.comparing import compare_runs, folders_of, recipes_of
+from comingle.comparing.results import Comparison
+from comingle.errors import RecipeError
+from comingle.progress import reporting
+from comingle.reports.advice import Advice
+from comingle.reports.tables import write_comparison
+from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
+
+
+def compare(
+    recipe: AnyRecipe | None = None,
+    methods: Sequence[AnyMethod] = (),
+    *,
+    seeds: Sequence[int] = (0,),
+    users: Mapping[str, Any] | None = None,
+    base: AnyBase | None = None,
+    loss: Loss | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+    progress: bool = False,
+    **changes: Any,
+) -> Comparison:
+    """Run several methods with several seeds on the same base, data and budget; as ``comingle compare``.
+
+    The recipe's own method has its settings and another its defaults; a mapping gives a method settings of its own.
+    With ``out`` each run has a folder there, beside ``table.md`` and ``table.json``. Models are not kept in memory:
+    open a run's folder for them. Everything else is as in :func:`run`.
+
+    Raises:
+        ComingleError: whatever the user can correct, in one line; of settings before anything is trained.
+    """
+    if not methods:
+        raise RecipeError("methods: none given; `comingle methods` lists them")
+    given, folder = given_of(users, base, None, loss), Path(out) if out is not None else None
+    with lending(list(methods)) as named, reporting(quiet=not progress) as reporter:
+        read = recipe_with(recipe, given, base=base, method=None, changes=changes)
+        recipes = recipes_of(read, named, list(seeds))
+        runs = compare_runs(recipes, folder, reporter, resume=resume, force=force, given=given)
+        metrics = {key: run.metrics for key, run in runs}
+    if folder is not None:
+        write_comparison(folder, list(folders_of(recipes, folder).values()))
+    return Comparison(folder=folder, metrics=metrics)
+
+
+def advise(
+    recipe: AnyRecipe | None = None,
+    methods: Sequence[str] = trials.METHODS,
+    *,
+    seeds: Sequence[int] = trials.SEEDS,
+    rounds: int = trials.ROUNDS,
+    users: Mapping[str, Any] | None = None,
+    base: AnyBase | None = None,
+    loss: Loss | None = None,
+    progress: bool = False,
+    **changes: Any,
+) -> Advice:
+    """Whether training together pays, for whom and by which method, out of short runs; as ``comingle advise``.
+
+    Runs ``local`` and each of ``methods`` with everybody, and the first of them with smaller groups: each pair of three
+    to five users, all but one of six to twelve. Nothing is written. Everything else is as in :func:`run`.
+
+    Args:
+        methods: names; each shares something.
+        seeds: of each run; intervals need two.
+        rounds: of each run, whatever the recipe says.
+
+    Returns:
+        What the runs allow to be said: ``print`` shows it as a paragraph, ``records()`` has every number.
+
+    Raises:
+        ComingleError: whatever the user can correct, in one line.
+    """
+    given = given_of(users, base, None, loss)
+    with reporting(quiet=not progress) as reporter:
+        read = recipe_with(recipe, given, base=base, method=None, changes={**changes, **trials.shortened(rounds)})
+        return advise_runs(read, methods, list(seeds), reporter, given=given)

@@ -1,0 +1,58 @@
+"""What a comparison leaves in a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from comingle.records import measure_of
+from comingle.runs.results import records_of, table_of
+from comingle.terminal import printable
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What several methods have come to, with several seeds each: the metrics of each run, by (method, seed)."""
+
+    folder: Path | None
+    metrics: Mapping[tuple[str, int], dict[str, Any]]
+
+    def __repr__(self) -> str:
+        place = "" if self.folder is None else f", in {self.folder}"
+        return printable(
+            "\n".join([f"Comparison({len(self.metrics)} runs{place})", *map(_told, self.means())]), keep="\n"
+        )
+
+    def means(self) -> list[dict[str, Any]]:
+        """One record a run: ``method``, ``seed`` and the mean over users of what they are measured by."""
+        return [
+            {"method": method, "seed": seed, (key := f"mean_test_{measure_of(metrics)}"): metrics[key]}
+            for (method, seed), metrics in self.metrics.items()
+        ]
+
+    def records(self) -> list[dict[str, Any]]:
+        """One record a user of each run: ``method``, ``seed``, and what :meth:`Run.records` has."""
+        return [
+            {"method": method, "seed": seed, **record}
+            for (method, seed), metrics in self.metrics.items()
+            for record in records_of(metrics)
+        ]
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """:meth:`records` as a table.
+
+        Raises:
+            RunError: pandas is not installed.
+        """
+        return table_of(self.records())
+
+
+def _told(mean: dict[str, Any]) -> str:
+    *_, (key, value) = mean.items()
+    shown = "not finite" if value is None else f"{value:.4g}"
+    return f"  {mean['method']}, seed {mean['seed']}: {key.replace('_', ' ')} {shown}"

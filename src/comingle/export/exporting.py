@@ -1,0 +1,186 @@
+"""One user's model into a folder that other programs open.
+
+What decides on the form is what the model is made of: how many experts the user has, whether a router chooses between
+them, where they are mixed, and over which base. Nothing here knows methods by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from comingle.errors import DataError, RunError, did_you_mean
+from comingle.export.card import Card, name_of
+from comingle.export.folders import CARD, check_target, written_whole
+from comingle.export.gguf import KINDS, why_no_gguf, write_gguf
+from comingle.export.networks import (
+    SPARSE,
+    plain_network,
+    require_same,
+    require_sparse,
+    rounded,
+    sparse_network,
+)
+from comingle.export.peft import write_peft
+from comingle.export.sources import (
+    Source,
+    changes_of,
+    instead,
+    is_mixture,
+    mixed_inside,
+    plain_changes,
+    routing_of,
+    why_not_plain,
+)
+from comingle.export.validation import losses_of, perplexity, validated
+from comingle.models.about import Exported
+from comingle.models.hardware import DTYPES
+from comingle.models.language import quiet_transformers
+from comingle.models.personal import PersonalModel
+from comingle.models.pretrained import PreTrainedModel
+
+FORMATS = ("transformers", "peft", "gguf", "merged-approximately")
+GGUF_FILE = "model.gguf"
+_PROBE = 16
+
+
+def export_personal(person: PersonalModel, folder: Path, *, format: str, dtype: str | None, force: bool) -> Exported:
+    """Write a user's model to ``folder``; what :meth:`comingle.models.personal.PersonalModel.export` does."""
+    own = {name: getattr(person, name) for name in ("name", "model", "tensors", "row", "about", "logits")}
+    with torch.no_grad():
+        return export(Source(**own), folder, format=format, dtype=dtype, force=force)
+
+
+def export(source: Source, folder: Path, *, format: str, dtype: str | None, force: bool) -> Exported:
+    """Write the user's model to ``folder``; ``dtype`` is that of the weights, None the base's own.
+
+    Raises:
+        DataError: the model cannot be exported in this format, with the reason and the format that can.
+        RunError: an unknown format or number format, or the folder cannot be written to.
+    """
+    kind = _number_format(source, format, dtype)
+    check_target(folder, force=force)
+    write = {"peft": _peft, "gguf": _gguf, "transformers": _transformers, "merged-approximately": _approximate}[format]
+    with written_whole(folder, force=force) as draft, quiet_transformers():
+        made, library, usage = write(source, draft, kind)
+        tokenizer = source.model.base.tokenizer
+        if tokenizer is not None and format != "gguf":
+            tokenizer.save_pretrained(draft)
+        card = Card(
+            name=source.name,
+            base=source.model.base,
+            library=library,
+            form=made.form,
+            usage=usage.format(folder=folder.name, base=name_of(source.model.base)),
+            about=source.about,
+            lost=made.lost,
+        )
+        (draft / CARD).write_text(card.text(), encoding="utf-8")
+    return replace(made, folder=folder, format=format)
+
+
+def _number_format(source: Source, format: str, dtype: str | None) -> str:
+    if format not in FORMATS:
+        raise RunError(f"--format: got {format!r}; allowed: {', '.join(FORMATS)}.{did_you_mean(format, FORMATS)}")
+    own = str(source.model.base.dtype).removeprefix("torch.")
+    allowed = tuple(KINDS) if format == "gguf" else tuple(DTYPES)
+    if dtype is None:
+        return own if own in allowed else allowed[0]
+    if dtype not in allowed:
+        raise RunError(f"--dtype: got {dtype!r}; allowed for {format}: {', '.join(allowed)}")
+    return dtype
+
+
+# -------------------------------------------------------------------- formats
+
+_Made = tuple[Exported, str, str]
+"""What was written, the library that opens it, and how."""
+
+_OPEN = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{folder}")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")"""
+
+_OPEN_PEFT = """from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{folder}")"""
+
+_OPEN_GGUF = f"""from llama_cpp import Llama
+
+model = Llama("{{folder}}/{GGUF_FILE}")"""
+
+
+def _transformers(source: Source, draft: Path, kind: str) -> _Made:
+    network, form = _exact(source)
+    rounded(network, DTYPES[kind]).save_pretrained(draft)
+    return _made(draft, f"{form} Weights: {kind}."), "transformers", _OPEN
+
+
+def _gguf(source: Source, draft: Path, kind: str) -> _Made:
+    base = source.model.base
+    family = SPARSE.get(base.model.config.model_type)
+    if why := "" if family and is_mixture(source) else why_no_gguf(base.model.config):  # said before it is computed
+        raise DataError(f"user {source.name!r}: {why}; --format transformers has no such limit")
+    if base.tokenizer is None:
+        raise DataError(f"user {source.name!r}: base {name_of(base)} has no tokenizer, which a GGUF file holds")
+    network, form = _exact(source)
+    write_gguf(draft / GGUF_FILE, source.name, network, base.tokenizer, KINDS[kind])
+    return _made(draft, f"{form} As {GGUF_FILE} for llama.cpp, weights: {kind}."), "gguf", _OPEN_GGUF
+
+
+def _peft(source: Source, draft: Path, kind: str) -> _Made:
+    if why := why_not_plain(source):
+        raise DataError(f"user {source.name!r}: its model is not one LoRA: {why}; {instead(source)}")
+    base = source.model.base
+    rank = write_peft(draft, base.model, name_of(base), plain_changes(source), DTYPES[kind])
+    form = f"One LoRA of rank {rank} for the base {name_of(base)}, which is not in this folder. Weights: {kind}."
+    return _made(draft, form), "peft", _OPEN_PEFT
+
+
+def _approximate(source: Source, draft: Path, kind: str) -> _Made:
+    """The experts' LoRAs are mixed in the weights, in shares that are the same for every token."""
+    if source.about is None:
+        raise DataError(f"user {source.name!r}: nothing says where its validation data is; open the run for it")
+    before, shares = validated(source)
+    changes = [change.weighed(shares[change.layer]) if change.key else change for change in changes_of(source)]
+    network = rounded(plain_network(source.model.base.model, changes), DTYPES[kind])
+    after = perplexity(source, losses_of(network))
+    network.save_pretrained(draft)
+    lost = {"validation_perplexity_of_the_mixture": before, "validation_perplexity_of_this_model": after}
+    what = "in place of a mixture of experts, whose gates are fixed at their mean"
+    form = (
+        f"A plain model {what if is_mixture(source) else 'that is the same, as there is no mixture'}. Weights: {kind}."
+    )
+    return _made(draft, form, lost), "transformers", _OPEN
+
+
+def _made(draft: Path, form: str, lost: Mapping[str, float] | None = None) -> Exported:
+    return Exported(folder=draft, format="", form=form, lost=lost or {})
+
+
+def _exact(source: Source) -> tuple[PreTrainedModel, str]:
+    """The network that computes what the user's model does, compared with it; and what it is, in words."""
+    base = source.model.base
+    if not is_mixture(source):
+        network = plain_network(base.model, plain_changes(source))
+        form = f"{type(network).__name__} with the user's adapters merged into its weights."
+    else:
+        if mixed_inside(source):
+            raise DataError(
+                f"user {source.name!r}: its experts are mixed inside every linear, as in no architecture of "
+                f"transformers; {instead(source)}"
+            )
+        require_sparse(source.name, base.model.config)
+        routing = routing_of(source)
+        network = sparse_network(base.model, changes_of(source), routing)
+        form = (
+            f"{type(network).__name__} with {len(routing.gates[0])} experts, of which {routing.top_k} are chosen for "
+            "each token; every expert is the base's MLP with that expert's LoRA merged in."
+        )
+    tokens = torch.arange(_PROBE).unsqueeze(0) * 7 % base.model.config.vocab_size
+    require_same(source.name, source.logits(tokens).cpu(), network(input_ids=tokens).logits, base.dtype)
+    return network, form

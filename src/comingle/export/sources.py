@@ -1,0 +1,84 @@
+"""What a user's model is made of: which form of it is exact, and what stands in that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from comingle.adapters import watching
+from comingle.adapters.lora import base_weight
+from comingle.export.networks import Routing, why_not_sparse
+from comingle.models.about import About
+from comingle.models.adapted import AdaptedModel
+from comingle.models.changes import Change, averaged, changes_of_adapted, changes_of_mixed
+from comingle.models.mixed import MixedLanguageModel
+from comingle.models.owning import why_not_merged
+from comingle.trees import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A user's model, as :class:`comingle.models.personal.PersonalModel` has it.
+
+    ``logits`` are what it says of tokens.
+    """
+
+    name: str
+    model: AdaptedModel | MixedLanguageModel
+    tensors: Tree
+    row: int
+    about: About | None
+    logits: Callable[[Int[Tensor, "batch n"]], Float[Tensor, "batch n vocab"]]
+
+
+def why_not_plain(source: Source) -> str:
+    """Why no weights of the base can hold the model; empty where they can."""
+    model = source.model
+    return why_not_merged(model, source.row) if isinstance(model, AdaptedModel) else ""
+
+
+def is_mixture(source: Source) -> bool:
+    """Whether experts are mixed behind a nonlinearity."""
+    return bool(why_not_plain(source))
+
+
+def instead(source: Source) -> str:
+    """The format to take for a mixture."""
+    exact = not why_not_sparse(source.model.base.model.config) and not mixed_inside(source)
+    return f"--format {'transformers is exact' if exact else 'merged-approximately measures what a plain model loses'}"
+
+
+def mixed_inside(source: Source) -> bool:
+    """Whether gates stand inside the MLP's linears, as in no architecture."""
+    model = source.model
+    return isinstance(model, AdaptedModel) and any(mlp.mix == "linear" for mlp in model.adapters.experts.values())
+
+
+def changes_of(source: Source) -> list[Change]:
+    """One for each adapted linear, every expert in full."""
+    if isinstance(source.model, AdaptedModel):
+        return changes_of_adapted(source.model, source.tensors, source.row)
+    return changes_of_mixed(source.model, source.tensors)
+
+
+def plain_changes(source: Source) -> list[Change]:
+    """The same of a model that the base's weights can hold."""
+    return averaged(changes_of(source))
+
+
+def routing_of(source: Source) -> Routing:
+    """The routers of the experts that the user has; zeros where they are averaged."""
+    model = source.model
+    assert isinstance(model, AdaptedModel)
+    present, found = model.adapters.present[source.row], []
+    for name, mlp in model.adapters.experts.items():
+        weight = source.tensors.get(f"{name}.router")
+        width = base_weight(mlp.first["up"])[0].shape[1]
+        found.append(torch.zeros(int(present.sum()), width) if weight is None else weight[0].cpu()[present])
+    top_k = next(iter(model.adapters.experts.values())).router.top_k
+    experts = len(found[0])
+    return Routing(top_k=min(top_k, experts) if watching.routed(model.adapters) else experts, gates=found)

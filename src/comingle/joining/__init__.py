@@ -1,0 +1,1 @@
+"""Somebody joins a federation that is over."""

@@ -1,0 +1,229 @@
+"""Memory: the planned peak against resident memory of a process that really trains, and what is counted on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from comingle.costing import footprint
+from comingle.costing.memory import Fakes, LiveBytes, storage_bytes
+from comingle.costing.passes import memory, rehearse, step_peak
+from comingle.costing.planning import federate_bare, method_cost, with_method
+from comingle.costing.skeleton import load_skeleton
+from comingle.models.hardware import free_bytes
+from comingle.models.language import load_base
+from comingle.recipes import Recipe, parse_recipe
+
+DRIVER = Path(__file__).with_name("memory_driver.py")
+WITHIN = 0.10
+
+
+def recipe_of(base: str, method: Any, *, users: int = 2, dtype: str = "float32", **changes: Any) -> Recipe:
+    content = {
+        "base": base,
+        "method": method,
+        "data": {"users": {f"user{i}": "nowhere" for i in range(users)}},
+        "training": {"rounds": 1, "local_steps": 1, "batch_size": 8, "context": 128},
+        "runtime": {"dtype": dtype, "device": "cpu", "compile": False},
+    }
+    return parse_recipe(content).with_changes(changes)
+
+
+def planned(recipe: Recipe) -> Any:
+    runtime, names = recipe.runtime, tuple(recipe.data.users or {})
+    base = load_skeleton(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
+    federation = federate_bare(with_method(recipe, recipe.method.name), base, names)
+    return rehearse(federation, trainers=len(names))
+
+
+def measured(recipe: Recipe, folder: Path, *options: str) -> int:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_unset=True)))
+    environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    if options:
+        environment = {k: v for k, v in environment.items() if not k.startswith("MALLOC_")}
+    command = [sys.executable, str(DRIVER), str(path), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+GPT2 = "random:gpt2?layers=3&dim=256&heads=4&vocab=8192"
+CASES = {
+    "small": recipe_of("random:gpt2?layers=1&dim=256&heads=4&vocab=4096", "comigs-1g1s"),
+    "two experts": recipe_of(GPT2, "comigs-1g1s"),
+    "bf16, micro-batches": recipe_of(
+        GPT2, "fedavg", dtype="bfloat16", **{"training.batch_size": 16, "runtime.micro_batch": 8}
+    ),
+    "gated, many experts": recipe_of(
+        "random:llama?layers=3&dim=256&heads=4&vocab=8192", {"name": "comigs-1gxs", "specialists": [1, 3]}
+    ),
+}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_planned_peak_is_the_measured_one(case: str, tmp_path: Path) -> None:
+    """Within 10%: what tensors hold is exact, what libraries hold meanwhile is not in the plan."""
+    found = measured(CASES[case], tmp_path)
+    assert memory(planned(CASES[case])).pass_bytes == pytest.approx(found, rel=WITHIN)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_small_pass_in_bf16_is_off_by_what_the_matrix_library_holds(tmp_path: Path) -> None:
+    """Some 20 MB beside 160 were measured: more than 10%, so a plan this small is only good to 25 MB."""
+    recipe = recipe_of(GPT2, "fedavg", dtype="bfloat16", **{"runtime.micro_batch": 4})
+    assert memory(planned(recipe)).pass_bytes == pytest.approx(measured(recipe, tmp_path), abs=25e6)
+
+
+# Shapes that had no part in choosing the margin.
+OTHERS = {
+    "opt": recipe_of("random:opt?layers=2&dim=320&heads=4&vocab=6000", "fedavg", users=3, **{"training.batch_size": 4}),
+    "gemma2": recipe_of("random:gemma2?layers=2&dim=256&heads=4&vocab=12000", "comigs-1g1s", dtype="bfloat16"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_pass_with_its_own_allocator_is_near_the_plan(case: str, tmp_path: Path) -> None:
+    """Over several rounds: the gaps between kept blocks grow at first. They are an estimate, far from exact."""
+    recipe = OTHERS[case].with_changes({"training.rounds": 5})
+    found, plan = measured(recipe, tmp_path, "keep"), memory(planned(recipe))
+    assert plan.pass_bytes * (1 - WITHIN) <= found <= 1.25 * (plan.pass_bytes + plan.allocator_bytes)
+
+
+# ---------------------------------------------------------------- the whole process
+
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "planned_memory.py"
+SHAPES = ("comigs", "large vocabulary, bf16", "wide", "mixture", "net")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator's share is that of glibc")
+@pytest.mark.parametrize("case", SHAPES)
+def test_the_whole_plan_is_what_a_run_takes(case: str) -> None:
+    """Python and its libraries included: within 15% of the peak of a process that runs the recipe."""
+    done = subprocess.run([sys.executable, str(BENCHMARK), case], check=True, capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    assert found["planned_mb"] == pytest.approx(found["measured_mb"], rel=0.15)
+
+
+def test_a_plan_counts_the_process_too() -> None:
+    """Measured in a process of its own that runs the smallest recipe, for nets as for text; not for a GPU."""
+    task, text = (footprint.process_bytes(kind, torch.device("cpu")) for kind in ("samples", "text"))
+    assert 100e6 < task < text < 1.5e9
+    assert footprint.process_bytes("text", torch.device("cuda")) == 0
+    recipe = recipe_of("random:llama", "fedavg")
+    base = load_skeleton(recipe.base, dtype="float32", device="cpu")
+    cost = method_cost(recipe, base, ("a", "b"), free=text)
+    assert cost.machine.process_bytes == cost.own_device.process_bytes == text
+    assert cost.machine.total_bytes > text
+    assert not cost.fits
+
+
+# ---------------------------------------------------------------- the parts
+
+
+def test_parts_that_are_there_all_the_time_are_those_of_the_real_federation(federate: Any) -> None:
+    real = federate({"name": "comigs-1gxs", "specialists": [1, 3]}, users=("ann", "bob"), dtype="float32")
+    server, real = real.server, real.clients
+    recipe = recipe_of("random:llama", {"name": "comigs-1gxs", "specialists": [1, 3]}, **{"adapters.rank": 2})
+    found = memory(planned(recipe))
+    assert found.weights_bytes == storage_bytes(real.model.network)
+    kept = sum(t.nbytes for t in server.kept.values())
+    assert kept == 4 * int(real.model.layout.mask(real.method.shared).sum())  # the model that it averages
+    assert found.adapters_bytes == real.state.rows.nbytes + real.mask.nbytes + kept
+    assert found.moments_bytes == real.state.first.nbytes + real.state.second.nbytes
+    assert found.gradients_bytes <= real.state.rows.nbytes
+    assert found.total_bytes == found.fixed_bytes + found.pass_bytes + found.allocator_bytes
+
+
+def test_users_who_are_alike_need_not_all_be_built() -> None:
+    """A pass takes two of them; the state is still everybody's."""
+    base, changes = "random:gpt2", {"training.batch_size": 2, "training.context": 16, "runtime.users_per_step": 2}
+    few, many = (planned(recipe_of(base, "fedavg", users=n, **changes)) for n in (2, 6))
+    assert len(few.federation.clients.trainers) == len(many.federation.clients.trainers) == 2
+    server = sum(t.nbytes for t in few.federation.server.kept.values())
+    assert memory(many).adapters_bytes - server == 3 * (memory(few).adapters_bytes - server)
+    assert memory(many).pass_bytes == memory(few).pass_bytes
+    assert memory(many, alone=True) == memory(few, alone=True)
+    assert memory(few, alone=True).pass_bytes < memory(few).pass_bytes
+
+
+def test_the_phase_that_trains_most_is_the_one_that_holds_most() -> None:
+    stage = planned(recipe_of("random:llama", "comigs-1g1s"))
+    experts, router = (step_peak(stage, (0, 1), phase)[0] for phase in stage.federation.clients.phases)
+    assert memory(stage).pass_bytes == experts > router
+
+
+def test_without_training_a_pass_holds_less() -> None:
+    alone, trained = (memory(planned(recipe_of("random:gpt2", name))) for name in ("pretrained", "local"))
+    assert alone.gradients_bytes == 0 < alone.activations_bytes < trained.activations_bytes / 2
+
+
+def test_a_rehearsal_takes_no_memory_and_leaves_the_base_to_others() -> None:
+    recipe = recipe_of("random:gpt2?layers=2&dim=4096&heads=32&vocab=50257", "local")
+    base = load_skeleton(recipe.base, dtype="float32", device="cpu")
+    assert storage_bytes(base.model) > 2e9
+    for _ in range(2):  # the second federation finds the base as the first did
+        stage = rehearse(federate_bare(with_method(recipe, "local"), base, ("a", "b")), trainers=2)
+        assert memory(stage).weights_bytes == storage_bytes(base.model)
+    assert all(p.is_meta for p in base.model.parameters())
+
+
+# ---------------------------------------------------------------- the counter itself
+
+
+def test_live_bytes_follow_tensors_from_birth_to_death() -> None:
+    before = torch.ones(1000)
+    with LiveBytes() as live:
+        a = torch.zeros(1000)  # 4,000 bytes
+        view = a[:10].add_(1)
+        b = a + before  # 8,000
+        assert live.live == 8000
+        del a
+        assert live.live == 8000  # a view keeps its storage alive
+        del view
+        assert live.live == 4000
+        before.mul_(2)
+        del b
+    assert (live.live, live.peak) == (0, 8000)
+
+
+def test_what_a_backward_pass_needs_is_counted_until_it_is_used() -> None:
+    x = Fakes().of(torch.empty(100, 100), torch.device("cpu")).requires_grad_()
+    with LiveBytes() as live:
+        y = (x * 2).exp()  # exp keeps its result, the product is gone
+        assert live.live == 40_000
+        z = y.sum()
+        del y
+        assert live.live == 40_004
+        torch.autograd.grad(z, x)
+    assert live.live == 4
+
+
+def test_free_memory_is_that_of_this_machine() -> None:
+    assert 0 < free_bytes(torch.device("cpu")) < 1e14
+
+
+def test_a_skeleton_is_the_base_without_its_weights() -> None:
+    for name in ("random:gemma3", "random:opt"):
+        real, bare = (
+            load_base(name, dtype="bfloat16", device="cpu"),
+            load_skeleton(name, dtype="bfloat16", device="cpu"),
+        )
+        shapes = [{n: (p.shape, p.dtype) for n, p in base.model.named_parameters()} for base in (real, bare)]
+        assert shapes[0] == shapes[1]
+        assert storage_bytes(real.model) == storage_bytes(bare.model)
+        assert not any(p.requires_grad for p in bare.model.parameters())

@@ -1,0 +1,255 @@
+"""GGUF files: read back, opened by transformers' own loader, and by llama.cpp where that is installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFReader, dequantize
+from tokenizers import Regex
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from comingle.errors import DataError
+from comingle.export.gguf_tokens import _SPLITS, Kind, vocabulary
+from comingle.models.byte_tokenizer import byte_tokenizer
+from comingle.models.language import load_base
+from exporting import IDS, check_same, greedy, own_logits, trained
+
+QWEN3 = "qwen3?dim=256&heads=2"  # transformers' loader takes heads of 128 for granted
+PLAIN = [("fedit", "llama"), ("fedit", "gpt2"), ({"name": "floral", "clusters": 2}, QWEN3)]
+MIXED = [("comigs-1g1s", "llama"), ({"name": "comigs", "specialists": [0, 2, 1]}, "mistral"), ("fedavg", "qwen3")]
+TEXT = "The cat number 12 sat on a mat,\n  é 日本 don't\t1234567"
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    tensors = GGUFReader(path).tensors
+    return {t.name: torch.from_numpy(np.copy(dequantize(t.data, t.tensor_type))) for t in tensors}
+
+
+def opened(folder: Path, **settings: Any) -> Any:
+    """By transformers' loader of GGUF files; through ``from_pretrained`` it would ask for accelerate."""
+    file = folder / "model.gguf"
+    network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, gguf_file=file.name, **settings))
+    tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=network)["tensors"]
+    missing = network.load_state_dict(tensors, strict=False).missing_keys
+    assert set(missing) <= ({"lm_head.weight"} if network.config.tie_word_embeddings else set())
+    network.tie_weights()
+    return network.eval()
+
+
+def as_ours(tensors: dict[str, torch.Tensor], like: dict[str, torch.Tensor], heads: dict[str, int]) -> dict[str, Any]:
+    """A Mixtral's tensors out of those of a file, by the rules of llama.cpp's converter read backwards."""
+    names = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
+    names |= {"attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm"}
+    names |= {
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_down_exps": "mlp.experts.down_proj",
+    }
+    found = {
+        "model.embed_tokens.weight": tensors["token_embd.weight"],
+        "model.norm.weight": tensors["output_norm.weight"],
+        "lm_head.weight": tensors["output.weight"],
+    }
+    for name, tensor in tensors.items():
+        parts = name.split(".")
+        if parts[0] != "blk" or parts[2] not in names:
+            continue
+        if parts[2] in heads:
+            tensor = tensor.view(heads[parts[2]], -1, 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+        found[f"model.layers.{parts[1]}.{names[parts[2]]}{'' if 'exps' in name else '.weight'}"] = tensor
+    for layer in {name.split(".")[1] for name in tensors if name.startswith("blk")}:
+        both = [tensors[f"blk.{layer}.ffn_{key}_exps.weight"] for key in ("gate", "up")]
+        found[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.cat(both, 1)
+    assert found.keys() == like.keys()
+    return found
+
+
+@pytest.mark.parametrize(("method", "family"), PLAIN)
+def test_transformers_loader_reads_plain_models(federate: Any, tmp_path: Path, method: Any, family: str) -> None:
+    person = trained(federate, method, base=f"random:{family}").user("bob")
+    person.export(tmp_path / "g", format="gguf")
+    check_same(person, opened(tmp_path / "g"))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_mixture_is_read_back_into_the_same_mixtral(federate: Any, tmp_path: Path, family: str) -> None:
+    """transformers' loader knows no expert tensors in the architecture llama, so they are put back by hand."""
+    method = {"name": "comigs", "specialists": [0, 2, 1]}
+    person = trained(federate, method, base=f"random:{family}").user("bob")
+    person.export(tmp_path / "g", format="gguf")
+    person.export(tmp_path / "t")
+    network = AutoModelForCausalLM.from_pretrained(tmp_path / "t")
+    tensors = as_ours(read(tmp_path / "g" / "model.gguf"), network.state_dict(), {"attn_q": 4, "attn_k": 2})
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.fill_(float("nan"))
+    network.load_state_dict(tensors)
+    check_same(person, network)
+    fields = GGUFReader(tmp_path / "g" / "model.gguf").fields
+    assert fields["llama.expert_count"].contents() == 3
+    assert fields["llama.expert_used_count"].contents() == 2
+
+
+def test_transformers_loader_reads_a_qwen3_mixture(federate: Any, tmp_path: Path) -> None:
+    person = trained(federate, "comigs-1g1s", base=f"random:{QWEN3}").user("bob")
+    person.export(tmp_path / "g", format="gguf")
+    fields = GGUFReader(tmp_path / "g" / "model.gguf").fields
+    width = fields["qwen3moe.expert_feed_forward_length"].contents()
+    assert width == person.model.base.model.config.intermediate_size
+    config = AutoConfig.from_pretrained(tmp_path / "g", gguf_file="model.gguf")
+    assert (config.num_experts, config.num_experts_per_tok, config.head_dim) == (2, 2, 128)
+    check_same(person, opened(tmp_path / "g", moe_intermediate_size=width))  # which the loader does not read
+
+
+@pytest.mark.parametrize(("dtype", "kinds"), [("bfloat16", {"F32", "BF16"}), ("q8_0", {"F32", "Q8_0", "BF16"})])
+def test_weights_are_rounded_as_asked(federate: Any, tmp_path: Path, dtype: str, kinds: set[str]) -> None:
+    person = trained(federate, "comigs-1g1s").user("bob")
+    for name in ("float32", dtype):
+        person.export(tmp_path / name, format="gguf", dtype=name)
+    found = {t.tensor_type.name for t in GGUFReader(tmp_path / dtype / "model.gguf").tensors}
+    assert found == kinds
+    exact, rounded = (read(tmp_path / name / "model.gguf") for name in ("float32", dtype))
+    for name, tensor in exact.items():
+        assert (rounded[name] - tensor).norm() <= 0.01 * tensor.norm()
+        if tensor.ndim == 1 or "gate_inp" in name:
+            assert torch.equal(rounded[name], tensor)
+    assert (tmp_path / dtype / "model.gguf").stat().st_size < (tmp_path / "float32" / "model.gguf").stat().st_size
+
+
+@pytest.mark.parametrize(("family", "why"), [("opt", "no GGUF is written of opt"), ("gemma3", "of gemma3_text")])
+def test_what_llama_cpp_does_not_compute_is_refused(federate: Any, tmp_path: Path, family: str, why: str) -> None:
+    person = trained(federate, "fedit", base=f"random:{family}").user("bob")
+    with pytest.raises(DataError, match=rf"{why}.*--format transformers"):
+        person.export(tmp_path / "g", format="gguf")
+    assert not list(tmp_path.iterdir())
+
+
+# -------------------------------------------------------------------- tokenizers
+
+
+def test_bytes_and_special_tokens_are_kept() -> None:
+    words = vocabulary("bob", byte_tokenizer(), 262)
+    assert (words.model, words.pre, words.adds_bos, words.adds_eos) == ("gpt2", "gpt-2", False, False)
+    assert words.tokens[ord("A")] == "A"
+    assert words.tokens[256:] == ("<|eos|>", "<|bos|>", "<|pad|>", "[UNUSED259]", "[UNUSED260]", "[UNUSED261]")
+    assert words.kinds[255:260] == (Kind.NORMAL, Kind.CONTROL, Kind.CONTROL, Kind.CONTROL, Kind.UNUSED)
+    assert words.numbers == {"bos": 257, "eos": 256, "pad": 258}
+
+
+def learned(split: str) -> PreTrainedTokenizerFast:
+    """Byte pairs learned from a few lines, with text split as some family has it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in ("gpt-2", "smollm"))
+    before: list[Any] = []
+    if split == "smollm":
+        before = [pre_tokenizers.Digits(individual_digits=True)]
+    elif split != "gpt-2":
+        pattern = next(pattern for pattern, name in _SPLITS.items() if name == split)
+        before = [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    tokenizer = Tokenizer(models.BPE(ignore_merges=split == "llama-bpe"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, level]) if before else level
+    tokenizer.decoder = decoders.ByteLevel()
+    settings = {"vocab_size": 300, "special_tokens": ["<end>"], "show_progress": False}
+    trainer = trainers.BpeTrainer(**settings, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator([TEXT, "the mat of the cat, 12 123 1234", "日本 日本"] * 9, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
+SPLITS = ("gpt-2", "smollm", "llama-bpe", "qwen2")
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_way_of_splitting_text_is_found(split: str) -> None:
+    tokenizer = learned(split)
+    words = vocabulary("bob", tokenizer, len(tokenizer) + 3)
+    assert words.pre == split
+    assert len(words.tokens) == len(words.kinds) == len(tokenizer) + 3
+    assert words.merges[0].replace(" ", "") in words.tokens
+
+
+def test_a_tokenizer_that_splits_in_an_unknown_way_is_refused() -> None:
+    from tokenizers import pre_tokenizers
+
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Punctuation(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    with pytest.raises(DataError, match=r"splits text in a way.*--format transformers"):
+        vocabulary("bob", tokenizer, 259)
+
+
+def test_sentencepiece_tokens_keep_their_order_of_merging(stories: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    words = vocabulary("bob", tokenizer, len(tokenizer))
+    spec = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    first, last = ("".join(spec["merges"][at]) for at in (0, -1))
+    assert words.model == "llama"
+    assert words.scores[spec["vocab"][first]] == 0.0 > words.scores[spec["vocab"][last]]
+    assert words.kinds[spec["vocab"]["<0x0A>"]] == Kind.BYTE
+
+
+# -------------------------------------------------------------------- llama.cpp
+
+
+def llama(path: Path) -> Any:
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is built from source, which few have")
+    # Its cache of keys and values is float16 otherwise, and that is what would be seen.
+    return llama_cpp.Llama(str(path), logits_all=True, n_ctx=128, verbose=False, n_threads=1, type_k=0, type_v=0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("method", "family"), [*PLAIN, *MIXED])
+def test_llama_cpp_says_the_same(federate: Any, tmp_path: Path, method: Any, family: str) -> None:
+    person = trained(federate, method, base=f"random:{family}").user("bob")
+    person.export(tmp_path / "g", format="gguf")
+    model = llama(tmp_path / "g" / "model.gguf")
+    model.eval(IDS[0].tolist())
+    theirs = torch.tensor(np.array(model.scores[: IDS.shape[1]])).unsqueeze(0)
+    torch.testing.assert_close(theirs, own_logits(person), rtol=0, atol=1e-3)
+    ids = person.model.base.tokenizer(TEXT)["input_ids"]
+    assert model.tokenize(TEXT.encode(), add_bos=False) == ids
+    with person.generating() as own:
+        wanted = greedy(own)
+    prompt, said = wanted[:8], []
+    model.reset()
+    for token in model.generate(prompt, temp=0.0, repeat_penalty=1.0):
+        said.append(token)
+        if len(said) == len(wanted) - 8:
+            break
+    assert said == wanted[8:]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("split", SPLITS)
+def test_llama_cpp_splits_text_as_its_tokenizer_does(federate: Any, tmp_path: Path, split: str) -> None:
+    base, tokenizer = load_base("random:llama?vocab=310", dtype="float32", device="cpu"), learned(split)
+    base.model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    person = trained(federate, "fedit", base=str(tmp_path / "base")).user("bob")
+    person.export(tmp_path / "g", format="gguf")
+    model = llama(tmp_path / "g" / "model.gguf")
+    for text in (TEXT, "I'LL 12345 x=1\n\n  y", "日本 é!!"):
+        assert model.tokenize(text.encode(), add_bos=False) == tokenizer(text)["input_ids"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_llama_cpp_reads_sentencepiece_as_its_tokenizer_does(federate: Any, stories: Path, tmp_path: Path) -> None:
+    person = trained(federate, "comigs-1g1s", base=str(stories)).user("bob")
+    person.export(tmp_path / "g", format="gguf")
+    model = llama(tmp_path / "g" / "model.gguf")
+    for text in ("Once upon a time, there was a little girl.", TEXT, " two  spaces\n\nand lines"):
+        ids = person.model.base.tokenizer(text)["input_ids"]
+        assert model.tokenize(text.encode(), add_bos=True) == ids
+    model.eval(IDS[0].tolist())
+    theirs = torch.tensor(np.array(model.scores[: IDS.shape[1]])).unsqueeze(0)
+    torch.testing.assert_close(theirs, own_logits(person), rtol=0, atol=1e-3)

@@ -1,0 +1,195 @@
+"""Joining a federation that is over: what is taken stands still, what is the newcomer's own is trained."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from comingle.errors import ComingleError, DataError, RecipeError, RunError
+from comingle.joining.api import join
+from comingle.methods.client import joint
+from comingle.methods.server import model_of
+from comingle.methods.soups import MERGING, soup_of
+from comingle.models.personal import PersonalModel
+from comingle.runs.api import load, run
+from comingle.runs.results import Run
+from comingle.trees import restrict
+
+SETTINGS = {
+    "base": "random:llama",
+    "adapters": {"rank": 2},
+    "training": {"rounds": 3, "local_steps": 2, "batch_size": 2, "context": 16, "experts": {"learning_rate": 0.01}},
+    "runtime": {"dtype": "float64", "device": "cpu", "compile": False},
+}
+WORDS = {"animals": ["dog", "eel", "cat", "asp"], "numbers": ["1492", "77", "3,5", "1e9"]}
+ALONE = {"router_every": 2, "router_steps": 1}
+
+
+def texts(seed: int, words: str = "animals", documents: int = 30) -> list[str]:
+    draw = random.Random(seed)
+    return [" ".join(draw.choice(WORDS[words]) for _ in range(40)) for _ in range(documents)]
+
+
+USERS = {"ann": texts(1), "bob": texts(2), "cem": texts(3, "numbers"), "dan": texts(4, "numbers")}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """A finished run of a method, in a folder, once for all tests."""
+    runs: dict[str, Run] = {}
+
+    def make(method: Any, **changes: Any) -> Run:
+        key = repr((method, changes))
+        if key not in runs:
+            folder = tmp_path_factory.mktemp("federation") / "run"
+            runs[key] = run(SETTINGS, users=USERS, method=method, out=folder, **changes)
+        return runs[key]
+
+    return make
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [{"name": "comigs-1g1s", **ALONE}, "floral", "fedlora", "fedsa-lora", "pfedmoe", "fdlora", "fedavg-moe"],
+)
+def test_what_is_taken_stands_still(trained: Callable[..., Run], method: Any, tmp_path: Path) -> None:
+    federation = trained(method)
+    assert federation.folder is not None
+    before = content(federation.folder)
+    joined = join(federation.folder, name="eve", data=texts(9), out=tmp_path / "eve")
+    assert content(federation.folder) == before
+    clients = joined.run.federation.clients
+    views = restrict(clients.model.layout.views(clients.state.rows[:1]), clients.model.layout, clients.method.shared)
+    taken = model_of({n: t for n, t in federation.federation.server.kept.items() if not n.endswith(".velocity")})
+    assert views.keys() == taken.keys()
+    for name, t in views.items():
+        assert torch.equal(t[0], taken[name]), name
+    assert bool(clients.state.first[-1].any())  # something else has moved
+    for name, t in restrict(
+        clients.model.layout.views(clients.state.first[:1]), clients.model.layout, clients.method.shared
+    ).items():
+        assert not t.any(), name
+
+
+@pytest.mark.parametrize(
+    "method", [{"name": "comigs-1g1s", **ALONE}, "floral", "fedmerge", "ifca", "fedavg", "fedavg+", "flexlora"]
+)
+def test_the_folder_is_a_run_of_one_user(trained: Callable[..., Run], method: Any, tmp_path: Path) -> None:
+    data = tmp_path / "eve.txt"
+    data.write_text("\n\n".join(texts(9)))
+    joined = join(trained(method), name="eve", data=str(data), out=tmp_path / "eve")
+    rows = joined.rows
+    assert list(rows) == ["pretrained", "local", "shared", "joined"]
+    assert rows["local"]["train_tokens"] == rows["joined"]["train_tokens"] > 0
+    assert rows["pretrained"]["train_tokens"] == rows["shared"]["train_tokens"] == 0
+    opened = load(tmp_path / "eve")
+    assert opened.users == ["eve"]
+    assert opened.metrics["users"]["eve"]["test_perplexity"] == rows["joined"]["test_perplexity"]
+    assert torch.equal(opened.federation.clients.state.rows, joined.run.federation.clients.state.rows)
+    assert isinstance(cast(PersonalModel, opened.user("eve")).generate("dog", max_new_tokens=2), str)
+    alone = run(
+        joined.run.recipe, method="local", **{"training.rounds": 3 + (method == "fedavg+"), "evaluation.first": False}
+    )
+    assert alone.metrics["users"]["eve"]["test_perplexity"] == rows["local"]["test_perplexity"]
+
+
+def test_merging_weights_move_by_equation_6(trained: Callable[..., Run]) -> None:
+    sgd = {"name": "sgd", "schedule": "constant", "weight_decay": 0.0}
+    changes: dict[str, Any] = {"training.experts": sgd, "evaluation.model": "exchanged", "training.local_steps": 1}
+    federation = trained("fedmerge", **changes)
+    joined = join(federation, name="eve", data=texts(9), rounds=1)
+    server, clients = joined.run.federation.server, joined.run.federation.clients
+    soup = soup_of(federation.federation.server.kept)
+    for name, t in soup_of(server.kept).items():
+        assert torch.equal(t, soup[name]), name
+    # The gradient of the loss of sum_j softmax(a)_j Theta_j on eve's one batch, with respect to a.
+    logits = torch.zeros(5, dtype=torch.float64, requires_grad=True)
+    merged = {name: torch.tensordot(logits.softmax(0), t, dims=1).unsqueeze(0) for name, t in soup.items()}
+    (phase,) = joint(routed=False)
+    drawn = clients.feed.draw([0], phase, 0, 0, 0)
+    losses, _ = clients.model.losses(merged, [0], clients.feed.read("train", [0], drawn), train=True)
+    (gradient,) = torch.autograd.grad(losses.mean(), logits)
+    moved = server.kept[MERGING][0]
+    torch.testing.assert_close(moved / moved.abs().max(), -gradient / gradient.abs().max())
+    assert 0.01 < float(moved.abs().max()) < 0.02
+
+
+@pytest.mark.parametrize("words", ["animals", "numbers"])
+def test_the_best_cluster_is_chosen(trained: Callable[..., Run], words: str) -> None:
+    federation = trained({"name": "ifca", "models": 3}, **{"training.rounds": 6})
+    joined = join(federation, name="eve", data=texts(9, words), rounds=1)
+    clients = joined.run.federation.clients
+    layout, losses = clients.model.layout, []
+    for number in range(3):
+        rows = torch.cat([t[number].flatten() for t in soup_of(federation.federation.server.kept).values()])
+        tensors = layout.views(rows.unsqueeze(0))
+        stream = clients.users[0].train
+        windows = stream[: len(stream) // 17 * 17].view(1, -1, 17).long()
+        losses.append(float(clients.model.losses(tensors, [0], windows, train=False)[0].mean()))
+    assert int(clients.state.kept["choice"]) == min(range(3), key=losses.__getitem__)
+    assert len(set(losses)) == 3
+
+
+def test_a_step_more_trains_what_was_taken_too(trained: Callable[..., Run]) -> None:
+    joined = join(trained("floral"), name="eve", data=texts(9), local_step=True)
+    assert joined.rows["joined"]["train_tokens"] == joined.rows["local"]["train_tokens"] == 4 * 2 * 2 * 16
+    clients = joined.run.federation.clients
+    taken = model_of(trained("floral").federation.server.kept)
+    views = clients.model.layout.views(clients.state.rows)
+    assert all(not torch.equal(views[name][0], t) for name, t in taken.items())
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "error", "said"),
+    [
+        ("fedavg", {"name": "bob"}, DataError, "'bob' is a user of the run already"),
+        ("fedavg", {"name": " "}, DataError, "a user's name is empty"),
+        ("fedavg", {"data": ["dog"]}, DataError, "'eve'"),
+        ("fedavg", {"data": [{"messages": []}]}, DataError, "allowed: text"),
+        ("fedavg", {"local_step": True}, RecipeError, "leave --local-step out"),
+        ("fedavg", {"data": "nowhere/to/be/found"}, DataError, "nowhere"),
+        ("local", {}, RunError, "shares nothing"),
+        ("pretrained", {}, RunError, "shares nothing"),
+        ("centralized", {}, RunError, "one model on everybody's text"),
+        ({"name": "pcl", "exchange_from": 1}, {}, RunError, "keeps nothing to take"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    trained: Callable[..., Run],
+    method: Any,
+    options: dict[str, Any],
+    error: type[ComingleError],
+    said: str,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(error) as raised:
+        join(trained(method), **{"name": "eve", "data": texts(9), "out": tmp_path / "eve", **options})
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_exchanged_nothing_has_nothing(trained: Callable[..., Run]) -> None:
+    with pytest.raises(RunError, match="has not aggregated anything"):
+        join(trained("fedavg", **{"training.rounds": 1}), name="eve", data=texts(9))
+
+
+def test_a_folder_is_kept_unless_it_may_be_replaced(trained: Callable[..., Run], tmp_path: Path) -> None:
+    folder = tmp_path / "eve"
+    join(trained("fedavg"), name="eve", data=texts(9), out=folder, rounds=1)
+    before = content(folder)
+    with pytest.raises(RunError, match="exists"):
+        join(trained("fedavg"), name="eve", data=texts(8), out=folder, rounds=1)
+    assert content(folder) == before
+    join(trained("fedavg"), name="eve", data=texts(8), out=folder, rounds=1, force=True)
+    assert content(folder)["metrics.json"] != before["metrics.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["eve"]
