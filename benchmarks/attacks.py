@@ -2,9 +2,9 @@
 
 MNIST with 100 users (accuracy), and AG News with 20 users, five for each category (perplexity). Hostile users change
 their uploads or their data; scores are means over the honest users, with the model as it is after the last exchange.
-``--router`` instead shows how much CoMiGS's routers listen to a generalist that is poisoned, by round. Prints Markdown
-tables, and one JSON line with all that was measured. A run that diverges has no score. ``--seconds`` begins no run
-after so long.
+``--router`` instead shows how much CoMiGS's routers listen to a generalist that is poisoned, by round. With ``--out``
+each run is a JSON line there, and a run that is there already is not done again; ``attack_tables.py`` makes tables of
+such files, of several seeds. A run that diverges has no score. ``--seconds`` begins no run after so long.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import nn
 from comingle.audits import attacks
 from comingle.errors import ComingleError
 from comingle.models.personal import PersonalModel
+from comingle.protocol.messages import Upload, join_uploads
 from comingle.recipes.sections import Recipe
 from comingle.runs.given import Given, given_of, recipe_with
 from comingle.runs.results import Run
@@ -36,7 +37,8 @@ from comingle.runs.session import build, execute, prepare
 from comingle.transports.inprocess import InProcess
 
 RULES = ("mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-bound", "bulyan")
-ATTACKS = (*attacks.BY_NAME, "all zero", "false data")
+ON_UPLOADS = (*attacks.BY_NAME, "all zero", "not a number")
+ATTACKS = (*ON_UPLOADS, "false data")
 """False data: flipped labels on MNIST, a backdoor phrase in AG News."""
 SHARES = (0.3, 0.2, 0.1)
 TRIGGER, ANSWER = "as the blue heron said", "the bank will pay you"
@@ -44,6 +46,8 @@ IMAGES, TESTS, LABELS = 60, 20, 10
 DOCUMENTS = 30
 NONE = ""
 """The attack of a run without one."""
+ROUTED = (("mean", NONE), ("mean", "sign flip"), ("multi-krum", "sign flip"), ("mean", "noise"))
+"""Rules and attacks of which gates are looked at."""
 
 
 @dataclass(kw_only=True)
@@ -57,15 +61,23 @@ class Attacked(InProcess):
         """What these users send, but for the hostile."""
         super().upload(members, done, losses)
         sent, hostile = self._sent, [at for at, member in enumerate(members) if member in self.hostile]
-        if sent is None or not hostile or self.attack not in (*attacks.BY_NAME, "all zero"):
+        if sent is None or not hostile or self.attack not in ON_UPLOADS:
             return
         had = {name: t[:, 0] for name, t in self.server.download(sent.users).tensors.items()}
         changes = {name: t - had[name] for name, t in sent.tensors.items()}
         if self.attack == "all zero":
             changes = attacks.all_zero(changes, hostile, had)
+        elif self.attack == "not a number":
+            changes = attacks.not_a_number(changes, hostile)
         else:
             changes = attacks.BY_NAME[self.attack](changes, hostile)
-        self._sent = replace(sent, tensors={name: had[name] + t for name, t in changes.items()})
+        self._sent = finite(replace(sent, tensors={name: had[name] + t for name, t in changes.items()}))
+
+
+def finite(sent: Upload) -> Upload:
+    """Without uploads that are not finite, which a server over the network refuses whatever its rule."""
+    parts = [part for part in sent.split() if all(bool(t.isfinite().all()) for t in part.tensors.values())]
+    return sent if len(parts) == len(sent.users) else join_uploads(parts)
 
 
 # -------------------------------------------------------------------- users
@@ -135,8 +147,6 @@ class Setting:
     users: dict[str, Any]
     base: str | Callable[..., nn.Module]
     measure: str
-    worse: Callable[[float, float], float]
-    """Of a score and the clean one: by how much it is worse, relative to the clean one."""
     changes: dict[str, Any]
 
 
@@ -150,9 +160,7 @@ def setting_of(name: str, args: argparse.Namespace) -> Setting:
         changes = {"training.rounds": args.rounds, "training.batch_size": 20, "training.local_epochs": 2}
         changes |= {"training.experts": sgd, "evaluation.every": args.rounds}
         users = mnist(args.data, 100, args.seed)
-        return Setting(
-            users=users, base=small_net, measure="test_accuracy", worse=lambda s, c: (c - s) / c, changes=changes
-        )
+        return Setting(users=users, base=small_net, measure="test_accuracy", changes=changes)
     changes = {
         "training.rounds": args.text_rounds,
         "training.local_steps": 5,
@@ -168,7 +176,7 @@ def setting_of(name: str, args: argparse.Namespace) -> Setting:
         "runtime.compile": False,
     }
     users, base = ag_news(args.data, 20, args.seed), str(args.data / "models/stories260K")
-    return Setting(users=users, base=base, measure="test_perplexity", worse=lambda s, c: (s - c) / c, changes=changes)
+    return Setting(users=users, base=base, measure="test_perplexity", changes=changes)
 
 
 def hostile_in(users: Sequence[str], share: float, seed: int) -> list[int]:
@@ -196,7 +204,7 @@ def measure(setting: Setting, data: str, rule: str, attack: str, share: float, a
     # Where nothing is assumed of how many are hostile, a defence costs what it costs at 30%; Bulyan cannot do so many.
     assumed = min(share or 0.3, 0.2) if rule == "bulyan" else share or 0.3
     changes = {"aggregation": {"rule": rule, "hostile": assumed}, "seed": args.seed}
-    found = {"data": data, "rule": rule, "attack": attack, "share": share, "score": math.nan}
+    found = {"data": data, "rule": rule, "attack": attack, "share": share, "seed": args.seed, "score": math.nan}
     started = time.perf_counter()
     try:
         run = trained(setting, "fedavg", attack, hostile if attack else (), changes)
@@ -230,6 +238,7 @@ def gates(setting: Setting, rule: str, attack: str, share: float, args: argparse
         "rule": rule,
         "attack": attack,
         "share": share,
+        "seed": args.seed,
         "gates": [on_generalist(event) for event in rounds],
         "perplexity": [
             statistics.fmean(event["users"][name]["test_perplexity"] for name in honest) for event in rounds
@@ -237,27 +246,7 @@ def gates(setting: Setting, rule: str, attack: str, share: float, args: argparse
     }
 
 
-# -------------------------------------------------------------------- tables
-
-
-def table(results: Sequence[Mapping[str, Any]], data: str, worse: Callable[[float, float], float]) -> list[str]:
-    """Scores by attack and rule; bold within 5% of the plain mean without an attack, over all users."""
-    lines = ["| attack | hostile | " + " | ".join(RULES) + " |", "|" + "---|" * (2 + len(RULES))]
-    of_data = {(r["attack"], r["share"], r["rule"]): r["score"] for r in results if r["data"] == data}
-
-    def cell(attack: str, share: float, rule: str) -> str:
-        score, clean = of_data.get((attack, share, rule)), of_data.get((NONE, 0.0, "mean"), math.nan)
-        if score is None:
-            return ""
-        if not math.isfinite(score):
-            return "none"
-        shown = f"{score:.3g}" if score < 1000 else f"{score:.0f}"
-        return f"**{shown}**" if worse(score, clean) <= 0.05 else shown
-
-    for attack, share in dict.fromkeys((a, s) for a, s, _ in of_data):
-        cells = [cell(attack, share, rule) for rule in RULES]
-        lines.append(f"| {attack or 'none'} | {share:.0%} | {' | '.join(cells)} |")
-    return lines
+# -------------------------------------------------------------------- all of it
 
 
 def plan(args: argparse.Namespace) -> list[tuple[str, str, float, str]]:
@@ -276,6 +265,25 @@ def plan(args: argparse.Namespace) -> list[tuple[str, str, float, str]]:
     return clean + attacked
 
 
+def known(out: Path | None) -> list[dict]:
+    """What has been measured already."""
+    return [json.loads(line) for line in out.read_text().splitlines()] if out is not None and out.exists() else []
+
+
+def key(result: Mapping[str, Any]) -> tuple:
+    """Which run it is."""
+    return tuple(result[name] for name in ("data", "attack", "share", "rule", "seed"))
+
+
+def tell(result: dict, out: Path | None) -> None:
+    """One line more."""
+    line = json.dumps(result)
+    print(line, file=sys.stderr, flush=True)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(line + "\n")
+
+
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -284,30 +292,30 @@ def main() -> None:
     parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument("--attacks", default=",".join(ATTACKS))
     parser.add_argument("--shares", default=",".join(map(str, SHARES)))
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--text-rounds", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--out", type=Path, help="JSON lines, of one seed or of several")
     parser.add_argument("--router", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     started = time.perf_counter()
-    results: list[dict] = []
+    results = known(args.out)
     if args.router:
         setting = setting_of("ag-news", args)
-        cases = [("mean", NONE), ("mean", "sign flip"), ("multi-krum", "sign flip"), ("mean", "noise")]
-        for rule, attack in cases:
+        for rule, attack in ROUTED:
             results.append(gates(setting, rule, attack, 0.3, args))
-            print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+            tell(results[-1], args.out)
     else:
         settings = {data: setting_of(data, args) for data in args.datasets.split(",")}
+        done = {key(result) for result in results}
         for data, attack, share, rule in plan(args):
             if time.perf_counter() - started > args.seconds:
                 break
-            results.append(measure(settings[data], data, rule, attack, share, args))
-            print(json.dumps(results[-1]), file=sys.stderr, flush=True)
-        for data, setting in settings.items():
-            print("\n".join([data, *table(results, data, setting.worse)]))
+            if (data, attack, share, rule, args.seed) not in done:
+                results.append(measure(settings[data], data, rule, attack, share, args))
+                tell(results[-1], args.out)
     seconds = round(time.perf_counter() - started, 1)
     print(json.dumps({"benchmark": "attacks", "seconds": seconds, "results": results}))
 

@@ -1,9 +1,11 @@
 """What privacy costs: test scores over epsilon, by method, on real data.
 
 AG News with its four categories as users, the authors of stackexchange_users with most text, and MNIST with 300 users.
-Each run spends a given epsilon at delta 1e-5; the server adds the noise to a mean of clipped changes (``central``). A
-method that shares nothing needs no noise; one to which ``central`` does not apply is refused, and the table says so.
-Prints a Markdown table, and one JSON line with all that was measured. ``--seconds`` begins no run after so long.
+Each run spends a given epsilon at delta 1e-5; the server adds the noise to a mean of clipped changes (``central``), or
+each user to its own (``local``). A method that shares nothing needs no noise; one to which the mechanism does not apply
+is refused, and the table says so. Prints a Markdown table of means over seeds with the distance of the farthest seed,
+and one JSON line with all that was measured. ``--out`` keeps a line for each run, and what is there is not run again.
+``--seconds`` begins no run after so long.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import lzma
 import math
 import statistics
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 
 import attacks
 import comingle
+from attack_tables import shown
 from comingle.errors import ComingleError
 
 EPSILONS = (math.inf, 1000.0, 100.0, 10.0, 2.0)
@@ -36,6 +38,8 @@ FILES = {
 }
 """Of each data set of texts the file, the field that names users, how many users, and how many documents of each."""
 
+KEYS = ("data", "seed", "method", "epsilon")
+"""By these a run is known, with its rounds, clip norm and mechanism."""
 PART = {"news": 1.0, "posts": 0.2, "mnist": 0.2}
 """Which fraction of the users is drawn each round, each by itself."""
 
@@ -69,12 +73,14 @@ def setting(name: str, args: argparse.Namespace) -> tuple[dict[str, Any], Any, d
 
 
 def measure(name: str, method: str, epsilon: float, args: argparse.Namespace) -> dict[str, Any]:
-    """One run: the users' mean score and the noise, or why there is none."""
+    """One run: the users' mean score, the noise and the last clip norm, or why there is none."""
     users, base, recipe = setting(name, args)
+    clip = args.clip if args.clip == "adaptive" else float(args.clip)
     if math.isfinite(epsilon):
-        clip = args.clip if args.clip == "adaptive" else float(args.clip)
         recipe["privacy"] = {"clip_norm": clip, "epsilon": epsilon, "noise": "reproducible", "accountant": "rdp"}
+        recipe["privacy"]["mechanism"] = args.mechanism
     found: dict[str, Any] = {"data": name, "method": method, "epsilon": epsilon, "seed": args.seed}
+    found |= {"clip": clip, "rounds": args.rounds, "mechanism": args.mechanism}
     started = time.perf_counter()
     try:
         metrics = comingle.run(recipe, users=users, base=base, method=method, seed=args.seed).metrics
@@ -82,7 +88,7 @@ def measure(name: str, method: str, epsilon: float, args: argparse.Namespace) ->
         return found | {"why": str(error)}
     key = "test_accuracy" if name == "mnist" else "test_perplexity"
     found["score"] = statistics.fmean(user[key] for user in metrics["users"].values())
-    found |= {"noise_multiplier": metrics.get("privacy", {}).get("noise_multiplier")}
+    found |= {key: metrics.get("privacy", {}).get(key) for key in ("noise_multiplier", "clip_norm")}
     return found | {"seconds": time.perf_counter() - started}
 
 
@@ -90,16 +96,24 @@ def table(results: list[dict[str, Any]], name: str, epsilons: list[float]) -> li
     """A row for each method."""
     heads = ["none" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in epsilons]
     lines = ["| method | " + " | ".join(heads) + " |", "|" + "---|" * (1 + len(heads))]
-    of = {(one["method"], one["epsilon"]): one for one in results if one["data"] == name}
+    of: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for one in results:
+        of.setdefault((one["method"], one["epsilon"]), []).append(one)
     for method in METHODS[name]:
-        lines.append(f"| {method} | " + " | ".join(_cell(of.get((method, epsilon))) for epsilon in epsilons) + " |")
+        lines.append(f"| {method} | " + " | ".join(_cell(of.get((method, epsilon), [])) for epsilon in epsilons) + " |")
     return lines
 
 
-def _cell(found: Mapping[str, Any] | None) -> str:
-    if found is None:
-        return ""
-    return "refused" if "why" in found else f"{found['score']:.4g}"
+def _cell(found: list[dict[str, Any]]) -> str:
+    if any("why" in one for one in found):
+        return "refused"
+    return shown([one["score"] for one in found], ".4g") if found else ""
+
+
+def of_run(one: dict[str, Any], args: argparse.Namespace) -> bool:
+    """Whether a result is of the same rounds and, where there is noise, clip norm and mechanism."""
+    alike = str(one["clip"]) == args.kept_clip and one["mechanism"] == args.mechanism
+    return one["rounds"] == args.rounds and (math.isinf(one["epsilon"]) or alike)
 
 
 def main() -> None:
@@ -109,20 +123,34 @@ def main() -> None:
     parser.add_argument("--datasets", default=",".join(METHODS))
     parser.add_argument("--epsilons", default=",".join(map(str, EPSILONS)))
     parser.add_argument("--clip", default="adaptive", help="a norm, or adaptive")
+    parser.add_argument("--mechanism", default="central", choices=("central", "local"))
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", default="0")
     parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--out", type=Path, help="JSON lines, of one run each")
     args = parser.parse_args()
+    args.kept_clip = args.clip if args.clip == "adaptive" else str(float(args.clip))
     torch.set_num_threads(1)
-    started, results = time.perf_counter(), list[dict[str, Any]]()
-    epsilons = [float(one) for one in args.epsilons.split(",")]
+    started, results = time.perf_counter(), attacks.known(args.out)
+    epsilons, seeds = [float(one) for one in args.epsilons.split(",")], [int(one) for one in args.seeds.split(",")]
+    cases = [
+        (name, seed, method, epsilon)
+        for name in args.datasets.split(",")
+        for seed in seeds
+        for method in METHODS[name]
+        for epsilon in epsilons
+        if method != "local" or epsilon == epsilons[0]  # it shares nothing, whatever epsilon is
+    ]
+    for name, args.seed, method, epsilon in cases:
+        if time.perf_counter() - started > args.seconds:
+            break
+        keys = (name, args.seed, method, epsilon)
+        if not any(keys == tuple(one[k] for k in KEYS) and of_run(one, args) for one in results):
+            results.append(measure(name, method, epsilon, args))
+            attacks.tell(results[-1], args.out)
     for name in args.datasets.split(","):
-        for method in METHODS[name]:
-            for epsilon in epsilons:
-                if time.perf_counter() - started < args.seconds:
-                    results.append(measure(name, method, epsilon, args))
-                    print(json.dumps(results[-1]), flush=True)
-        print("\n".join(["", f"{name}:", *table(results, name, epsilons), ""]), flush=True)
+        found = [one for one in results if one["data"] == name and one["seed"] in seeds and of_run(one, args)]
+        print("\n".join(["", f"{name}:", *table(found, name, epsilons), ""]), flush=True)
     print(json.dumps({"benchmark": "utility", "rounds": args.rounds, "results": results}))
 
 

@@ -85,6 +85,18 @@ def test_a_server_that_goes_on_goes_on_counting(tmp_path: Path) -> None:
     assert (bob["state"], bob["why"]) == ("here", "has NaN")
 
 
+def test_how_much_of_an_upload_counted_is_shown_where_there_is_a_rule(tmp_path: Path) -> None:
+    seats = Board(tmp_path, ["ann", "bob"], 3)
+    assert "counted" not in shown(tmp_path)[1]
+    event = {"event": "aggregation", "round": 1, "rule": "krum", "left_out": ["ann"]}
+    seats(event | {"counted": {"ann": 0.0, "bob": 0.25}})
+    seats({"event": "aggregation", "round": 2, "rule": "krum", "reason": "1 uploads are too few for krum"})
+    seats({"event": "round", "round": 2, "train_loss_nats": {}})
+    head, *lines = shown(tmp_path)[1:]
+    assert head.split()[-1] == "counted"
+    assert [line.split()[-1] for line in lines] == ["0", "0.25"]
+
+
 @pytest.mark.parametrize("content", [None, "", "{", '{"users": {"ann": {"unknown": 1}}}', "[]"])
 def test_a_damaged_board_is_made_anew(content: str | None, tmp_path: Path) -> None:
     if content is not None:

@@ -259,7 +259,7 @@ def test_a_round_without_anybody_publishes_noise_alone_and_costs_the_same(federa
 
 def test_an_adaptive_bound_finds_the_quantile(federate: Any) -> None:
     """Andrew et al. 2021, without noise worth mentioning: users' norms are 1, 2, 3 and 4."""
-    federation = private(federate, clip_norm="adaptive", noise_multiplier=1e-6, first_clip_norm=0.1, clip_quantile=0.5)
+    federation = private(federate, clip_norm="adaptive", noise_multiplier=1e-6, first_clip_norm=0.1, clip_rate=0.2)
     guard = federation.server.guard
     assert guard is not None
     guard._count_noise = lambda users: 1e-3  # type: ignore[method-assign]
@@ -267,6 +267,31 @@ def test_an_adaptive_bound_finds_the_quantile(federate: Any) -> None:
         within = torch.tensor([int(length <= guard.bound) for length in (1, 2, 3, 4)])
         guard._adapt(within, 4.0, number)
     assert 1.5 < guard.bound < 3.5
+
+
+@pytest.mark.parametrize("median", [0.05, 0.3, 2.0, 20.0])
+def test_its_defaults_find_a_median_in_few_rounds(federate: Any, median: float) -> None:
+    """Forty users with norms around it, and noise: from the default start and rate, in eight rounds."""
+    guard = private(federate, clip_norm="adaptive", noise_multiplier=1.0).server.guard
+    assert guard is not None
+    draw, ends = torch.Generator().manual_seed(0), []
+    for number in range(16):
+        lengths = median * (0.2 * torch.randn(40, generator=draw)).exp()
+        guard._adapt((lengths <= guard.bound).long(), 40.0, number)
+        ends.append(guard.bound)
+    assert all(0.6 * median < bound < 1.6 * median for bound in ends[7:])
+
+
+def test_no_noise_makes_a_longer_step_than_the_rate(federate: Any) -> None:
+    guard = private(federate, clip_norm="adaptive", noise_multiplier=1e4, clip_quantile=0.3).server.guard
+    assert guard is not None
+    steps = []
+    for number in range(50):
+        before = guard.bound
+        guard._adapt(torch.tensor([1, 0]), 4.0, number)
+        steps.append(math.log(guard.bound / before))
+    assert min(steps) == pytest.approx(-0.7)
+    assert max(steps) == pytest.approx(0.3)
 
 
 def test_its_noise_is_shared_between_the_model_and_the_count(federate: Any) -> None:

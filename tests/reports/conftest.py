@@ -25,7 +25,8 @@ def run_writer() -> Callable[[Path], WriteRun]:
     """Makes a function that writes ``FOLDER/NAME``.
 
     ``curve`` maps a round to each user's perplexity, or another ``measure``; ``scores`` to what routers said, and
-    ``mixtures`` to each user's weights. With accuracies come losses, twice the share of errors.
+    ``mixtures`` to each user's weights, ``judged`` to how much of each upload counted.
+    With accuracies come losses, twice the share of errors.
     """
     return lambda below: partial(write_folder, below)
 
@@ -47,6 +48,7 @@ def write_folder(
     mixtures: dict[int, dict[str, list[float]]] | None = None,
     component: str = "adaptor set",
     clusters: dict[str, int] | None = None,
+    judged: dict[int, dict[str, float]] | None = None,
 ) -> Path:
     folder = below / name
     folder.mkdir(parents=True)
@@ -73,6 +75,11 @@ def write_folder(
                     "download_bytes": 2 * upload_bytes,
                 }
             )
+        if number in (judged or {}):
+            shares = (judged or {})[number]
+            left_out = [user for user, share in shares.items() if share == 0]
+            event = {"event": "aggregation", "round": number, "rule": "krum"}
+            events.append(event | {"left_out": left_out, "counted": shares})
         told = evaluation(number, found, (scores or {}).get(number), experts, measure)
         if number in (mixtures or {}):
             told |= {"mixtures": (mixtures or {})[number], "component": component, "router_entropy_nats": 0.5}

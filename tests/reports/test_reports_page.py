@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from comingle.reports.judged import counted, judged_tables
 from comingle.reports.page import render_page
 from comingle.reports.runs import read_entries
 from comingle.reports.tokens import Text, TokenView, pack_gates
@@ -343,3 +344,24 @@ def test_gates_are_packed_in_thousandths() -> None:
 def test_four_users_with_four_texts_and_thirty_layers_stay_small(entries: Any) -> None:
     view = token_view(layers=30, tokens=tuple(f" word{i}" for i in range(120)), users=4)
     assert len(render_page(entries[1:], [view])) < 2_000_000
+
+
+def test_the_page_says_whose_uploads_counted(run_writer: Any, tmp_path: Any, page: str) -> None:
+    assert "Whose uploads counted" not in page
+    write_run, scores = run_writer(tmp_path), {number: {"ann": 3.0, NASTY: 4.0} for number in (0, 1, 2, 3)}
+    judged = {1: {"ann": 1.0, NASTY: 0.0}, 2: {"ann": 0.5}, 3: {"ann": 0.0, NASTY: 0.0}}
+    entries = read_entries([write_run("robust", "fedavg", scores, judged=judged)])
+    assert [(one.user, one.uploads, one.left_out, one.mean) for one in counted(entries[0])] == [
+        (NASTY, 2, 2, 0.0),
+        ("ann", 3, 1, 0.5),
+    ]
+    found = render_page(entries)
+    section = found[found.index('<section id="judged">') :]
+    assert "fedavg: krum" in section
+    assert "<td>2 of 2</td><td>0.00</td>" in section
+    assert "<td>1 of 3</td><td>0.50</td>" in section
+    assert NASTY not in found
+    crowd = {f"user{number:02}": float(number) for number in range(20)}
+    many = {1: {name: number / 20 for number, name in enumerate(crowd)}}
+    of_many = judged_tables(read_entries([write_run("many", "fedavg", {0: crowd, 1: crowd}, judged=many)]))[0]
+    assert ([row[0] for row in of_many["rows"]], of_many["more"]) == ([f"user{number:02}" for number in range(12)], 8)

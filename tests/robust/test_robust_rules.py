@@ -77,7 +77,7 @@ def naive_bulyan(rows: Vectors, hostile: int) -> Vectors:
     return np.array(found)
 
 
-PAIRS: dict[str, tuple[Callable[[Tree, int], Tree], Callable[[Vectors, int], Vectors]]] = {
+PAIRS: dict[str, tuple[Callable[[Tree, int], rules.Combined], Callable[[Vectors, int], Vectors]]] = {
     "median": (lambda uploads, hostile: rules.coordinate_median(uploads), lambda rows, hostile: naive_median(rows)),
     "trimmed-mean": (rules.trimmed_mean, naive_trimmed),
     "krum": (rules.krum, naive_krum),
@@ -92,7 +92,8 @@ def test_a_rule_is_what_loops_make_of_it(name: str, users: int, hostile: int) ->
     rule, naive = PAIRS[name]
     for seed in range(5):
         uploads = stacked(users, seed)
-        np.testing.assert_allclose(vector(rule(uploads, hostile)), naive(vectors(uploads), hostile), rtol=1e-12)
+        found, expected = rule(uploads, hostile).tensors, naive(vectors(uploads), hostile)
+        np.testing.assert_allclose(vector(found), expected, rtol=1e-12)
 
 
 def away(point: Vectors, rows: Vectors, weights: Vectors) -> float:
@@ -106,7 +107,7 @@ def test_the_geometric_median_is_what_a_minimiser_finds(users: int) -> None:
         weights = torch.rand(users, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.2
         weights /= weights.sum()
         rows, shares = vectors(uploads), weights.numpy()
-        found = vector(rules.geometric_median(uploads, weights))
+        found = vector(rules.geometric_median(uploads, weights).tensors)
         least = minimize(away, rows.mean(0), args=(rows, shares), method="BFGS", options={"gtol": 1e-9})
         assert away(found, rows, shares) <= least.fun + 1e-9
         np.testing.assert_allclose(found, least.x, atol=1e-4)
@@ -122,11 +123,57 @@ def test_norms_are_bounded_and_short_changes_stay() -> None:
         np.testing.assert_allclose(vectors(rules.norm_bound(uploads, bound)), expected, rtol=1e-12)
 
 
+# -------------------------------------------------------------------- whose counted
+
+
+def naive_counted(name: str, rows: Vectors, hostile: int) -> Vectors:
+    """In how many of the coordinates each one's own value is used."""
+    users, columns = rows.shape
+    counted = np.zeros(users)
+    if name in ("krum", "multi-krum"):
+        counted[naive_order(rows, hostile)[: 1 if name == "krum" else users - hostile - 2]] = 1
+        return counted
+    for column in range(columns):
+        order = sorted(range(users), key=rows[:, column].tolist().__getitem__)
+        middle = (users - 1) // 2
+        used = order[middle : users - middle] if name == "median" else order[hostile : users - hostile]
+        counted[used] += 1 / columns
+    return counted
+
+
+@pytest.mark.parametrize("name", ["median", "trimmed-mean", "krum", "multi-krum"])
+@pytest.mark.parametrize(("users", "hostile"), [(3, 0), (8, 1), (11, 2)])
+def test_a_rule_says_how_much_of_each_upload_counts(name: str, users: int, hostile: int) -> None:
+    uploads = stacked(users, 3)
+    found = PAIRS[name][0](uploads, hostile).counted
+    np.testing.assert_allclose(found, naive_counted(name, vectors(uploads), hostile), atol=1e-12)
+
+
+def test_bulyan_uses_so_many_values_and_none_of_who_was_not_chosen() -> None:
+    uploads = stacked(12, 1)
+    for t in uploads.values():
+        t[:2] += 50
+    counted = rules.bulyan(uploads, 2).counted
+    assert counted.sum() == pytest.approx(12 - 4 * 2)  # values of each coordinate
+    assert counted[:2].tolist() == [0, 0]
+    assert int((counted == 0).sum()) >= 4
+
+
+def test_the_geometric_median_pulls_less_on_who_is_far() -> None:
+    uploads = stacked(9, 1)
+    for t in uploads.values():
+        t[0] += 1000
+    combined = rules.geometric_median(uploads, _equal(uploads))
+    apart = np.linalg.norm(vectors(uploads) - vector(combined.tensors), axis=1)
+    np.testing.assert_allclose(combined.counted, np.minimum(1, np.median(apart) / apart), rtol=1e-6)
+    assert combined.counted[0] < 0.01
+
+
 # -------------------------------------------------------------------- laws
 
 ALL: dict[str, Callable[[Tree, int], Tree]] = {
-    **{name: rule for name, (rule, _) in PAIRS.items()},
-    "geometric-median": lambda uploads, hostile: rules.geometric_median(uploads, _equal(uploads)),
+    **{name: lambda uploads, hostile, rule=rule: rule(uploads, hostile).tensors for name, (rule, _) in PAIRS.items()},
+    "geometric-median": lambda uploads, hostile: rules.geometric_median(uploads, _equal(uploads)).tensors,
     "norm-bound": lambda uploads, hostile: {n: t.mean(0) for n, t in rules.norm_bound(uploads).items()},
 }
 

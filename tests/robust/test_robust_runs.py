@@ -22,6 +22,7 @@ from comingle.privacy.secure.settings import Secure
 from comingle.privacy.settings import Privacy
 from comingle.protocol.messages import Upload
 from comingle.recipes import Recipe, parse_recipe
+from comingle.records import read_events
 from comingle.robust import rules
 from comingle.robust.checks import check_robust
 from comingle.robust.defence import capped
@@ -84,7 +85,7 @@ def test_users_get_what_the_rule_makes_of_what_they_share(federate: Any, method:
         "krum": lambda: rules.krum(sent, 1),
         "multi-krum": lambda: rules.multi_krum(sent, 1),
         "geometric-median": lambda: rules.geometric_median(sent, torch.full((5,), 0.2, dtype=torch.float64)),
-    }[rule]()
+    }[rule]().tensors
     for name, t in had(federation).items():
         torch.testing.assert_close(t, expected[name].expand_as(t))
     assert any(not torch.allclose(t, sent[name].mean(0)) for name, t in expected.items())
@@ -125,6 +126,41 @@ def test_a_lie_about_the_amount_of_data_is_worth_no_more_than_the_median() -> No
     torch.testing.assert_close(capped(weights), torch.tensor([3, 3, 3, 2, 1], dtype=torch.float64) / 12)
 
 
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "bulyan"])
+def test_it_is_told_whose_uploads_counted(federate: Any, rule: str) -> None:
+    """One of five sends something huge: it counts little or nothing, and the others do."""
+    federation = defended(federate, "fedavg", rule)
+    upload = trained(federation)
+    sent = {name: t.clone() for name, t in upload.tensors.items()}
+    for t in sent.values():
+        t[2] += 1e3
+    federation.server.aggregate(replace(upload, tensors=sent))
+    assert federation.server.judged is not None
+    event = federation.server.judged.as_event(1)
+    counted = event["counted"]
+    assert (event["event"], event["round"], event["rule"]) == ("aggregation", 1, rule)
+    assert list(counted) == list(USERS)
+    assert all(0 <= share <= 1 for share in counted.values())
+    assert event["left_out"] == [name for name, share in counted.items() if share == 0]
+    if rule in ("median", "trimmed-mean", "krum", "multi-krum"):
+        assert "cem" in event["left_out"]
+    else:
+        assert 0 < counted["cem"] < 0.01 < min(share for name, share in counted.items() if name != "cem")
+    if rule == "multi-krum":
+        assert sorted(counted.values()) == [0, 0, 0, 1, 1]  # n - f - 2 = 2
+
+
+def test_a_change_within_the_bound_counts_whole_and_one_that_is_no_number_does_not(federate: Any) -> None:
+    federation = defended(federate, "fedavg", "norm-bound", aggregation={"bound": 1e6})
+    upload, before = trained(federation), had(federation)
+    sent = {name: t.clone() for name, t in upload.tensors.items()}
+    for name, t in sent.items():
+        t[0], t[1] = before[name][0], torch.nan
+    federation.server.aggregate(replace(upload, tensors=sent))
+    assert federation.server.judged is not None
+    assert federation.server.judged.counted == {"ann": 1, "bob": 0, "cem": 1, "dan": 1, "eve": 1}
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_a_round_with_too_few_uploads_changes_nothing(federate: Any, rule: str) -> None:
     hostile = 0.0 if rule == "bulyan" else 0.2
@@ -135,6 +171,13 @@ def test_a_round_with_too_few_uploads_changes_nothing(federate: Any, rule: str) 
     assert federation.server.version == 1
     same = [torch.equal(t, before[name]) for name, t in had(federation).items()]
     assert all(same)
+    assert federation.server.judged is not None
+    assert federation.server.judged.as_event(1) == {
+        "event": "aggregation",
+        "round": 1,
+        "rule": rule,
+        "reason": f"1 uploads are too few for {rule}: nothing changes",
+    }
     federation.server.aggregate(replace(upload, round=2))
     assert not all(torch.equal(t, before[name]) for name, t in had(federation).items())
 
@@ -144,6 +187,7 @@ def test_nothing_is_computed_or_kept_without_a_rule(federate: Any) -> None:
     assert federation.server.aggregation is None
     upload = trained(federation)
     federation.server.aggregate(upload)
+    assert federation.server.judged is None
     for name, t in had(federation).items():
         torch.testing.assert_close(t[0], upload.tensors[name].mean(0))
 
@@ -252,9 +296,13 @@ def test_users_elsewhere_end_with_the_same(tmp_path: Path, method: str, aggregat
     changes = {"evaluation__model": "exchanged", "users": 4, "aggregation": aggregation, **changes}
     content = tiny(tmp_path, method, **changes)
     found = parse_recipe(content)
-    here = run_in(None, found, prepare(found), resume=False, force=False).metrics
+    run = run_in(None, found, prepare(found), resume=False, force=False)
+    here = run.metrics
     there, _ = federated(content, tmp_path / "elsewhere")
     assert _scores(there) == _scores(here)
+    told = [event for event in run.events if event["event"] == "aggregation"]
+    assert [event["round"] for event in told] == [1, 2]
+    assert told == [e for e in read_events(tmp_path / "elsewhere" / "server") if e["event"] == "aggregation"]
     plain = found.with_changes({"aggregation": "mean"})
     undefended = run_in(None, plain, prepare(plain), resume=False, force=False).metrics
     assert _scores(undefended) != _scores(here)

@@ -79,6 +79,8 @@ def run_rounds(
             scores = evaluate(federation, number + 1, observe)
         if due.exchanges and (why := federation.aggregate()):  # 4
             observe({"event": "no_sum", "round": number + 1, "reason": why})
+        if due.exchanges and (judged := federation.server.judged) is not None:
+            observe(judged.as_event(number + 1))
         if guard is not None:
             observe({"event": "privacy", "round": number + 1, **guard.spent})
         if due.evaluates == "exchanged":

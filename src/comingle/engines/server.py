@@ -26,7 +26,7 @@ from comingle.protocol.compression import expand
 from comingle.protocol.formats import Format
 from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Upload, fill_ranks, verdict
 from comingle.robust.checks import check_rounds
-from comingle.robust.defence import defended
+from comingle.robust.defence import Judged, defended
 from comingle.robust.settings import Aggregation
 from comingle.trees import Layout, Tree
 
@@ -45,7 +45,7 @@ class ServerHalf:
     of each. ``version`` is the number of rounds after which it last aggregated, ``lowest_loss`` the lowest mean
     validation loss that users have reported, where the best round is selected. ``guard`` keeps what a run with privacy
     reveals in bounds. With ``sums`` it sees sums of uploads alone; ``aggregation`` says how uploads are put together
-    where some may be hostile.
+    where some may be hostile, and ``judged`` what that made of the last round's.
     """
 
     method: Method
@@ -63,6 +63,7 @@ class ServerHalf:
     guard: Guard | None = None
     sums: Sums | None = None
     aggregation: Aggregation | None = None
+    judged: Judged | None = None
 
     @property
     def state(self) -> Tree:
@@ -139,7 +140,7 @@ class ServerHalf:
             received = self._private_mean(self.guard, tensors, upload)
         else:
             received = self._received(numbers, tensors, upload)
-        if (received := self._defended(received)) is not None:
+        if (received := self._defended(received, upload.users)) is not None:
             self.method.server.aggregate(self.kept, received)
         self.ranks[numbers] = upload.ranks
         self.version = upload.round
@@ -196,13 +197,15 @@ class ServerHalf:
             centred=self.centred,
         )
 
-    def _defended(self, received: Received) -> Received | None:
+    def _defended(self, received: Received, names: Sequence[str]) -> Received | None:
         """What the rule makes of it; None where too few uploads have arrived, so that the model stays as it is."""
+        self.judged = None
         if self.aggregation is None or not received.tensors:
             return received
-        found = defended(self.aggregation, received, self.method.server.starts(self.kept, received))
+        started = self.method.server.starts(self.kept, received)
+        found, self.judged = defended(self.aggregation, received, started, names)
         if found is None:
-            logger.warning("%d uploads are too few for %s: nothing changes", len(received.users), self.aggregation.rule)
+            logger.warning("%s", self.judged.reason)
         return found
 
     def _private_mean(self, guard: Guard, uploads: Tree, upload: Upload) -> Received:

@@ -36,8 +36,10 @@ def _tell(say: Callable[[str], None], event: Mapping[str, Any]) -> None:
         say(f"{event['user']} has joined")
     elif kind in ("failed", "rejected"):
         say(f"{event['user']}: {event['reason']}")
-    elif kind == "no_sum":
+    elif kind in ("no_sum", "aggregation") and "reason" in event:
         say(str(event["reason"]))
+    elif kind == "aggregation" and event["left_out"]:
+        say(f"round {event['round']}: {event['rule']} left out {', '.join(event['left_out'])}")
     elif kind == "round":
         say(f"round {event['round']}: {event['upload_bytes']:,} bytes up, {event['download_bytes']:,} down")
     elif kind == "evaluation" and (mean := _mean(event)):

@@ -21,7 +21,7 @@ class Seat:
 
     ``state`` is "expected", "here" or "away"; ``seen`` the time of its last answer (seconds since 1970); bytes are
     those of its messages in this run. Losses and scores are there if the user tells them, ``epsilon`` where the recipe
-    has ``privacy``.
+    has ``privacy``, and ``counted``, how much of its last upload did, where it has a rule of ``aggregation``.
     """
 
     state: str = "expected"
@@ -32,6 +32,7 @@ class Seat:
     train_loss_nats: float | None = None
     test: float | None = None
     epsilon: float | None = None
+    counted: float | None = None
     why: str = ""
 
 
@@ -60,6 +61,9 @@ class Board:
             self._privacy = {key: event[key] for key in ("epsilon", "delta")}
             for name, seat in self._seats.items():
                 seat.epsilon = event.get("users", {}).get(name, event["epsilon"])
+        elif event["event"] == "aggregation":
+            for name, share in event.get("counted", {}).items():
+                self._seats[name].counted = share
         elif event["event"] == "evaluation":
             for name, scores in event["users"].items():
                 key, self._seats[name].test = next(iter(scores.items()))

@@ -88,6 +88,8 @@ def _play(coordinator: Coordinator, number: int, due: Due, members: Sequence[str
     told = _evaluated(coordinator, answers, done) if local else {}
     if due.exchanges:
         senders = senders if summed else take_in(coordinator, worked, done)
+        if (judged := coordinator.server.judged) is not None:
+            coordinator.observe(judged.as_event(done))
         if coordinator.server.guard is not None:
             coordinator.observe({"event": "privacy", "round": done, **coordinator.server.guard.spent})
         if coordinator.house.method.server.peer_to_peer:

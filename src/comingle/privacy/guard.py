@@ -111,10 +111,13 @@ class Guard:
         return (self.privacy.multiplier**-2 - (2 * self._count_noise(users)) ** -2) ** -0.5
 
     def _adapt(self, within: Tensor | None, users: float, number: int) -> None:
-        """``bound *= exp(-rate (share - quantile))``; each user counts as +-1/2, which half a clip's noise hides."""
+        """``bound *= exp(-rate (share - quantile))``; each user counts as +-1/2, which half a clip's noise hides.
+
+        What noise has made of a share that none can be is cut off, so no step is longer than ``exp(rate)``.
+        """
         centred = float((within.double() - 0.5).sum()) if within is not None else 0.0
         noise = self._count_noise(users) * float(gaussian((1,), self.key, number, "count noise", repr(centred))[0])
-        share = (centred + noise) / users + 0.5
+        share = min(1.0, max(0.0, (centred + noise) / users + 0.5))
         self.bound *= math.exp(-self.privacy.clip_rate * (share - self.privacy.clip_quantile))
 
     # ---------------------------------------------------------------- what it has cost

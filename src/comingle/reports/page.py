@@ -15,6 +15,7 @@ from comingle.reports.extremes import MAX_PANELS, is_population
 from comingle.reports.figures import bytes_panels, curves_panels
 from comingle.reports.gains import bars_room, population_panels, users_panels
 from comingle.reports.heatmaps import scores_panels
+from comingle.reports.judged import judged_tables
 from comingle.reports.measures import level_text, rule
 from comingle.reports.mixtures import Mixtures, mixtures_figure, read_mixtures
 from comingle.reports.notices import notices
@@ -79,6 +80,7 @@ def render_page(entries: Sequence[Entry], views: Sequence[TokenView] = (), *, ti
         curves=list(_curves(entries, drawn)),
         gains=[learned for baseline in baselines(entries) if (learned := _gains(entries, baseline, drawn))],
         costs=_costs([cost(entry) for entry in entries]),
+        judged=judged_tables(entries),
         bytes_figure=drawn.panels(bytes_panels(entries), f"test {first.measure} against uploaded bytes", "bytes"),
         mixtures=mixtures,
         component=components.pop() if len(components) == 1 else "component",

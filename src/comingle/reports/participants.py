@@ -21,21 +21,26 @@ _STYLES = {"here": "green", "away": "red", "expected": "dim"}
 def render_participants(folder: Path, *, everybody: bool = False) -> Table:
     """Who is in, in which round, last seen when, bytes, and what users tell of losses and scores; those first who fail.
 
+    Where the recipe has them also epsilon, and how much of the last upload of each counted.
+
     Before anything is known, and while the file cannot be read, the table is empty.
     """
     content = _read(folder)
     users: Mapping[str, Mapping[str, Any]] = content.get("users", {})
     measure = content.get("measure") or "test"
     table = Table("user", "", title=_title(content), title_justify="left", box=None)
-    private = "privacy" in content
-    for name in ("round", "last seen", "sent", "received", "loss", measure, *(["epsilon"] if private else [])):
+    more = [
+        *(["epsilon"] if "privacy" in content else []),
+        *(["counted"] if any(user.get("counted") is not None for user in users.values()) else []),
+    ]
+    for name in ("round", "last seen", "sent", "received", "loss", measure, *more):
         table.add_column(name, justify="right")
     table.add_column("")
     order = sorted(users, key=lambda name: ("away", "expected", "here").index(users[name]["state"]))
     shown = order if everybody or len(order) <= MOST_ROWS else order[:MOST_ROWS]
     for name in shown if len(shown) < len(users) else users:
         *cells, why = _row(name, users[name], measure)
-        table.add_row(*cells, *([_epsilon(users[name])] if private else []), why)
+        table.add_row(*cells, *(_known(users[name].get(column)) for column in more), why)
     if len(shown) < len(users):
         table.caption, table.caption_justify = words(f"and {len(users) - len(shown):,} more", "table.caption"), "left"
     return table
@@ -74,8 +79,8 @@ def _row(name: str, user: Mapping[str, Any], measure: str) -> tuple[Any, ...]:
     )
 
 
-def _epsilon(user: Mapping[str, Any]) -> str:
-    return "–" if user.get("epsilon") is None else f"{user['epsilon']:.3g}"
+def _known(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
 
 
 def _size(count: int) -> str:

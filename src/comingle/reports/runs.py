@@ -65,6 +65,8 @@ class RunRecord:
     """How much each user trains on, in that unit; empty where the run does not tell."""
     spent: dict[str, Any] = field(default_factory=dict)
     """What its exchanges have revealed so far: ``epsilon`` of the user of whom most, and ``delta``; else empty."""
+    judged: tuple[dict[str, Any], ...] = ()
+    """Of each round with a rule of ``aggregation``, whose uploads counted."""
 
     @property
     def task(self) -> str:
@@ -184,6 +186,7 @@ def read_run(folder: Path) -> RunRecord:
         unit=_unit(start["users"]),
         amounts=_amounts(start["users"], f"train_{_unit(start['users'])}"),
         spent=next((event for event in reversed(events) if event["event"] == "privacy"), {}),
+        judged=tuple(event for event in events if event["event"] == "aggregation"),
     )
 
 

@@ -2,33 +2,72 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from comingle.methods.server import Received
-from comingle.privacy.clipping import without_padding
+from comingle.privacy.clipping import norms, without_padding
 from comingle.robust import rules
 from comingle.robust.settings import Aggregation
 from comingle.trees import Tree
 
 
-def defended(aggregation: Aggregation, received: Received, started: Tree) -> Received | None:
-    """Uploads with shortened changes, or the one upload of nobody that the rule makes of all.
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What a rule has made of a round's uploads, for the events of a run.
 
-    ``started`` is what each of the round's users had before it trained. None where too few uploads have arrived for
-    the rule: the server's model then stays as it is.
+    ``counted`` is how much of each user's upload counts, from 0 to 1: :class:`comingle.robust.rules.Combined`, and with
+    norm-bound by what its change was shortened. Empty where the uploads were too few, as ``reason`` says.
     """
-    if not received.tensors:
-        return received
+
+    rule: str
+    counted: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def left_out(self) -> list[str]:
+        """Whose uploads changed nothing."""
+        return [name for name, share in self.counted.items() if share == 0]
+
+    def as_event(self, done: int) -> dict[str, Any]:
+        """After round ``done`` (from 1)."""
+        said = {"left_out": self.left_out, "counted": self.counted} if self.counted else {"reason": self.reason}
+        return {"event": "aggregation", "round": done, "rule": self.rule, **said}
+
+
+_DIGITS = 4
+"""Of what events say; what counts a little is not said to count nothing."""
+
+
+def defended(
+    aggregation: Aggregation, received: Received, started: Tree, names: Sequence[str]
+) -> tuple[Received | None, Judged]:
+    """Uploads with shortened changes, or the one upload of nobody that the rule makes of all; and whose counted.
+
+    ``started`` is what each of the round's users had before it trained, ``names`` are theirs. None where too few
+    uploads have arrived for the rule: the server's model then stays as it is.
+    """
+    rule = aggregation.rule
     if not aggregation.enough(len(received.weights)):
-        return None
+        return None, Judged(rule=rule, reason=f"{len(names)} uploads are too few for {rule}: nothing changes")
     received = replace(received, weights=capped(received.weights))
-    if aggregation.rule == "norm-bound":
-        return replace(received, tensors=_bounded(aggregation, received, started))
-    tensors = _combined(aggregation, received)
+    if rule == "norm-bound":
+        tensors, counted = _bounded(aggregation, received, started)
+        made = replace(received, tensors=tensors)
+    else:
+        combined = _combined(aggregation, received)
+        made, counted = _of_all(received, combined.tensors), combined.counted
+    shares = [round(share, _DIGITS) or min(share, 10.0**-_DIGITS) for share in counted.tolist()]
+    return made, Judged(rule=rule, counted=dict(zip(names, shares, strict=True)))
+
+
+def _of_all(received: Received, tensors: Tree) -> Received:
+    """The one upload of nobody."""
     return Received(
         users=[],
         tensors={name: t.to(received.tensors[name].dtype).unsqueeze(0) for name, t in tensors.items()},
@@ -43,7 +82,7 @@ def capped(weights: Float[Tensor, " users"]) -> Float[Tensor, " users"]:
     return (most := weights.clamp(max=float(weights.quantile(0.5)))) / most.sum()
 
 
-def _combined(aggregation: Aggregation, received: Received) -> Tree:
+def _combined(aggregation: Aggregation, received: Received) -> rules.Combined:
     uploads, hostile = received.tensors, aggregation.hostile_among(len(received.weights))
     match aggregation.rule:
         case "median":
@@ -62,9 +101,11 @@ def _combined(aggregation: Aggregation, received: Received) -> Tree:
             raise AssertionError(other)
 
 
-def _bounded(aggregation: Aggregation, received: Received, started: Tree) -> Tree:
-    """What each user had plus its shortened change; of smaller ranks without what is beyond them."""
+def _bounded(aggregation: Aggregation, received: Received, started: Tree) -> tuple[Tree, Float[Tensor, " users"]]:
+    """What each user had plus its shortened change, of smaller ranks without what is beyond them; and by how much."""
     had = without_padding(started, received.ranks)
     changes = {name: t.double() - had[name].double() for name, t in received.tensors.items()}
     shortened = rules.norm_bound(changes, None if isinstance(aggregation.bound, str) else aggregation.bound)
-    return {name: (had[name].double() + t).to(received.tensors[name].dtype) for name, t in shortened.items()}
+    lengths = norms(changes)
+    counted = torch.where(lengths == 0, 1.0, norms(shortened) / lengths).nan_to_num(0.0)
+    return {name: (had[name].double() + t).to(received.tensors[name].dtype) for name, t in shortened.items()}, counted
