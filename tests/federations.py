@@ -73,9 +73,10 @@ def read_anew(clients: Clients) -> None:
 
 
 def take_phase(clients: Clients, phase: Phase, round_number: int, step: int) -> None:
-    """The optimiser steps of a phase for all rows."""
-    rows = list(range(len(clients.state.rows)))
-    cohort = clients.cohort(rows, round_number)
+    """The optimiser steps of a phase for all rows, as the first of a round."""
+    rows, method = list(range(len(clients.state.rows))), clients.method
+    cohort = clients.cohort(rows, round_number, looks_back=method.client.looks_back)
+    cohort.across = clients.state.rows[cohort.owners] if method.client.looks_across else None
     clients.steps.take(cohort, phase, step)
     clients.state.put(rows, cohort.part)
 

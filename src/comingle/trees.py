@@ -9,7 +9,7 @@ operation on a matrix, and a layer still sees ``(users, ...)`` tensors, which ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,7 +40,8 @@ class Slot:
 
     ``roles`` names the role of each entry along the leading axis (the expert axis), or holds a single role for the
     whole tensor. ``shape`` is without the user dimension. ``factor`` is "a" or "b" for the two factors of a LoRA, or
-    says whose running statistics these are: a set of roles may name one factor alone, as in "attention.a".
+    says whose running statistics these are; ``part`` says where in the model it is: in its "head", in a "norm", or in
+    its "body". A set of roles may name one factor or one part alone, as in "attention.a" and "base.head".
     """
 
     name: str
@@ -48,15 +49,16 @@ class Slot:
     roles: tuple[str, ...]
     init: Init
     factor: str = ""
+    part: str = ""
 
     @property
     def size(self) -> int:
         """Number of entries."""
         return math.prod(self.shape)
 
-    def chosen(self, roles: Collection[str]) -> list[bool]:
-        """For each entry of ``self.roles`` whether ``roles`` names it, whole or by its factor."""
-        return [role in roles or f"{role}.{self.factor}" in roles for role in self.roles]
+    def chosen(self, roles: Set[str]) -> list[bool]:
+        """For each entry of ``self.roles`` whether ``roles`` names it, whole, by its factor or by its part."""
+        return [not roles.isdisjoint((role, f"{role}.{self.factor}", f"{role}.{self.part}")) for role in self.roles]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,14 @@ class Layout:
 
     @cached_property
     def _parts(self) -> dict[frozenset[str], Layout]:
+        return {}
+
+    @cached_property
+    def _touched(self) -> dict[frozenset[str], Layout]:
+        return {}
+
+    @cached_property
+    def _beside(self) -> dict[frozenset[str], Tensor | None]:
         return {}
 
     @cached_property
@@ -108,6 +118,23 @@ class Layout:
         if wanted not in self._parts:  # asked for in every step
             self._parts[wanted] = Layout(slots=tuple(s for s in self.slots if all(s.chosen(wanted))))
         return self._parts[wanted]
+
+    def touching(self, roles: Iterable[str]) -> Layout:
+        """The slots any of whose roles are in ``roles``, in the same order."""
+        wanted = frozenset(roles)
+        if wanted not in self._touched:
+            self._touched[wanted] = Layout(slots=tuple(s for s in self.slots if any(s.chosen(wanted))))
+        return self._touched[wanted]
+
+    def beside(self, roles: Iterable[str]) -> Bool[Tensor, " columns"] | None:
+        """True on the columns of other roles that are in one slot with ``roles``; None where there are none."""
+        wanted = frozenset(roles)
+        if wanted not in self._beside:
+            names = {slot.name for slot in self.touching(wanted).slots}
+            whole = [torch.full((s.size,), s.name in names) for s in self.slots]
+            found = torch.cat(whole) & ~self.mask(wanted)
+            self._beside[wanted] = found if bool(found.any()) else None
+        return self._beside[wanted]
 
     def span(self, part: Layout) -> slice:
         """The columns of ``part`` within this layout; ``part`` must be a contiguous piece of it."""

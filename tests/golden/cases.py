@@ -15,8 +15,22 @@ from comingle.methods import REGISTRY, settings_of
 
 USERS = ("ann", "bob", "cem", "dan")
 
-NETS_ONLY = ("floral-optimal", "ensemble", "ensemble-optimal", "fedem", "mfl", "fml")
-TEXT_ONLY = ("pretrained", "ffa-lora", "fedsa-lora", "pcl", "fdlora", "hetlora", "flexlora", "local-moe", "fedavg-moe")
+NETS_ONLY = ("floral-optimal", "ensemble", "ensemble-optimal", "fedem", "mfl", "fml", "fedbn")
+TEXT_ONLY = (
+    "pretrained",
+    "ffa-lora",
+    "fedsa-lora",
+    "pcl",
+    "fdlora",
+    "hetlora",
+    "flexlora",
+    "local-moe",
+    "fedavg-moe",
+    "fedalt",
+    "fedex-lora",
+    "flora-stacking",
+    "rolora",
+)
 ROUTED = (
     "local-moe-tr",
     "fedavg-moe-tr",

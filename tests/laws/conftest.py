@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from comingle.methods import REGISTRY, make, settings_of
+from comingle.methods.base import Method
 from comingle.methods.server import Mean, Server
 from comingle.transports.inprocess import InProcess
 
@@ -22,8 +23,8 @@ def _with_short_period(name: str, **settings: Any) -> dict[str, Any]:
     return {"name": name, **{key: value for key, value in period.items() if key in settings_of(name)}, **settings}
 
 
-NETS_ONLY = {"floral-optimal", "ensemble", "ensemble-optimal", "mfl", "fml", "fedem"}
-"""What needs true clusters, or mixes whole models."""
+NETS_ONLY = {"floral-optimal", "ensemble", "ensemble-optimal", "mfl", "fml", "fedem", "fedbn"}
+"""What needs true clusters, mixes whole models, or is about norms."""
 
 CASES = {
     **{name: _with_short_period(name) for name in REGISTRY if name not in NETS_ONLY},
@@ -57,6 +58,7 @@ NETS = {
     "ifca": {"name": "ifca", "models": 2},
     "fedem": {"name": "fedem", "models": 2},
     "pfedmoe": {"name": "pfedmoe"},
+    **{name: {"name": name} for name in ("fedprox", "ditto", "fedper", "fedbn", "scaffold")},
     "floral, the public code's rates": {"name": "floral", "clusters": 2, "adaptor_server_rate": 0.1},
 }
 """Methods on small nets that are trained whole."""
@@ -66,6 +68,11 @@ NETS = {
 def federate(federate: Federate) -> Federate:
     """As elsewhere, on a base of one narrow layer: what laws say of users, methods and servers needs no more."""
     return partial(federate, base="random:llama?layers=1&dim=32")
+
+
+def has_router_phase(method: Method) -> bool:
+    """Whether routers have a phase of their own."""
+    return any(phase.optimizer == "router" for phase in method.client.phases)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -85,9 +92,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             if m.client.phases and not m.placement.pooled and type(m.server) in (Server, Mean)
         ],
         "netted": list(NETS),
-        "alternating": [n for n, m in methods.items() if len(m.client.phases) > 1 and not m.client.accumulates],
+        "normless": [n for n, case in NETS.items() if not make(case["name"]).placement.needs],
+        "alternating": [n for n, m in methods.items() if has_router_phase(m) and not m.client.accumulates],
     }
     for argument, names in chosen.items():
         if argument in metafunc.fixturenames:
-            cases = NETS if argument == "netted" else CASES
+            cases = NETS if argument in ("netted", "normless") else CASES
             metafunc.parametrize(argument, [cases[name] for name in names], ids=names)

@@ -30,7 +30,8 @@ from comingle.runs import api, given
 POOLED = ("centralized",)
 ON_TEXT = [name for name in REGISTRY if name not in (*NETS_ONLY, *POOLED)]
 TRUE_CLUSTERS = ("floral-optimal", "ensemble-optimal")
-ON_SAMPLES = [n for n in REGISTRY if n not in (*TEXT_ONLY, *ROUTED, *ONE_LORA, *POOLED, *TRUE_CLUSTERS, "mfl", "fml")]
+NOT_HERE = (*POOLED, *TRUE_CLUSTERS, "mfl", "fml", "fedbn")
+ON_SAMPLES = [n for n in REGISTRY if n not in (*TEXT_ONLY, *ROUTED, *ONE_LORA, *NOT_HERE)]
 
 SHORT = {"training.rounds": 2, "training.local_steps": 2}
 PART = {**SHORT, "training.participation": 0.5, "training.weighting": "tokens", "evaluation.model": "exchanged"}

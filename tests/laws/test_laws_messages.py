@@ -212,8 +212,8 @@ def test_an_upload_holds_nothing_local(federate: Any, federate_nets: Any, number
     name, settings, changes = random_case(random.Random(number))
     method = {"name": name, **settings}
     placement = make(name).placement
-    for_nets = bool({BASE, ADAPTOR} & placement.shared) or placement.gated
-    if for_nets and (placement.mixture is not None or placement.gated or number % 5 == 0):
+    for_nets = bool({BASE, ADAPTOR} & {role.partition(".")[0] for role in placement.shared}) or placement.gated
+    if for_nets and (placement.mixture is not None or placement.gated or placement.needs or number % 5 == 0):
         small = {"seed": changes["seed"], "data.task.clusters": min(2, settings.get("clusters", 2))}
         federation = federate_nets(method, changes=small)
     else:

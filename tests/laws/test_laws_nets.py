@@ -13,6 +13,7 @@ from comingle.data.samples import Samples
 from comingle.engines.mixing import mixtures
 from comingle.methods.base import Method
 from comingle.methods.mixtures import Entropic
+from comingle.papers.rivals.scaffold import RATES, Controlled
 from comingle.protocol.messages import COUNT, LOSS, Upload
 from comingle.routers.mixtures import ClientMixture
 from comingle.transports.inprocess import InProcess
@@ -57,9 +58,9 @@ def test_nobodys_data_moves_anybody_else_within_a_round(federate_nets: Any, nett
     assert not torch.equal(one[1], two[1])
 
 
-def test_what_is_trained_moves_and_nothing_else_does(federate_nets: Any, netted: dict[str, Any]) -> None:
+def test_what_is_trained_moves_and_nothing_else_does(federate_nets: Any, normless: dict[str, Any]) -> None:
     # Without batch norm, behind which a bias has no gradient but rounding.
-    federation = federate_nets(netted, changes={"data.task.name": "mlp"})
+    federation = federate_nets(normless, changes={"data.task.name": "mlp"})
     layout = federation.clients.model.layout
     before = federation.clients.state.rows.clone()
     trained(federation)
@@ -79,16 +80,18 @@ def test_only_what_is_shared_leaves(federate_nets: Any, netted: dict[str, Any]) 
     wanted = {slot.name for slot in clients.model.layout.slots if all(slot.chosen(clients.method.shared))}
     assert set(message.tensors) == wanted
     views = clients.model.layout.views(clients.state.rows)
-    assert all(torch.equal(message.tensors[name], views[name]) for name in wanted)
+    assert all(torch.equal(message.tensors[name], views[name][EVERYONE]) for name in wanted)
     assert {name: t.shape[1:] for name, t in message.reports.items()} == said(clients.method)
 
 
 def said(method: Method) -> dict[str, torch.Size]:
-    """What each user says beside tensors: its loss, how many samples it has, its mixture or the model it took."""
+    """What each user says beside tensors: its loss, its amount of data, its mixture, the model it took, its rates."""
     numbers = {LOSS: torch.Size(), COUNT: torch.Size()}
     mixture = method.placement.mixture
     if isinstance(mixture, ClientMixture) and "adaptor" in method.shared and method.name != "fedem":
         numbers["mixture"] = torch.Size((mixture.clusters,))
+    if any(isinstance(part, Controlled) for part in method.client.parts):
+        numbers[RATES] = torch.Size()
     return numbers | ({"choice": torch.Size()} if method.name == "ifca" else {})
 
 
@@ -100,17 +103,18 @@ def test_an_exchange_leaves_what_is_local(federate_nets: Any, netted: dict[str, 
     before = federation.clients.state.rows.clone()
     exchange(federation, EVERYONE)
     assert torch.equal(federation.clients.state.rows[:, local], before[:, local])
+    assert torch.equal(federation.clients.state.rows[len(EVERYONE) :], before[len(EVERYONE) :])  # other copies
     if federation.clients.method.server.first_download:  # everybody gets a model of their own
         return
     for name in sent_by(federation).tensors:
-        values = federation.clients.model.layout.views(federation.clients.state.rows)[name]
+        values = federation.clients.model.layout.views(federation.clients.state.rows)[name][EVERYONE]
         torch.testing.assert_close(values, values[:1].expand_as(values), **EXACT)
 
 
-def test_micro_batches_change_nothing_without_batch_norm(federate_nets: Any, netted: dict[str, Any]) -> None:
+def test_micro_batches_change_nothing_without_batch_norm(federate_nets: Any, normless: dict[str, Any]) -> None:
     changes = {"data.task.name": "mlp"}
-    whole = trained(federate_nets(netted, changes=changes))
-    parts = trained(federate_nets(netted, changes={**changes, "runtime.micro_batch": 7}))
+    whole = trained(federate_nets(normless, changes=changes))
+    parts = trained(federate_nets(normless, changes={**changes, "runtime.micro_batch": 7}))
     torch.testing.assert_close(parts, whole, **EXACT)
 
 
@@ -128,7 +132,7 @@ def test_users_of_unequal_size_take_their_own_number_of_steps(federate_nets: Any
     together, apart = cut(federate_nets(netted)), cut(federate_nets(netted, changes={"runtime.users_per_step": 1}))
     # Preconditioning multiplies rounding by up to 1e5.
     torch.testing.assert_close(trained(together), trained(apart), rtol=1e-6, atol=1e-7)
-    assert together.clients.state.iterations.tolist() == [6, 6, 4, 6]
+    assert together.clients.state.iterations.tolist() == [6, 6, 4, 6] * together.clients.method.placement.copies
 
 
 @pytest.mark.parametrize("name", ["floral", "ensemble", "local-adaptor", "fedavg"])

@@ -12,6 +12,7 @@ from comingle.adapters.inject import ATTENTION, GENERALIST, ROUTER, SPECIALIST
 from comingle.methods import make
 from comingle.methods.ifca import Choose
 from comingle.methods.mixtures import Entropic
+from comingle.papers.rivals.scaffold import RATES, Controlled
 from comingle.protocol.messages import COUNT, LOSS, Upload
 from comingle.transports.inprocess import InProcess
 from comingle.trees import restrict
@@ -21,6 +22,12 @@ EVERYONE = [0, 1, 2]
 SHORT = {"training.local_steps": 3}
 FACTORS = {"ffa-lora": (".b",), "fedsa-lora": (".a",)}
 """What travels of each LoRA, where that is not both factors."""
+
+MEANT_FOR_OTHERS = {"fedalt"}
+"""Whose users send what is their own, for means that the others get."""
+
+AT_HOME = {"fedper": "layers.0.mlp"}
+"""Which tensors stay with their user although their role travels, by how their names begin."""
 
 
 def sent_by(federation: InProcess) -> Upload:
@@ -38,6 +45,8 @@ def documented_bytes(federation: InProcess, row: int) -> int:
         reports[COUNT] = torch.tensor(len(user.train))
     if any(isinstance(part, Choose) for part in clients.method.client.parts):
         reports["choice"] = torch.tensor(0)
+    if any(isinstance(part, Controlled) for part in clients.method.client.parts):
+        reports[RATES] = torch.zeros((), dtype=torch.float64)
     rank = int(clients.state.ranks[row])
     header = {"kind": "upload", "round": 1, "user": user.name, "rank": rank}
     return message_bytes({name: t[row] for name, t in tensors.items()}, header, reports)
@@ -58,7 +67,8 @@ def test_a_users_text_never_moves_another_users_tensors(
     parts = federation.clients.method.client.parts
     # Routers out of the components that all have made.
     rerouted = {"router"} if any(isinstance(part, Entropic) for part in parts) else set()
-    local = ~federation.clients.model.layout.mask(federation.clients.method.shared | rerouted)
+    method = federation.clients.method
+    local = ~federation.clients.model.layout.mask(method.shared | method.received | rerouted)
     assert torch.equal(after_exchange[0][[0, 2]][:, local], after_exchange[1][[0, 2]][:, local])
     heard = not torch.equal(after_exchange[0][0], after_exchange[1][0])
     if any(isinstance(part, Choose) for part in parts):  # nobody need be in Ann's cluster
@@ -91,9 +101,11 @@ def test_only_shared_roles_are_uploaded(federate: Any, method: dict[str, Any]) -
     uploads = sent_by(federation).tensors
     first_copy = federation.clients.state.rows[: len(federation.clients.trainers)]
     expected, roles = {}, {name.partition(".")[0] for name in federation.clients.method.shared}
-    assert roles <= {ATTENTION, GENERALIST, "base", "statistics"}
+    sent = {SPECIALIST} if method["name"] in MEANT_FOR_OTHERS else set()
+    assert roles <= {ATTENTION, GENERALIST, "base", "statistics"} | sent
     for slot in federation.clients.model.layout.slots:
-        travels = slot.name[-2:] in FACTORS.get(federation.clients.method.name, (".a", ".b"))
+        name = federation.clients.method.name
+        travels = slot.name[-2:] in FACTORS.get(name, (".a", ".b")) and not slot.name.startswith(AT_HOME.get(name, "?"))
         places = [i for i, role in enumerate(slot.roles) if travels and role in roles]
         if places:
             tensor = federation.clients.model.layout.views(first_copy)[slot.name]
@@ -173,7 +185,8 @@ def test_a_method_shares_only_what_it_trains(federate: Any, method: dict[str, An
         for roles in (federation.clients.method.client.trained, federation.clients.method.shared)
     )
     assert not (shared & ~trained).any()
-    assert not (shared & federation.clients.model.layout.mask({SPECIALIST, ROUTER})).any()
+    local = {ROUTER} if method["name"] in MEANT_FOR_OTHERS else {SPECIALIST, ROUTER}
+    assert not (shared & federation.clients.model.layout.mask(local)).any()
 
 
 @pytest.mark.parametrize("name", ["fedavg", "floral", "ifca", "pcl", "local"])

@@ -30,6 +30,8 @@ CENTRAL = (
     "fedavg", "ffa-lora", "fedsa-lora", "fdlora", "fedavg-moe", "fedavg-moe-tr", "pfedmoe", "comigs-tr", "comigs",
     "comigs-1g1s", "comigs-2g", "comigs-1gxs", "fedem", "fedavg+", "fedit", "fedlora", "local-adaptor",
 )  # fmt: skip
+RIVALS = ("ditto", "fedbn", "fedper", "fedprox", "rolora")
+"""The same of plug-ins, whose servers are plain means."""
 LOCAL = (*CENTRAL, "flexlora", "fedmerge", "fedmerge-fixed")
 TRAINED = tuple(name for name in CENTRAL if name not in ("fedem", "local-adaptor"))
 """Those that a language model has."""
@@ -339,8 +341,8 @@ def test_every_method_says_what_applies_to_it() -> None:
         mechanism: {name for name in REGISTRY if not reason(name, mechanism)} for mechanism in ("central", "local")
     }
     nothing = {name for name in REGISTRY if not make(name).shared and not make(name).placement.pooled}
-    assert accepted["central"] == {*CENTRAL} | nothing
-    assert accepted["local"] == {*LOCAL} | nothing
+    assert accepted["central"] == {*CENTRAL, *RIVALS} | nothing
+    assert accepted["local"] == {*LOCAL, *RIVALS} | nothing
 
 
 @pytest.mark.parametrize(
@@ -351,6 +353,8 @@ def test_every_method_says_what_applies_to_it() -> None:
         ("floral", "central", "its users report mixture with each upload"),
         ("pcl", "local", "make a model of what they download with data of their own"),
         ("hetlora", "local", "ranks change with users' data"),
+        ("fedalt", "local", "go on from what they have, not from what they download"),
+        ("scaffold", "central", "its users report rates with each upload"),
         ("fedmerge", "central", r"what its server \(Merge\) publishes is no mean"),
         ("flexlora", "central", r"what its server \(Redistribute\) publishes is no mean"),
     ],

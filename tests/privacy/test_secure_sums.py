@@ -34,6 +34,8 @@ SUMMED = (
     "fedavg", "ffa-lora", "fedsa-lora", "fdlora", "fedavg-moe", "fedavg-moe-tr", "pfedmoe", "comigs-tr", "comigs",
     "comigs-1g1s", "comigs-2g", "comigs-1gxs", "fedem", "fedavg+", "fedit", "fedlora", "local-adaptor",
 )  # fmt: skip
+RIVALS = ("ditto", "fedbn", "fedper", "fedprox", "rolora")
+"""The same of plug-ins, whose servers are plain means."""
 TRAINED = tuple(name for name in SUMMED if name not in ("fedem", "local-adaptor"))
 COARSE = {"privacy.secure_aggregation.bits": 16, "privacy.secure_aggregation.range": 0.5}
 STEP = 0.5 / (2**15 - 1)
@@ -210,7 +212,7 @@ def why(method: str, **privacy: Any) -> str:
 def test_every_method_says_whether_it_can_be_summed() -> None:
     accepted = {name for name in REGISTRY if not why(name)}
     nothing = {name for name in REGISTRY if not make(name).shared and not make(name).placement.pooled}
-    assert accepted == {*SUMMED} | nothing
+    assert accepted == {*SUMMED, *RIVALS} | nothing
 
 
 @pytest.mark.parametrize(

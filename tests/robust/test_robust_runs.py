@@ -39,6 +39,8 @@ MEANS = (
     "fedavg", "ffa-lora", "fedsa-lora", "fdlora", "fedavg-moe", "fedavg-moe-tr", "pfedmoe", "comigs-tr", "comigs",
     "comigs-1g1s", "comigs-2g", "comigs-1gxs", "fedem", "fedavg+", "fedit", "fedlora", "local-adaptor",
 )  # fmt: skip
+RIVALS = ("ditto", "fedbn", "fedper", "fedprox", "rolora")
+"""The same of plug-ins, whose servers are plain means."""
 BOUNDED = (
     "fedmerge", "fedmerge-fixed", "ifca", "floral", "floral-optimal", "floral-mfl", "ensemble", "ensemble-optimal",
     "mfl", "fml",
@@ -215,7 +217,7 @@ def test_a_rule_is_a_plain_name_or_a_mapping() -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_every_method_says_what_applies_to_it(method: str, rule: Rule) -> None:
     made = make(method)
-    applies = not made.shared or method in MEANS or (method in BOUNDED and rule == "norm-bound")
+    applies = not made.shared or method in (*MEANS, *RIVALS) or (method in BOUNDED and rule == "norm-bound")
     refused = made.placement.pooled or not applies
     check: dict[str, Any] = {"weighting": "uniform", "select": "last", "privacy": None}
     if refused:

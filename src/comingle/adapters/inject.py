@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from comingle.adapters.experts import RoutedMLP
 from comingle.adapters.layouts import activation_name, decoder_layers, find_targets
 from comingle.adapters.lora import LoraLinear, base_weight, init_a, init_zero, lora_scale
+from comingle.adapters.residual import RESIDUAL, factors_of, residual_slots
 from comingle.adapters.settings import AdapterSettings, Targets
 from comingle.errors import BaseModelError, RecipeError
 from comingle.routers.token import init_router
@@ -83,11 +84,11 @@ class Adapters:
         if bool((self.scales != self.scale).any()):
             tensors = self._scaled(tensors, users)
         for name, lora in self.attention.items():
-            lora.factors = (tensors[f"{name}.a"], tensors[f"{name}.b"])
+            lora.factors = factors_of(tensors, name, lora.scale)
         device = next(iter(tensors.values())).device
         present = self.present[list(users)].to(device)
         for name, mlp in self.experts.items():
-            mlp.factors = {k: (tensors[f"{name}.{k}.a"], tensors[f"{name}.{k}.b"]) for k in (*mlp.first, "down")}
+            mlp.factors = {k: factors_of(tensors, f"{name}.{k}", mlp.scale) for k in (*mlp.first, "down")}
             mlp.router.weight = tensors.get(f"{name}.router")
             mlp.router.present = present
 
@@ -115,6 +116,9 @@ class Adapters:
         if slot.name.endswith(".router"):
             competing = self.present & (self.present.sum(1, keepdim=True) > 1)
             return competing.unsqueeze(-1).expand(users, *slot.shape)
+        if slot.roles[0] == RESIDUAL:
+            there = self.present if len(slot.shape) > 2 else torch.ones(users, dtype=torch.bool)
+            return there.view(*there.shape, 1, 1).expand(users, *slot.shape)
         places = torch.arange(slot.shape[-2]) < ranks.unsqueeze(1)  # (users, rank)
         if slot.roles == (ATTENTION,):
             return places.unsqueeze(-1).expand(users, *slot.shape)
@@ -137,10 +141,13 @@ def ranks_of(settings: AdapterSettings, users: int) -> Int[Tensor, " users"]:
     return torch.tensor(ranks)
 
 
-def inject(model: nn.Module, settings: AdapterSettings, counts: ExpertCounts, *, routed: bool) -> Adapters:
+def inject(
+    model: nn.Module, settings: AdapterSettings, counts: ExpertCounts, *, routed: bool, residual: int | None = None
+) -> Adapters:
     """Replace the targets of every decoder layer of ``model`` by adapters, in place.
 
-    A router exists where ``routed`` and some user has more than one expert.
+    A router exists where ``routed`` and some user has more than one expert; ``residual`` is the rank of what stands
+    frozen beside each LoRA (:mod:`comingle.adapters.residual`), None for nothing.
 
     Raises:
         BaseModelError: unknown family, or targets or an activation that it cannot adapt.
@@ -169,9 +176,13 @@ def inject(model: nn.Module, settings: AdapterSettings, counts: ExpertCounts, *,
     slots = [_a_slot(*linear) for linear in linears] + [_b_slot(*linear) for linear in linears]
     if routed and counts.width > 1:
         slots += [_router_slot(name, mlp, counts) for name, mlp in experts.items()]
+    if residual is not None:
+        slots += residual_slots(
+            [(name, linear, len(lead[:-1]) * counts.width) for name, linear, lead, _ in linears], residual
+        )
     scales = settings.alpha / ranks.double().sqrt()
     return Adapters(
-        layout=Layout(slots=tuple(slots)),
+        layout=Layout(slots=tuple(replace(slot, part=_part(slot.name, experts)) for slot in slots)),
         present=counts.present(),
         ranks=ranks,
         scales=scales,
@@ -251,6 +262,11 @@ def _require_one_input(original: nn.Module, family: str) -> None:
             f"{family}: its MLP ({type(original).__name__}) is called with {', '.join(needed) or 'nothing'}; comingle "
             "can only adapt MLPs of one input"
         )
+
+
+def _part(name: str, experts: dict[str, RoutedMLP]) -> str:
+    """The last MLP is the head, as the last layer of a net is."""
+    return "head" if name.startswith(f"{list(experts)[-1]}.") else "body"
 
 
 def _place(layer: nn.Module, targets: Targets, mlp: RoutedMLP) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from comingle.adapters.inject import ATTENTION, GENERALIST, ROUTER, SPECIALIST
 from comingle.adapters.lora import base_weight
 from comingle.costing.flops import Block, Flops, Linear, backward, forward
+from comingle.adapters.residual import IN, OUT
 from comingle.costing.messages import mean_bytes, message_bytes
 from comingle.costing.records import UserCost
 from comingle.engines.client import Clients
@@ -53,6 +54,7 @@ def _user(shape: Shape, names: tuple[str, ...], parameters: dict[str, int], sent
     passes = shape.forward() * (method.server.server_models * method.client.sweeps * training.local_steps)
     for phase in clients.phases:
         steps = training.iterations // phase.every * phase.steps / training.rounds
+        steps *= phase.rounds_of(training.rounds) / training.rounds
         passes += shape.training(phase) * (steps * method.placement.copies)
     return UserCost(
         names=names,
@@ -100,7 +102,7 @@ class Shape:
 
     def training(self, phase: Phase) -> Flops:
         """One token's forward and backward pass in a phase; nothing where the row has nothing that it trains."""
-        slots = [s.name for s in self.clients.model.layout.only(phase.reached).slots]
+        slots = [s.name for s in self.clients.model.layout.touching(phase.reached).slots]
         blocks, head = self._blocks(frozenset(slots)), outside(self.adapted)
         spent = backward(blocks, head)
         return forward(blocks, head) + spent if spent.total else spent
@@ -111,7 +113,9 @@ class Shape:
         def linear(name: str, module: nn.Module) -> Linear:
             a, b = f"{name}.a", f"{name}.b"
             weight = base_weight(module)[0].numel()
-            return Linear(weight=weight, a=entries[a], b=entries[b], trains_a=a in trained, trains_b=b in trained)
+            beside = [entries.get(f"{name}.{end}", 0) for end in (IN, OUT)]  # in one product with A and with B
+            own = {"a": entries[a] + beside[0], "b": entries[b] + beside[1]}
+            return Linear(weight=weight, **own, trains_a=a in trained, trains_b=b in trained)
 
         adapters, blocks = self.adapted.adapters, []
         for name, mlp in adapters.experts.items():

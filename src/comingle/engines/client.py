@@ -71,7 +71,7 @@ class Clients:
         self.stopped_after: int | None = None  # where the privacy budget allows no more rounds
         self.steps = Steps(model=model, method=method, training=training, trainers=len(trainers), source=feed)
         # Where nobody has more than one expert there is no router, and nothing to do in its phase.
-        self.phases = [phase for phase in method.client.phases if model.layout.only(phase.roles).slots]
+        self.phases = [phase for phase in method.client.phases if model.layout.touching(phase.roles).slots]
         self.scorer = Scorer(steps=self.steps)
         self.shares = bool(model.layout.mask(method.shared).any())
         self.shield = shield_of(training) if self.shares else None
@@ -117,13 +117,13 @@ class Clients:
             # Parameters and moments are float32 also over a bf16 base; a float64 base is for tests.
             dtype=torch.promote_types(self.model.dtype, torch.float32),
         )
+        shared = restrict(layout.views(state.rows), layout, method.shared)
         for part in method.client.parts:
-            state.kept |= part.start(names, self.training.seed)
+            state.kept |= part.start(names * copies, self.training.seed) | part.start_like(shared)
         if self.training.uploads == "int8":
-            shared = restrict(layout.views(state.rows), layout, method.shared)
             state.kept |= {RESIDUAL + name: torch.zeros_like(t) for name, t in shared.items()}
         if self.shield is not None:
-            state.kept |= self.shield.start(restrict(layout.views(state.rows), layout, method.shared))
+            state.kept |= self.shield.start(shared)
         if method.server.first_download:
             state.versions -= 1
         if (mixture := method.placement.mixture) is not None and mixture.optimal:
@@ -195,18 +195,18 @@ class Clients:
     def receive(self, download: Download) -> None:
         """Everybody who is addressed takes one model, or makes one of several."""
         members = self.numbers(download.users)
-        layout, shared, state = self.model.layout, self.method.shared, self.state.without_moments()
+        layout, state = self.model.layout, self.state.without_moments()
         cohort = self.cohort(members, download.version, state=state)
         bounds, tensors = without_bound(download.tensors)
         models, made = self._completed(cohort, replace(download, tensors=fill_ranks(tensors, layout))), None
         for part in self.method.client.parts:
             made = part.receive(cohort, models, download.senders) if made is None else made
         taken = {name: t[:, 0] for name, t in models.items()} if made is None else made
-        assign(cohort.tensors, layout, shared, taken)
+        assign(cohort.tensors, layout, self.method.received, taken)
         if cohort.mask is not None:  # a server may answer users of unequal size alike
             cohort.part.rows.mul_(cohort.mask)
         if self.shield is not None:
-            self.shield.remember(cohort.kept, restrict(cohort.tensors, layout, shared), bounds)
+            self.shield.remember(cohort.kept, restrict(cohort.tensors, layout, self.method.shared), bounds)
         for part in self.method.client.parts:
             part.received(cohort)
         cohort.part.versions.fill_(download.version)

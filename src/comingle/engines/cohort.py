@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.engines.members import Members
@@ -34,6 +34,11 @@ class Cohort(Members):
     initial: Float[Tensor, "rows columns"]
 
     @property
+    def copy(self) -> Int[Tensor, " users"]:
+        """Which copy each row is."""
+        return torch.tensor(self.rows, device=self.part.rows.device) // len(self.trainers)
+
+    @property
     def router_rate(self) -> float:
         """The router's learning rate in this round."""
         training = self.steps.training
@@ -43,6 +48,13 @@ class Cohort(Members):
         """Make the tensors of some roles what they were before any training."""
         columns = self.layout.mask(roles).to(self.part.rows.device)
         self.part.rows[:, columns] = self.initial[self.rows][:, columns]
+
+    def forget(self, roles: frozenset[str]) -> None:
+        """Have optimisers forget what they remember of the tensors of some roles."""
+        columns = self.layout.mask(roles).to(self.part.rows.device)
+        for moments in (self.part.first, self.part.second):
+            if moments.shape[1]:
+                moments[:, columns] = 0
 
     def take_steps(self, phase: Phase) -> None:
         """The optimiser steps of a phase, before the others."""

@@ -52,8 +52,10 @@ def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tic
     rejected: dict[int, str] = {}
     copies = range(method.placement.copies)
     working = [copy * len(clients.trainers) + member for copy in copies for member in members]
+    firsts = clients.state.rows[: len(clients.trainers)].clone() if method.client.looks_across else None
     for rows in cohorts(working, clients.portions.users):
         cohort = clients.cohort(rows, round_number, looks_back=method.client.looks_back)
+        cohort.across = None if firsts is None else firsts[cohort.owners]
         steps = torch.tensor([clients.feed.steps(owner) for owner in cohort.owners])
         losses_of_steps = _work(clients, cohort, steps, tick)
         broken = find_broken(losses_of_steps, cohort.part.rows, round_number)

@@ -20,8 +20,9 @@ class Members(client.Cohort):
     """Users whose tensors are ``part``; ``rows`` are their rows in the state of all, ``owners`` the trainers to whom
     these belong, ``names`` their names.
 
-    ``before`` is what they began the round with, where that is asked for. ``mask`` is None where nobody's tensors are
-    padded. ``sample_shares`` are each user's training samples' own mixtures ``(clusters, samples)``.
+    ``before`` is what they began the round with, ``across`` what their first copies did, where that is asked for.
+    ``mask`` is None where nobody's tensors are padded. ``sample_shares`` are each user's training samples' own mixtures
+    ``(clusters, samples)``.
     """
 
     layout: Layout
@@ -31,6 +32,7 @@ class Members(client.Cohort):
     part: State
     round_number: int
     before: Float[Tensor, "users columns"] | None = None
+    across: Float[Tensor, "users columns"] | None = None
     mask: Bool[Tensor, "users columns"] | None = None
     sample_shares: list[Float[Tensor, "clusters samples"]] | None = None
 
@@ -44,6 +46,12 @@ class Members(client.Cohort):
         """What they were when the round began."""
         assert self.before is not None
         return self.layout.views(self.before)
+
+    @property
+    def exchanged(self) -> Tree:
+        """What their first copies were when the round began."""
+        assert self.across is not None
+        return self.layout.views(self.across)
 
     @property
     def kept(self) -> Tree:
@@ -83,6 +91,7 @@ class Members(client.Cohort):
             names=[self.names[i] for i in at],
             part=part,
             before=None if self.before is None else self.before[list(at)],
+            across=None if self.across is None else self.across[list(at)],
             mask=None if self.mask is None else self.mask[list(at)],
             sample_shares=None if self.sample_shares is None else [self.sample_shares[i] for i in at],
         )

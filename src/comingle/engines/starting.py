@@ -44,7 +44,7 @@ def start_server(model: Model, method: Method, users: Sequence[str], training: T
         raise RecipeError(
             f"training.uploads: got {uploads!r} for {method.name}, whose users mix uploads; allowed: float32"
         )
-    if method.server.first_download and not bool(model.mask().all()):
+    if (method.server.first_download or method.server.one_rank) and not bool(model.mask().all()):
         raise RecipeError(
             f"method {method.name}: adapters.rank differs between users; the server's models have one rank"
         )
@@ -63,7 +63,8 @@ def start_server(model: Model, method: Method, users: Sequence[str], training: T
         aggregation=training.aggregation,
     )
     if method.shared:
-        models = restrict(model.layout.views(_first_models(model, method, training.seed)), model.layout, method.shared)
+        first = model.layout.views(_first_models(model, method, training.seed))
+        models = restrict(first, model.layout, method.received)
         kept = method.server.start(ServerSetup(models=models, users=half.users, scales=half.scales, seed=training.seed))
         half.kept = {name: t.to(model.device) for name, t in kept.items()}
         if half.sums is not None:

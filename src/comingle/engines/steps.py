@@ -22,7 +22,7 @@ from comingle.engines.members import Members
 from comingle.engines.optimizers import descend, learning_rate, update
 from comingle.engines.settings import Training
 from comingle.engines.state import GRADIENTS
-from comingle.engines.training import Portions
+from comingle.engines.training import Portions, check_needs
 from comingle.methods.base import Method
 from comingle.methods.client import Phase
 from comingle.models.model import Model
@@ -53,6 +53,9 @@ class Steps:
     """What does not move, of somebody who has joined a federation that is over."""
     blamed: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Optimisers that made a row leave the real numbers, in this round."""
+
+    def __post_init__(self) -> None:
+        check_needs(self.method, self.model.name, self.model.layout)
 
     @cached_property
     def feed(self) -> Feed:
@@ -94,6 +97,8 @@ class Steps:
         losses = torch.zeros(len(cohort.rows))
         numbered = list(enumerate(zip(cohort.part.iterations.tolist(), active.tolist(), strict=True)))
         for phase in phases:
+            if cohort.round_number % phase.turns != phase.turn:
+                continue
             due = [i for i, (n, works) in numbered if works and (n + 1) % phase.every == 0]
             if not due:
                 continue
@@ -111,7 +116,7 @@ class Steps:
         for i in range(phase.steps):
             drawn = self.feed.draw(cohort.owners, phase, number, step, i)
             noise = self._noise(cohort.names, number, phase.purpose, step, i)
-            with self._holding(cohort) as held:
+            with self._holding(cohort, phase) as held:
                 with self.model.randomness(self.training.seed, cohort.names[0], number, step, i):
                     losses, gradients = self.gradient(cohort, drawn, phase, noise)
                 for place in (~losses.isfinite()).nonzero().flatten().tolist():  # before the step spoils all it trains
@@ -124,13 +129,19 @@ class Steps:
         return total / phase.steps
 
     @contextmanager
-    def _holding(self, cohort: Members) -> Iterator[Bool[Tensor, "users columns"] | None]:
+    def _holding(self, cohort: Members, phase: Phase) -> Iterator[Bool[Tensor, "users columns"] | None]:
         """What of each user does not move in a step, which is as it was before it at the end of the block."""
-        if self.held is None or cohort.round_number >= self.held.rounds:
+        joins, beside = self.held, self.model.layout.beside(phase.roles)
+        joins = None if joins is None or cohort.round_number >= joins.rounds else joins
+        if joins is None and beside is None:
             yield None
             return
-        firsts = torch.tensor([row < self.trainers for row in cohort.rows], device=cohort.part.rows.device)
-        held = firsts.unsqueeze(1) & self.held.columns.to(firsts.device)
+        held = torch.zeros_like(cohort.part.rows, dtype=torch.bool)
+        if beside is not None:
+            held |= beside.to(held.device)
+        if joins is not None:
+            firsts = torch.tensor([row < self.trainers for row in cohort.rows], device=held.device)
+            held |= firsts.unsqueeze(1) & joins.columns.to(held.device)
         before = cohort.part.rows[held]
         yield held
         cohort.part.rows[held] = before  # which decay and running statistics would change without any gradient
@@ -171,22 +182,24 @@ class Steps:
                 part.router_steps += 1
             settings = self.training.router if name == "router" else self.training.experts
             count = part.router_steps if name == "router" else part.iterations + 1
-            slots_layout, rate = layout.only(roles), learning_rate(settings, iteration, self.iterations)
+            slots_layout, rate = layout.touching(roles), learning_rate(settings, iteration, self.iterations)
             if (
                 settings.memoryless and cohort.mask is None and held is None
             ):  # a gradient as large as everybody's nets is not copied
                 views = layout.views(part.rows)
                 for slot in slots_layout.slots:
                     descend(settings, rate, views[slot.name], gradients.pop(slot.name))
-                continue
-            span = layout.span(slots_layout)
-            gradient = flatten([gradients.pop(slot.name) for slot in slots_layout.slots])
-            if cohort.mask is not None:
-                gradient *= cohort.mask[:, span]
-            if held is not None:
-                gradient.masked_fill_(held[:, span], 0.0)
-            moments = part.first[:, span], part.second[:, span]
-            update(settings, rate, part.rows[:, span], gradient, *moments, count)
+            else:
+                span = layout.span(slots_layout)
+                gradient = flatten([gradients.pop(slot.name) for slot in slots_layout.slots])
+                if cohort.mask is not None:
+                    gradient *= cohort.mask[:, span]
+                if held is not None:
+                    gradient.masked_fill_(held[:, span], 0.0)
+                moments = part.first[:, span], part.second[:, span]
+                update(settings, rate, part.rows[:, span], gradient, *moments, count)
+            for client_part in self.method.client.parts:
+                client_part.stepped(cohort, {slot.name: cohort.tensors[slot.name] for slot in slots_layout.slots}, rate)
 
     # ---------------------------------------------------------------- gradients
 
@@ -229,7 +242,7 @@ class Steps:
             tensors[CLIENT_ROUTER] = tensors[CLIENT_ROUTER] + noise
         for slot in statistics:  # changed in place, and views of what must not change
             tensors[slot.name] = tensors[slot.name].clone()
-        trained = [slot.name for slot in self.model.layout.only(phase.reached).slots]
+        trained = [slot.name for slot in self.model.layout.touching(phase.reached).slots]
         for name in trained:
             tensors[name] = tensors[name].detach().requires_grad_()
         total, gradients = torch.zeros(len(owners)), Tree()
@@ -268,7 +281,7 @@ class Steps:
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """:meth:`gradient` of users with equal batches at a time: batch norm would see what fills the others."""
         sizes, rows = self.feed.counted(drawn), cohort.part.rows
-        total, trained = torch.zeros(len(rows)), self.model.layout.only(phase.reached).slots
+        total, trained = torch.zeros(len(rows)), self.model.layout.touching(phase.reached).slots
         gradients = {slot.name: rows.new_empty(len(rows), *slot.shape) for slot in trained}
         for size in sizes.unique().tolist():
             at = (sizes == size).nonzero().flatten()

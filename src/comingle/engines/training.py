@@ -12,6 +12,19 @@ from comingle.engines.settings import Training
 from comingle.errors import RecipeError
 from comingle.methods.base import Method
 from comingle.privacy.accounting import sample_size
+from comingle.trees import Layout
+
+
+def check_needs(method: Method, name: str, layout: Layout) -> None:
+    """Whether the model called ``name`` has all that the method is about.
+
+    Raises:
+        RecipeError: it has not.
+    """
+    for role in sorted(method.placement.needs):
+        if not layout.count({role}):
+            raise RecipeError(f"method {method.name}: is about {role}, of which {name} has nothing that is trained")
+
 
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 65536}
 """How many tokens one forward and backward pass takes by default: more does not run faster, it only needs memory."""

@@ -70,7 +70,7 @@ def check_download(
     if bounds is not None and not (len(bounds) == 1 and 0 < float(bounds) <= _LARGEST):
         raise MessageError(f"download: {CLIP_NORM} is {bounds.tolist()}; allowed: a number above 0")
     download = replace(download, tensors=tensors)
-    _check_tensors("download", download.tensors, layout, method.shared, leading=1, rank=int(download.ranks[0]))
+    _check_tensors("download", download.tensors, layout, method.received, leading=1, rank=int(download.ranks[0]))
     _check_models(download, users if method.server.peer_to_peer else (), user)
 
 

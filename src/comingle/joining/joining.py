@@ -140,7 +140,7 @@ def holds(clients: Clients) -> bool:
     method, layout = clients.method, clients.model.layout
     if method.placement.mixture is not None or method.placement.copies > 1:
         return True
-    return bool((layout.mask(method.client.trained) & ~layout.mask(method.shared)).any())
+    return bool((layout.mask(method.client.trained) & ~layout.mask(method.received)).any())
 
 
 def join_run(
@@ -213,7 +213,7 @@ def take(federation: InProcess, run: Run, *, rounds: int) -> None:
     clients.method = server.method = replace(method, server=method.server.settled())
     clients.state.versions[:1] = -1  # has received nothing, not even what everybody starts with
     if holds(clients):
-        clients.steps.held = Held(columns=clients.model.layout.mask(method.shared), rounds=rounds)
+        clients.steps.held = Held(columns=clients.model.layout.mask(method.received), rounds=rounds)
     federation.download([0])
 
 

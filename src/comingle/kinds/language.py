@@ -19,6 +19,7 @@ from comingle.models.mixed import MixedLanguageModel, mix_language_model
 from comingle.models.model import Model
 from comingle.models.pretrained import PreTrainedTokenizerBase
 from comingle.recipes import Recipe
+from comingle.trees import BASE
 
 COMPILE_FROM = 5e12
 """``compile: auto`` compiles from this many training tokens times base parameters on: below, it takes longer than it
@@ -51,6 +52,10 @@ def check_on_language(recipe: Recipe, method: Method) -> None:
     """
     if recipe.base.startswith(NETS):
         raise RecipeError(f"base: got {recipe.base!r} for text; allowed: a language model; {_FOR_NETS}")
+    needs = method.placement.needs
+    if BASE in {role.partition(".")[0] for role in needs}:
+        what = ", ".join(sorted(needs))
+        raise RecipeError(f"method {method.name}: is about {what}, and a language model's base is frozen; {_FOR_NETS}")
     if method.placement.mixture is None:
         return
     if method.placement.mixture.of != "adaptors":
@@ -82,7 +87,8 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens
     compiled = recipe.runtime.compile
     if compiled == "auto":
         compiled = method.trains and tokens * base.model.num_parameters() >= COMPILE_FROM
-    return adapt(base, settings, counts, routed=method.placement.routed, compiled=bool(compiled))
+    routed, residual = method.placement.routed, method.placement.residual
+    return adapt(base, settings, counts, routed=routed, compiled=bool(compiled), residual=residual)
 
 
 def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLanguageModel:

@@ -18,10 +18,12 @@ class Placement:
     """What a user's model is made of, and what of it leaves the user.
 
     ``shared`` names the roles that are sent to the server; every other role that a phase trains is local, the rest is
-    frozen. A role may be narrowed to one factor of its LoRA, as in "attention.a".
+    frozen. A role may be narrowed to one factor of its LoRA, as in "attention.a", or to a part of the model, as in
+    "base.norm". ``received`` are the roles that a download has, where these are not the same.
     """
 
     shared: frozenset[str] = field(default_factory=frozenset)
+    received: frozenset[str] | None = None
     generalists: int = 1
     specialists: int | tuple[int, ...] = 0
     """Experts of a user's own in each MLP: one number for all users, or one for each."""
@@ -33,8 +35,13 @@ class Placement:
     """Makes a user's model a mixture of components."""
     copies: int = 1
     """Sets of tensors trained side by side on the same text: the first is exchanged, the last is the user's model."""
+    residual: int | None = None
+    """On a language model: the rank of a frozen change of each adapted weight, which a server makes (role "residual");
+    0 is as high as any change can have."""
     pooled: bool = False
     """A single model is trained on everybody's text: an upper bound that no federation may use."""
+    needs: frozenset[str] = field(default_factory=frozenset)
+    """Roles that a model must have some tensors of, or the method would be another one."""
 
     def specialists_of(self, users: int) -> tuple[int, ...]:
         """Number of specialists of each of ``users`` users.
@@ -65,6 +72,11 @@ class Method:
     def shared(self) -> frozenset[str]:
         """The roles that leave their user."""
         return self.placement.shared
+
+    @property
+    def received(self) -> frozenset[str]:
+        """The roles that a user takes from a download."""
+        return self.shared if self.placement.received is None else self.placement.received
 
     @property
     def trains(self) -> bool:

@@ -1,132 +1,24 @@
 """Clients: what a user does between two messages. Phases say what it trains; parts are whatever it does besides.
 
-Engines hand a part the :class:`Cohort` that it is about: users worked on in one batch, none of whom knows of another.
+Engines hand a part the :class:`~comingle.methods.cohort.Cohort` that it is about.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.adapters.inject import ATTENTION, EXPERT_ROLES, GENERALIST, ROUTER
+from comingle.methods.cohort import ROUTERS, Cohort, Phase, Stream
 from comingle.methods.server import Reported
 from comingle.trees import BASE, STATISTICS, Tree
 
-Stream = Literal["train", "valid"]
-
-ROUTERS = frozenset({ROUTER})
-
 MODEL = frozenset({ATTENTION, GENERALIST, BASE, STATISTICS})
 """All of a model that travels: LoRA beside a frozen base, or a net with its running statistics."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Phase:
-    """Which tensors a user updates on which text, how often.
-
-    After every ``every``-th of a user's own local iterations the phase takes ``steps`` optimiser steps on the roles it
-    names, each on a fresh random batch of ``stream``. ``optimizer`` names whose settings and step count it uses;
-    "both" descends on all roles together, the routers with the router's settings, everything else with the experts'.
-    ``label`` names a random stream of its own for the batches. Of the roles that it ``leaves`` to other phases it
-    computes gradients too, which are added up until a phase trains these roles and takes them with its own.
-    """
-
-    roles: frozenset[str]
-    stream: Stream = "train"
-    every: int = 1
-    steps: int = 1
-    optimizer: Literal["experts", "router", "both"] = "experts"
-    label: str = ""
-    leaves: frozenset[str] = frozenset()
-
-    @property
-    def reached(self) -> frozenset[str]:
-        """Every role of which it computes a gradient."""
-        return self.roles | self.leaves
-
-    @property
-    def purpose(self) -> str:
-        """Whose random stream draws the batches: methods that train the same at one seed see the same."""
-        if self.label:
-            return self.label
-        return "router" if self.optimizer == "router" else "experts"
-
-    @property
-    def optimizers(self) -> tuple[tuple[Literal["experts", "router"], frozenset[str]], ...]:
-        """Which optimiser updates which roles."""
-        if self.optimizer != "both":
-            return ((self.optimizer, self.roles),)
-        routers = self.roles & ROUTERS
-        return (("experts", self.roles - routers), ("router", routers))
-
-
-class Cohort(ABC):
-    """Users that are worked on together, as a part sees them. Tensors have the users on their leading dimension."""
-
-    names: list[str]
-    """The users' names."""
-
-    @property
-    @abstractmethod
-    def tensors(self) -> Tree:
-        """Everything that the users train, shared and local, to be changed in place."""
-
-    @property
-    @abstractmethod
-    def began(self) -> Tree:
-        """The same as it was when the round began; only for parts that say that they look back."""
-
-    @property
-    @abstractmethod
-    def kept(self) -> Tree:
-        """What parts keep of each user between rounds, to be changed in place."""
-
-    @property
-    @abstractmethod
-    def ranks(self) -> Int[Tensor, " users"]:
-        """LoRA ranks, to be changed in place."""
-
-    @property
-    @abstractmethod
-    def router_rate(self) -> float:
-        """The router's learning rate in this round."""
-
-    @abstractmethod
-    def reset(self, roles: frozenset[str]) -> None:
-        """Make the tensors of some roles what they were before any training."""
-
-    @abstractmethod
-    def take_steps(self, phase: Phase) -> None:
-        """The optimiser steps of a phase."""
-
-    @abstractmethod
-    def component_losses(self) -> Float[Tensor, "users clusters"]:
-        """Mean training loss in nats under each component."""
-
-    @abstractmethod
-    def divide_samples(self) -> None:
-        """Have each training sample mixed by shares of its own for the rest of the round, a user's by their mean."""
-
-    @abstractmethod
-    def training_losses(self, models: Tree) -> Float[Tensor, "users models"]:
-        """Mean training loss in nats under each of its ``models (users, models, *shape)``; 0 for users without data."""
-
-    @abstractmethod
-    def validation_losses(self, models: Tree) -> Float[Tensor, "users models"]:
-        """Mean validation loss in nats under each of its ``models (users, models, *shape)``."""
-
-    @abstractmethod
-    def copies(self) -> Float[Tensor, "copies users columns"]:
-        """Every set of tensors that the users train."""
-
-    @abstractmethod
-    def validate(self, candidate: Float[Tensor, " columns"], user: int) -> float:
-        """Mean validation loss in nats of one user (by place) with these tensors as its model."""
 
 
 class Part:
@@ -142,11 +34,17 @@ class Part:
     """Whether it changes ranks."""
     looks_back: ClassVar[bool] = False
     """Whether it asks for what a user had when the round began."""
+    looks_across: ClassVar[bool] = False
+    """Whether it asks, of any copy, for what the first one was when the round began."""
     sweeps: ClassVar[bool] = False
     """Whether it asks, once a round, what each of several models or components loses on all training data."""
 
     def start(self, names: Sequence[str], seed: int) -> Tree:
         """What each user keeps for this part between rounds ``(users, ...)``, in :attr:`Cohort.kept`; never sent."""
+        return {}
+
+    def start_like(self, tensors: Tree) -> Tree:
+        """The same, of the size of what users share: ``tensors (users, *shape)`` are theirs before any training."""
         return {}
 
     def receive(self, cohort: Cohort, models: Tree, senders: Sequence[str]) -> Tree | None:
@@ -174,6 +72,9 @@ class Part:
 
     def correct(self, cohort: Cohort, gradients: Tree) -> None:
         """Change gradients in place, behind the passes."""
+
+    def stepped(self, cohort: Cohort, trained: Tree, rate: float) -> None:
+        """After an optimiser's step of this learning rate on ``trained``, views of the users' tensors."""
 
     def end(self, cohort: Cohort) -> None:
         """After the local steps of a round."""
@@ -253,6 +154,11 @@ class Client:
     def ends_exchanged(self) -> bool:
         """Whether models count as they are behind the exchange, whatever the run's setting."""
         return self.finetunes or any(part.finishes for part in self.parts)
+
+    @property
+    def looks_across(self) -> bool:
+        """Whether what the first copies were when the round began is asked for by the others."""
+        return any(part.looks_across for part in self.parts)
 
     @property
     def looks_back(self) -> bool:

@@ -86,6 +86,8 @@ class Server:
     """Whether everybody who took part downloads the others' uploads, at once."""
     by_user: ClassVar[frozenset[str]] = frozenset()
     """What of it has the users on its leading dimension."""
+    one_rank: ClassVar[bool] = False
+    """Whether all users' LoRA must have one rank."""
     first_download: ClassVar[bool] = False
     """Whether users download something before the first round."""
 

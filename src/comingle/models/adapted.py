@@ -142,18 +142,20 @@ def adapt(
     routed: bool,
     compiled: bool,
     native_code: bool | None = None,
+    residual: int | None = None,
 ) -> AdaptedModel:
     """Inject adapters into a copy of ``base`` that shares all its weights; ``base`` itself stays as it is.
 
     ``compiled`` switches torch.compile on, ``native_code`` the compiled mixture (:mod:`comingle.adapters.native`, CPUs
-    only, built once for each machine); None: with ``compiled``. Both switches hold for the whole process.
+    only, built once for each machine); None: with ``compiled``. Both switches hold for the whole process. ``residual``
+    is as in :func:`~comingle.adapters.inject.inject`.
 
     Raises:
         BaseModelError: the family or its head is not one that comingle can adapt.
     """
     head = lm_head(base)
     network = share_weights(base.model)
-    adapters = inject(network, settings, counts, routed=routed)
+    adapters = inject(network, settings, counts, routed=routed, residual=residual)
     kernels.fusing(compiled)
     native.disable()
     if (compiled if native_code is None else native_code) and native.fits(base.device, base.dtype):

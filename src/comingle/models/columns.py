@@ -43,9 +43,22 @@ def _tensors(net: nn.Module) -> dict[str, tuple[Tensor, str]]:
 
 
 def _plain(net: nn.Module) -> list[Slot]:
-    by_name = _tensors(net).items()
-    slots = [Slot(name=name, shape=tuple(t.shape), roles=(role,), init=_given(t)) for name, (t, role) in by_name]
+    by_name, part = _tensors(net).items(), _parts(net)
+    slots = [
+        Slot(name=name, shape=tuple(t.shape), roles=(role,), init=_given(t), part=part[name.rpartition(".")[0]])
+        for name, (t, role) in by_name
+    ]
     return [place(slot) for slot in slots] if isinstance(net, GatedPair) else slots
+
+
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
+
+
+def _parts(net: nn.Module) -> dict[str, str]:
+    """Of each module of a net whether it is a "norm", the "head" (the last that has parameters), or "body"."""
+    last = [name.rpartition(".")[0] for name, _ in net.named_parameters()][-1:]
+    modules = net.named_modules()
+    return {n: "norm" if isinstance(m, _NORMS) else "head" if n in last else "body" for n, m in modules}
 
 
 def _models(nets: Sequence[nn.Module]) -> list[Slot]:

@@ -103,6 +103,8 @@ def _uncovered(method: Method) -> str:
         return f"its users report {', '.join(reported)} with each upload, which clipping and noise do not cover"
     if method.server.peer_to_peer or any(type(part).receive is not Part.receive for part in parts):
         return "its users make a model of what they download with data of their own, against which no change is bounded"
+    if method.shared - method.received:
+        return "its users go on from what they have, not from what they download, and so no change of it is bounded"
     if any(part.resizes for part in parts):
         return "ranks change with users' data and are seen by all; allowed: prune: false"
     return ""

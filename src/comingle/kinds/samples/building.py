@@ -114,9 +114,9 @@ def check_on_nets(method: Method) -> None:
         return
     if method.trains and not method.client.trained & NET_ROLES:
         raise RecipeError(f"method {method.name}: trains nothing of a net; it is for language models")
-    if method.shared and not method.shared & NET_ROLES:
+    if method.shared and not {role.partition(".")[0] for role in method.shared} & NET_ROLES:
         raise RecipeError(f"method {method.name}: shares nothing of a net; it is for language models")
-    if method.placement.copies > 1 or any(part.language_only for part in method.client.parts):
+    if any(part.language_only for part in method.client.parts):
         raise RecipeError(
             f"method {method.name}: needs a language model; users with samples have nets that are trained whole"
         )

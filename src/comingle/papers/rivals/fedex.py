@@ -1,0 +1,64 @@
+"""FedEx-LoRA: the mean of the factors, and in the weights what makes it the mean of the products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from comingle.adapters.inject import ATTENTION, GENERALIST
+from comingle.adapters.residual import IN, OUT, RESIDUAL, factored
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import Client, Phase
+from comingle.methods.server import MODEL, Mean, Received
+from comingle.methods.settings import CountOrNone
+from comingle.trees import Tree, lora_pairs
+
+LORA = frozenset({ATTENTION, GENERALIST})
+
+
+def fedex_lora(*, residual_rank: CountOrNone = 0) -> Method:
+    """FedEx-LoRA: A and B are averaged, and what that misses, ``mean(B_i A_i) - mean(B) mean(A)``, goes into weights.
+
+    Source: Singhal et al. 2024, "FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of Foundation
+    Models", arXiv:2410.09432, section 3: W = W_0 + the sum of all rounds' residuals.
+    Shared: attention, 2 averaged LoRA experts per MLP.  Local: nothing.  Frozen: the base, and each weight's residual,
+    which comes from the server.
+    Client: joint steps on training text.  Server: means of A and of B; the sum of all residuals.
+    Differs from the paper: the residual stands beside the base, as two factors, instead of being added to it; a
+    download has the sum of all rounds' residuals, as users may have been absent, the paper's that of one round.  With
+    ``residual_rank`` it is the best approximation of that rank, once a round; 0 is exact.  Users have one rank.
+    """
+    return Method(
+        name="fedex-lora",
+        placement=Placement(generalists=2, shared=LORA, received=LORA | {RESIDUAL}, residual=residual_rank),
+        client=Client(phases=(Phase(roles=LORA),)),
+        server=ExactMean(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactMean(Mean):
+    """The mean of A and of B, and the residual of the weights."""
+
+    kind = "stack"
+    clipped_mean = False
+    knows_starts = False
+    one_rank = True
+
+    def aggregate(self, kept: Tree, received: Received) -> None:
+        """``R + s sum_i p_i B_i A_i - s mean(B) mean(A)`` in place of R, then both means."""
+        super().aggregate(kept, received)
+        for name, a, b in lora_pairs(received.tensors):
+            mean_a, mean_b = kept[f"{MODEL}{name}.a"], kept[f"{MODEL}{name}.b"]
+            weights = received.weights * received.scales
+            parts = [(t, b[i] * float(weights[i])) for i, t in enumerate(a)]
+            add_to(kept, name, [*parts, (mean_a, -float(received.scales[0]) * mean_b)])
+
+
+def add_to(kept: Tree, name: str, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Add products ``A^T B`` of some (A, B) to a weight's residual."""
+    ends = kept[f"{MODEL}{name}.{IN}"], kept[f"{MODEL}{name}.{OUT}"]
+    change = sum((a.mT @ b for a, b in parts), ends[0].mT @ ends[1])
+    for end, t in zip(ends, factored(change, ends[0].shape[-2]), strict=True):
+        end.copy_(t)

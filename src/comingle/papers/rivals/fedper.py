@@ -1,0 +1,32 @@
+"""FedPer: the last layer is everybody's own."""
+
+from __future__ import annotations
+
+from comingle.adapters.inject import ATTENTION, GENERALIST
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import Client, joint
+from comingle.methods.server import Mean
+from comingle.trees import BASE, STATISTICS
+
+BODY = frozenset({ATTENTION, f"{GENERALIST}.body", f"{BASE}.body", f"{BASE}.norm", STATISTICS})
+"""All but a net's last layer; of a language model all LoRA but that of the last MLP."""
+
+
+def fedper() -> Method:
+    """FedPer: base layers are shared, the last layer is personal.
+
+    Source: Arivazhagan et al. 2019, "Federated Learning with Personalization Layers", arXiv:1912.00818, Algorithms 1
+    and 2, with one personalization layer.
+    Shared: a net but its last layer, with its statistics; on a language model attention and 2 averaged LoRA experts per
+    MLP, but not those of the last MLP.  Local: a net's last layer; 2 experts of a language model's last MLP.
+    Frozen: a language model's base.
+    Client: joint steps on training data, on all layers together.  Server: mean over users of what is shared.
+    Differs from the paper: on language models, of which it says nothing, what is personal is the LoRA of the last MLP,
+    the last module of the blocks, as the head beyond is frozen.
+    """
+    return Method(
+        name="fedper",
+        placement=Placement(generalists=2, shared=BODY),
+        client=Client(phases=joint(routed=False)),
+        server=Mean(),
+    )

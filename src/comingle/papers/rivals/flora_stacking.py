@@ -1,0 +1,70 @@
+"""FLoRA by stacking: everybody's LoRA side by side go into the weights, and everybody starts anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from comingle.adapters.inject import ATTENTION, GENERALIST
+from comingle.adapters.residual import RESIDUAL
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import Client, Cohort, Part, Phase
+from comingle.methods.server import Mean, Received
+from comingle.methods.settings import CountOrNone
+from comingle.papers.rivals.fedex import add_to
+from comingle.trees import Tree, lora_pairs
+
+LORA = frozenset({ATTENTION, GENERALIST})
+
+
+def flora_stacking(*, residual_rank: CountOrNone = 0) -> Method:
+    """FLoRA: the stack of everybody's LoRA, ``sum_i p_i B_i A_i`` without error, goes into the weights each round.
+
+    Source: Wang et al. 2024, "FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank
+    Adaptations", arXiv:2409.05976, Algorithm 1.  Ranks are ``adapters.rank``: each user's own, if it is a list.
+    Shared: attention, 2 averaged LoRA experts per MLP, for the stack.  Local: nothing.  Frozen: the base, and what all
+    stacks have added to each weight, which comes from the server.
+    Client: takes the weights, starts its LoRA anew, joint steps on training text.
+    Server: adds ``sum_i p_i s_i B_i A_i``.
+    Differs from the paper: what is added stands beside the base, as two factors; a download has the sum of all rounds'
+    stacks, as users may have been absent, the paper's the last stack.  With ``residual_rank`` it
+    is the best approximation of that rank, once a round; 0 is exact.  A starts anew at the values that it began with;
+    optimisers forget their moments then, not how many steps they have taken.
+    """
+    return Method(
+        name="flora-stacking",
+        placement=Placement(generalists=2, shared=LORA, received=frozenset({RESIDUAL}), residual=residual_rank),
+        client=Client(phases=(Phase(roles=LORA),), parts=(Anew(),)),
+        server=Stack(),
+    )
+
+
+class Anew(Part):
+    """LoRA start anew with each download."""
+
+    @property
+    def resets(self) -> bool:
+        """What they were before any training."""
+        return True
+
+    def received(self, cohort: Cohort) -> None:
+        """What was trained is in the weights now."""
+        cohort.reset(LORA)
+
+    def begin(self, cohort: Cohort) -> None:
+        """Nothing that is remembered is about these."""
+        cohort.forget(LORA)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack(Mean):
+    """What all stacks have added to each weight."""
+
+    kind = "stack"
+    clipped_mean = False
+    knows_starts = False
+
+    def aggregate(self, kept: Tree, received: Received) -> None:
+        """One more stack."""
+        weights = (received.weights * received.scales).tolist()
+        for name, a, b in lora_pairs(received.tensors):
+            add_to(kept, name, [(t, b[i] * weights[i]) for i, t in enumerate(a)])

@@ -1,0 +1,229 @@
+"""FedALT, FedEx-LoRA, FLoRA and RoLoRA against loops from their papers, user by user, every ``W + s B A`` whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from by_hand import Own, played, rows_of, same
+from torch import Tensor
+
+from comingle.errors import RecipeError
+from comingle.models.changes import changes_of_adapted
+from comingle.transports.inprocess import InProcess
+from federations import local_round as train
+from naive import Reference, Rules, honest_double
+
+RATE = 0.5
+USERS = [0, 1, 2]
+ROUNDS = [USERS, [0, 2], USERS]
+SGD = {"name": "sgd", "learning_rate": RATE, "schedule": "constant", "weight_decay": 0}
+CHANGES = {"training.experts": SGD, "training.router": SGD, "training.rounds": 3, "training.local_steps": 2}
+
+
+@pytest.fixture
+def tiny(federate: Any) -> Callable[..., InProcess]:
+    def make(method: Any, **changes: Any) -> InProcess:
+        return federate(method, base="random:llama?layers=1&dim=32", changes={**CHANGES, **changes})
+
+    return make
+
+
+def local_round(
+    federation: Any, start: Own, user: int, number: int, moves: Any, mix: str = "output", added: Own | None = None
+) -> Own:
+    """Plain descent from ``start`` by what ``moves`` makes of gradients; ``added`` are changes of weights, whole."""
+    clients, own = federation.clients, {name: t.clone() for name, t in start.items()}
+    rules = Rules(scale=clients.model.adapters.scale, mix=mix)
+    for step in range(clients.training.local_steps):
+        windows = clients.feed.draw([user], clients.phases[0], number, step, 0)[0].long()
+        leaves = {name: t.clone().requires_grad_() for name, t in own.items()}
+        whole = leaves | {n: t for stem in added or {} for n, t in changed(leaves, stem, added, rules.scale).items()}
+        loss = Reference(clients.model.base.model, "llama", whole, rules).losses(windows)[0].mean()
+        gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+        for name, gradient in zip(leaves, gradients, strict=True):
+            own[name] = own[name] - RATE * moves(name, gradient)
+    return own
+
+
+def changed(leaves: Own, stem: str, added: Any, scale: float) -> Own:
+    """A's and B's of a weight with ``s B A`` and a change of its own: with A' = (A, 1) and B' = (B, change / s)."""
+    a, b, change = leaves[f"{stem}.a"], leaves[f"{stem}.b"], added[stem]
+    one = torch.eye(a.shape[-1], dtype=a.dtype).expand(*a.shape[:-2], -1, -1)
+    return {f"{stem}.a": torch.cat([a, one], -2), f"{stem}.b": torch.cat([b, change.mT / scale], -2)}
+
+
+def mean(trees: list[Own]) -> Own:
+    return {name: torch.stack([tree[name] for tree in trees]).mean(0) for name in trees[0]}
+
+
+def test_rolora_trains_and_averages_one_factor_a_round(tiny: Any) -> None:
+    """B in the first round and in the third, A in the second; weights' mean change is the change of mean weights."""
+    federation = tiny("rolora")
+    model = rows_of(federation)[0]
+    with honest_double():
+        for number, members in enumerate(ROUNDS):
+            trained = ".b" if number % 2 == 0 else ".a"
+            only = lambda name, g, trained=trained: g * name.endswith(trained)  # noqa: E731
+            uploads = [local_round(federation, model, user, number, only) for user in members]
+            exact = {n: torch.stack([product(own, n) for own in uploads]).mean(0) for n in stems(model)}
+            model = mean(uploads)
+            for stem, change in exact.items():
+                torch.testing.assert_close(product(model, stem), change, rtol=1e-9, atol=1e-12)
+        found = played(federation, ROUNDS)
+    assert any(bool(t.any()) for name, t in model.items() if name.endswith(".b"))
+    same(found, [model] * 3)
+
+
+def stems(tree: Own) -> list[str]:
+    return [name.removesuffix(".a") for name in tree if name.endswith(".a")]
+
+
+def product(tree: Own, stem: str) -> Tensor:
+    """``B A`` of each expert."""
+    return torch.einsum("...ro,...ri->...oi", tree[f"{stem}.b"], tree[f"{stem}.a"])
+
+
+@pytest.mark.parametrize("mix", ["output", "linear"])
+def test_fedalt_is_its_algorithm(tiny: Any, mix: str) -> None:
+    """Individual LoRA go on from themselves; a mean of all others' stands frozen beside each."""
+    federation = tiny("fedalt", **{"adapters.mix": mix})
+    owns = rows_of(federation)
+    sent: dict[int, Own] = {}
+
+    def individual(name: str, gradient: Tensor) -> Tensor:
+        """All of attention and of routers; of experts the second, as the first is the rest of the world."""
+        if ".mlp." not in name or name.endswith(".router"):
+            return gradient
+        return torch.stack([torch.zeros_like(gradient[0]), gradient[1]])
+
+    with honest_double():
+        for number, members in enumerate(ROUNDS):
+            for user in members:
+                owns[user] = local_round(federation, owns[user], user, number, individual, mix)
+            sent |= {user: owns[user] for user in members}
+            for user in USERS:
+                rest = mean([own for other, own in sent.items() if other != user])
+                for name, t in owns[user].items():
+                    if ".mlp." in name and not name.endswith(".router"):
+                        owns[user] = owns[user] | {name: torch.stack([rest[name][1], t[1]])}
+        found = played(federation, ROUNDS)
+    same(found, owns)
+    assert not torch.allclose(owns[0]["layers.0.mlp.up.b"][0], owns[1]["layers.0.mlp.up.b"][0])
+
+
+def test_what_fedalt_trains_does_not_decay_what_it_does_not(tiny: Any) -> None:
+    """The frozen half of a tensor stands still under AdamW with weight decay, and has no moments."""
+    adamw = {"name": "adamw", "learning_rate": 0.01, "weight_decay": 0.5}
+    federation = tiny("fedalt", **{"training.experts": adamw})
+    before = rows_of(federation)
+    clients = federation.clients
+    train(federation, USERS, 0)
+    layout = clients.model.layout
+    row_of_world = layout.mask({"generalist"})
+    assert row_of_world.any()
+    for own, started in zip(rows_of(federation), before, strict=True):
+        assert torch.equal(own["layers.0.mlp.up.a"][0], started["layers.0.mlp.up.a"][0])
+        assert not torch.equal(own["layers.0.mlp.up.a"][1], started["layers.0.mlp.up.a"][1])
+    assert not clients.state.first[:, row_of_world].any()
+    assert clients.state.first[:, layout.mask({"specialist"})].any()
+
+
+def lora(tree: Own) -> Own:
+    return {name: t for name, t in tree.items() if name.endswith((".a", ".b"))}
+
+
+def check_added(federation: InProcess, added: Own) -> None:
+    """What everybody has received beside the base."""
+    for own in rows_of(federation):
+        for stem, change in added.items():
+            found = torch.einsum("...ro,...ri->...oi", own[f"{stem}.residual_out"], own[f"{stem}.residual_in"])
+            torch.testing.assert_close(found, change, rtol=1e-8, atol=1e-10, msg=stem)
+
+
+def everything(name: str, gradient: Tensor) -> Tensor:
+    return gradient
+
+
+def test_fedex_puts_the_error_of_mean_factors_into_the_weights(tiny: Any) -> None:
+    """Equation by equation, with whole weights."""
+    federation = tiny("fedex-lora")
+    model, scale = lora(rows_of(federation)[0]), federation.clients.model.adapters.scale
+    added = {stem: torch.zeros_like(product(model, stem)) for stem in stems(model)}
+    with honest_double():
+        for number, members in enumerate(ROUNDS):
+            uploads = [local_round(federation, model, user, number, everything, added=added) for user in members]
+            model = mean(uploads)
+            for stem, change in added.items():
+                exact = torch.stack([product(own, stem) for own in uploads]).mean(0)
+                added[stem] = change + scale * (exact - product(model, stem))
+        found = played(federation, ROUNDS)
+    assert max(float(change.abs().max()) for change in added.values()) > 1e-6
+    same([lora(own) for own in found], [model] * 3)
+    check_added(federation, added)
+
+
+def test_flora_adds_everybodys_products_and_starts_anew(tiny: Any) -> None:
+    """With ranks of their own: exact for each, as no factor is averaged."""
+    federation = tiny("flora-stacking", **{"adapters.rank": [2, 1, 2]})
+    scales = federation.clients.model.adapters.scales.tolist()
+    owns = rows_of(federation)
+    started = [lora(own) for own in owns]
+    added = {stem: torch.zeros_like(product(owns[0], stem)) for stem in stems(started[0])}
+    with honest_double():
+        for number, members in enumerate(ROUNDS):
+            uploads = {u: tuned(federation, started[u], u, number, added, scales[u]) for u in members}
+            for stem, change in added.items():
+                products = [scales[u] * product(own, stem) for u, own in uploads.items()]
+                added[stem] = change + torch.stack(products).mean(0)
+        found = played(federation, ROUNDS)
+    same([lora(own) for own in found], started)
+    assert max(float(change.abs().max()) for change in added.values()) > 1e-3
+    check_added(federation, added)
+
+
+def tuned(federation: Any, start: Own, user: int, number: int, added: Own, scale: float) -> Own:
+    """:func:`local_round` of a user with a scale and a rank of its own: what is beyond the rank stays zero."""
+    rank = int(federation.clients.state.ranks[user])
+    clients, own = federation.clients, {name: t[..., :rank, :].clone() for name, t in start.items()}
+    for step in range(clients.training.local_steps):
+        windows = clients.feed.draw([user], clients.phases[0], number, step, 0)[0].long()
+        leaves = {name: t.clone().requires_grad_() for name, t in own.items()}
+        whole = {n: t for stem in added for n, t in changed(leaves, stem, added, scale).items()}
+        losses = Reference(clients.model.base.model, "llama", whole, Rules(scale=scale)).losses(windows)[0]
+        gradients = torch.autograd.grad(losses.mean(), list(leaves.values()))
+        own = {name: own[name] - RATE * g for name, g in zip(leaves, gradients, strict=True)}
+    return own
+
+
+def test_a_residual_of_a_small_rank_is_the_best_of_that_rank(tiny: Any) -> None:
+    """After one round it is the truncated singular value decomposition of the exact one."""
+    whole, cut = (tiny({"name": "flora-stacking", "residual_rank": rank}) for rank in (0, 3))
+    for federation in (whole, cut):
+        played(federation, [USERS])
+    own = rows_of(whole)[0]
+    stem = "layers.0.self_attn.q_proj"
+    exact = own[f"{stem}.residual_out"].mT @ own[f"{stem}.residual_in"]
+    left, values, right = torch.linalg.svd(exact)
+    assert values[3] > 1e-6 * values[0]
+    check_added(cut, {stem: left[:, :3] @ torch.diag(values[:3]) @ right[:3]})
+
+
+@pytest.mark.parametrize("name", ["fedex-lora", "flora-stacking"])
+def test_what_a_user_takes_home_has_the_residual_in_its_weights(tiny: Any, name: str) -> None:
+    """Averaged and merged into a plain model, that model has the change of the weights that was added."""
+    federation: Any = tiny(name)
+    played(federation, [USERS])
+    model, own = federation.clients.model, rows_of(federation)[1]
+    change = next(c for c in changes_of_adapted(model, {n: t.unsqueeze(0) for n, t in own.items()}, 1) if not c.key)
+    stem = "layers.0.self_attn.q_proj"
+    residual = own[f"{stem}.residual_out"].mT @ own[f"{stem}.residual_in"]
+    torch.testing.assert_close(change.summed(), model.adapters.scale * product(own, stem) + residual)
+    assert residual.abs().max() > 1e-7
+
+
+def test_fedex_needs_one_rank(tiny: Any) -> None:
+    with pytest.raises(RecipeError, match=r"fedex-lora: adapters\.rank differs between users"):
+        tiny("fedex-lora", **{"adapters.rank": [1, 2, 2]})
