@@ -1,7 +1,6 @@
 """The client half: users' rows, data and optimiser state, and all that users do with them. Nothing of the server's.
 
-Users are a batch dimension over one frozen base; nothing couples them. A single user on a machine of its own is the
-same with one row.
+Users are a batch dimension over one frozen base; nothing couples them. A user on a machine of its own is one row.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from comingle.engines.cohort import Cohort
 from comingle.engines.feeds import Feed
+from comingle.engines.noised import noised_steps
 from comingle.engines.private import shield_of
 from comingle.engines.scoring import AnyScore, Models, Scorer
 from comingle.engines.settings import Training
@@ -75,6 +75,7 @@ class Clients:
         self.scorer = Scorer(steps=self.steps)
         self.shares = bool(model.layout.mask(method.shared).any())
         self.shield = shield_of(training) if self.shares else None
+        self.steps.noised = noised_steps(model, method, training) if self.shares else None
         self.state = self._initial()
         self.initial = self.state.rows.clone() if method.client.resets else self.state.rows[:0]
         self.resized()
@@ -232,7 +233,10 @@ class Clients:
         """
         cohort = self.cohort(list(members), round_number, state=self.state.without_moments())
         tensors = restrict(self.model.layout.views(self.state.rows), self.model.layout, self.method.shared)
-        copies, reports = {name: t[list(members)] for name, t in tensors.items()}, losses
+        copies, reports = (
+            {n: t[list(members)] for n, t in tensors.items()},
+            losses if self.training.privacy is None else {},
+        )
         if self.shield is not None:
             amounts = [len(self.trainers[owner].train) for owner in cohort.owners]
             copies, reports = self.shield.protect(copies, cohort, amounts, round_number)
@@ -246,7 +250,7 @@ class Clients:
 
     def _reports(self, cohort: Cohort, members: Sequence[int]) -> Tree:
         counts = {COUNT: torch.tensor([len(self.trainers[member].train) for member in members])}
-        reports = counts if self.training.weighting != "uniform" and self.shield is None else {}
+        reports = counts if self.training.weighting != "uniform" and self.training.privacy is None else {}
         for part in self.method.client.parts:
             reports = reports | part.report(cohort)
         return reports

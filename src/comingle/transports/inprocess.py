@@ -14,6 +14,7 @@ from comingle.engines.private import terms_of
 from comingle.engines.server import ServerHalf
 from comingle.engines.starting import start_server
 from comingle.errors import NoSumError
+from comingle.privacy.ledger import Ledger
 from comingle.privacy.secure.messages import VECTOR, as_words, keys_bytes, received_bytes, sent_bytes
 from comingle.privacy.secure.rehearsal import Rehearsal
 from comingle.privacy.summing import Sums
@@ -126,6 +127,8 @@ def federate(clients: Clients) -> InProcess:
     """
     names = [trainer.name for trainer in clients.trainers]
     server = start_server(clients.model, clients.method, names, clients.training)
+    if isinstance(server.guard, Ledger) and (noised := clients.steps.noised) is not None:
+        server.guard.works = lambda: noised.works(clients.feed)
     return InProcess(clients=clients, server=server)
 
 
