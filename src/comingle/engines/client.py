@@ -141,8 +141,7 @@ class Clients:
 
     def resized(self) -> None:
         """Take note of the users' ranks, which are part of the state."""
-        ranks = self.state.ranks.cpu().view(self.method.placement.copies, len(self.trainers))
-        masks = [self.model.mask(r) for r in ranks]
+        masks = [self.model.mask(r) for r in self.state.ranks.cpu().view(-1, len(self.trainers))]
         self.mask: Bool[Tensor, "rows columns"] = torch.cat(masks) if len(masks) > 1 else masks[0]
         self.padded = not bool(self.mask.all())
         if self.padded:
@@ -233,10 +232,8 @@ class Clients:
         """
         cohort = self.cohort(list(members), round_number, state=self.state.without_moments())
         tensors = restrict(self.model.layout.views(self.state.rows), self.model.layout, self.method.shared)
-        copies, reports = (
-            {n: t[list(members)] for n, t in tensors.items()},
-            losses if self.training.privacy is None else {},
-        )
+        copies = {name: t[list(members)] for name, t in tensors.items()}
+        reports = losses if self.training.privacy is None else {}
         if self.shield is not None:
             amounts = [len(self.trainers[owner].train) for owner in cohort.owners]
             copies, reports = self.shield.protect(copies, cohort, amounts, round_number)
@@ -278,8 +275,7 @@ class Clients:
         """After how many rounds users have had the models with which the run ends."""
         if self.state.best:
             return int(self.state.best["round"])
-        whole = self.training.rounds if self.method.trains else 0
-        return whole if self.stopped_after is None else self.stopped_after
+        return self.training.rounds * self.method.trains if self.stopped_after is None else self.stopped_after
 
     def choose(self) -> None:
         """End with the models of the best round, where that is asked for."""
