@@ -79,6 +79,12 @@ class Adapters:
         at = list(users)
         return replace(self, present=self.present[at], ranks=self.ranks[at], scales=self.scales[at])
 
+    def without(self, roles: frozenset[str]) -> Adapters:
+        """Of fewer experts, for tensors that :func:`comingle.trees.restrict` has cut to the other roles."""
+        experts = next(slot.roles for slot in self.layout.slots if slot.roles != (ATTENTION,))
+        keep = [i for i, role in enumerate(experts) if role not in roles]
+        return replace(self, present=self.present[:, keep])
+
     def bind(self, tensors: Tree, users: Sequence[int]) -> None:
         """Hand ``tensors`` (leading dimension ``len(users)``) to the modules for the next forward passes."""
         if bool((self.scales != self.scale).any()):

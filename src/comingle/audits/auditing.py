@@ -95,6 +95,9 @@ def check_audited(run: Run) -> None:
     check_watchable(where, run.federation.clients.method)
     if run.recipe.data.kind not in KINDS:
         raise RunError(f"{where}: users have {run.recipe.data.label}; audited are runs of text or samples")
+    if run.recipe.privacy is not None and run.recipe.privacy.mechanism == "example":
+        told = "its account is of single examples, and a canary here is a quarter of a user's text"
+        raise RunError(f"{where}: {told} (privacy.mechanism: example); audit a run with central or local, or without")
     if run.recipe.privacy is not None and run.recipe.privacy.secure_aggregation is not None:
         told = "its server sees sums alone, which no attack here looks at; what users see is as without"
         raise RunError(f"{where}: {told} privacy.secure_aggregation: audit such a run")

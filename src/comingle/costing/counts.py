@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from comingle.adapters.inject import ATTENTION, GENERALIST, ROUTER, SPECIALIST
 from comingle.adapters.lora import base_weight
-from comingle.costing.flops import Block, Flops, Linear, backward, forward
 from comingle.adapters.residual import IN, OUT
+from comingle.costing.flops import Block, Flops, Linear, backward, forward
 from comingle.costing.messages import mean_bytes, message_bytes
 from comingle.costing.records import UserCost
 from comingle.engines.client import Clients

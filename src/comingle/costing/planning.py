@@ -23,7 +23,7 @@ from comingle.costing.summaries import check_count, summarise, with_method, with
 from comingle.data.pack import UserData
 from comingle.engines.client import Clients, batch_size
 from comingle.engines.training import portions
-from comingle.errors import DataError
+from comingle.errors import DataError, RecipeError
 from comingle.kinds.base import kind_of
 from comingle.kinds.language import adapt_base
 from comingle.kinds.text.feed import TextFeed
@@ -65,13 +65,18 @@ def plan(
         return plan_nets(recipes, users, present)
     check_count(users)
     _check_given(recipe, users)
+    _check_examples(recipe, users)
+    whole = recipes
     recipes, small, note = kind.as_text(recipes, users)
     recipe = recipes[0]
     names = tuple(name for name in user_names(recipe, users) if name not in small)
     runtime = recipe.runtime
     base = load_skeleton(recipe.base, dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
     free, training = free_bytes(base.device), recipe.training
-    costs = [with_privacy(method_cost(one, base, names, free), one, names, present) for one in recipes]
+    costs = [
+        with_privacy(method_cost(one, base, names, free), one, names, present, whole=was)
+        for one, was in zip(recipes, whole, strict=True)
+    ]
     return Plan(
         base=base.name,
         base_parameters=base.model.num_parameters(),
@@ -95,6 +100,13 @@ def _check_given(recipe: Recipe, users: int | None) -> None:
     NOTHING.check_base(recipe)
     if recipe.data.given and users is None:
         raise DataError(f"{HANDED_OVER}; to count without their data, say how many users there are: --users N")
+
+
+def _check_examples(recipe: Recipe, users: int | None) -> None:
+    """How much noised steps reveal of an example follows from how many each user has."""
+    if users is not None and recipe.privacy is not None and recipe.privacy.mechanism == "example":
+        told = "with privacy.mechanism: example users' data is read, as epsilon follows from how many examples each has"
+        raise RecipeError(f"--users: got {users}; {told}; leave it out")
 
 
 def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:

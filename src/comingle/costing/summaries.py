@@ -14,9 +14,11 @@ from comingle.engines.private import promise
 from comingle.engines.training import Portions, round_sizes
 from comingle.errors import RecipeError
 from comingle.methods import make, settings_beside
+from comingle.privacy.ledger import Ledger
 from comingle.recipes import Recipe
 from comingle.robust.checks import check_rounds
 from comingle.robust.settings import Aggregation
+from comingle.runs.session import build, prepare
 from comingle.runs.settings import training_settings
 
 
@@ -31,8 +33,12 @@ def with_method(recipe: Recipe, name: str, for_all: Mapping[str, Any] = MappingP
     )
 
 
-def with_privacy(cost: MethodCost, recipe: Recipe, names: Sequence[str], participation: Any) -> MethodCost:
+def with_privacy(
+    cost: MethodCost, recipe: Recipe, names: Sequence[str], participation: Any, *, whole: Recipe | None = None
+) -> MethodCost:
     """The costs with what a run reveals, where the recipe has privacy; it depends on who takes part how often.
+
+    ``whole`` is the recipe as it was, where ``recipe`` has other text that costs as much.
 
     Raises:
         RecipeError: so few take part that the recipe's rule of aggregation cannot be used.
@@ -43,7 +49,19 @@ def with_privacy(cost: MethodCost, recipe: Recipe, names: Sequence[str], partici
     method, training = make(recipe.method.name, **recipe.method.settings), training_settings(recipe, names)
     if training.aggregation is not None and method.shared:
         check_rounds(training.aggregation, round_sizes(training, names), same_ranks=True)
-    return cost if recipe.privacy is None else replace(cost, privacy=promise(training, method, names))
+    if recipe.privacy is None:
+        return cost
+    if recipe.privacy.mechanism != "example":
+        return replace(cost, privacy=promise(training, method, names))
+    read = (whole or recipe).with_changes({"training.participation": participation})
+    return replace(cost, privacy=_promise_of_examples(read))
+
+
+def _promise_of_examples(recipe: Recipe) -> dict[str, Any]:
+    """What a run reveals of single examples, which follows from how many each user has: their data is read."""
+    guard = build(recipe, prepare(recipe)).server.guard
+    assert isinstance(guard, Ledger)
+    return guard.promise
 
 
 def check_count(users: int | None) -> None:

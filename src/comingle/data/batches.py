@@ -58,6 +58,18 @@ def evaluation_windows(stream: Int[Tensor, " tokens"], *, context: int) -> Int64
     return padded.unfold(0, context + 1, context).contiguous() if count else padded.new_empty(0, context + 1)
 
 
+def fixed_windows(stream: Int[Tensor, " tokens"], *, context: int) -> Int64[Tensor, "windows window"]:
+    """A stream cut into windows that have no token in common: each token is in one of them, always in the same.
+
+    The last one is filled on the right with ``PAD``, and left out where a single token would be all of it.
+    """
+    window = context + 1
+    count = -(-len(stream) // window) - (len(stream) % window == 1)
+    padded = torch.full((count * window,), PAD, dtype=torch.int64, device=stream.device)
+    padded[: len(stream)] = stream[: len(padded)]
+    return padded.view(count, window)
+
+
 def count_targets(stream: Int[Tensor, " tokens"]) -> int:
     """Tokens that are predicted from at least one before them: all but the first."""
     return max(0, len(stream) - 1)

@@ -1,7 +1,6 @@
 """The client half: users' rows, data and optimiser state, and all that users do with them. Nothing of the server's.
 
-Users are a batch dimension over one frozen base; nothing couples them. A single user on a machine of its own is the
-same with one row.
+Users are a batch dimension over one frozen base; nothing couples them. A user on a machine of its own is one row.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from comingle.engines.cohort import Cohort
 from comingle.engines.feeds import Feed
+from comingle.engines.noised import noised_steps
 from comingle.engines.private import shield_of
 from comingle.engines.scoring import AnyScore, Models, Scorer
 from comingle.engines.settings import Training
@@ -75,6 +75,7 @@ class Clients:
         self.scorer = Scorer(steps=self.steps)
         self.shares = bool(model.layout.mask(method.shared).any())
         self.shield = shield_of(training) if self.shares else None
+        self.steps.noised = noised_steps(model, method, training) if self.shares else None
         self.state = self._initial()
         self.initial = self.state.rows.clone() if method.client.resets else self.state.rows[:0]
         self.resized()
@@ -140,8 +141,7 @@ class Clients:
 
     def resized(self) -> None:
         """Take note of the users' ranks, which are part of the state."""
-        ranks = self.state.ranks.cpu().view(self.method.placement.copies, len(self.trainers))
-        masks = [self.model.mask(r) for r in ranks]
+        masks = [self.model.mask(r) for r in self.state.ranks.cpu().view(-1, len(self.trainers))]
         self.mask: Bool[Tensor, "rows columns"] = torch.cat(masks) if len(masks) > 1 else masks[0]
         self.padded = not bool(self.mask.all())
         if self.padded:
@@ -232,7 +232,8 @@ class Clients:
         """
         cohort = self.cohort(list(members), round_number, state=self.state.without_moments())
         tensors = restrict(self.model.layout.views(self.state.rows), self.model.layout, self.method.shared)
-        copies, reports = {name: t[list(members)] for name, t in tensors.items()}, losses
+        copies = {name: t[list(members)] for name, t in tensors.items()}
+        reports = losses if self.training.privacy is None else {}
         if self.shield is not None:
             amounts = [len(self.trainers[owner].train) for owner in cohort.owners]
             copies, reports = self.shield.protect(copies, cohort, amounts, round_number)
@@ -246,7 +247,7 @@ class Clients:
 
     def _reports(self, cohort: Cohort, members: Sequence[int]) -> Tree:
         counts = {COUNT: torch.tensor([len(self.trainers[member].train) for member in members])}
-        reports = counts if self.training.weighting != "uniform" and self.shield is None else {}
+        reports = counts if self.training.weighting != "uniform" and self.training.privacy is None else {}
         for part in self.method.client.parts:
             reports = reports | part.report(cohort)
         return reports
@@ -274,8 +275,7 @@ class Clients:
         """After how many rounds users have had the models with which the run ends."""
         if self.state.best:
             return int(self.state.best["round"])
-        whole = self.training.rounds if self.method.trains else 0
-        return whole if self.stopped_after is None else self.stopped_after
+        return self.training.rounds * self.method.trains if self.stopped_after is None else self.stopped_after
 
     def choose(self) -> None:
         """End with the models of the best round, where that is asked for."""

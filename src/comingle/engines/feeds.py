@@ -55,6 +55,16 @@ class Feed(ABC):
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch ..."]]:
         """Batches that stand for each trainer's training data as a whole."""
 
+    def examples(self, trainer: int) -> int:
+        """How many training examples a trainer has, of which privacy hides each by itself."""
+        raise NotImplementedError(f"{type(self).__name__}: has no examples that could be numbered")
+
+    def numbered(
+        self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
+    ) -> Int[Tensor, "users batch ..."]:
+        """Training examples of these numbers as :meth:`draw` has them, ``PAD`` for none; each as if it were alone."""
+        raise NotImplementedError(f"{type(self).__name__}: has no examples that could be numbered")
+
     def read(self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch ..."]) -> Any:
         """What was drawn, as the model takes it: windows are drawn as what they are."""
         return drawn

@@ -14,10 +14,8 @@ from torch import Tensor
 from comingle.engines.client import Clients
 from comingle.engines.cohort import Cohort
 from comingle.engines.faults import diverged, find_broken
+from comingle.engines.noised import TUNING
 from comingle.engines.training import cohorts
-
-TUNING = "tuning"
-"""Label of the phases that finetune: their batches have a random stream of their own."""
 
 Tick = Callable[[], None]
 """Called after every local iteration of a cohort."""

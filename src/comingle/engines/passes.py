@@ -36,6 +36,10 @@ class PassFeed(Feed):
     def count(self, trainer: int, stream: Stream) -> int:
         """How many samples a trainer has."""
 
+    def examples(self, trainer: int) -> int:
+        """Samples or conversations."""
+        return self.count(trainer, "train")
+
     def _batches(self, count: int) -> int:
         """Batches of one pass over so many samples."""
         full, rest = divmod(count, self.batch_size)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ from comingle.engines.settings import Training
 from comingle.engines.training import exchanged_after, participants
 from comingle.methods.base import Method
 from comingle.privacy.accounting import accountant_of, calibrate, epsilon, most_releases, release_of
+from comingle.privacy.checks import sharing
+from comingle.privacy.examples import Examples, Work
 from comingle.privacy.guard import Guard
+from comingle.privacy.ledger import Ledger
 from comingle.privacy.noise import kept_key, new_key
 from comingle.privacy.secure.settings import Terms
 from comingle.privacy.settings import KEY
@@ -23,9 +28,29 @@ from comingle.privacy.users import Shield
 
 def shield_of(training: Training) -> Shield | None:
     """What users do to their uploads."""
-    if training.privacy is None:
+    if training.privacy is None or training.privacy.of_examples:
         return None
     return Shield(privacy=training.privacy, key=_key(training), sums=training.sums)
+
+
+def examples_of(training: Training) -> Examples | None:
+    """What users do to gradients of single examples."""
+    privacy = training.privacy
+    return Examples(privacy=privacy, key=_key(training)) if privacy is not None and privacy.of_examples else None
+
+
+def work_of(training: Training, method: Method, name: str, *, examples: int, iterations: int) -> Work:
+    """What a user with so many examples, and so many local iterations in a round, does in a whole run."""
+    steps = [phase.steps * -(-iterations // phase.every) for phase in sharing(method)]
+    rounds = _turns(training)[name]
+    return Work(examples=examples, batch=training.batch_size, steps=sum(steps), rounds=rounds)
+
+
+@lru_cache(maxsize=16)
+def _turns(training: Training) -> Counter[str]:
+    """In how many rounds each user takes part."""
+    rounds = (participants(training, number, training.users) for number in range(training.rounds))
+    return Counter(training.users[user] for members in rounds for user in members)
 
 
 def guard_of(training: Training, users: tuple[str, ...]) -> Guard | None:
@@ -33,6 +58,8 @@ def guard_of(training: Training, users: tuple[str, ...]) -> Guard | None:
     privacy = training.privacy
     if privacy is None or not privacy.noisy:
         return None
+    if privacy.of_examples:
+        return Ledger(privacy=privacy, participation=training.participation, users=users, key="", works=dict)
     return Guard(privacy=privacy, participation=training.participation, users=users, key=_key(training))
 
 
@@ -59,7 +86,7 @@ def with_sums(training: Training, users: Sequence[str]) -> Training:
     return replace(training, sums=sums)
 
 
-def keep_key(folder: Path, *halves: Shield | Guard | None, anew: bool = False) -> None:
+def keep_key(folder: Path, *halves: Shield | Examples | Guard | None, anew: bool = False) -> None:
     """Have these go on with the key in a folder, which is made where there is none.
 
     A run that begins ``anew`` where another was has another: with one key both would draw the same users.
@@ -87,6 +114,8 @@ def with_noise(training: Training, method: Method, users: Sequence[str]) -> Trai
         RecipeError: the package that computes it is not installed, or no noise is enough.
     """
     privacy = training.privacy
+    if privacy is not None and privacy.of_examples:
+        return replace(training, users=tuple(users))
     if privacy is None or not privacy.noisy or privacy.noise_multiplier is not None:
         return training
     count = planned_releases(training, method, users)

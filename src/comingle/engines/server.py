@@ -99,10 +99,9 @@ class ServerHalf:
         guard = self.guard
         if guard is None:
             return participants(training, number, self.users)
-        if guard.release.sampled:
+        if guard.draws:
             return guard.draw(number) if not releases or guard.affordable([0]) else None
-        members = participants(training, number, self.users)
-        return (guard.affordable(members) or None) if releases else members
+        return guard.admit(participants(training, number, self.users), releases=releases)
 
     def check_rounds(self, training: Training) -> None:
         """Whether rounds are large enough for the rule by which uploads are put together, if there is one.
@@ -134,7 +133,7 @@ class ServerHalf:
         """Take in the uploads of a round."""
         numbers = [self.users.index(user) for user in upload.users]
         tensors = fill_ranks(expand(upload.tensors, self.uploads), self.layout)
-        if self.guard is not None and self.shares:
+        if self.guard is not None and self.shares and self.guard.at_uploads:
             self.guard.charge(numbers)
         if self.guard is not None and self.guard.privacy.mechanism == "central":
             received = self._private_mean(self.guard, tensors, upload)

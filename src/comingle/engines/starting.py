@@ -38,7 +38,8 @@ def start_server(model: Model, method: Method, users: Sequence[str], training: T
     """
     uploads, privacy = training.uploads, training.privacy
     if privacy is not None and privacy.noisy:
-        check_population(privacy, len(users))
+        if not privacy.of_examples:
+            check_population(privacy, len(users))
         check_layout(method, model.layout)
     if method.server.peer_to_peer and uploads != "float32":
         raise RecipeError(

@@ -5,8 +5,7 @@ The objective is the sum over users of each user's mean loss, so a user's gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,7 +17,9 @@ from torch import Tensor
 from comingle.data.seeds import generator
 from comingle.engines.faults import broke_first
 from comingle.engines.feeds import Feed
+from comingle.engines.holding import Held, holding
 from comingle.engines.members import Members
+from comingle.engines.noised import Noised
 from comingle.engines.optimizers import descend, learning_rate, update
 from comingle.engines.settings import Training
 from comingle.engines.state import GRADIENTS
@@ -26,15 +27,8 @@ from comingle.engines.training import Portions, check_needs
 from comingle.methods.base import Method
 from comingle.methods.client import Phase
 from comingle.models.model import Model
+from comingle.privacy.examples import Examples
 from comingle.trees import CLIENT_ROUTER, STATISTICS, Tree, flatten
-
-
-@dataclass(frozen=True, kw_only=True)
-class Held:
-    """Columns of the first copy of a user's tensors that no step moves, for so many rounds."""
-
-    columns: Bool[Tensor, " columns"]
-    rounds: int
 
 
 @dataclass(kw_only=True)
@@ -49,6 +43,8 @@ class Steps:
     """The trainers' data, or what makes it a feed when something needs it."""
     most_steps: int | None = None
     """Local iterations of a round, of whoever has most; where some users are elsewhere, as somebody else says."""
+    noised: Noised | None = None
+    """How steps on what is shared hide single examples, where they do."""
     held: Held | None = None
     """What does not move, of somebody who has joined a federation that is over."""
     blamed: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -66,6 +62,11 @@ class Steps:
     def portions(self) -> Portions:
         """What goes through the model at once."""
         return self.feed.portions(self.model.device, self.model.layout.columns)
+
+    @property
+    def examples(self) -> Examples | None:
+        """What hides single examples, where they are hidden."""
+        return None if self.noised is None else self.noised.examples
 
     @property
     def local_steps(self) -> int:
@@ -114,11 +115,11 @@ class Steps:
         """The optimiser steps of one phase, in place on the cohort. Returns the mean loss of each user."""
         total, number = torch.zeros(len(cohort.rows)), cohort.round_number
         for i in range(phase.steps):
-            drawn = self.feed.draw(cohort.owners, phase, number, step, i)
-            noise = self._noise(cohort.names, number, phase.purpose, step, i)
-            with self._holding(cohort, phase) as held:
-                with self.model.randomness(self.training.seed, cohort.names[0], number, step, i):
-                    losses, gradients = self.gradient(cohort, drawn, phase, noise)
+            with holding(self.held, cohort, self.trainers, self.model.layout.beside(phase.roles)) as held:
+                if self.noised is not None and self.noised.applies(phase, self.model.layout):
+                    losses, gradients = self._hidden(self.noised, cohort, phase, step, i)
+                else:
+                    losses, gradients = self._plain(cohort, phase, step, i)
                 for place in (~losses.isfinite()).nonzero().flatten().tolist():  # before the step spoils all it trains
                     self.suspects(cohort.rows[place], cohort.part.rows[place])
                 for part in self.method.client.parts:
@@ -128,23 +129,24 @@ class Steps:
             total += losses
         return total / phase.steps
 
-    @contextmanager
-    def _holding(self, cohort: Members, phase: Phase) -> Iterator[Bool[Tensor, "users columns"] | None]:
-        """What of each user does not move in a step, which is as it was before it at the end of the block."""
-        joins, beside = self.held, self.model.layout.beside(phase.roles)
-        joins = None if joins is None or cohort.round_number >= joins.rounds else joins
-        if joins is None and beside is None:
-            yield None
-            return
-        held = torch.zeros_like(cohort.part.rows, dtype=torch.bool)
-        if beside is not None:
-            held |= beside.to(held.device)
-        if joins is not None:
-            firsts = torch.tensor([row < self.trainers for row in cohort.rows], device=held.device)
-            held |= firsts.unsqueeze(1) & joins.columns.to(held.device)
-        before = cohort.part.rows[held]
-        yield held
-        cohort.part.rows[held] = before  # which decay and running statistics would change without any gradient
+    def _plain(
+        self, cohort: Members, phase: Phase, step: int, repeat: int, names: Collection[str] | None = None
+    ) -> tuple[Float[Tensor, " users"], Tree]:
+        """Losses and gradients of a fresh batch of each user."""
+        number = cohort.round_number
+        drawn = self.feed.draw(cohort.owners, phase, number, step, repeat)
+        noise = self._noise(cohort.names, number, phase.purpose, step, repeat)
+        with self.model.randomness(self.training.seed, cohort.names[0], number, step, repeat):
+            return self.gradient(cohort, drawn, phase, noise, names)
+
+    def _hidden(
+        self, noised: Noised, cohort: Members, phase: Phase, step: int, repeat: int
+    ) -> tuple[Float[Tensor, " users"], Tree]:
+        """The same with noise on what is shared; what is a user's own, and copies that are not sent, have none."""
+        at = [i for i, row in enumerate(cohort.rows) if row < self.trainers]
+        names = noised.alone(phase, self.model.layout, everything=len(at) < len(cohort.rows))
+        plain = self._plain(cohort, phase, step, repeat, names) if names else None
+        return noised.step(self.model, self.feed, self.portions, cohort, phase, (step, repeat), at, plain)
 
     def suspects(self, row: int, values: Float[Tensor, " columns"]) -> tuple[str, ...]:
         """Which optimisers may have made a row leave the real numbers: as its tensors were when that first showed."""
@@ -228,8 +230,11 @@ class Steps:
         drawn: Int[Tensor, "users batch ..."],
         phase: Phase,
         noise: Float[Tensor, "users clusters"] | None = None,
+        names: Collection[str] | None = None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """Each user's mean loss, and its gradient at the tensors that the phase trains or leaves to others.
+
+        With ``names`` at those of them alone.
 
         Only these tensors require a gradient, so nothing is computed or kept for the rest.
         """
@@ -243,6 +248,7 @@ class Steps:
         for slot in statistics:  # changed in place, and views of what must not change
             tensors[slot.name] = tensors[slot.name].clone()
         trained = [slot.name for slot in self.model.layout.touching(phase.reached).slots]
+        trained = trained if names is None else [name for name in trained if name in names]
         for name in trained:
             tensors[name] = tensors[name].detach().requires_grad_()
         total, gradients = torch.zeros(len(owners)), Tree()

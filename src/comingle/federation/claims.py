@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from comingle.engines.private import work_of
 from comingle.errors import MessageError
 from comingle.federation.public import House
+from comingle.privacy.examples import Work
 from comingle.recipes import Recipe
 
 
@@ -18,6 +22,15 @@ def most_steps(house: House, max_samples: int) -> int:
     if not counts_samples(house.recipe):
         return training.local_steps
     return training.local_epochs * max(1, -(-max_samples // training.batch_size))
+
+
+def works_of(house: House, examples: Mapping[str, int]) -> dict[str, Work]:
+    """What each user does, where privacy hides examples, of which these have said that they have so many."""
+    training, method = house.training, house.method
+    return {
+        name: work_of(training, method, name, examples=count, iterations=most_steps(house, count))
+        for name, count in examples.items()
+    }
 
 
 def check_steps(steps: int, house: House, max_samples: int) -> None:

@@ -17,11 +17,12 @@ from comingle.engines.events import Observer
 from comingle.engines.server import ServerHalf
 from comingle.engines.starting import start_server
 from comingle.errors import MessageError, RunError
-from comingle.federation.claims import check_steps
+from comingle.federation.claims import check_steps, works_of
 from comingle.federation.patience import Patience
 from comingle.federation.public import House, Public
 from comingle.federation.telling import check_told
 from comingle.models.model import Model
+from comingle.privacy.ledger import Ledger
 from comingle.protocol.messages import Download
 from comingle.protocol.tasks import Answer, Task, unpack_answer
 from comingle.protocol.wire import pack
@@ -57,6 +58,8 @@ class Coordinator:
     away: set[str] = field(default_factory=set)
     """Who was waited for in vain, and is not waited for again before it is there."""
     joined: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    examples: dict[str, int] = field(default_factory=dict)
+    """How many examples each user has, where privacy hides each of them."""
     refusing: dict[str, str] = field(default_factory=dict)
     """Who does not want to join, and why."""
     local_steps: int = 0
@@ -96,6 +99,8 @@ class Coordinator:
 
     def _welcome(self, name: str, answer: Answer) -> None:
         self.joined[name] = answer.told
+        if isinstance(self.server.guard, Ledger):
+            self.examples[name] = int(answer.told.get("examples", 0))
         self.observe({"event": "joined", "user": name})
         if self.serials.get(name, 0) == 0 and not any(self.serials.values()):
             self.local_steps = max(self.local_steps, int(answer.told.get("steps", 1)))
@@ -287,5 +292,7 @@ def new_coordinator(
         patience=patience,
         serials=dict.fromkeys(public.users, 0),
     )
+    if isinstance(server.guard, Ledger):
+        server.guard.works = lambda: works_of(house, coordinator.examples)
     coordinator.versions = dict.fromkeys(public.users, coordinator.first_version)
     return coordinator

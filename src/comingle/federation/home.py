@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from comingle.federation.public import Public, build_house, read_public
 from comingle.kinds.base import Materials
 from comingle.models.base import digests_of
 from comingle.models.sources import is_public
+from comingle.privacy.examples import spent_by
+from comingle.privacy.noise import digest
+from comingle.privacy.settings import Privacy
 from comingle.protocol.tasks import unpack_answer
 from comingle.protocol.wire import unpack
 from comingle.recipes import Recipe, parse_recipe
@@ -37,7 +40,7 @@ logger = logging.getLogger("comingle")
 
 PUBLIC = "public.json"
 LEDGER = "privacy.json"
-"""Every upload with noise of the user's own that was ever made in a run, and the epsilon of all."""
+"""Every upload, or round of steps, with noise of the user's own that was ever made in a run, and the epsilon of all."""
 KEPT, KEPT_OF_SUMS = 4, 7
 """So many tasks can be undone, or answered again: more than the server asks for between two of its checkpoints. A sum
 behind masks takes three more."""
@@ -140,9 +143,15 @@ class Home:
 
     # ---------------------------------------------------------------- privacy
 
+    @property
+    def counted(self) -> dict[str, int]:
+        """How many examples the user has, where its epsilon follows from that: the account takes it for public."""
+        noised = self.clients.steps.noised
+        return {} if noised is None else {"examples": noised.work(self.clients.feed, 0).examples}
+
     def tells(self, own: Own) -> Tells:
         """What the user tells of itself: with privacy nothing, unless its own file says so."""
-        return own.tells or ("scores" if self.clients.shield is None else "nothing")
+        return own.tells or ("scores" if self.clients.training.privacy is None else "nothing")
 
     def note_release(self, data: bytes) -> str:
         """Write down, before it leaves, that an upload with the user's own noise does; why it may not, if it may not.
@@ -152,13 +161,26 @@ class Home:
         shield = self.clients.shield
         if shield is None or shield.privacy.mechanism != "local":
             return ""
+        return self._note(shield.privacy, hashlib.sha256(data).hexdigest(), shield.epsilon)
+
+    def note_steps(self, number: int) -> str:
+        """The same, before the steps of round ``number`` are taken, where these hide the user's single examples."""
+        clients = self.clients
+        if (noised := clients.steps.noised) is None:
+            return ""
+        work, privacy = noised.work(clients.feed, 0), noised.examples.privacy
+        begins = f"{number} {clients.steps.local_steps} {digest(clients.state.tensors())}"
+        named = hashlib.sha256(begins.encode()).hexdigest()
+        return self._note(privacy, named, lambda rounds: spent_by(privacy, work, rounds * work.steps))
+
+    def _note(self, privacy: Privacy, release: str, epsilon: Callable[[int], float]) -> str:
         path = self.folder / LEDGER
         known = json.loads(path.read_text(encoding="utf-8"))["releases"] if path.exists() else []
-        releases = sorted({*known, hashlib.sha256(data).hexdigest()})
-        spent, budget = shield.epsilon(len(releases)), shield.privacy.epsilon
+        releases = sorted({*known, release})
+        spent, budget = epsilon(len(releases)), privacy.epsilon
         if budget is not None and spent > budget:
             return f"its privacy budget of epsilon {budget:g} is spent"
-        write_json(path, {"epsilon": spent, "delta": shield.privacy.delta, "releases": releases})
+        write_json(path, {"epsilon": spent, "delta": privacy.delta, "releases": releases})
         return ""
 
     def _restore(self, folder: Path | None) -> None:
@@ -197,7 +219,7 @@ def open_home(folder: Path, own: Own, public: Public) -> Home:
     if not (folder / PUBLIC).exists():
         write_json(folder / PUBLIC, public.as_dict())
     home = Home(folder=folder, public=public, recipe=recipe, read=read, clients=clients, first=clients.state.copy())
-    keep_key(folder, clients.shield)
+    keep_key(folder, clients.shield, clients.steps.examples)
     home.tidy()
     home.newest()
     return home

@@ -100,6 +100,7 @@ class Node:
             "steps": home.clients.steps.local_steps,
             "done": home.serial,
             "back": home.can_go_back_to()[0],
+            **home.counted,
         }
         if home.tells(self.own) in SCORES:
             told["amounts"] = amounts(home.clients.trainers[0], home.clients.feed.unit)
@@ -175,16 +176,9 @@ class Work:
         return message
 
     def _receive(self) -> None:
-        download, clients = self._next(), self.clients
-        check_download(
-            download,
-            clients.model.layout,
-            clients.method,
-            user=self.own.name,
-            users=self.home.public.users,
-            rounds=clients.training.rounds,
-            rank=int(clients.model.ranks.max()),
-        )
+        download, clients, name, users = self._next(), self.clients, self.own.name, self.home.public.users
+        rounds, rank = clients.training.rounds, int(clients.model.ranks.max())
+        check_download(download, clients.model.layout, clients.method, user=name, users=users, rounds=rounds, rank=rank)
         clients.receive(download)
 
     def _hear(self) -> None:
@@ -193,6 +187,9 @@ class Work:
         self.clients.hear(verdict)
 
     def _train(self) -> None:
+        if why := self.home.note_steps(self.task.round):
+            self.told["left_out"] = why
+            return
         before = self.clients.state.copy()
         try:
             work = train(self.clients, [0], self.task.round)
@@ -205,7 +202,7 @@ class Work:
             self.told |= {"tokens": work.tokens, "train_seconds": work.seconds}
         if work.rejected:
             self.told["left_out"] = work.rejected[0]
-        elif self.tells != "nothing" and self.clients.shield is None:
+        elif self.tells != "nothing" and self.clients.training.privacy is None:
             self.told["train_loss"] = work.losses[0]
 
     def _upload(self) -> None:

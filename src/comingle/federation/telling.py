@@ -34,6 +34,7 @@ class _Told(Section):
     steps: Steps = 1
     done: _Amount = 0
     back: _Amount = 0
+    examples: _Amount = 0
     amounts: dict[_Key, _Amount] = {}  # noqa: RUF012 (pydantic copies it)
     seconds: _NotNegative = 0.0
     tokens: _Amount = 0

@@ -17,7 +17,7 @@ from typing import Any
 
 from comingle.engines.client import Clients
 from comingle.engines.evaluations import measure_of, measured
-from comingle.engines.steps import Held
+from comingle.engines.holding import Held
 from comingle.errors import DataError, RecipeError, RunError
 from comingle.kinds.base import Materials
 from comingle.kinds.handed import section_for

@@ -68,6 +68,10 @@ class AdaptedModel(Model):
         """Some users, in adapters as wide as everybody's."""
         return replace(self, adapters=self.adapters.only(users))
 
+    def without(self, roles: frozenset[str]) -> Model:
+        """Experts of these roles, and routers with them: those that are left are averaged."""
+        return replace(self, adapters=self.adapters.without(roles))
+
     def losses(
         self,
         tensors: Tree,

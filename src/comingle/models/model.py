@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
+from comingle.errors import RecipeError
 from comingle.trees import Layout, Tree
 
 Gates = Callable[[], Float[Tensor, "layers users n experts"]]
@@ -75,6 +76,16 @@ class Model(ABC):
     ) -> Int64[Tensor, "users batch new"]:
         """Up to ``limit`` tokens after each prompt, each the likeliest one; prompts are filled with PAD on the left."""
         raise NotImplementedError(f"{self.name}: a net has nothing to say")
+
+    def without(self, roles: frozenset[str]) -> Model:
+        """The model of what is left of its tensors when all entries of some roles are cut away.
+
+        Raises:
+            RecipeError: that is no model.
+        """
+        if found := sorted(roles & self.layout.roles):
+            raise RecipeError(f"{self.name}: without {', '.join(found)} nothing is left that predicts")
+        return self
 
     # ---------------------------------------------------------------- token-level routers
 

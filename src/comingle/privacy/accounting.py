@@ -11,7 +11,7 @@ import importlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -140,14 +140,26 @@ def calibrate(privacy: Privacy, participation: Participation, users: int, count:
     Raises:
         RecipeError: no noise is enough, or the package is not installed.
     """
+
+    def release(z: float) -> Release:
+        return release_of(replace(privacy, noise_multiplier=z), participation, users)
+
+    return least_noise(privacy, count, release)
+
+
+def least_noise(privacy: Privacy, count: int, release: Callable[[float], Release]) -> float:
+    """The same of releases that follow from a noise multiplier in any way.
+
+    Raises:
+        RecipeError: as :func:`calibrate`.
+    """
     target = privacy.epsilon
     assert target is not None
     if count == 0:
         return 1.0
 
     def spends(z: float, accountant: str) -> float:
-        release = release_of(replace(privacy, noise_multiplier=z), participation, users)
-        return epsilon(release, count, privacy.delta, accountant)
+        return epsilon(release(z), count, privacy.delta, accountant)
 
     high = 1.0
     while spends(high, "rdp") > target:  # which is fast, and never below the other

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comingle.errors import RecipeError
 from comingle.methods.base import Method
-from comingle.methods.client import Part
+from comingle.methods.client import Part, Phase
 from comingle.privacy.settings import Privacy
 from comingle.trees import STATISTICS, Layout
 
@@ -25,10 +25,12 @@ def check_private(method: Method, privacy: Privacy, *, weighting: str, select: s
         raise RecipeError(f"privacy: method {method.name} pools everybody's data, which no noise on uploads covers")
     if not method.shared:
         return
-    if why := _uncovered(method) or (_unbounded(method) if privacy.mechanism != "local" else ""):
+    if why := _uncovered(method) or _not_for(method, privacy):
         raise RecipeError(f"privacy: method {method.name}: {why}")
     if select == "best":
         raise RecipeError("privacy: evaluation.select: best has users report validation losses, which have no noise")
+    if privacy.of_examples:
+        _check_examples(privacy, weighting)
     if weighting != "uniform" and privacy.weight_cap is None:
         raise RecipeError(
             f"privacy.weight_cap: missing; with training.weighting: {weighting} it says from how much data on a user "
@@ -36,8 +38,49 @@ def check_private(method: Method, privacy: Privacy, *, weighting: str, select: s
         )
     if weighting == "uniform" and privacy.weight_cap is not None:
         raise RecipeError("privacy.weight_cap: is not read where training.weighting is uniform")
-    if privacy.adaptive and privacy.mechanism == "local":
-        raise RecipeError("privacy.clip_norm: adaptive needs a server that counts; allowed with local: a number")
+    if privacy.adaptive and privacy.mechanism != "central":
+        raise RecipeError(
+            f"privacy.clip_norm: adaptive needs a server that counts; allowed with {privacy.mechanism}: a number"
+        )
+
+
+def check_steps(privacy: Privacy, *, clip_norm: float | None, train_on_valid: bool) -> None:
+    """Whether users' steps hide single examples, where that is asked for.
+
+    Raises:
+        RecipeError: they would not; says why.
+    """
+    if not privacy.of_examples:
+        return
+    if clip_norm is not None:
+        raise RecipeError(
+            f"training.experts.clip_norm: got {clip_norm:g}; with privacy.mechanism: example one norm of noised and "
+            "plain gradients would let the plain ones into what is sent; allowed: null (privacy.clip_norm clips)"
+        )
+    if train_on_valid:
+        raise RecipeError(
+            "data.train_on_valid: with privacy.mechanism: example validation text is for routers, which have no noise; "
+            "allowed: false"
+        )
+
+
+def sharing(method: Method) -> list[Phase]:
+    """The phases that train something that is sent."""
+    shared = {role.partition(".")[0] for role in method.shared}
+    return [phase for phase in method.client.phases if shared & {role.partition(".")[0] for role in phase.roles}]
+
+
+def check_delta(privacy: Privacy, name: str, examples: int) -> None:
+    """Whether delta means something for so many examples of a user.
+
+    Raises:
+        RecipeError: it would allow one of them to be published.
+    """
+    if privacy.delta * examples >= 1:
+        raise RecipeError(
+            f"privacy.delta: got {privacy.delta:g} for {examples:,} examples of user {name!r}; allowed: below "
+            f"1/{examples}, as with that chance an example may be revealed whole"
+        )
 
 
 def check_population(privacy: Privacy, users: int) -> None:
@@ -76,8 +119,10 @@ def _check_summed(method: Method, privacy: Privacy, uploads: str) -> None:
             f"{where}: method {method.name}: its server ({type(method.server).__name__}) looks at each upload by "
             "itself, and would see their sum alone"
         )
-    if privacy.mechanism == "local":
-        raise RecipeError(f"{where}: not with mechanism: local, whose noise hides each upload; allowed: central, none")
+    if privacy.mechanism in ("local", "example"):
+        raise RecipeError(
+            f"{where}: not with mechanism: {privacy.mechanism}, whose noise hides each upload; allowed: central, none"
+        )
     if privacy.adaptive:
         raise RecipeError(f"{where}: not with clip_norm: adaptive, for which each user says whether it was within")
     if uploads != "float32":
@@ -107,6 +152,52 @@ def _uncovered(method: Method) -> str:
         return "its users go on from what they have, not from what they download, and so no change of it is bounded"
     if any(part.resizes for part in parts):
         return "ranks change with users' data and are seen by all; allowed: prune: false"
+    return ""
+
+
+def _not_for(method: Method, privacy: Privacy) -> str:
+    """What else the mechanism asks for."""
+    if privacy.of_examples:
+        return _entangled(method)
+    return _unbounded(method) if privacy.mechanism != "local" else ""
+
+
+def _check_examples(privacy: Privacy, weighting: str) -> None:
+    """Settings that are not read, or not covered, where single examples are hidden."""
+    if weighting != "uniform" or privacy.weight_cap is not None:
+        raise RecipeError(
+            "training.weighting: with privacy.mechanism: example all users weigh the same, and no amounts of data are "
+            "sent; allowed: uniform, without privacy.weight_cap"
+        )
+
+
+_HOOKS = ("received", "begin", "end", "penalty")
+"""What a part may do in a round besides its phases, and may read data for."""
+
+
+def _entangled(method: Method) -> str:
+    """Why what is sent would be more than a function of noised gradients."""
+    client, trained = method.client, method.client.trained
+    if method.placement.mixture is not None:
+        return "the shares by which users mix components are trained without noise, and weigh every gradient"
+    if split := sorted(r for r in method.shared if (role := r.partition(".")[0]) != r and role in trained):
+        return (
+            f"it shares {', '.join(split)} alone, whose gradients follow from the other factor, which stays with its "
+            "user and has no noise"
+        )
+    for phase in sharing(method):
+        if phase.stream != "train":
+            return (
+                f"it trains {', '.join(sorted(phase.roles & method.shared))} on validation data, which is not counted"
+            )
+    if client.accumulates:
+        return (
+            "gradients that routers' steps leave to shared experts have no noise; allowed: accumulate_gradients: false"
+        )
+    for part in client.parts:
+        looks = part.sweeps or bool(part.before) or (part.validates and not part.finishes)
+        if looks or any(getattr(type(part), hook) is not getattr(Part, hook) for hook in _HOOKS):
+            return f"{type(part).__name__} changes what users have by more than steps on noised gradients"
     return ""
 
 

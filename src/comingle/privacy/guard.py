@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Int
@@ -67,13 +67,25 @@ class Guard:
             return [user for user in everyone if lots[user] < self.participation]
         return sorted(sorted(everyone, key=lots.__getitem__)[: size_of(self.participation, len(lots))])
 
+    @property
+    def draws(self) -> bool:
+        """Whether it draws who takes part, in secret."""
+        return self.release.sampled
+
     def affordable(self, members: Sequence[int]) -> list[int]:
         """Those of some users of whom one more release stays within the budget."""
         budget = math.inf if self.privacy.epsilon is None else self.privacy.epsilon
         counts = self.counts.tolist()
-        return [user for user in members if self._epsilon(counts[user] + 1) <= budget]
+        return [user for user in members if self._epsilon(user, counts[user] + 1) <= budget]
+
+    def admit(self, members: Sequence[int], *, releases: bool) -> list[int] | None:
+        """Those of a round's users who may take part in it, if it ``releases`` anything; None where none may."""
+        return (self.affordable(members) or None) if releases else list(members)
 
     # ---------------------------------------------------------------- what is made of uploads
+
+    at_uploads: ClassVar[bool] = True
+    """Whether it is uploads that reveal something; else the steps behind them do."""
 
     def charge(self, users: Sequence[int]) -> None:
         """Count a release; where users are drawn in secret it is one of all, whoever was."""
@@ -122,13 +134,13 @@ class Guard:
 
     # ---------------------------------------------------------------- what it has cost
 
-    def _epsilon(self, count: int) -> float:
+    def _epsilon(self, user: int, count: int) -> float:
         return epsilon(self.release, count, self.privacy.delta, accountant_of(self.privacy, self.release))
 
     @property
     def spent(self) -> dict[str, Any]:
         """Epsilon so far, of the user of whom most was revealed; and everybody's, where they differ."""
-        each = [self._epsilon(count) for count in self.counts.tolist()]
+        each = [self._epsilon(user, count) for user, count in enumerate(self.counts.tolist())]
         differ = {"users": dict(zip(self.users, each, strict=True))} if len(set(each)) > 1 else {}
         return {"epsilon": max(each, default=0.0), "delta": self.privacy.delta, **differ}
 

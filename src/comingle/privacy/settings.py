@@ -14,10 +14,13 @@ KEY = "privacy.key"
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy:
-    """Differential privacy of users: whatever one user's data is changes what others see by at most epsilon, delta.
+    """Differential privacy: whatever one user's data is changes what others see by at most epsilon, delta.
 
     ``mechanism`` says where the noise is added: at the server, to the mean ("central"), or at each user ("local"); with
-    "none" there is none. With ``secure_aggregation`` the server sees sums of uploads alone, and what "central" adds to
+    "none" there is none. With "example" it is privacy of single examples of a user instead of users (DP-SGD): each step
+    on what is shared is taken on a sum of clipped gradients with noise, and ``clip_norm`` bounds an example's gradient.
+    Without a noise multiplier each user has its own, by how many examples it has.
+    With ``secure_aggregation`` the server sees sums of uploads alone, and what "central" adds to
     the sum comes from its users, each a part of it.
     ``clip_norm`` bounds the L2 norm of a user's change; "adaptive" follows ``clip_quantile`` of the users' norms, from
     ``first_clip_norm`` on, with steps of ``clip_rate`` (Andrew et al. 2021, who take 0.1 and 0.2: too slow for tens of
@@ -28,7 +31,7 @@ class Privacy:
     "reproducible" from the seed.
     """
 
-    mechanism: Literal["central", "local", "none"] = "central"
+    mechanism: Literal["central", "local", "example", "none"] = "central"
     clip_norm: float | Literal["adaptive"] = 1.0
     noise_multiplier: float | None = None
     epsilon: float | None = None
@@ -46,6 +49,11 @@ class Privacy:
     def noisy(self) -> bool:
         """Whether there is noise, and so an account of what is revealed."""
         return self.mechanism != "none"
+
+    @property
+    def of_examples(self) -> bool:
+        """Whether it is single examples that are hidden, and not users."""
+        return self.mechanism == "example"
 
     @property
     def multiplier(self) -> float:

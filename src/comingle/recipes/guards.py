@@ -24,7 +24,7 @@ class SecureSection(Section):
 class PrivacySection(Section):
     """What is done to uploads so that they reveal little of a user; see ``comingle.privacy.settings``."""
 
-    mechanism: Literal["central", "local", "none"] = Privacy.mechanism
+    mechanism: Literal["central", "local", "example", "none"] = Privacy.mechanism
     clip_norm: Positive | Literal["adaptive"] = Privacy.clip_norm
     noise_multiplier: Positive | None = Privacy.noise_multiplier
     epsilon: Positive | None = Privacy.epsilon

@@ -40,16 +40,23 @@ def verdicts(plan: dict[str, Any]) -> Iterator[tuple[str, bool]]:
 
 def _privacy(plan: dict[str, Any]) -> Iterator[str]:
     """How much a run reveals of a user, and with how much noise."""
-    yield "Privacy: what the run reveals of the user of whom most is revealed"
+    yield f"Privacy: what the run reveals of the {_hidden(plan)} most is revealed"
     for method in plan["methods"]:
         if not (found := method.get("privacy")):
             continue
+        of = "steps" if found["mechanism"] == "example" else "exchanges"
         ends = "" if found["releases"] == found["planned_releases"] else f" of {found['planned_releases']}"
         yield (
             f"{method['method']}: epsilon {found['epsilon']:.3g} at delta {found['delta']:g}, {found['mechanism']} "
             f"noise of {found['noise_multiplier']:.4g} times the clip norm ({found['clip_norm']}), "
-            f"{found['releases']}{ends} exchanges, by {found['accountant'].upper()}"
+            f"{found['releases']}{ends} {of}, by {found['accountant'].upper()}"
         )
+
+
+def _hidden(plan: dict[str, Any]) -> str:
+    """What privacy hides: a user, or one of its examples."""
+    mechanisms = {method["privacy"]["mechanism"] for method in plan["methods"] if method.get("privacy")}
+    return "example of which" if mechanisms == {"example"} else "user of whom"
 
 
 def _head(plan: dict[str, Any]) -> Text:

@@ -76,6 +76,7 @@ def render_page(entries: Sequence[Entry], views: Sequence[TokenView] = (), *, ti
         panels=MAX_PANELS,
         population=is_population(users),
         deltas=sorted({run.spent["delta"] for entry in entries for run in entry.runs if run.spent}),
+        examples="example" in {(entry.first.recipe.get("privacy") or {}).get("mechanism") for entry in entries},
         level=level_text(first.measure),
         curves=list(_curves(entries, drawn)),
         gains=[learned for baseline in baselines(entries) if (learned := _gains(entries, baseline, drawn))],

@@ -22,9 +22,13 @@ def of_one_user(recipe: Recipe, value: PerUser) -> Recipe:
 
 
 def without_sums(recipe: Recipe) -> Recipe:
-    """The recipe with nothing that a user alone cannot do: of one upload there is no sum that hides it."""
-    summed = recipe.privacy is not None and recipe.privacy.secure_aggregation is not None
-    return recipe.with_changes({"privacy": None}) if summed else recipe
+    """The recipe with nothing that a user alone cannot do: of one upload there is no sum that hides it.
+
+    Nor does it hide examples in steps of which nothing is sent.
+    """
+    privacy = recipe.privacy
+    without = privacy is not None and (privacy.secure_aggregation is not None or privacy.mechanism == "example")
+    return recipe.with_changes({"privacy": None}) if without else recipe
 
 
 def per_user(recipe: Recipe, value: PerUser) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from comingle.inputs import Inputs, UserInputs
 from comingle.kinds.base import Materials, kind_of
 from comingle.methods import make
 from comingle.models.base import Base, digests_of
-from comingle.privacy.checks import check_private
+from comingle.privacy.checks import check_private, check_steps
 from comingle.recipes import Recipe
 from comingle.recipes.unused import changed, check_used
 from comingle.records import finite, write_json
@@ -106,6 +106,8 @@ def check_method(recipe: Recipe) -> None:
             select=recipe.evaluation.select,
             uploads=recipe.training.uploads,
         )
+        valid = bool(getattr(recipe.data, "train_on_valid", False))
+        check_steps(privacy, clip_norm=recipe.training.experts.clip_norm, train_on_valid=valid)
     check_aggregation(recipe, method, privacy)
 
 
@@ -191,7 +193,7 @@ def execute(
     """
     clock, start, kept, clients = Clock(), 0, 0, federation.clients
     if folder is not None:
-        keep_key(folder, clients.shield, federation.server.guard, anew=not resume)
+        keep_key(folder, clients.shield, clients.steps.examples, federation.server.guard, anew=not resume)
     if folder is not None and resume and list_checkpoints(folder):
         progress = restore(federation, folder, recipe)
         start, kept, clock = progress.round, progress.events_bytes, progress.clock

@@ -15,6 +15,7 @@ from comingle.engines.private import terms_of
 from comingle.engines.server import ServerHalf
 from comingle.engines.starting import start_server
 from comingle.errors import NoSumError
+from comingle.privacy.ledger import Ledger
 from comingle.privacy.secure.quantising import as_words
 from comingle.privacy.secure.settings import Terms
 from comingle.privacy.secure.sizes import VECTOR, keys_bytes, received_bytes, sent_bytes
@@ -133,6 +134,8 @@ def federate(clients: Clients) -> InProcess:
     """
     names = [trainer.name for trainer in clients.trainers]
     server = start_server(clients.model, clients.method, names, clients.training)
+    if isinstance(server.guard, Ledger) and (noised := clients.steps.noised) is not None:
+        server.guard.works = lambda: noised.works(clients.feed)
     return InProcess(clients=clients, server=server)
 
 

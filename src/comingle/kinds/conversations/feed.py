@@ -62,6 +62,12 @@ class AnswerFeed(PassFeed):
         """The windows of the next batch of each trainer's shuffled pass; ``PAD`` alone stands for none."""
         return self._windows(trainers, phase.stream, self.numbers(trainers, phase, round_number, step, repeat))
 
+    def numbered(
+        self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
+    ) -> Int64[Tensor, "users batch window"]:
+        """Whole conversations."""
+        return self._windows(trainers, "train", numbers.long())
+
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch window"]]:
         """All train conversations of each trainer, in order."""
         for numbers in self.every(trainers):

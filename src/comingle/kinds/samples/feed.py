@@ -81,6 +81,13 @@ class SampleFeed(PassFeed):
         """Samples are drawn as their numbers."""
         return self.numbers(trainers, phase, round_number, step, repeat)
 
+    def numbered(
+        self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
+    ) -> Int64[Tensor, "users batch"]:
+        """Samples are drawn as their numbers."""
+        self.enter(round_number)
+        return numbers.long()
+
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch"]]:
         """All train samples of each trainer, in order."""
         self.enter(round_number)  # augmentation follows from it too

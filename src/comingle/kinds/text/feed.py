@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from comingle.data.batches import PAD, random_windows
+from comingle.data.batches import PAD, fixed_windows, random_windows
 from comingle.data.pack import UserData
 from comingle.data.seeds import generator
 from comingle.engines.feeds import SCORED_PER_SLOT, Feed, Predict
@@ -29,6 +29,7 @@ class TextFeed(Feed):
         self.trainers, self.training, self.batch_size = list(trainers), training, batch_size
         window = training.context + 1
         require_bytes(f"training.batch_size: {batch_size:,} windows of {window:,} tokens", 8 * batch_size * window)
+        self._cut: dict[int, Int[Tensor, "windows window"]] = {}
 
     def portions(self, device: torch.device, columns: int) -> Portions:
         """By tokens alone: adapters are small beside activations."""
@@ -56,6 +57,22 @@ class TextFeed(Feed):
             for trainer in (self.trainers[i] for i in trainers)
         ]
         return torch.stack(drawn)
+
+    def examples(self, trainer: int) -> int:
+        """Windows at fixed places of the stream."""
+        return len(self._windows(trainer))
+
+    def _windows(self, trainer: int) -> Int[Tensor, "windows window"]:
+        if trainer not in self._cut:
+            self._cut[trainer] = fixed_windows(self.trainers[trainer].train, context=self.training.context)
+        return self._cut[trainer]
+
+    def numbered(
+        self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
+    ) -> Int[Tensor, "users batch window"]:
+        """Windows that have no token in common."""
+        chosen = [self._windows(trainer)[at.clamp(min=0)] for trainer, at in zip(trainers, numbers, strict=True)]
+        return torch.stack(chosen).masked_fill((numbers == PAD).unsqueeze(2), PAD)
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch window"]]:
         """As many fresh windows as the trainers train on in a round: a stream is too long to be read whole."""

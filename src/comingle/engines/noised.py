@@ -1,0 +1,205 @@
+"""Steps on what is shared that hide single examples: each example's gradient is clipped, their sum has noise.
+
+Rows of a pass are examples: what a user shares is repeated for each of its examples, so that one backward pass gives
+every example's gradient by itself, as it gives every user's elsewhere. The model of that pass has what is shared and
+nothing that a user trains without noise: else the released gradient would be a function of what the same text has
+made of specialists and routers, which no account covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from comingle.data.batches import PAD
+from comingle.engines.feeds import Feed
+from comingle.engines.members import Members
+from comingle.engines.private import examples_of, work_of
+from comingle.engines.settings import Training
+from comingle.engines.training import Portions
+from comingle.errors import RecipeError
+from comingle.methods.base import Method
+from comingle.methods.client import Phase
+from comingle.models.model import Model
+from comingle.privacy.checks import check_delta
+from comingle.privacy.clipping import clipped
+from comingle.privacy.examples import Examples, Work
+from comingle.privacy.noise import digest
+from comingle.trees import STATISTICS, Layout, Tree, restrict
+
+TUNING = "tuning"
+"""Label of the phases that finetune: their batches have a random stream of their own, and nothing of them is sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noised:
+    """How a method's users take steps on what they share."""
+
+    examples: Examples
+    method: Method
+    training: Training
+
+    def applies(self, phase: Phase, layout: Layout) -> bool:
+        """Whether a phase trains something that is sent."""
+        return phase.label != TUNING and bool(self.leaves(phase, layout))
+
+    def leaves(self, phase: Phase, layout: Layout) -> list[str]:
+        """The tensors of which a phase trains entries that are shared."""
+        shared, roles = self.method.shared, phase.roles
+        return [slot.name for slot in layout.slots if any(slot.chosen(shared)) and any(slot.chosen(roles))]
+
+    def alone(self, phase: Phase, layout: Layout, *, everything: bool) -> list[str]:
+        """The tensors of which a phase trains entries that are a user's own, or all that it trains."""
+        slots, shared = layout.only(phase.reached).slots, self.method.shared
+        return [slot.name for slot in slots if everything or not all(slot.chosen(shared))]
+
+    def own(self, layout: Layout) -> frozenset[str]:
+        """The roles that are trained without noise."""
+        return (layout.roles & self.method.client.trained) - self.method.shared
+
+    def works(self, feed: Feed) -> dict[str, Work]:
+        """What each of the feed's trainers does."""
+        return {trainer.name: self.work(feed, number) for number, trainer in enumerate(feed.trainers)}
+
+    def work(self, feed: Feed, trainer: int) -> Work:
+        """What one of them does.
+
+        Raises:
+            RecipeError: it has so many examples that delta would allow one of them to be published.
+        """
+        name, count = feed.trainers[trainer].name, feed.examples(trainer)
+        check_delta(self.examples.privacy, name, count)
+        return work_of(self.training, self.method, name, examples=count, iterations=feed.steps(trainer))
+
+    # ---------------------------------------------------------------- a step
+
+    def step(
+        self,
+        model: Model,
+        feed: Feed,
+        portions: Portions,
+        cohort: Members,
+        phase: Phase,
+        place: Sequence[int],
+        at: Sequence[int],
+        plain: tuple[Float[Tensor, " users"], Tree] | None,
+    ) -> tuple[Float[Tensor, " users"], Tree]:
+        """Losses, and gradients of all that a phase trains: noised ones of what the users ``at`` share.
+
+        All others, and the losses, are the ``plain`` ones, where there are any.
+        """
+        losses, own = plain or (torch.zeros(len(cohort.rows)), Tree())
+        if not at:
+            return losses, own
+        some = cohort if len(at) == len(cohort.rows) else cohort.only(at)
+        found, shared = self.gradients(model, feed, portions, some, phase, place)
+        if plain is None:
+            losses[list(at)] = found
+        return losses, self._joined(model.layout, phase, own, shared, at, len(cohort.rows))
+
+    def gradients(
+        self, model: Model, feed: Feed, portions: Portions, cohort: Members, phase: Phase, place: Sequence[int]
+    ) -> tuple[Float[Tensor, " users"], Tree]:
+        """Of each user the mean loss, estimated from its batch, and the noised gradient of what it shares.
+
+        Tensors are cut to their shared entries. ``place`` says which step of the round this is.
+        """
+        layout, rows, number = model.layout, cohort.part.rows, cohort.round_number
+        kept = layout.roles - self.own(layout)
+        works = [self.work(feed, owner) for owner in cohort.owners]
+        stamps = [digest({n: t[i] for n, t in self._shared(layout, rows).items()}) for i in range(len(rows))]
+        keys = [(name, number, phase.purpose, *place, s) for name, s in zip(cohort.names, stamps, strict=True)]
+        drawn = [self.examples.draw(work, *key) for work, key in zip(works, keys, strict=True)]
+        tensors, leaves = restrict(model.tensors(rows), layout, kept), self.leaves(phase, layout)
+        sums = {n: torch.zeros_like(tensors[n], dtype=torch.float64) for n in leaves}
+        lost = torch.zeros(len(rows), dtype=torch.float64)
+        with model.randomness(self.examples.key, cohort.names[0], number, *place):  # masks of a known seed hide nobody
+            for part in padded(drawn, portions.sequences).split(portions.sequences, 1):
+                found, losses = self.clipped_sums(model, feed, tensors, leaves, cohort, part)
+                sums = {n: t + found[n] for n, t in sums.items()}
+                lost += losses
+        made = [
+            self.examples.noised({n: t[i] for n, t in sums.items()}, work, *key)
+            for i, (work, key) in enumerate(zip(works, keys, strict=True))
+        ]
+        means = lost / torch.tensor([work.expected for work in works], dtype=torch.float64)
+        return means.float(), {n: torch.stack([one[n] for one in made]).to(rows.dtype) for n in leaves}
+
+    def clipped_sums(
+        self, model: Model, feed: Feed, tensors: Tree, leaves: Sequence[str], cohort: Members, part: Int[Tensor, "u n"]
+    ) -> tuple[Tree, Float[Tensor, " u"]]:
+        """The sum of each user's clipped gradients, float64, and of its losses, over examples of these numbers.
+
+        One pass: its rows are the users' examples, the first user's first.
+        """
+        users, count = part.shape
+        who = [owner for owner in cohort.owners for _ in range(count)]
+        wide = {n: t.detach().repeat_interleave(count, 0) for n, t in tensors.items()}
+        for name in leaves:
+            wide[name].requires_grad_()
+        rows = feed.numbered(cohort.owners, part, cohort.round_number).flatten(0, 1).unsqueeze(1)
+        rows = rows.to(cohort.part.rows.device)
+        batch: Any = feed.read("train", who, rows)
+        losses = model.without(self.own(model.layout)).losses(wide, who, batch, train=True)[0]
+        means = losses.flatten(1).sum(1) / feed.counted(rows).clamp(min=1)
+        found = torch.autograd.grad(means.sum(), [wide[n] for n in leaves], materialize_grads=True)
+        changes = clipped(dict(zip(leaves, found, strict=True)), self.examples.privacy.first_bound)
+        sums = {n: t.view(users, count, *t.shape[1:]).sum(1) for n, t in changes.items()}
+        return sums, means.detach().double().view(users, count).sum(1).cpu()
+
+    def _shared(self, layout: Layout, rows: Float[Tensor, "users columns"]) -> Tree:
+        return restrict(layout.views(rows), layout, self.method.shared)
+
+    def _joined(self, layout: Layout, phase: Phase, plain: Tree, noised: Tree, at: Sequence[int], users: int) -> Tree:
+        """``plain`` gradients with ``noised`` ones, cut to shared entries, in their place for users ``at``."""
+        whole = Tree()
+        for slot in layout.only(phase.reached).slots:
+            if slot.name not in noised:
+                whole[slot.name] = plain[slot.name]
+                continue
+            made = noised[slot.name]
+            full = plain.get(slot.name)
+            full = made.new_zeros(users, *slot.shape) if full is None else full.clone()
+            keep = [i for i, shared in enumerate(slot.chosen(self.method.shared)) if shared]
+            if len(keep) == len(slot.roles):
+                full[list(at)] = made
+            else:
+                full[torch.tensor(at).unsqueeze(1), torch.tensor(keep)] = made
+            whole[slot.name] = full
+        return whole
+
+
+def noised_steps(model: Model, method: Method, training: Training) -> Noised | None:
+    """How a method's users hide single examples in steps on what they share, where a run asks for that.
+
+    Raises:
+        RecipeError: what is shared is no model by itself, or examples of a batch have statistics in common.
+    """
+    if (examples := examples_of(training)) is None:
+        return None
+    where = f"privacy: method {method.name}"
+    if STATISTICS in model.layout.roles:
+        raise RecipeError(
+            f"{where}: running statistics of batch norm are of all examples of a batch together; allowed: a net with "
+            "group norm, as net:resnet9-group"
+        )
+    noised = Noised(examples=examples, method=method, training=training)
+    try:
+        model.without(noised.own(model.layout))
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from None
+    return noised
+
+
+def padded(drawn: Sequence[Int[Tensor, " _"]], size: int) -> Int[Tensor, "users most"]:
+    """Everybody's numbers, filled with ``PAD`` to a multiple of ``size`` of which there is at least one."""
+    most = max(1, -(-max(len(numbers) for numbers in drawn) // size)) * size
+    whole = torch.full((len(drawn), most), PAD, dtype=torch.int64)
+    for row, numbers in zip(whole, drawn, strict=True):
+        row[: len(numbers)] = numbers
+    return whole
