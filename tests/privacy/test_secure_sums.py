@@ -33,6 +33,7 @@ USERS = ("ann", "bob", "cem", "dan")
 SUMMED = (
     "fedavg", "ffa-lora", "fedsa-lora", "fdlora", "fedavg-moe", "fedavg-moe-tr", "pfedmoe", "comigs-tr", "comigs",
     "comigs-1g1s", "comigs-2g", "comigs-1gxs", "fedem", "fedavg+", "fedit", "fedlora", "local-adaptor",
+    "stacking",
 )  # fmt: skip
 TRAINED = tuple(name for name in SUMMED if name not in ("fedem", "local-adaptor"))
 COARSE = {"privacy.secure_aggregation.bits": 16, "privacy.secure_aggregation.range": 0.5}

@@ -37,6 +37,7 @@ RULES: list[Rule] = [rule for rule in get_args(Rule) if rule != "mean"]
 MEANS = (
     "fedavg", "ffa-lora", "fedsa-lora", "fdlora", "fedavg-moe", "fedavg-moe-tr", "pfedmoe", "comigs-tr", "comigs",
     "comigs-1g1s", "comigs-2g", "comigs-1gxs", "fedem", "fedavg+", "fedit", "fedlora", "local-adaptor",
+    "stacking",
 )  # fmt: skip
 BOUNDED = (
     "fedmerge", "fedmerge-fixed", "ifca", "floral", "floral-optimal", "floral-mfl", "ensemble", "ensemble-optimal",

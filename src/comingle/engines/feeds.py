@@ -55,6 +55,10 @@ class Feed(ABC):
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch ..."]]:
         """Batches that stand for each trainer's training data as a whole."""
 
+    @abstractmethod
+    def held_out(self, trainers: Sequence[int]) -> Iterator[Int[Tensor, "users batch ..."]]:
+        """Batches that have each loss of the trainers' validation data once, filled with ``PAD``."""
+
     def read(self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch ..."]) -> Any:
         """What was drawn, as the model takes it: windows are drawn as what they are."""
         return drawn

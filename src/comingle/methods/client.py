@@ -121,6 +121,10 @@ class Cohort(ABC):
         """Mean validation loss in nats under each of its ``models (users, models, *shape)``."""
 
     @abstractmethod
+    def held_out_losses(self) -> Float[Tensor, "users clusters losses"]:
+        """Every loss in nats on each user's validation data under each component, filled up with zeros."""
+
+    @abstractmethod
     def copies(self) -> Float[Tensor, "copies users columns"]:
         """Every set of tensors that the users train."""
 
@@ -190,6 +194,9 @@ class Part:
     def shares(self, cohort: Cohort) -> Float[Tensor, "users models"] | None:
         """How much of each of several models every user has, for people to look at."""
         return None
+
+    def settle(self, cohort: Cohort) -> None:
+        """Before users' models are scored, and so before a run ends: what follows from them and is not trained."""
 
     finishes: ClassVar[bool] = False
     """Whether there is something to be done once, after the last exchange."""

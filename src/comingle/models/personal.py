@@ -19,6 +19,7 @@ from comingle.errors import DataError, RecipeError
 from comingle.evaluation.perplexity import Score, score_streams
 from comingle.evaluation.routing import Routing, pieces, route
 from comingle.models.adapted import AdaptedModel
+from comingle.models.ensembles import WHY_NOT_ONE, EnsembleModel
 from comingle.models.export.card import About
 from comingle.models.export.exporting import Exported, export
 from comingle.models.export.sources import Source
@@ -35,6 +36,10 @@ else:
     GenerationConfig = object  # as in comingle.models.base
 
 
+Spoken = AdaptedModel | EnsembleModel | MixedLanguageModel
+"""What users of language models have."""
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PersonalModel:
     """Speaks and scores as one user's model. ``row`` is the user's row in the federation.
@@ -43,7 +48,7 @@ class PersonalModel:
     """
 
     name: str
-    model: AdaptedModel | MixedLanguageModel
+    model: Spoken
     tensors: Tree
     row: int
     about: About | None = None
@@ -57,6 +62,9 @@ class PersonalModel:
         if isinstance(self.model, AdaptedModel):
             self.model.adapters.bind(self.tensors, [self.row])
             yield self.model.network
+        elif isinstance(self.model, EnsembleModel):
+            with self.model.speaking(self.tensors, [self.row]) as network:
+                yield network
         else:
             with self._own.mixing(self._shares):
                 yield cast(PreTrainedModel, self._own.model)
@@ -80,8 +88,10 @@ class PersonalModel:
         Raises:
             DataError: several experts are mixed behind a nonlinearity, so no weights can hold them.
         """
-        if not isinstance(self.model, AdaptedModel):
+        if isinstance(self.model, MixedLanguageModel):
             return cast(PreTrainedModel, self._own.merge(self._shares))
+        if isinstance(self.model, EnsembleModel):
+            raise DataError(f"user {self.name!r}: {WHY_NOT_ONE}")
         if why := why_not_merged(self.model, self.row):
             raise DataError(
                 f"user {self.name!r}: experts cannot be merged into weights, because {why}; "
@@ -106,6 +116,8 @@ class PersonalModel:
             DataError: the model cannot be exported in this format, with the reason and the format that can.
             RunError: an unknown format or number format, or the folder cannot be written to.
         """
+        if isinstance(self.model, EnsembleModel):
+            raise DataError(f"user {self.name!r}: {WHY_NOT_ONE}")
         own = {name: getattr(self, name) for name in ("name", "model", "tensors", "row", "about")}
         with torch.no_grad():
             return export(Source(**own, logits=self._logits), Path(folder), format=format, dtype=dtype, force=force)
