@@ -39,7 +39,7 @@ def stacking(*, generalists: Annotated[int, Range(least=0, most=MODELS)] = 1) ->
     Shared: attention and 2 averaged LoRA experts per MLP of one model.  Local: the same of another, and w.  Frozen: the
     base.
     Client: joint steps on training text, of both models on the same batches, each by its own loss.  Server: mean.
-    Differs from the papers: w is the same for all tokens, where Peterson et al. gate by the input.  Both models are
+    Differs from the paper: w is the same for all tokens, where Peterson et al. gate by the input.  Both models are
     what ``fedavg`` and ``local`` train, in every bit, unless a ``clip_norm`` clips the gradients of both by their
     common norm. It has twice the trained parameters and passes of either. With ``generalists`` 2 or 0 both models are
     shared, or both the user's own, from different starts: that is what any second model brings.
