@@ -97,17 +97,17 @@ def losses(models: Float64[Tensor, "n tokens vocab"], said: Int64[Tensor, " toke
     return -models.gather(2, said.expand(len(models), -1).unsqueeze(2)).squeeze(2)
 
 
-def pooled(alone: Float64[Tensor, "2 tokens"], weight: Float64[Tensor, "..."]) -> Float64[Tensor, " tokens"]:
+def pooled(alone: Float64[Tensor, "2 tokens"], weight: Float64[Tensor, "*tokens"]) -> Float64[Tensor, " tokens"]:
     """``-log(w p + (1 - w) q)``, w one number or one for each token."""
     return -torch.logsumexp(torch.stack([weight.log() - alone[0], (1 - weight).log() - alone[1]]), 0)
 
 
-def product(models: Models, powers: Float64[Tensor, "2"]) -> Float64[Tensor, "1 tokens vocab"]:
+def product(models: Models, powers: Float64[Tensor, " models"]) -> Float64[Tensor, "1 tokens vocab"]:
     """``p^a q^b``, normalised."""
     return torch.einsum("m,mtv->tv", powers, models).log_softmax(-1).unsqueeze(0)
 
 
-def tempered(models: Models, powers: Float64[Tensor, "2"]) -> Models:
+def tempered(models: Models, powers: Float64[Tensor, " models"]) -> Models:
     """Each to a power, normalised."""
     return (powers.view(2, 1, 1) * models).log_softmax(-1)
 
