@@ -25,6 +25,7 @@ METHODS = {
     "fedmerge": {"name": "fedmerge", "models": 2},
     "fdlora": {"name": "fdlora", "fusion_steps": 3},
     "floral": {"name": "floral", "clusters": 2},
+    "stacking": {"name": "stacking"},
     "centralized": {"name": "centralized"},
     "pretrained": {"name": "pretrained"},
 }

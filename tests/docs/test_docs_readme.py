@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from comingle.methods import REGISTRY, make, settings_of
 from comingle.methods.base import Method
+from comingle.methods.client import Part
 from comingle.methods.mixtures import Entropic
 from comingle.recipes import Recipe
 from comingle.recipes.data import kinds, load_section
@@ -69,6 +70,8 @@ def trained_on(method: Method) -> str:
     """What the table should say about a method's router."""
     if rerouted(method):
         return "set from each component's loss"
+    if any(type(part).settle is not Part.settle for part in method.client.parts):
+        return "set from validation text"
     router = [phase for phase in method.client.phases if "router" in phase.roles]
     if not router:
         return "no router"

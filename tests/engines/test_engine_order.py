@@ -19,6 +19,7 @@ METHODS = {
     "fedmerge": {"name": "fedmerge", "models": 3, "weight_step": 0.5},
     "ifca": {"name": "ifca", "models": 3},
     "fdlora": {"name": "fdlora", "fusion_steps": 5},
+    "stacking": {"name": "stacking"},
     "hetlora": {"name": "hetlora", "regularisation": 100.0, "gamma": 0.6},
 }
 CHANGES = {

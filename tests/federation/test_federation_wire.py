@@ -99,7 +99,7 @@ def run(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, tells: Tells =
     return channel, watch
 
 
-METHODS = ("comigs-1g1s", "fdlora", "pcl", "floral", "fedsa-lora")
+METHODS = ("comigs-1g1s", "fdlora", "pcl", "floral", "fedsa-lora", "stacking")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ ROUTED = (
     "comigs-1gxs",
 )
 MIXTURES = ("floral", "floral-mfl", "local-adaptor")
-ONE_LORA = ("fedit", "fedlora")
+ONE_LORA = ("fedit", "fedlora", "stacking")
 
 SMALL: dict[str, dict[str, Any]] = {
     "ifca": {"models": 2},

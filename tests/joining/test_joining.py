@@ -59,7 +59,16 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     "method",
-    [{"name": "comigs-1g1s", **ALONE}, "floral", "fedlora", "fedsa-lora", "pfedmoe", "fdlora", "fedavg-moe"],
+    [
+        {"name": "comigs-1g1s", **ALONE},
+        "floral",
+        "fedlora",
+        "fedsa-lora",
+        "pfedmoe",
+        "fdlora",
+        "fedavg-moe",
+        "stacking",
+    ],
 )
 def test_what_is_taken_stands_still(trained: Callable[..., Run], method: Any, tmp_path: Path) -> None:
     federation = trained(method)

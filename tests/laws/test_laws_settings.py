@@ -75,7 +75,8 @@ def differ(one: list[Tensor], two: list[Tensor]) -> bool:
 
 def run(federate: Any, federate_nets: Any, name: str, **settings: Any) -> list[Tensor]:
     method = {"name": name, **settings}
-    if make(name).placement.mixture is not None or name in ON_NETS:
+    mixture = make(name).placement.mixture
+    if (mixture is not None and not mixture.trains_apart) or name in ON_NETS:
         return outcome(federate_nets(method, changes={"training.rounds": ROUNDS}))
     ranks = {"adapters.rank": [2, 3, 4]} if name == "hetlora" else {}
     return outcome(federate(method, changes={"training.rounds": ROUNDS, **ranks}))

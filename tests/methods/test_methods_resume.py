@@ -18,6 +18,7 @@ METHODS = {
     "fedmerge": {"name": "fedmerge", "models": 3, "proximal": 0.01},
     "ifca": {"name": "ifca", "models": 2},
     "fedavg+": {"name": "fedavg+"},
+    "stacking": {"name": "stacking"},
     "comigs": {"name": "comigs", "accumulate_gradients": True, "router_every": 3, "router_steps": 1},
 }
 

@@ -29,6 +29,7 @@ USERS = ("ann", "bob", "cem", "dan")
 CENTRAL = (
     "fedavg", "ffa-lora", "fedsa-lora", "fdlora", "fedavg-moe", "fedavg-moe-tr", "pfedmoe", "comigs-tr", "comigs",
     "comigs-1g1s", "comigs-2g", "comigs-1gxs", "fedem", "fedavg+", "fedit", "fedlora", "local-adaptor",
+    "stacking",
 )  # fmt: skip
 RIVALS = ("ditto", "fedbn", "fedper", "fedprox", "rolora")
 """The same of plug-ins, whose servers are plain means."""

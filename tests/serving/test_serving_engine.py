@@ -18,7 +18,7 @@ from comingle.models.sampling import read_sampling
 from comingle.serving import cache
 from comingle.serving.engine import Engine, Piece, Request
 
-METHODS = ["comigs-1g1s", "fedavg", "fedmerge", "floral", "local", "pfedmoe", "pretrained"]
+METHODS = ["comigs-1g1s", "fedavg", "fedmerge", "floral", "local", "pfedmoe", "pretrained", "stacking"]
 TEXTS = ["one two three", "a", "", "the longest of them all, by far, is the one that you are reading now", "b c", "x"]
 
 

@@ -87,7 +87,7 @@ def check_watchable(where: object, method: Method) -> None:
     if not method.shared or not method.trains:
         raise RunError(f"{where}: {method.name} shares nothing, so nobody sees anything of a user; nothing to audit")
     if method.server.peer_to_peer or method.placement.mixture is not None or method.server.server_models > 1:
-        raise RunError(f"{where}: {method.name} has several shared models or peers; audited are methods with one model")
+        raise RunError(f"{where}: {method.name} mixes models or has peers; audited are methods with one model")
 
 
 # -------------------------------------------------------------------- the attack

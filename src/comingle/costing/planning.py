@@ -136,7 +136,7 @@ def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...]) -> InProce
         names = names[: portions(training, base.device, training.batch_size).users]
     people = [_nobody(name) for name in names]
     trainers = [_nobody("everyone")] if placement.pooled else people
-    if placement.mixture is not None:
+    if placement.mixture is not None and not placement.mixture.trains_apart:
         model = bare_mixture(recipe, base, method, len(trainers))
     else:
         tokens = len(trainers) * training.iterations * training.batch_size * training.context
@@ -165,10 +165,12 @@ def method_cost(recipe: Recipe, base: Base, names: tuple[str, ...], free: int) -
 
 
 def _language_base(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops:
-    """The base's own part of what FedAvg's adapters cost: one pass a step over the same weights."""
+    """The base's own part of what FedAvg's adapters cost: a pass a step over the same weights for each model."""
     fedavg = with_method(without_sums(recipe), "fedavg")
     user = count_users(federate_bare(fedavg, base, names[:1]), names[:1])[0]
-    forward, passes = (replace(spent, lora=0.0, router=0.0) for spent in (user.forward, user.round))
+    mixture = make(recipe.method.name, **recipe.method.settings).placement.mixture
+    models = mixture.clusters if mixture is not None and mixture.trains_apart else 1
+    forward, passes = (replace(spent, lora=0.0, router=0.0) * models for spent in (user.forward, user.round))
     return lambda load: (forward, passes)
 
 

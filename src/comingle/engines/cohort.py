@@ -118,6 +118,17 @@ class Cohort(Members):
         scores = self.scorer.score(Models(rows=rows, owners=owners), sets, range(len(pairs)))
         return torch.tensor([score.mean_loss for score in scores], dtype=torch.float64).view(-1, count)
 
+    @torch.no_grad()
+    def held_out_losses(self) -> Float[Tensor, "users clusters losses"]:
+        """Every loss in nats on each user's validation data under each component, filled up with zeros."""
+        model, feed, tensors = self.steps.model, self.steps.feed, self.steps.tensors(self.part.rows)
+        device, found = self.part.rows.device, []
+        for drawn in feed.held_out(self.owners):
+            for part in drawn.to(device).split(self.steps.portions.sequences, dim=1):
+                batch: Any = feed.read("valid", self.owners, part)
+                found.append(model.component_losses(tensors, self.owners, batch).flatten(2).double())
+        return torch.cat(found, 2)
+
     def copies(self) -> Float[Tensor, "copies users columns"]:
         """Every set of tensors that the users train: the cohort holds all copies of each, one after the other."""
         return self.part.rows.clone().view(self.steps.method.placement.copies, -1, self.part.rows.shape[1])

@@ -11,7 +11,7 @@ from comingle.engines.client import Clients
 from comingle.engines.clock import Clock, Federation
 from comingle.engines.events import Observer
 from comingle.engines.faults import diverged
-from comingle.engines.local import finetuned
+from comingle.engines.local import finetuned, settle
 from comingle.engines.mixing import mixture_at_users, mixtures
 from comingle.engines.runtime import peak_memory_bytes
 from comingle.engines.scoring import AnyScore
@@ -31,6 +31,7 @@ def evaluate(federation: Federation, done: int, observe: Observer) -> Sequence[A
     """
     clients = federation.clients
     observe({"event": "step", "advance": 0, "round": done, "evaluating": True})
+    settle(clients)
     with finetuned(clients, done):  # once for both
         scores, losses = clients.evaluate(), clients.validate() if clients.state.best else {}
     _check_finite(clients, scores, done)

@@ -65,6 +65,10 @@ class Feed(ABC):
         """Training examples of these numbers as :meth:`draw` has them, ``PAD`` for none; each as if it were alone."""
         raise NotImplementedError(f"{type(self).__name__}: has no examples that could be numbered")
 
+    @abstractmethod
+    def held_out(self, trainers: Sequence[int]) -> Iterator[Int[Tensor, "users batch ..."]]:
+        """Batches that have each loss of the trainers' validation data once, filled with ``PAD``."""
+
     def read(self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch ..."]) -> Any:
         """What was drawn, as the model takes it: windows are drawn as what they are."""
         return drawn

@@ -16,6 +16,7 @@ from comingle.engines.cohort import Cohort
 from comingle.engines.faults import diverged, find_broken
 from comingle.engines.noised import TUNING
 from comingle.engines.training import cohorts
+from comingle.methods.client import Part
 
 Tick = Callable[[], None]
 """Called after every local iteration of a cohort."""
@@ -112,6 +113,17 @@ def finetuned(clients: Clients, done: int | None = None, members: Sequence[int] 
         yield
     finally:
         clients.state, clients.phases = state, phases
+
+
+@torch.no_grad()
+def settle(clients: Clients) -> None:
+    """What follows from users' models as they are now, before they are scored; the same however often it is done."""
+    parts = [part for part in clients.method.client.parts if type(part).settle is not Part.settle]
+    for rows in cohorts(range(len(clients.state.rows)), clients.portions.users) if parts else ():
+        cohort = clients.cohort(rows, clients.training.rounds, state=clients.state.without_moments())
+        for part in parts:
+            part.settle(cohort)
+        clients.state.put(rows, cohort.part)
 
 
 def finish(clients: Clients) -> None:

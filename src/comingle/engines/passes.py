@@ -89,9 +89,9 @@ class PassFeed(Feed):
             self._order[key] = epoch(count, self.batch_size, random)
         return self._order[key][at]
 
-    def every(self, trainers: Sequence[int]) -> Iterator[Int64[Tensor, "users batch"]]:
-        """All train samples of each trainer, in order."""
-        counts = torch.tensor([self.count(trainer, "train") for trainer in trainers]).unsqueeze(1)
+    def every(self, trainers: Sequence[int], stream: Stream = "train") -> Iterator[Int64[Tensor, "users batch"]]:
+        """All samples of each trainer, in order."""
+        counts = torch.tensor([self.count(trainer, stream) for trainer in trainers]).unsqueeze(1)
         for first in range(0, int(counts.max()), self.batch_size):
             at = torch.arange(first, first + self.batch_size).expand(len(counts), -1)
             yield torch.where(at < counts, at, PAD)

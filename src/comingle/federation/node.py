@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import torch
 
 from comingle.engines.evaluations import amounts, measure_of, measured, users_metrics, users_routing
-from comingle.engines.local import finetuned, finish, train
+from comingle.engines.local import finetuned, finish, settle, train
 from comingle.errors import ComingleError, DivergenceError, MessageError
 from comingle.federation.asking import check_address, check_task
 from comingle.federation.checking import check_download, check_verdict
@@ -228,6 +228,7 @@ class Work:
 
     def _evaluate(self) -> None:
         clients, done = self.clients, self.task.about.get("done")
+        settle(clients)
         with finetuned(clients, done):
             scores, losses = clients.evaluate(), clients.validate() if clients.state.best else {}
         if losses and done is not None:

@@ -13,6 +13,7 @@ from comingle.errors import DataError, RecipeError
 from comingle.methods.base import Method
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.base import Base
+from comingle.models.ensembles import EnsembleModel, ensemble
 from comingle.models.hardware import require_room
 from comingle.models.language import backbone
 from comingle.models.mixed import MixedLanguageModel, mix_language_model
@@ -58,6 +59,8 @@ def check_on_language(recipe: Recipe, method: Method) -> None:
         raise RecipeError(f"method {method.name}: is about {what}, and a language model's base is frozen; {_FOR_NETS}")
     if method.placement.mixture is None:
         return
+    if method.placement.mixture.trains_apart:
+        return
     if method.placement.mixture.of != "adaptors":
         raise RecipeError(f"method {method.name}: mixes whole models, which are small nets; {_FOR_NETS}")
     if method.placement.mixture.optimal:
@@ -70,25 +73,34 @@ def check_on_language(recipe: Recipe, method: Method) -> None:
 
 def language_model(recipe: Recipe, base: Base, method: Method, trainers: int, tokens: int) -> Model:
     """The base as the method trains it, for so many trainers and training tokens."""
-    if method.placement.mixture is not None:
+    mixture = method.placement.mixture
+    if mixture is not None and not mixture.trains_apart:
         return mix_base(recipe, base, method, trainers)
     return adapt_base(recipe, base, method, trainers, tokens)
 
 
-def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens: int) -> AdaptedModel:
-    """The base with the adapters that the recipe and the method ask for, for so many trainers and training tokens."""
-    section = recipe.adapters
+def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens: int) -> AdaptedModel | EnsembleModel:
+    """The base with the adapters that the recipe and the method ask for, for so many trainers and training tokens.
+
+    Whole models whose predictions are mixed have generalists for experts, as many as the mixture says.
+    """
+    section, mixture = recipe.adapters, method.placement.mixture
     targets = Targets(**as_settings(section.targets, Targets)) if section.targets else None
     settings = AdapterSettings(**{**as_settings(section, AdapterSettings), "targets": targets})
     if method.placement.pooled and not isinstance(settings.rank, int):  # the one trainer can afford what anybody can
         settings = replace(settings, rank=max(settings.rank))
     specialists = method.placement.specialists_of(trainers)
     counts = ExpertCounts(generalists=method.placement.generalists, specialists=specialists)
+    if mixture is not None:
+        counts = ExpertCounts(generalists=mixture.experts, specialists=(0,) * trainers)
     compiled = recipe.runtime.compile
     if compiled == "auto":
         compiled = method.trains and tokens * base.model.num_parameters() >= COMPILE_FROM
     routed, residual = method.placement.routed, method.placement.residual
-    return adapt(base, settings, counts, routed=routed, compiled=bool(compiled), residual=residual)
+    model = adapt(base, settings, counts, routed=routed, compiled=bool(compiled), residual=residual)
+    if mixture is None:
+        return model
+    return ensemble(model, mixture, generalists=method.placement.generalists, specialists=max(specialists))
 
 
 def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLanguageModel:

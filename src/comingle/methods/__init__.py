@@ -29,6 +29,7 @@ from comingle.methods.pcl import pcl
 from comingle.methods.pfedmoe import pfedmoe
 from comingle.methods.pretrained import pretrained
 from comingle.methods.settings import allowed, by_type
+from comingle.methods.stacking import stacking
 from comingle.plugins import Registry
 
 Make = Callable[..., Method]
@@ -70,6 +71,7 @@ _OWN: dict[str, Make] = {
     "fedem": fedem,
     "fedit": fedit,
     "fedlora": fedlora,
+    "stacking": stacking,
 }
 
 REGISTRY: Registry[Make] = Registry("comingle.methods", _OWN)

@@ -92,6 +92,9 @@ class Part:
         """How much of each of several models every user has, for people to look at."""
         return None
 
+    def settle(self, cohort: Cohort) -> None:
+        """Before users' models are scored, and so before a run ends: what follows from them and is not trained."""
+
     finishes: ClassVar[bool] = False
     """Whether there is something to be done once, after the last exchange."""
 

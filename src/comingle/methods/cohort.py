@@ -137,6 +137,10 @@ class Cohort(ABC):
         """Mean validation loss in nats under each of its ``models (users, models, *shape)``."""
 
     @abstractmethod
+    def held_out_losses(self) -> Float[Tensor, "users clusters losses"]:
+        """Every loss in nats on each user's validation data under each component, filled up with zeros."""
+
+    @abstractmethod
     def copies(self) -> Float[Tensor, "copies users columns"]:
         """Every set of tensors that the users train."""
 

@@ -22,6 +22,7 @@ from comingle.evaluation.perplexity import Score, score_streams
 from comingle.evaluation.routing import Routing, pieces, route
 from comingle.models.about import About, Exported
 from comingle.models.adapted import AdaptedModel
+from comingle.models.ensembles import WHY_NOT_ONE, EnsembleModel
 from comingle.models.generation import continue_texts, max_places
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.owning import merge_adapters, why_not_merged
@@ -38,6 +39,10 @@ GROUP = "comingle.personal"
 """Under which entry points packages offer what is done with a personal model: ``export``."""
 
 
+Spoken = AdaptedModel | EnsembleModel | MixedLanguageModel
+"""What users of language models have."""
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PersonalModel:
     """Speaks and scores as one user's model. ``row`` is the user's row in the federation.
@@ -46,7 +51,7 @@ class PersonalModel:
     """
 
     name: str
-    model: AdaptedModel | MixedLanguageModel
+    model: Spoken
     tensors: Tree
     row: int
     about: About | None = None
@@ -60,6 +65,9 @@ class PersonalModel:
         if isinstance(self.model, AdaptedModel):
             self.model.adapters.bind(self.tensors, [self.row])
             yield self.model.network
+        elif isinstance(self.model, EnsembleModel):
+            with self.model.speaking(self.tensors, [self.row]) as network:
+                yield network
         else:
             with self._own.mixing(self._shares):
                 yield cast(PreTrainedModel, self._own.model)
@@ -83,8 +91,10 @@ class PersonalModel:
         Raises:
             DataError: several experts are mixed behind a nonlinearity, so no weights can hold them.
         """
-        if not isinstance(self.model, AdaptedModel):
+        if isinstance(self.model, MixedLanguageModel):
             return cast(PreTrainedModel, self._own.merge(self._shares))
+        if isinstance(self.model, EnsembleModel):
+            raise DataError(f"user {self.name!r}: {WHY_NOT_ONE}")
         if why := why_not_merged(self.model, self.row):
             raise DataError(
                 f"user {self.name!r}: experts cannot be merged into weights, because {why}; "
@@ -109,6 +119,8 @@ class PersonalModel:
             DataError: the model cannot be exported in this format, with the reason and the format that can.
             RunError: an unknown format or number format, or the folder cannot be written to.
         """
+        if isinstance(self.model, EnsembleModel):
+            raise DataError(f"user {self.name!r}: {WHY_NOT_ONE}")
         write = plugins.require(GROUP, "export")
         return write(self, Path(folder), format=format, dtype=dtype, force=force)
 

@@ -21,15 +21,19 @@ class ClientMixture:
 
     ``of`` says what a component is: adaptors beside a base that all have, or a whole model. ``at`` says where the
     mixture stands: in the weights, so that one pass is enough (FLoRAL's FML), on the components' outputs (an ensemble),
-    on their losses (MFL: each component descends on its own, and pi weighs it in the aggregation), or on the losses of
-    each sample, in shares of which pi is the mean (FedEM). With ``optimal`` each user's vector is one-hot at its true
-    cluster. ``temperature`` divides the router's logits and ``noise`` is the deviation of what is added to them in
-    training. ``precondition`` (FLoRAL eq. 36) and ``centre`` (eq. 37) are options of adaptors.
+    on their losses (MFL: each component descends on its own, and pi weighs it in the aggregation), on the losses of
+    each sample, in shares of which pi is the mean (FedEM), or on their predictions (each component descends on its own
+    loss, as if it were alone, and pi weighs probabilities). Of predictions, the placement says how many components are
+    shared and how many a user's own, and each has ``experts`` averaged LoRA experts in every MLP of a language model.
+    With ``optimal`` each user's vector is one-hot at its true cluster. ``temperature`` divides the router's logits and
+    ``noise`` is the deviation of what is added to them in training. ``precondition`` (FLoRAL eq. 36) and ``centre``
+    (eq. 37) are options of adaptors.
     """
 
     clusters: int
     of: Literal["adaptors", "models"] = "adaptors"
-    at: Literal["weights", "outputs", "losses", "samples"] = "weights"
+    at: Literal["weights", "outputs", "losses", "samples", "predictions"] = "weights"
+    experts: int = 1
     optimal: bool = False
     temperature: float = 1.0
     noise: float = 0.0
@@ -41,6 +45,11 @@ class ClientMixture:
         """Whether whole models are mixed in their weights."""
         return self.of == "models" and self.at == "weights"
 
+    @property
+    def trains_apart(self) -> bool:
+        """Whether components are whole models that know nothing of each other until they predict."""
+        return self.at == "predictions"
+
     def shares(self, theta: Float[Tensor, "*users clusters"]) -> Float[Tensor, "*users clusters"]:
         """The vector pi that router logits stand for, without noise."""
         return softmax_mixture(theta, self.temperature)
@@ -51,6 +60,17 @@ def mix_probabilities(
 ) -> Float[Tensor, "*users batch classes"]:
     """``log sum_c pi_c softmax(f_c(x))``: logits whose softmax is the mixture of the components' predictions."""
     return (shares.log()[..., None, None] + logits.log_softmax(-1)).logsumexp(-3)
+
+
+def mix_losses(
+    losses: Float[Tensor, "users clusters batch ..."], shares: Float[Tensor, "users clusters"]
+) -> Float[Tensor, "users batch ..."]:
+    """``-log sum_c pi_c exp(-loss_c)``: what the mixture of the components' predictions loses, in nats.
+
+    Exactly 0 where no component loses anything, as where nothing is predicted.
+    """
+    weights = shares.log().view(*shares.shape, *(1 for _ in losses.shape[2:])).to(losses)
+    return (-torch.logsumexp(weights - losses, 1)).masked_fill((losses == 0).all(1), 0)
 
 
 def merge_models(tensors: Tree, shares: Float[Tensor, "users clusters"]) -> Tree:

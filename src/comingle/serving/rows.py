@@ -20,6 +20,7 @@ from comingle.adapters.decoding import RowsLinear
 from comingle.adapters.lora import LoraLinear
 from comingle.models.adapted import AdaptedModel
 from comingle.models.copying import share_weights
+from comingle.models.ensembles import EnsembleModel, mix_forward
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.personal import PersonalModel
 from comingle.models.pretrained import PreTrainedModel
@@ -105,10 +106,34 @@ class MixedRows(Rows):
             linear.factors = (tensors[f"{name}.a"], tensors[f"{name}.b"])
 
 
+class EnsembleRows(Rows):
+    """Of whole models whose predictions are mixed: a row has the adapters of all of its user's, and their weights."""
+
+    def __init__(self, people: Mapping[str, PersonalModel], most: int) -> None:
+        super().__init__(people, most)
+        self.model = cast(EnsembleModel, next(iter(people.values())).model)
+        self.numbers = {name: person.row for name, person in people.items()}
+        self.network, self.shares = self.model.inner.network, torch.empty(0)
+        mix_forward(self.network, lambda: self.shares)
+
+    def _tree(self, person: PersonalModel) -> Tree:
+        return person.tensors
+
+    def _bind(self, tensors: Tree, names: Sequence[str]) -> None:
+        self.model.bind(tensors, [self.numbers[name] for name in names])
+        self.shares = self.model.shares(tensors)
+
+
+KINDS: dict[type, type[Rows]] = {
+    AdaptedModel: AdaptedRows,
+    EnsembleModel: EnsembleRows,
+    MixedLanguageModel: MixedRows,
+}
+
+
 def rows_of(people: Mapping[str, PersonalModel], most: int) -> Rows:
     """Rows for people of one run."""
-    kind = MixedRows if isinstance(next(iter(people.values())).model, MixedLanguageModel) else AdaptedRows
-    rows = kind(people, most)
+    rows = KINDS[type(next(iter(people.values())).model)](people, most)
     head = rows.network.get_output_embeddings()
     if type(head) is nn.Linear:
         rows.network.set_output_embeddings(RowsLinear(head))

@@ -48,7 +48,7 @@ def test_every_table_and_figure_of_the_paper_is_there() -> None:
     figures = [f"comigs/figure{i}" for i in range(4, 14)]
     of_floral = [*(f"floral/table{i}" for i in range(1, 6)), *(f"floral/figure{i}" for i in range(2, 11))]
     of_fedmerge = [*(f"fedmerge/table{i}" for i in range(2, 6)), *(f"fedmerge/figure{i}" for i in range(3, 8))]
-    assert list(EXPERIMENTS) == [*tables, *figures, "comigs/leak", *of_fedmerge, *of_floral]
+    assert list(EXPERIMENTS) == [*tables, *figures, "comigs/leak", "comigs/stacking", *of_fedmerge, *of_floral]
     for name, one in EXPERIMENTS.items():
         assert ("figure" in name) == (one.plot is not None), name
 

@@ -73,6 +73,11 @@ class AnswerFeed(PassFeed):
         for numbers in self.every(trainers):
             yield self._windows(trainers, "train", numbers)
 
+    def held_out(self, trainers: Sequence[int]) -> Iterator[Int64[Tensor, "users batch window"]]:
+        """All validation conversations of each trainer, in order."""
+        for numbers in self.every(trainers, "valid"):
+            yield self._windows(trainers, "valid", numbers)
+
     def _windows(
         self, trainers: Sequence[int], stream: Stream, numbers: Int64[Tensor, "users batch"]
     ) -> Int64[Tensor, "users batch window"]:

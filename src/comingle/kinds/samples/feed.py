@@ -93,6 +93,10 @@ class SampleFeed(PassFeed):
         self.enter(round_number)  # augmentation follows from it too
         return self.every(trainers)
 
+    def held_out(self, trainers: Sequence[int]) -> Iterator[Int64[Tensor, "users batch"]]:
+        """All validation samples of each trainer, in order."""
+        return self.every(trainers, "valid")
+
     def read(
         self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch"]
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from comingle.data.batches import PAD, fixed_windows, random_windows
+from comingle.data.batches import PAD, evaluation_windows, fixed_windows, random_windows
 from comingle.data.pack import UserData
 from comingle.data.seeds import generator
 from comingle.engines.feeds import SCORED_PER_SLOT, Feed, Predict
@@ -78,6 +78,16 @@ class TextFeed(Feed):
         """As many fresh windows as the trainers train on in a round: a stream is too long to be read whole."""
         for step in range(self.training.local_steps):
             yield self.draw(trainers, Phase(roles=frozenset()), round_number, step, -1)
+
+    def held_out(self, trainers: Sequence[int]) -> Iterator[Int[Tensor, "users batch window"]]:
+        """The validation streams, cut as where they are scored."""
+        context, size = self.training.context, self.batch_size
+        parts = [evaluation_windows(self.trainers[i].valid, context=context) for i in trainers]
+        for start in range(0, max(map(len, parts)), size):
+            windows = torch.full((len(parts), size, context + 1), PAD, dtype=torch.int64)
+            for row, part in zip(windows, parts, strict=True):
+                row[: len(part[start : start + size])] = part[start : start + size]
+            yield windows
 
     def counted(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
         """Targets that are not padding."""

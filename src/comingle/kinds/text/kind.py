@@ -21,10 +21,8 @@ from comingle.kinds.text.reading import leave_out, read_users, tokenise_users
 from comingle.kinds.text.section import TextSection, UsersRows
 from comingle.methods import make
 from comingle.methods.base import Method
-from comingle.models.adapted import AdaptedModel
-from comingle.models.mixed import MixedLanguageModel
 from comingle.models.model import Model
-from comingle.models.personal import PersonalModel
+from comingle.models.personal import PersonalModel, Spoken
 from comingle.recipes import Recipe
 from comingle.trees import Tree
 
@@ -41,7 +39,7 @@ class LanguageKind(Kind):
 
     def personal(self, name: str, model: Model, tensors: Tree, row: int) -> PersonalModel:
         """One that speaks."""
-        return PersonalModel(name=name, model=cast(AdaptedModel | MixedLanguageModel, model), tensors=tensors, row=row)
+        return PersonalModel(name=name, model=cast(Spoken, model), tensors=tensors, row=row)
 
     def known_names(
         self, recipe: Recipe, source: UsersRows | None, owners: Callable[[], Iterable[str]], unread: str

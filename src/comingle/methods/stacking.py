@@ -1,0 +1,94 @@
+"""A model that is averaged and a model of one's own, trained apart, whose predictions each user weighs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from comingle.adapters.inject import GENERALIST
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import ROUTERS, Client, Cohort, Part, joint
+from comingle.methods.server import Mean, Server
+from comingle.methods.settings import Range
+from comingle.routers.mixtures import ClientMixture
+from comingle.trees import CLIENT_ROUTER
+
+MODELS = 2
+
+BISECTIONS = 60
+"""Of an interval of length 1: further than float64 can tell apart near 1."""
+
+
+def stacking(*, generalists: Annotated[int, Range(least=0, most=MODELS)] = 1) -> Method:
+    """FedAvg's model and Local's, as they come out of their own runs, and one weight of each user between them.
+
+    A user says ``p = w p_shared + (1 - w) p_own`` of every next token, and w is the likeliest on its validation text,
+    which trains neither. Its log-likelihood is concave in w and both ends are allowed, so at each evaluation
+
+    - on validation text the mixture loses no more than the better of the two (Smyth and Wolpert, section 3);
+    - on any text it loses at most ``w loss_shared + (1 - w) loss_own`` (Jensen), so never more than the worse one, and
+      at most ``loss_shared + log(1 / w)`` and ``loss_own + log(1 / (1 - w))``;
+    - one number is fitted: with n independent tokens that costs 1 / (2 n) nats a token on new ones, if n is large.
+
+    Source: linear stacking of densities: Smyth and Wolpert 1999, Machine Learning 36, 59-83, here with one split; a
+    global and a local model mixed for each user: Peterson, Hanif and Darling 2019, arXiv:1912.06733, Mansour et al.
+    2020, arXiv:2002.10619.
+    Shared: attention and 2 averaged LoRA experts per MLP of one model.  Local: the same of another, and w.  Frozen: the
+    base.
+    Client: joint steps on training text, of both models on the same batches, each by its own loss.  Server: mean.
+    Differs from the paper: w is the same for all tokens, where Peterson et al. gate by the input.  Both models are
+    what ``fedavg`` and ``local`` train, in every bit, unless a ``clip_norm`` clips the gradients of both by their
+    common norm. It has twice the trained parameters and passes of either. With ``generalists`` 2 or 0 both models are
+    shared, or both the user's own, from different starts: that is what any second model brings.
+    """
+    shares = frozenset({GENERALIST})
+    return Method(
+        name="stacking",
+        placement=Placement(
+            generalists=generalists,
+            specialists=MODELS - generalists,
+            shared=shares if generalists else frozenset(),
+            mixture=ClientMixture(clusters=MODELS, of="models", at="predictions", experts=2),
+        ),
+        client=Client(phases=joint(routed=False), parts=(Likeliest(),)),
+        server=Mean() if generalists else Server(),
+    )
+
+
+class Likeliest(Part):
+    """Weighs each user's models as its validation data is likeliest."""
+
+    roles = ROUTERS
+    validates = True
+    language_only = True
+
+    def settle(self, cohort: Cohort) -> None:
+        """By :func:`likeliest`; the weights' logarithms are logits of a softmax that is the weights."""
+        first = likeliest(cohort.held_out_losses())
+        weights = torch.stack([first, 1 - first], 1).clamp(min=torch.finfo(torch.float32).tiny)
+        cohort.tensors[CLIENT_ROUTER].copy_(weights.log())
+
+
+def likeliest(losses: Float64[Tensor, "users 2 losses"]) -> Float[Tensor, " users"]:
+    """The first model's weight w that maximises ``sum_t log(w exp(-loss_1t) + (1 - w) exp(-loss_2t))``.
+
+    Its slope in w, ``sum_t (r_t - 1) / (w r_t + 1 - w)`` with ``r_t = exp(loss_2t - loss_1t)``, falls from end to end,
+    so halving finds where it is 0, or the end beyond which that is. A half where the two models never differ.
+    """
+    ahead = losses[:, 1] - losses[:, 0]
+    # Divided by r + 1, so that neither a very large nor a very small ratio overflows.
+    first, second = ahead.sigmoid(), (-ahead).sigmoid()
+
+    def slope(weight: Float[Tensor, " users"]) -> Float[Tensor, " users"]:
+        w = weight.unsqueeze(1)
+        return ((first - second) / (w * first + (1 - w) * second)).sum(1)
+
+    low, high = torch.zeros_like(ahead[:, 0]), torch.ones_like(ahead[:, 0])
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        rises = slope(middle) > 0
+        low, high = torch.where(rises, middle, low), torch.where(rises, high, middle)
+    return torch.where((ahead == 0).all(1), 0.5, torch.where(low == 0, low, high))

@@ -1,0 +1,217 @@
+"""Several whole models of each user over one frozen base, trained side by side, whose predictions are mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int, Int64
+from torch import Tensor
+
+from comingle.adapters.inject import GENERALIST, ROUTER, SPECIALIST
+from comingle.adapters.lora import init_zero
+from comingle.models.adapted import AdaptedModel
+from comingle.models.base import Base
+from comingle.models.greedy import continue_greedily
+from comingle.models.model import Model
+from comingle.models.pretrained import PreTrainedModel
+from comingle.routers.mixtures import ClientMixture, mix_losses, mix_probabilities
+from comingle.trees import CLIENT_ROUTER, Init, Layout, Slot, Tree
+
+WHY_NOT_ONE = (
+    "several whole models whose predictions are mixed, which no weights and no format can hold; allowed: generate, "
+    "score, comingle chat and comingle serve"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnsembleModel(Model):
+    """Components are models of :class:`AdaptedModel`'s kind, ``inner``: ``tensors`` are its own with the components on
+    an axis behind the users', and the mixture's logits."""
+
+    name: str
+    layout: Layout
+    device: torch.device
+    dtype: torch.dtype
+    inner: AdaptedModel
+    mixture: ClientMixture
+
+    @property
+    def base(self) -> Base:
+        """The frozen base."""
+        return self.inner.base
+
+    @property
+    def base_parameters(self) -> int:
+        """The base's parameters."""
+        return self.inner.base_parameters
+
+    @property
+    def ranks(self) -> Int[Tensor, " users"]:
+        """Each user's LoRA rank, that of all its components."""
+        return self.inner.ranks
+
+    @property
+    def scales(self) -> Float[Tensor, " users"]:
+        """Each user's LoRA scale."""
+        return self.inner.scales
+
+    def mask(self, ranks: Int[Tensor, " users"] | None = None) -> Bool[Tensor, "users columns"]:
+        """Of each component as of a model by itself."""
+        alone, count = self.inner.mask(ranks), self.mixture.clusters
+        slots = alone.split([slot.size for slot in self.inner.layout.slots], 1)
+        router = torch.ones_like(alone[:, :count])
+        return torch.cat([*(mask.repeat(1, count) for mask in slots), router], 1)
+
+    def only(self, users: Sequence[int]) -> EnsembleModel:
+        """Some users."""
+        return replace(self, inner=self.inner.only(users))
+
+    def randomness(self, *key: object) -> AbstractContextManager[None]:
+        """Nothing here is random."""
+        return nullcontext()
+
+    # ---------------------------------------------------------------- passes
+
+    def component_losses(
+        self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"], *, train: bool = False
+    ) -> Float[Tensor, "users clusters batch context"]:
+        """One pass each: in the last bit, what a component has by itself."""
+        parts = [self._component(tensors, number) for number in range(self.mixture.clusters)]
+        return torch.stack([self.inner.losses(part, users, batch, train=train)[0] for part in parts], 1)
+
+    def _component(self, tensors: Tree, number: int) -> Tree:
+        return {name: t[:, number].contiguous() for name, t in tensors.items() if name != CLIENT_ROUTER}
+
+    def losses(
+        self,
+        tensors: Tree,
+        users: Sequence[int],
+        batch: Int[Tensor, "users batch window"],
+        *,
+        train: bool = False,
+        shares: Any = None,
+    ) -> tuple[Float[Tensor, "users batch context"], float]:
+        """What the mixture loses; the gradient of each component is that of its own loss, as if it were alone."""
+        losses = self.component_losses(tensors, users, batch, train=train)
+        mixed, alone = mix_losses(losses.detach(), self.shares(tensors).detach()), losses.sum(1)
+        return mixed + (alone - alone.detach()), 0.0
+
+    def predict(
+        self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"]
+    ) -> Float[Tensor, "users batch context"]:
+        """What the mixture loses."""
+        return mix_losses(self.component_losses(tensors, users, batch), self.shares(tensors))
+
+    def shares(self, tensors: Tree) -> Float[Tensor, "users clusters"]:
+        """Each user's mixture."""
+        return self.mixture.shares(tensors[CLIENT_ROUTER])
+
+    @torch.no_grad()
+    def generate(
+        self, tensors: Tree, users: Sequence[int], prompts: Int[Tensor, "users batch prompt"], limit: int
+    ) -> Int64[Tensor, "users batch new"]:
+        """All users and components share every pass."""
+        prompts = prompts.to(self.device)
+        with torch.compiler.set_stance("force_eager"), self.speaking(tensors, users) as network:
+            return continue_greedily(network, prompts.flatten(0, 1), limit).view(*prompts.shape[:2], -1)
+
+    @contextmanager
+    def speaking(self, tensors: Tree, users: Sequence[int]) -> Iterator[PreTrainedModel]:
+        """The causal language model; within, it computes what these users' mixtures do, user by user in its batch."""
+        network, shares = self.inner.network, self.shares(tensors)
+        self.bind(tensors, users)
+        before = vars(network).get("forward")
+        mix_forward(network, lambda: shares)
+        try:
+            yield network
+        finally:
+            del network.forward
+            if before is not None:
+                setattr(network, "forward", before)  # noqa: B010 (a method, not a Tensor)
+
+    def bind(self, tensors: Tree, users: Sequence[int]) -> None:
+        """Hand every user's components to the adapters, one after the other."""
+        count = self.mixture.clusters
+        flat = {name: t.flatten(0, 1).contiguous() for name, t in tensors.items() if name != CLIENT_ROUTER}
+        self.inner.adapters.bind(flat, [user for user in users for _ in range(count)])
+
+    def without_weights(self, fakes: Any) -> tuple[Model, int]:
+        """Nobody trains the base."""
+        inner, size = self.inner.without_weights(fakes)
+        return replace(self, inner=inner), size
+
+
+def mix_forward(network: PreTrainedModel, shares: Callable[[], Float[Tensor, "users clusters"]]) -> None:
+    """Have a causal language model's logits be those of a mixture of components' probabilities.
+
+    It is called with each user's texts, and passes these on for every component; keys and values of all of a text's
+    components are one row of the cache.
+    """
+    from comingle.models.folding import FoldedCache
+
+    forward = type(network).forward.__get__(network)
+
+    @wraps(forward)
+    def mixed(*, input_ids: Int[Tensor, "n width"], past_key_values: Any = None, **options: Any) -> Any:
+        weights = shares()
+        (users, count), texts = weights.shape, len(input_ids)
+
+        def spread(t: Tensor) -> Tensor:
+            by_user = t.unflatten(0, (users, -1)).unsqueeze(1)
+            return by_user.expand(users, count, *by_user.shape[2:]).flatten(0, 2)
+
+        given = ((key, options.get(key)) for key in PER_TEXT)
+        wide = {key: spread(t) for key, t in given if isinstance(t, Tensor) and len(t) == texts}
+        cache = None if past_key_values is None else FoldedCache(past_key_values, users, count)
+        out = forward(input_ids=spread(input_ids), past_key_values=cache, **options | wide)
+        logits = out.logits.float().unflatten(0, (users, count, -1))
+        out.logits = mix_probabilities(logits.flatten(2, 3), weights.float()).view(texts, -1, logits.shape[-1])
+        out.past_key_values = past_key_values
+        return out
+
+    setattr(network, "forward", mixed)  # noqa: B010 (a method, not a Tensor)
+
+
+PER_TEXT = ("attention_mask", "position_ids")
+"""What a causal language model is told of each text besides its tokens."""
+
+
+def ensemble(inner: AdaptedModel, mixture: ClientMixture, *, generalists: int, specialists: int) -> EnsembleModel:
+    """Components like ``inner``, the shared ones first; the first of either kind starts as ``inner`` does."""
+    assert generalists + specialists == mixture.clusters
+    numbers = [*range(generalists), *range(specialists)]
+    roles = (GENERALIST,) * generalists + (SPECIALIST,) * specialists
+    slots = [
+        Slot(
+            name=slot.name,
+            shape=(mixture.clusters, *slot.shape),
+            roles=roles,
+            init=_side_by_side(slot.init, numbers),
+            factor=slot.factor,
+        )
+        for slot in inner.layout.slots
+    ]
+    router = Slot(name=CLIENT_ROUTER, shape=(mixture.clusters,), roles=(ROUTER,), init=init_zero)
+    return EnsembleModel(
+        name=inner.name,
+        layout=Layout(slots=(*slots, router)),
+        device=inner.device,
+        dtype=inner.dtype,
+        inner=inner,
+        mixture=mixture,
+    )
+
+
+def _side_by_side(init: Init, numbers: Sequence[int]) -> Init:
+    """Draws one after the other, of which component c takes number ``numbers[c]``."""
+
+    def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        drawn = [init(shape[1:], generator) for _ in range(max(numbers) + 1)]
+        return torch.stack([drawn[number] for number in numbers])
+
+    return draw
