@@ -18,6 +18,7 @@ _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 10.0
 """So long the others have to notice by themselves that one has ended."""
 
+_HEARD_SECONDS, _END_SECONDS = 2.0, 5.0
 _INTERRUPTED, _BUG = 130, 1
 
 
@@ -35,7 +36,7 @@ def launch(count: int, folder: Path) -> None:
         os.close(reading)
         try:
             _wait(children)
-        except KeyboardInterrupt:  # from a terminal they have heard it too
+        except KeyboardInterrupt:
             _end(children, signal.SIGINT)
             raise
         finally:
@@ -66,13 +67,19 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def _end(children: Sequence[subprocess.Popen[bytes]], first: signal.Signals) -> None:
     """End whoever is still there, with more force each time."""
-    for how in (None, first, signal.SIGTERM, signal.SIGKILL):
-        left = [child for child in children if child.poll() is None]
-        for child in left if how is not None else ():
-            child.send_signal(how)
-        deadline = time.monotonic() + (1.0 if how is None and first is signal.SIGINT else 0.0 if how is None else 3.0)
-        while any(child.poll() is None for child in left) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+    if first is signal.SIGINT:  # from a terminal they have heard it, and once is enough
+        _await(children, _HEARD_SECONDS)
+    for how in (first, signal.SIGTERM, signal.SIGKILL):
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(how)
+        _await(children, _END_SECONDS)
+
+
+def _await(children: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
 
 
 def _tell(codes: Sequence[int], folder: Path) -> None:

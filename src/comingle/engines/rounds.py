@@ -70,8 +70,7 @@ def run_rounds(
             scores, rounds = _stop(federation, scores, number, observe), number
             break
         federation.download(members)  # 1 and 2
-        work = federation.each(lambda: _train(clients, members, number, observe) if members else NOBODY)  # 3
-        everybodys = _gathered(federation, work, number, observe)
+        work, everybodys = _train(federation, members, number, observe)  # 3
         if due.exchanges:
             federation.upload(list(work.losses), number + 1, work.losses)
         _tell(federation, everybodys, number + 1, observe, clock)
@@ -138,10 +137,20 @@ def due_in(method: Method, training: Training, shares: bool, number: int) -> Due
     )
 
 
-def _train(clients: Clients, members: list[int], number: int, observe: Observer) -> LocalRound:
-    """Local work of a round."""
-    observe({"event": "step", "advance": 0, "round": number + 1})
-    return train(clients, members, number, lambda: observe({"event": "step", "advance": 1, "round": number + 1}))
+def _train(federation: Federation, members: list[int], number: int, observe: Observer) -> tuple[LocalRound, Worked]:
+    """Local work of a round: that of those who are here, and as far as it is known here everybody's."""
+
+    def step(advance: int) -> None:
+        observe({"event": "step", "advance": advance, "round": number + 1})
+
+    def work() -> LocalRound:
+        if not members:
+            return NOBODY
+        step(0)
+        return train(federation.clients, members, number, lambda: step(1))
+
+    own = federation.each(work)
+    return own, _gathered(federation, own, number, observe)
 
 
 @dataclass(frozen=True, kw_only=True)

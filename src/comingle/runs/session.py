@@ -224,7 +224,7 @@ def execute(
             sink(event)
 
     def checkpoint(done: int, clock: Clock) -> None:
-        if folder is None:
+        if (to := folder) is None:
             return
         if log is not None:
             log.to_disk()
@@ -232,10 +232,10 @@ def execute(
             done, recipe.fingerprint, clients.everybody, clock=clock, events_bytes=log.size_bytes if log else 0
         )
         if isinstance(federation, Sharded):
-            save_shards(federation, folder, federation.ranks.rank, replace(progress, shards=federation.shards))
+            save_shards(federation, to, federation.ranks.rank, replace(progress, shards=federation.shards))
         else:
-            save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)
-        federation.share(lambda: prune_checkpoints(folder, recipe.checkpoints.keep))
+            save_checkpoint(to, clients.model.layout, clients.state, federation.server.state, progress)
+        federation.share(lambda: prune_checkpoints(to, recipe.checkpoints.keep))
 
     has = merged(federation.gather(lambda: {user.name: amounts(user, clients.feed.unit) for user in clients.users}))
     if (log is not None and log.size_bytes == 0) or start == 0:  # a log that was lost begins anew

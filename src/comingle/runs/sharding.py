@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def spans(users: int, processes: int, at_once: int) -> list[range]:
     unit = at_once if len(cohorts(range(users), at_once)) >= processes else 1
     units = len(cohorts(range(users), unit))
     edges = [min(users, unit * (units * rank // processes)) for rank in range(processes + 1)]
-    return [range(*edge) for edge in zip(edges, edges[1:], strict=False)]
+    return [range(*edge) for edge in pairwise(edges)]
 
 
 def share_out(materials: Materials, here: range) -> Materials:

@@ -83,7 +83,7 @@ def reduced(
     largest: Callable[[Tensor], Tensor],
     total: Callable[[Tensor], Tensor],
 ) -> Tree:
-    """``sum_u weight_u t_u`` over so many users in all processes: ``largest`` and ``total`` put what each found together."""
+    """``sum_u weight_u t_u`` over so many users; ``largest`` and ``total`` put together what each process has found."""
     shifts = shifts_of(largest(largest_terms(tensors, weights)), users)
     return sums_of(total(whole_sums(tensors, weights, shifts)), tensors, shifts)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from comingle.errors import RunError
 
 MEETING, PARENT = "COMINGLE_MEETING", "COMINGLE_PARENT"
-"""Of those that `--processes` starts: the file by which they find each other, and a pipe that ends with their parent."""
+"""What `--processes` tells those that it starts: by which file they find each other, and a pipe that ends with it."""
 
 LOST = 3
 """Exit code of a process that ended because another one had: whoever started both knows which."""

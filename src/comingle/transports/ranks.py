@@ -90,12 +90,11 @@ class Ranks:
         tensor = _tensor(said) if self.rank == first else torch.empty(lengths[first], dtype=torch.uint8)
         with _told():
             dist.broadcast(tensor, first)
-        if failure is not None and (self.rank == first or not isinstance(failure, ComingleError)):
-            if self.leads or not isinstance(failure, ComingleError):
-                raise failure
+        if failure is not None and not isinstance(failure, ComingleError):
+            raise failure  # a fault of ours, which needs its traceback
         if not self.leads:
             raise SystemExit(2)
-        raise _error(first, *json.loads(bytes(tensor.numpy())))
+        raise failure or _error(first, *json.loads(bytes(tensor.numpy())))
 
     # ---------------------------------------------------------------- tensors
 
@@ -188,14 +187,13 @@ def joined(place: Place) -> Iterator[Ranks]:
     """
     if PARENT in os.environ:
         threading.Thread(target=_end_with, args=(int(os.environ[PARENT]),), daemon=True).start()
-    method = {"init_method": f"file://{place.meeting}"} if place.meeting else {}
     with _told():
         dist.init_process_group(
             _BOTH if torch.cuda.is_available() else _GLOO,
             rank=place.rank,
             world_size=place.size,
             timeout=PATIENCE,
-            **method,
+            init_method=f"file://{place.meeting}" if place.meeting else None,
         )
     try:
         yield Ranks(place)

@@ -2,7 +2,7 @@
 
 Every process runs the same rounds. Messages are those of one process: uploads are put together in the order of the
 users, so that the server computes what it would have computed alone, to the last bit; downloads are handed out. Where
-the server needs sums alone, each process sends one sum instead of its users' uploads (:mod:`comingle.transports.adding`).
+the server needs sums alone, each process sends one sum and no upload (:mod:`comingle.transports.adding`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REPORT = "report/"
 
 @dataclass(kw_only=True)
 class Sharded(InProcess):
-    """``first`` is the number of the first trainer who is here, among all; with ``ordered`` no sums are made on the way.
+    """``first`` is the number of the first trainer who is here; with ``ordered`` no sums are made on the way.
 
     What the server of a process that does not lead keeps is not kept up: only after how many rounds it last aggregated.
     """
@@ -86,7 +86,7 @@ class Sharded(InProcess):
             self.each(lambda: None)
 
     def _answers(self, asked: Sequence[Sequence[str]], common: Tree) -> list[tuple[dict[str, Any], Tree]]:
-        """What each process hears of its users' downloads; tensors that all have in common become part of ``common``."""
+        """What each process hears of its users' downloads; ``common`` gets the tensors that all have in common."""
         names = [self.server.answers(some) for some in asked]
         flat = [name for some in names for name in some]
         if not flat:
