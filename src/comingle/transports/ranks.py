@@ -28,7 +28,7 @@ T = TypeVar("T")
 PATIENCE = timedelta(hours=6)
 """So long one process waits for another that is still there; one that has ended is noticed at once."""
 
-_GLOO = "cpu:gloo"
+_GLOO = "gloo"
 _BOTH = "cpu:gloo,cuda:nccl"
 
 
