@@ -21,6 +21,7 @@ from comingle.inputs import Inputs, UserInputs
 from comingle.kinds.base import Materials, later
 from comingle.methods import make
 from comingle.methods.base import Method
+from comingle.models.hardware import take_gpu
 from comingle.recipes import Recipe
 from comingle.runs.settings import training_settings
 from comingle.transports.inprocess import InProcess
@@ -159,7 +160,7 @@ def check_device(recipe: Recipe, place: Place) -> None:
     if place.local_size > gpus:
         told = f"{place.local_size} processes on a machine with {gpus} GPUs"
         raise RecipeError(f"runtime.device: {told}; allowed: a process for each GPU, or cpu")
-    torch.cuda.set_device(place.local_rank)
+    take_gpu(place.local_rank)
 
 
 def take_threads(recipe: Recipe, place: Place) -> None:
