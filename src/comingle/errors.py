@@ -6,6 +6,7 @@
     │   └── NoTextError      no text at all, or none of a split that was asked for
     ├── BaseModelError       the pretrained model: not found, unknown family, wrong dtype
     ├── RunError             a run folder or checkpoint: exists, truncated, foreign, not resumable
+    │   └── RankLostError    another process of the same run has ended
     ├── NoSumError           secure aggregation: too few users for a sum, so the round has none
     ├── PluginError          an installed package that adds to comingle: cannot be imported, or its name is taken
     ├── MessageError         a message between users and server: truncated, changed on the way, of another version
@@ -45,6 +46,10 @@ class BaseModelError(ComingleError):
 
 class RunError(ComingleError):
     """A run folder or a checkpoint cannot be used."""
+
+
+class RankLostError(RunError):
+    """Another process of the same run has ended."""
 
 
 class NoSumError(ComingleError):

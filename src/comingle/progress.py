@@ -59,10 +59,11 @@ def reporting(*, quiet: bool = False) -> Iterator[Reporter]:
 
 def steps_before(clients: Clients) -> Callable[[int], int]:
     """How many local iterations of cohorts there are before a round; which of them have how many comes round again."""
-    training, names = clients.training, [trainer.name for trainer in clients.trainers]
+    training, names = clients.training, clients.everybody
+    here = {trainer.name for trainer in clients.trainers}
     period = len(training.participation) if isinstance(training.participation, Sequence) else 1
     copies, most, each = clients.method.placement.copies, clients.portions.users, clients.steps.local_steps
-    present = [participants(training, r, names) for r in range(period)]
+    present = [[n for n in participants(training, r, names) if names[n] in here] for r in range(period)]
     steps = [len(cohorts(who * copies, most)) * each for who in present]
     return lambda rounds: rounds // period * sum(steps) + sum(steps[: rounds % period])
 

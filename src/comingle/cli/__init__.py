@@ -27,8 +27,9 @@ from comingle.cli.serve import serve
 from comingle.cli.server import server
 from comingle.cli.show import show
 from comingle.cli.verbs import Verbs
-from comingle.errors import ComingleError
+from comingle.errors import ComingleError, RecipeError
 from comingle.terminal import printable
+from comingle.transports.launched import find_place, speaks
 
 app = typer.Typer(
     name="comingle",
@@ -47,7 +48,12 @@ for verb in (
 
 
 @app.callback(invoke_without_command=False)
-def _options(verbose: bool = typer.Option(False, "--verbose", "-v", help="Say what is loaded and from where.")) -> None:
+def _options(
+    context: typer.Context,
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say what is loaded and from where."),
+) -> None:
+    if context.invoked_subcommand != "run" and find_place() is not None:
+        raise RecipeError(f"{context.invoked_subcommand}: runs in one process; several are for `comingle run`")
     logging.basicConfig(level=logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_Formatter("%(message)s"))
@@ -82,12 +88,14 @@ def main() -> None:
     except (KeyboardInterrupt, SystemExit) as stop:  # typer turns the former into the latter, with code 130
         if isinstance(stop, SystemExit) and stop.code != 130:
             raise
-        print(f"\ncomingle: stopped{_AGAIN.get(sys.argv[1] if sys.argv[1:] else '', '')}", file=sys.stderr)
+        if speaks(interrupted=True):
+            print(f"\ncomingle: stopped{_AGAIN.get(sys.argv[1] if sys.argv[1:] else '', '')}", file=sys.stderr)
         raise SystemExit(130) from None
     except Exception as error:
         if (line := _line(error)) is None:
             raise
-        print(f"comingle: {printable(line)}", file=sys.stderr)
+        if speaks():
+            print(f"comingle: {printable(line)}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

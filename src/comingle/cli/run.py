@@ -1,8 +1,10 @@
-"""``comingle run``: one recipe, one run folder."""
+"""``comingle run``: one recipe, one run folder; in one process or in several."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Annotated
+
+import typer
 
 from comingle.cli.options import (
     Everybody,
@@ -16,10 +18,13 @@ from comingle.cli.options import (
     default_folder,
     read_recipe,
 )
+from comingle.errors import RecipeError
+from comingle.transports.launched import find_place
 
-if TYPE_CHECKING:
-    from comingle.engines.client import Clients
-    from comingle.engines.events import Observer
+Processes = Annotated[
+    int | None,
+    typer.Option("--processes", metavar="<n>", min=1, max=1024, help="Share the users out over processes here."),
+]
 
 
 def run(
@@ -29,30 +34,27 @@ def run(
     out: Out = None,
     resume: Resume = False,
     force: Force = False,
+    processes: Processes = None,
     everybody: Everybody = False,
     quiet: Quiet = False,
 ) -> None:
     """Train the users of a recipe together and write a run folder."""
-    read = read_recipe(recipe, sets, seed)
+    place = find_place()
+    if place is not None and processes not in (None, place.size):
+        raise RecipeError(f"--processes: got {processes}, and a launcher has started {place.size}; leave it out")
+    if place is None and processes is not None and processes > 1:
+        from comingle.cli.processes import launch
+
+        read = read_recipe(recipe, sets, seed)
+        launch(processes, out or default_folder(recipe, read.method.name, read.seed))
+        return
     from comingle.cli.progress import console
-    from comingle.cli.training import warn_overlaps
-    from comingle.progress import LOADING, reporting
+    from comingle.cli.training import train_here
     from comingle.reports.tables import render_run
-    from comingle.runs.folders import check_folder
-    from comingle.runs.session import prepare, run_in, warn_unread
     from comingle.terminal import words
 
-    folder = out or default_folder(recipe, read.method.name, read.seed)
-    check_folder(folder, read, resume=resume, force=force)
-    with reporting(quiet=quiet) as reporter:
-        with reporter.waiting(LOADING):
-            materials = prepare(read)
-            warn_overlaps(materials)
-        warn_unread(read)
-
-        def watch(clients: Clients) -> list[Observer]:
-            return [reporter.watch(clients)]
-
-        done = run_in(folder, read, materials, resume=resume, force=force, observers=watch)
-    console.print(render_run(done.metrics, everybody=everybody))
-    console.print(words(f"{folder}/  metrics.json · events.jsonl · checkpoints/ · tensorboard/", "dim"))
+    trained = train_here(place, recipe, sets, seed, out, resume=resume, force=force, quiet=quiet)
+    if trained is not None:
+        folder, done = trained
+        console.print(render_run(done.metrics, everybody=everybody))
+        console.print(words(f"{folder}/  metrics.json · events.jsonl · checkpoints/ · tensorboard/", "dim"))

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
 from rich.text import Text
 
+from comingle.cli.options import default_folder, read_recipe
+from comingle.errors import RankLostError
 from comingle.kinds.base import Materials
+from comingle.progress import LOADING, reporting
+from comingle.runs.folders import check_folder
+from comingle.runs.session import prepare, run_in, warn_unread
+from comingle.runs.sharding import check_device, share_out, spans, take_threads
 from comingle.terminal import errors, words
+from comingle.transports.launched import LOST, PARENT, Place
+from comingle.transports.ranks import Ranks, joined
+
+if TYPE_CHECKING:
+    from comingle.engines.client import Clients
+    from comingle.engines.events import Observer
+    from comingle.recipes import Recipe
+    from comingle.runs.results import Run
+
+T = TypeVar("T")
 
 
 def warn_overlaps(materials: Materials) -> None:
@@ -16,3 +39,64 @@ def warn_overlaps(materials: Materials) -> None:
             f"{overlap.test} of {overlap.test_documents} test documents also occur in the training text"
         )
         errors.print(Text.assemble(("warning: ", "yellow"), words(told)), highlight=False, soft_wrap=True)
+
+
+def train_here(
+    place: Place | None,
+    path: Path,
+    sets: list[str] | None,
+    seed: int | None,
+    out: Path | None,
+    *,
+    resume: bool,
+    force: bool,
+    quiet: bool,
+) -> tuple[Path, Run] | None:
+    """Train the users of a recipe, or those whom this process has; what came of it, in the process that leads.
+
+    Raises:
+        ComingleError: what a user can correct.
+    """
+    leads = place is None or place.leads
+    try:
+        with nullcontext() if place is None else joined(place) as ranks:
+            each = _alone if ranks is None else ranks.each
+            recipe = each(lambda: read_recipe(path, sets, seed))
+            folder = out or default_folder(path, recipe.method.name, recipe.seed)
+            if place is not None and place.restarts and (folder / "recipe.yaml").exists():
+                resume, force = True, False  # as the launcher's processes before these have begun it
+            each(lambda: check_folder(folder, recipe, resume=resume, force=force) if leads else None)
+            with reporting(quiet=quiet or not leads) as reporter:
+
+                def watch(clients: Clients) -> list[Observer]:
+                    return [reporter.watch(clients)]
+
+                with reporter.waiting(LOADING):
+                    materials = _read(recipe, ranks)
+                    warn_overlaps(materials)
+                if leads:
+                    warn_unread(recipe)
+                done = run_in(folder, recipe, materials, resume=resume, force=force, observers=watch, ranks=ranks)
+        return (folder, done) if leads else None
+    except RankLostError:
+        if PARENT in os.environ:
+            raise SystemExit(LOST) from None  # who has started all of them says which has ended
+        raise
+
+
+def _alone(work: Callable[[], T]) -> T:
+    return work()
+
+
+def _read(recipe: Recipe, ranks: Ranks | None) -> Materials:
+    """The base and the users' data; of several processes, of the users of this one."""
+    if ranks is None:
+        return prepare(recipe)
+    if not ranks.leads:
+        logging.getLogger("comingle").setLevel(logging.ERROR)  # one speaks for all
+    ranks.each(lambda: check_device(recipe, ranks.place))
+    take_threads(recipe, ranks.place)
+    materials = ranks.each(lambda: prepare(recipe))
+    at_once = recipe.runtime.users_per_step or 1
+    mine = ranks.each(lambda: spans(len(materials.users), ranks.size, at_once)[ranks.rank])
+    return share_out(materials, mine)

@@ -12,17 +12,18 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from comingle.engines.checksums import advise, list_checkpoints, resume_command, seal, verify
+from comingle.engines.checksums import SUMS, advise, list_checkpoints, resume_command, seal, verify
 from comingle.engines.clock import Clock
 from comingle.engines.server import LOWEST
 from comingle.engines.state import State
@@ -30,6 +31,7 @@ from comingle.errors import RunError
 from comingle.records import write_json
 from comingle.trees import Layout, Tree, flatten
 
+STATE = "state.safetensors"
 _ROWS, _SERVER, _BEST = "user/", "server/", "best/"
 
 
@@ -37,7 +39,8 @@ _ROWS, _SERVER, _BEST = "user/", "server/", "best/"
 class Progress:
     """How far a run has come. ``fingerprint`` names the recipe; ``events_bytes`` is the length of the event log.
 
-    ``trainers`` are the names of those to whom the rows belong, in the rows' order.
+    ``trainers`` are the names of those to whom the rows belong, in the rows' order. ``shards`` says how many of them
+    are in each file, where several processes have written it (:mod:`comingle.engines.shards`).
     """
 
     round: int
@@ -52,6 +55,7 @@ class Progress:
     told_upload_bytes: int
     told_download_bytes: int
     user_rounds: int
+    shards: list[int] = field(default_factory=list)
 
     @property
     def clock(self) -> Clock:
@@ -63,7 +67,13 @@ _COUNTED = {one.name for one in fields(Clock)} & {one.name for one in fields(Pro
 
 
 def progress_of(
-    done: int, fingerprint: str, trainers: Sequence[str], *, clock: Clock | None = None, events_bytes: int = 0
+    done: int,
+    fingerprint: str,
+    trainers: Sequence[str],
+    *,
+    clock: Clock | None = None,
+    events_bytes: int = 0,
+    shards: Sequence[int] = (),
 ) -> Progress:
     """How far a run has come after so many rounds; without a clock nothing has been counted."""
     counted = {key: getattr(clock or Clock(), key) for key in _COUNTED}
@@ -73,6 +83,7 @@ def progress_of(
         trainers=list(trainers),
         events_bytes=events_bytes,
         wall_seconds=clock.wall_seconds if clock is not None else 0.0,
+        shards=list(shards),
         **counted,
     )
 
@@ -83,35 +94,59 @@ def save_checkpoint(run: Path, layout: Layout, state: State, kept: Tree, progres
     Raises:
         RunError: the disk does not take it; the older checkpoints stay.
     """
-    folder = run / "checkpoints" / f"round-{progress.round:04d}"
+    folder, draft = places(run, progress.round)
+    with written(folder, draft):
+        draft.mkdir(parents=True)
+        write_tensors(draft / STATE, named(layout, state, kept))
+        finish_checkpoint(draft, folder, progress)
+    return folder
+
+
+def places(run: Path, done: int) -> tuple[Path, Path]:
+    """The folder of a checkpoint, and the one that becomes it, which is not there."""
+    folder = run / "checkpoints" / f"round-{done:04d}"
     draft = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed and had our number, as in a container
+    return folder, draft
+
+
+@contextmanager
+def written(folder: Path, draft: Path) -> Iterator[None]:
+    """Within, a checkpoint is written.
+
+    Raises:
+        RunError: the disk does not take it; nothing of it stays.
+    """
     try:
-        draft.mkdir(parents=True)
-        _write(draft, _named(layout, state, kept), progress)
-        if folder.exists():
-            shutil.rmtree(folder)
-        draft.rename(folder)
-        for parent in (folder.parent, run):
-            _to_disk(parent)
+        yield
     except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         why = error.strerror if isinstance(error, OSError) else error
         goes_on = f"once it can be, {resume_command(folder)} goes on"
         raise RunError(f"{folder}: cannot be written to: {why}; {goes_on}") from None
-    return folder
 
 
-def _write(draft: Path, tensors: Tree, progress: Progress) -> None:
-    """A whole checkpoint, on disk before it gets its name."""
-    save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, draft / "state.safetensors")
+def write_tensors(path: Path, tensors: Tree) -> None:
+    """A file of tensors, on disk when this returns."""
+    save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, path)
+    to_disk(path)
+
+
+def finish_checkpoint(draft: Path, folder: Path, progress: Progress, lines: Sequence[bytes] | None = None) -> None:
+    """The rest of a checkpoint whose tensors are on disk, before it gets its name; ``lines`` are their checksums."""
     write_json(draft / "checkpoint.json", asdict(progress))
-    seal(draft)
-    for path in [*draft.iterdir(), draft]:
-        _to_disk(path)
+    seal(draft, lines)
+    for path in (draft / "checkpoint.json", draft / SUMS, draft):
+        to_disk(path)
+    if folder.exists():
+        shutil.rmtree(folder)
+    draft.rename(folder)
+    for parent in (folder.parent, folder.parent.parent):
+        to_disk(parent)
 
 
-def _to_disk(path: Path) -> None:
+def to_disk(path: Path) -> None:
+    """Return when a file or folder would outlive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -149,8 +184,8 @@ def read_progress(folder: Path) -> Progress:
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    if kind == list[str]:
-        return isinstance(value, list) and all(isinstance(one, str) for one in value)
+    if kind in (list[str], list[int]):
+        return isinstance(value, list) and all(isinstance(one, get_args(kind)) for one in value)
     return isinstance(value, (int, float) if kind is float else kind)
 
 
@@ -162,12 +197,35 @@ def load_checkpoint(folder: Path, layout: Layout, like: State, kept: Tree) -> tu
             counts (names the first one).
     """
     verify(folder)
-    path = folder / "state.safetensors"
+    expected = {name: (tuple(t.shape), t.dtype) for name, t in named(layout, like, kept).items()}
+    tensors = read_tensors(folder / STATE, expected, like.rows.device)
+    rows = flatten([tensors.pop(_ROWS + slot.name) for slot in layout.slots])
+    server = {name: tensors.pop(_SERVER + name) for name in kept}
+    best = {name: tensors.pop(_BEST + name) for name in like.best}
+    return like.filled({"rows": rows, **tensors}, best), server
+
+
+Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of each tensor in a file."""
+
+
+def read_tensors(
+    path: Path, expected: Expected, device: torch.device, *, besides: str | None = None
+) -> dict[str, Tensor]:
+    """The tensors of a checkpoint's file, in the dtypes that are expected.
+
+    Of those whose names begin with ``besides`` none is read that is not expected.
+
+    Raises:
+        RunError: as :func:`load_checkpoint`.
+    """
+    folder = path.parent
     try:
         tensors = load_file(path)
+        if besides is not None:
+            tensors = {name: t for name, t in tensors.items() if name in expected or not name.startswith(besides)}
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path}: truncated or not safetensors ({error}); {advise(folder)}") from None
-    expected = {name: (tuple(t.shape), t.dtype) for name, t in _named(layout, like, kept).items()}
     for name in sorted(expected.keys() | tensors.keys()):
         got = (tuple(tensors[name].shape), tensors[name].dtype) if name in tensors else None
         wanted = expected.get(name)
@@ -176,11 +234,7 @@ def load_checkpoint(folder: Path, layout: Layout, like: State, kept: Tree) -> tu
             raise RunError(f"{path}: foreign checkpoint, tensor {name!r}: got {said[0]}, this recipe has {said[1]}")
         if wrong := _find_impossible(name, tensors[name]):
             raise RunError(f"{path}: tensor {name!r} {wrong}; {advise(folder)}")
-    tensors = {name: t.to(like.rows.device, expected[name][1]) for name, t in tensors.items()}
-    rows = flatten([tensors.pop(_ROWS + slot.name) for slot in layout.slots])
-    server = {name: tensors.pop(_SERVER + name) for name in kept}
-    best = {name: tensors.pop(_BEST + name) for name in like.best}
-    return like.filled({"rows": rows, **tensors}, best), server
+    return {name: t.to(device, expected[name][1]) for name, t in tensors.items()}
 
 
 def _fits(got: tuple[Any, torch.dtype] | None, wanted: tuple[Any, torch.dtype] | None) -> bool:
@@ -198,7 +252,7 @@ def _find_impossible(name: str, tensor: Tensor) -> str:
     return "has a negative count" if bool((tensor < 0).any()) else ""
 
 
-def _named(layout: Layout, state: State, server: Tree) -> dict[str, Tensor]:
+def named(layout: Layout, state: State, server: Tree) -> dict[str, Tensor]:
     """All tensors of a state by the names that they have in a file."""
     tensors = state.tensors()
     rows = {_ROWS + name: t for name, t in layout.views(tensors.pop("rows")).items()}

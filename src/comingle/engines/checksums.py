@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from comingle.errors import RunError
@@ -22,9 +23,13 @@ def list_checkpoints(run: Path) -> list[Path]:
     return sorted((run / "checkpoints").glob("round-*"), key=lambda folder: (len(folder.name), folder.name))
 
 
-def seal(folder: Path) -> None:
-    """Write down the sums of all files in a checkpoint; the last thing that is done to it."""
-    (folder / SUMS).write_bytes(b"".join(_line(folder / name) for name in _names(folder)))
+def seal(folder: Path, known: Sequence[bytes] | None = None) -> None:
+    """Write down the sums of all files in a checkpoint; the last thing that is done to it.
+
+    ``known`` are the lines of files that others have written and summed up themselves.
+    """
+    there = {line[66:].strip().decode(): line for line in known or ()}
+    (folder / SUMS).write_bytes(b"".join(there.get(name) or line_of(folder / name) for name in _names(folder)))
 
 
 def verify(folder: Path, name: str | None = None) -> None:
@@ -62,7 +67,7 @@ def _find_damage(folder: Path, name: str | None = None) -> str:
     try:
         told = (folder / SUMS).read_bytes()
         names = [name] if name else _names(folder)
-        lines = [_line(folder / each) for each in names]
+        lines = [line_of(folder / each) for each in names]
     except OSError as error:
         return f"{Path(error.filename or folder).name}: {error.strerror}"
     for each, line in zip(names, lines, strict=True):
@@ -78,6 +83,7 @@ def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != SUMS)
 
 
-def _line(path: Path) -> bytes:
+def line_of(path: Path) -> bytes:
+    """What is written down of a file."""
     with path.open("rb") as file:
         return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n".encode()

@@ -65,6 +65,7 @@ class Clients:
     ):
         self.model, self.method, self.training = model, method, training
         self.trainers, self.users, self.skipped = list(trainers), list(users), dict(skipped)
+        self.everybody = [trainer.name for trainer in trainers]  # where others have theirs elsewhere, they too
         last = (method.placement.copies - 1) * len(trainers)
         self.row_of = [last] * len(users) if method.placement.pooled else list(range(last, last + len(users)))
         self.batch_size = batch_size(method, training, len(users))
@@ -81,7 +82,7 @@ class Clients:
         self.resized()
         if training.select == "best":
             if reads:
-                self._check_validation()
+                self.require_validation(any(len(user.valid) for user in self.users))
             self.state.remember(0)
 
     @property
@@ -132,8 +133,13 @@ class Clients:
             layout.views(state.rows)[CLIENT_ROUTER].copy_(true_clusters(method.name, known, mixture.clusters))
         return state
 
-    def _check_validation(self) -> None:
-        if not any(len(user.valid) for user in self.users):
+    def require_validation(self, there: bool) -> None:
+        """Whether somebody has validation data.
+
+        Raises:
+            DataError: nobody has.
+        """
+        if not there:
             raise DataError(
                 "evaluation.select: best needs validation data and no user has any; give some (data.task.valid, "
                 "data.questions.valid or a valid split), or select: last"
@@ -267,6 +273,8 @@ class Clients:
     def validate(self) -> dict[str, float]:
         """Mean loss in nats on the validation data of every user who has any."""
         held = [(row, user) for row, user in zip(self.row_of, self.users, strict=True) if len(user.valid)]
+        if not held:
+            return {}
         scores = self.scorer.score(self.models, [user.valid for _, user in held], [row for row, _ in held])
         return {user.name: score.mean_loss for (_, user), score in zip(held, scores, strict=True)}
 

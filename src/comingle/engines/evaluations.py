@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
 from comingle.engines.client import Clients
@@ -12,7 +11,7 @@ from comingle.engines.clock import Clock, Federation
 from comingle.engines.events import Observer
 from comingle.engines.faults import diverged
 from comingle.engines.local import finetuned, settle
-from comingle.engines.mixing import mixture_at_users, mixtures
+from comingle.engines.mixing import mixture_at_users, mixtures_told, own_mixtures
 from comingle.engines.runtime import peak_memory_bytes
 from comingle.engines.scoring import AnyScore
 from comingle.engines.settings import Training
@@ -31,17 +30,40 @@ def evaluate(federation: Federation, done: int, observe: Observer) -> Sequence[A
     """
     clients = federation.clients
     observe({"event": "step", "advance": 0, "round": done, "evaluating": True})
+    scores, losses = federation.each(lambda: _look(clients, done))
+    mean_loss = {"mean_valid_loss": federation.select(done, losses)} if clients.state.best else {}
+    told = merged(federation.gather(lambda: _told_of(clients, scores)))
+    if federation.leads:
+        event = evaluation_event(
+            told["users"], measure_of(scores), done=done, iterations=done * clients.steps.local_steps
+        )
+        mixed = mixtures_told(clients, federation.server, told["mixtures"])
+        observe(event | mean_loss | told["routing"] | mixed)
+    return scores
+
+
+def _look(clients: Clients, done: int) -> tuple[Sequence[AnyScore], dict[str, float]]:
+    """Scores of those who are here, and where the best round is selected their validation losses."""
     settle(clients)
     with finetuned(clients, done):  # once for both
         scores, losses = clients.evaluate(), clients.validate() if clients.state.best else {}
     _check_finite(clients, scores, done)
+    return scores, losses
+
+
+def _told_of(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Any]:
+    """What an event tells of those who are here."""
     users = {user.name: measured(score) for user, score in zip(clients.users, scores, strict=True)}
-    event = evaluation_event(users, measure_of(scores), done=done, iterations=done * clients.steps.local_steps)
-    if losses:
-        federation.select(done, losses)
-        event["mean_valid_loss"] = fmean(losses.values())
-    observe(event | experts_event(clients, scores) | mixtures(clients, federation.server))
-    return scores
+    return {"users": users, "routing": experts_event(clients, scores), "mixtures": own_mixtures(clients)}
+
+
+def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Mappings of users, below the same names, as one, in the order of the parts."""
+    if len(parts) == 1:
+        return dict(parts[0])
+    names = dict.fromkeys(name for part in parts for name in part)
+    whole = {name: [part[name] for part in parts if name in part] for name in names}
+    return {name: merged(some) if isinstance(some[0], Mapping) else some[0] for name, some in whole.items()}
 
 
 def evaluation_event(
@@ -140,10 +162,12 @@ def users_metrics(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, dic
     }
 
 
-def summarise(clients: Clients, scores: Sequence[AnyScore], clock: Clock) -> Metrics:
-    """The metrics of a finished run."""
+def summarise(
+    clients: Clients, scores: Sequence[AnyScore], clock: Clock, users: dict[str, dict[str, Any]] | None = None
+) -> Metrics:
+    """The metrics of a finished run; ``users`` are those of everybody, where some are not here."""
     return metrics_of(
-        users_metrics(clients, scores),
+        users_metrics(clients, scores) if users is None else users,
         clients.model,
         clients.method,
         clients.training,

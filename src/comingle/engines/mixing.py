@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from comingle.engines.client import Clients
 from comingle.engines.server import ServerHalf, averaging_weights
+from comingle.engines.settings import Training
 from comingle.methods.base import Method
 from comingle.methods.server import aggregation_weights
 from comingle.trees import CLIENT_ROUTER
@@ -20,17 +21,39 @@ PRECISION = 6
 
 def mixtures(clients: Clients, server: ServerHalf) -> dict[str, Any]:
     """For methods whose users mix several components, or have one of them: what an evaluation's event says of it."""
-    shares = mixture_of(clients, server)
-    names = [user.name for user in clients.users]
+    return mixtures_told(clients, server, own_mixtures(clients))
+
+
+def own_mixtures(clients: Clients) -> dict[str, dict[str, Any]]:
+    """What that needs of each user who is here: its mixture, its true cluster, how much data it has."""
+    known = mixture_at_users(clients)
+    rows = [None] * len(clients.users) if known is None else known.tolist()
+    return {
+        user.name: {"mixture": row, "cluster": getattr(user, "cluster", None), "count": len(user.train)}
+        for user, row in zip(clients.users, rows, strict=True)
+    }
+
+
+def mixtures_told(clients: Clients, server: ServerHalf, users: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The same of all users of a federation, some of whom may not be here."""
+    shares, names = _known(server, users), list(users)
     if shares is None or not (event := mixtures_event(names, shares, clients.method)):
         return {}
-    truth = [getattr(user, "cluster", None) for user in clients.users]
+    truth = [of_user["cluster"] for of_user in users.values()]
     if None not in truth:
         event["clusters"] = dict(zip(names, truth, strict=True))
     if None not in truth and _are_shares(shares):
-        distance = mismatch(shares, torch.tensor(truth), sizes(clients)).mean()
-        event["aggregation_mismatch"] = round(float(distance), PRECISION)
+        weights = _sizes([of_user["count"] for of_user in users.values()], clients.training)
+        event["aggregation_mismatch"] = round(float(mismatch(shares, torch.tensor(truth), weights).mean()), PRECISION)
     return event
+
+
+def _known(server: ServerHalf, users: Mapping[str, Mapping[str, Any]]) -> Float[Tensor, "users clusters"] | None:
+    """Everybody's mixture as the server knows it, else as users do."""
+    if (merging := server.method.server.merging_weights(server.kept)) is not None:
+        return merging.double().cpu()
+    rows = [of_user["mixture"] for of_user in users.values()]
+    return None if None in rows else torch.tensor(rows, dtype=torch.float64)
 
 
 def mixtures_event(names: Sequence[str], shares: Float[Tensor, "users clusters"], method: Method) -> dict[str, Any]:
@@ -65,10 +88,9 @@ def mixture_at_users(clients: Clients) -> Float[Tensor, "users clusters"] | None
     return next((shares.double().cpu() for shares in chosen if shares is not None), None)
 
 
-def sizes(clients: Clients) -> Float[Tensor, " users"]:
+def _sizes(counts: Sequence[int], training: Training) -> Float[Tensor, " users"]:
     """Each user's share of the training data, p(k), or equal shares where means are uniform."""
-    counts = torch.tensor([len(user.train) for user in clients.users])
-    return averaging_weights(counts if clients.training.weighting != "uniform" else torch.ones(len(counts)))
+    return averaging_weights(torch.tensor(counts) if training.weighting != "uniform" else torch.ones(len(counts)))
 
 
 def entropy(mixture: Float[Tensor, "users clusters"]) -> Float[Tensor, " users"]:

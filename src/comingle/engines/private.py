@@ -101,6 +101,18 @@ def keep_key(folder: Path, *halves: Shield | Examples | Guard | None, anew: bool
             half.key = kept_key(folder)
 
 
+def key_of(*halves: Shield | Guard | None) -> str:
+    """The key that they have in common; none where nobody has one."""
+    return next((half.key for half in halves if half is not None), "")
+
+
+def set_key(key: str, *halves: Shield | Guard | None) -> None:
+    """Have these go on with a key that another process of the run has kept."""
+    for half in halves:
+        if half is not None:
+            half.key = key
+
+
 def _key(training: Training) -> str:
     """One that nobody knows until a kept one takes its place; in simulations that ask for it, the seed's."""
     assert training.privacy is not None

@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock, Federation
@@ -65,15 +65,15 @@ def run_rounds(
         scores = evaluate(federation, 0, observe)  # where every curve starts: the pretrained model
     for number in range(first_round, rounds):
         due = due_in(clients.method, training, clients.shares, number)
-        members = federation.server.invite(training, number, releases=due.exchanges)
+        members = federation.invite(number, releases=due.exchanges)
         if members is None:  # one more would exceed the privacy budget
             scores, rounds = _stop(federation, scores, number, observe), number
             break
         federation.download(members)  # 1 and 2
-        work = _train(clients, members, number, observe) if members else NOBODY  # 3
+        work, everybodys = _train(federation, members, number, observe)  # 3
         if due.exchanges:
             federation.upload(list(work.losses), number + 1, work.losses)
-        _tell(federation, work, number + 1, observe, clock)
+        _tell(federation, everybodys, number + 1, observe, clock)
         if due.evaluates == "local":
             federation.download([user for user in everyone if user not in work.losses])
             scores = evaluate(federation, number + 1, observe)
@@ -86,7 +86,7 @@ def run_rounds(
         if due.evaluates == "exchanged":
             federation.download(everyone)  # 5
             if due.ends:
-                finish(clients)
+                federation.each(lambda: finish(clients))
             scores = evaluate(federation, number + 1, observe)
         if due.saves:
             clock.count(federation)
@@ -94,10 +94,14 @@ def run_rounds(
     clock.count(federation)
     clients.choose()
     if clients.chosen_round != rounds:
-        with finetuned(clients):
-            scores = clients.evaluate()  # an event tells of them already
+        scores = federation.each(lambda: _scores(clients))  # an event tells of them already
     # Without rounds there is nothing but this; a run resumed after its last round has these events already.
     return scores or evaluate(federation, rounds, observe if first_round == 0 else lambda event: None)
+
+
+def _scores(clients: Clients) -> Sequence[AnyScore]:
+    with finetuned(clients):
+        return clients.evaluate()
 
 
 def _stop(federation: Federation, scores: Sequence[AnyScore], done: int, observe: Observer) -> Sequence[AnyScore]:
@@ -107,7 +111,7 @@ def _stop(federation: Federation, scores: Sequence[AnyScore], done: int, observe
     clients.stopped_after, finishes = done, False
     if counts_exchanged(clients.method, clients.training):
         federation.download(range(len(clients.trainers)))
-        finish(clients)
+        federation.each(lambda: finish(clients))
         finishes = any(part.finishes for part in clients.method.client.parts)
     known = done % clients.training.evaluate_every == 0 and not finishes
     return scores if known else evaluate(federation, done, observe)
@@ -135,21 +139,66 @@ def due_in(method: Method, training: Training, shares: bool, number: int) -> Due
     )
 
 
-def _train(clients: Clients, members: list[int], number: int, observe: Observer) -> LocalRound:
-    """Local work of a round."""
-    observe({"event": "step", "advance": 0, "round": number + 1})
-    work = train(clients, members, number, lambda: observe({"event": "step", "advance": 1, "round": number + 1}))
-    for member, what in work.rejected.items():
-        name = clients.trainers[member].name
+def _train(federation: Federation, members: list[int], number: int, observe: Observer) -> tuple[LocalRound, Worked]:
+    """Local work of a round: that of those who are here, and as far as it is known here everybody's."""
+
+    def step(advance: int) -> None:
+        observe({"event": "step", "advance": advance, "round": number + 1})
+
+    def work() -> LocalRound:
+        if not members:
+            return NOBODY
+        step(0)
+        return train(federation.clients, members, number, lambda: step(1))
+
+    own = federation.each(work)
+    return own, _gathered(federation, own, number, observe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worked:
+    """What one round of everybody's local work yielded, by names; ``suspects`` are of the first who was rejected."""
+
+    losses: dict[str, float]
+    rejected: dict[str, str]
+    suspects: list[str]
+    tokens: int
+    seconds: float
+
+
+def _gathered(federation: Federation, work: LocalRound, number: int, observe: Observer) -> Worked:
+    """Everybody's local work, as far as it is known here.
+
+    Raises:
+        DivergenceError: nobody's can be used.
+    """
+    parts = [Worked(**part) for part in federation.gather(lambda: _by_name(federation.clients, work))]
+    rejected = {name: what for part in parts for name, what in part.rejected.items()}
+    losses = {name: loss for part in parts for name, loss in part.losses.items()}
+    suspects = next((part.suspects for part in parts if part.rejected), [])
+    for name, what in rejected.items():
         logger.warning("user %r is left out of round %d: %s", name, number + 1, what)
         observe({"event": "rejected", "round": number + 1, "user": name, "reason": what})
-    if not work.losses:
-        member, what = next(iter(work.rejected.items()))
-        raise diverged(clients.trainers[member].name, what, clients.steps.suspects(member, clients.state.rows[member]))
-    return work
+
+    def require_somebody() -> None:
+        if rejected and not losses:
+            raise diverged(*next(iter(rejected.items())), suspects)
+
+    federation.share(require_somebody)
+    tokens, seconds = sum(part.tokens for part in parts), max(part.seconds for part in parts)
+    return Worked(losses=losses, rejected=rejected, suspects=suspects, tokens=tokens, seconds=seconds)
 
 
-def _tell(federation: Federation, work: LocalRound, done: int, observe: Observer, clock: Clock) -> None:
+def _by_name(clients: Clients, work: LocalRound) -> dict[str, Any]:
+    def named(values: dict[int, Any]) -> dict[str, Any]:
+        return {clients.trainers[member].name: value for member, value in values.items()}
+
+    first = next(iter(work.rejected), None)
+    suspects = [] if first is None else list(clients.steps.suspects(first, clients.state.rows[first]))
+    return {**asdict(work), "losses": named(work.losses), "rejected": named(work.rejected), "suspects": suspects}
+
+
+def _tell(federation: Federation, work: Worked, done: int, observe: Observer, clock: Clock) -> None:
     """Count the round, and its event."""
     clock.count(federation)
     sent, received = clock.upload_bytes - clock.told_upload_bytes, clock.download_bytes - clock.told_download_bytes
@@ -161,7 +210,7 @@ def _tell(federation: Federation, work: LocalRound, done: int, observe: Observer
         {
             "event": "round",
             "round": done,
-            "train_loss_nats": {federation.clients.trainers[m].name: loss for m, loss in work.losses.items()},
+            "train_loss_nats": work.losses,
             "upload_bytes": sent,
             "download_bytes": received,
             "tokens": work.tokens,

@@ -17,7 +17,7 @@ from torch import Tensor
 from comingle.engines.settings import Training
 from comingle.engines.training import participants, round_sizes
 from comingle.methods.base import Method
-from comingle.methods.server import Received
+from comingle.methods.server import Mean, Received
 from comingle.privacy.clipping import without_padding
 from comingle.privacy.guard import BOUND, COUNTS, Guard
 from comingle.privacy.summing import Sums
@@ -141,6 +141,31 @@ class ServerHalf:
             received = self._received(numbers, tensors, upload)
         if (received := self._defended(received, upload.users)) is not None:
             self.method.server.aggregate(self.kept, received)
+        self.ranks[numbers] = upload.ranks
+        self.version = upload.round
+
+    @property
+    def adds(self) -> bool:
+        """Whether all that it does with uploads are the weighted sums of :class:`Mean`, and a step."""
+        server = self.method.server
+        central = self.guard is not None and self.guard.privacy.mechanism == "central"
+        plain = self.sums is None and self.aggregation is None and not central
+        return plain and isinstance(server, Mean) and server.kind == "sum" and type(server).aggregate is Mean.aggregate
+
+    def coefficients(self, names: Sequence[str], upload: Upload) -> Tree:
+        """Where it :attr:`adds`, by what the uploads' tensors of these names are multiplied; looks at none of them."""
+        server, numbers = self.method.server, [self.users.index(user) for user in upload.users]
+        assert isinstance(server, Mean)
+        return server.coefficients(self._received(numbers, dict.fromkeys(names, torch.zeros(0)), upload))
+
+    @torch.no_grad()
+    def aggregate_weighted(self, sums: Tree, upload: Upload) -> None:
+        """Take in weighted sums of a round's uploads, of which the rest is here."""
+        server, numbers = self.method.server, [self.users.index(user) for user in upload.users]
+        assert isinstance(server, Mean)
+        if self.guard is not None and self.shares:
+            self.guard.charge(numbers)
+        server.step(self.kept, sums, self._received(numbers, {}, upload))
         self.ranks[numbers] = upload.ranks
         self.version = upload.round
 

@@ -49,18 +49,30 @@ class Materials:
     unread: bool = False
     here: tuple[int, ...] | None = None
     """The numbers of those whose data is on this machine, where others have theirs elsewhere; None: everybody's is."""
+    shared_out: bool = False
+    """Whether the others are in other processes of this run, which have been looked at together."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Users who were left out, as ``data.on_small_user`` asks for, and what they have too little of."""
 
     @cached_property
     def digests(self) -> dict[str, dict[str, str]]:
-        """By which everybody's splits are known again."""
-        return {user.name: {split: digest_split(getattr(user, split)) for split in SPLITS} for user in self.users}
+        """By which the splits of everybody who is here are known again."""
+        return {user.name: {split: digest_split(getattr(user, split)) for split in SPLITS} for user in self.present}
+
+    @property
+    def reads(self) -> bool:
+        """Whether it has to be seen to that there is validation data where it is needed."""
+        return not self.unread and not self.shared_out
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Which of the users :attr:`present` are."""
+        return range(len(self.users)) if self.here is None else self.here
 
     @property
     def present(self) -> tuple[Any, ...]:
         """The users whose data is on this machine."""
-        return self.users if self.here is None else tuple(self.users[number] for number in self.here)
+        return tuple(self.users[number] for number in self.numbers)
 
     def overlaps(self) -> list[Overlap]:
         """Users whose held-out documents also occur in their training text."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from comingle.engines.checkpoints import (
 )
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock
-from comingle.engines.evaluations import amounts, end_event, start_event, summarise
+from comingle.engines.evaluations import amounts, end_event, merged, start_event, summarise, users_metrics
 from comingle.engines.events import EventLog, Observer, tensorboard
 from comingle.engines.naming import check_names, reorder, reorder_kept
 from comingle.engines.private import keep_key
 from comingle.engines.rounds import run_rounds
 from comingle.engines.runtime import keep_buffers
+from comingle.engines.shards import save_shards
 from comingle.errors import DivergenceError, RunError
 from comingle.inputs import Inputs, UserInputs
 from comingle.kinds.base import Materials, kind_of
@@ -42,7 +44,10 @@ from comingle.runs.folders import open_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
 from comingle.runs.settings import privacy_of, training_settings
+from comingle.runs.sharding import build_sharded, describe_shards, restore_shards, share_key
 from comingle.transports.inprocess import InProcess, federate
+from comingle.transports.ranks import Ranks
+from comingle.transports.sharded import Sharded
 
 logger = logging.getLogger("comingle")
 
@@ -130,7 +135,7 @@ def describe(materials: Materials, recipe: Recipe) -> Inputs:
             cluster=getattr(user, "cluster", None),
             given={key: values[i] for key, values in lists.items() if isinstance(values, list) and i < len(values)},
         )
-        for i, user in enumerate(materials.users)
+        for i, user in zip(materials.numbers, materials.present, strict=True)
     }
     settings = materials.kind.settings(materials)
     return Inputs(kind=materials.kind.name, **digests_of(materials.base), users=users, settings=settings)
@@ -139,12 +144,14 @@ def describe(materials: Materials, recipe: Recipe) -> Inputs:
 # -------------------------------------------------------------------- build
 
 
-def build(recipe: Recipe, materials: Materials) -> InProcess:
-    """Both halves of a recipe's federation, before the first round.
+def build(recipe: Recipe, materials: Materials, ranks: Ranks | None = None) -> InProcess:
+    """Both halves of a recipe's federation, before the first round; with ``ranks`` this process's part of it.
 
     Raises:
         ComingleError: settings, data and base do not fit each other.
     """
+    if ranks is not None:
+        return build_sharded(recipe, materials, ranks)
     method = make(recipe.method.name, **recipe.method.settings)
     training = training_settings(recipe, [user.name for user in materials.users])
     federation = federate(materials.kind.clients(recipe, materials, method, training))
@@ -160,19 +167,26 @@ def run_in(
     resume: bool,
     force: bool,
     observers: Callable[[Clients], Sequence[Observer]] = lambda clients: (),
+    ranks: Ranks | None = None,
 ) -> Run:
     """Build a recipe's federation and run it in its folder; ``observers`` of its users' events are made for it.
 
-    Without a folder nothing is written.
+    Without a folder nothing is written. Of several processes (``ranks``) the one that leads observes and writes.
 
     Raises:
         ComingleError: as :func:`build`, :func:`comingle.runs.folders.open_folder` and :func:`execute`.
     """
-    federation = build(recipe, materials)
-    watching, settings = observers(federation.clients), materials.kind.settings(materials)
+    federation = build(recipe, materials, ranks)
+    watching = observers(federation.clients) if federation.leads else ()
+    settings = materials.kind.settings(materials)
     if folder is None:
         return replace(execute(federation, recipe, None, observers=watching), settings=settings)
-    with open_folder(folder, recipe, describe(materials, recipe), resume=resume, force=force):
+    inputs = federation.each(lambda: describe(materials, recipe))
+    if isinstance(federation, Sharded):
+        inputs = describe_shards(inputs, federation)
+    with ExitStack() as opened:
+        entering = open_folder(folder, recipe, inputs, resume=resume, force=force)
+        federation.share(lambda: opened.enter_context(entering))
         done = execute(federation, recipe, folder, resume=resume, observers=watching)
     return replace(done, settings=settings)
 
@@ -192,13 +206,16 @@ def execute(
         DivergenceError: a user's loss is not finite.
     """
     clock, start, kept, clients = Clock(), 0, 0, federation.clients
-    if folder is not None:
+    if isinstance(federation, Sharded):
+        share_key(federation, folder, anew=not resume)
+    elif folder is not None:
         keep_key(folder, clients.shield, clients.steps.examples, federation.server.guard, anew=not resume)
-    if folder is not None and resume and list_checkpoints(folder):
+    if folder is not None and resume and federation.share(lambda: bool(list_checkpoints(folder))):
         progress = restore(federation, folder, recipe)
         start, kept, clock = progress.round, progress.events_bytes, progress.clock
-    log = EventLog(folder / "events.jsonl", keep_bytes=kept) if folder else None
-    board = tensorboard(folder / "tensorboard") if folder else None
+    writes = folder is not None and federation.leads
+    log = EventLog(folder / "events.jsonl", keep_bytes=kept) if folder is not None and writes else None
+    board = tensorboard(folder / "tensorboard") if folder is not None and writes else None
     sinks = [sink for sink in (log, board, *observers) if sink is not None]
     told: list[dict[str, Any]] = []
 
@@ -209,20 +226,26 @@ def execute(
             sink(event)
 
     def checkpoint(done: int, clock: Clock) -> None:
-        if folder is None or log is None:
+        if (to := folder) is None:
             return
-        log.to_disk()
-        names = [trainer.name for trainer in clients.trainers]
-        progress = progress_of(done, recipe.fingerprint, names, clock=clock, events_bytes=log.size_bytes)
-        save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)
-        prune_checkpoints(folder, recipe.checkpoints.keep)
+        if log is not None:
+            log.to_disk()
+        progress = progress_of(
+            done, recipe.fingerprint, clients.everybody, clock=clock, events_bytes=log.size_bytes if log else 0
+        )
+        if isinstance(federation, Sharded):
+            save_shards(federation, to, federation.ranks.rank, replace(progress, shards=federation.shards))
+        else:
+            save_checkpoint(to, clients.model.layout, clients.state, federation.server.state, progress)
+        federation.share(lambda: prune_checkpoints(to, recipe.checkpoints.keep))
 
+    has = merged(federation.gather(lambda: {user.name: amounts(user, clients.feed.unit) for user in clients.users}))
     if (log is not None and log.size_bytes == 0) or start == 0:  # a log that was lost begins anew
-        users = {user.name: amounts(user, clients.feed.unit) for user in clients.users}
-        observe(start_event(clients.method, clients.training, clients.model.name, users) | clients.left_out)
+        observe(start_event(clients.method, clients.training, clients.model.name, has) | clients.left_out)
     try:
         scores = run_rounds(federation, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
-        metrics = summarise(clients, scores, clock).as_dict() | clients.left_out | federation.server.account
+        found = merged(federation.gather(lambda: users_metrics(clients, scores)))
+        metrics = summarise(clients, scores, clock, found).as_dict() | clients.left_out | federation.server.account
         observe(end_event(metrics))
     except DivergenceError as error:
         if folder is None or not (checkpoints := list_checkpoints(folder)):
@@ -233,7 +256,7 @@ def execute(
             if sink is not None:
                 sink.close()
     if folder is not None:
-        write_json(folder / "metrics.json", metrics)
+        federation.share(lambda: write_json(folder / "metrics.json", metrics))
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, told=tuple(told))
 
 
@@ -243,6 +266,23 @@ def restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:
     Raises:
         RunError: there is none, or it is damaged or belongs to another recipe.
     """
+    newest, progress = federation.each(lambda: _newest(folder, recipe))
+    clients, server = federation.clients, federation.server
+    was, names = progress.trainers, clients.everybody
+    federation.each(lambda: check_names(newest, was, names))
+    if isinstance(federation, Sharded) or progress.shards:
+        kept = restore_shards(federation, newest, progress)
+    else:
+        state, kept = load_checkpoint(newest, clients.model.layout, clients.state, server.state)
+        clients.state = reorder(state, was, names)
+    clients.resized()
+    if federation.leads:
+        server.restore(reorder_kept(kept, was, names, server.by_user))
+    server.version = federation.share(lambda: server.version)
+    return progress
+
+
+def _newest(folder: Path, recipe: Recipe) -> tuple[Path, Progress]:
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
         raise RunError(f"{folder}: no checkpoint in it")
@@ -251,11 +291,4 @@ def restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:
         raise RunError(
             f"{checkpoints[-1]}: belongs to another recipe ({progress.fingerprint}, not {recipe.fingerprint})"
         )
-    clients, server = federation.clients, federation.server
-    was, names = progress.trainers, [trainer.name for trainer in clients.trainers]
-    check_names(checkpoints[-1], was, names)
-    state, kept = load_checkpoint(checkpoints[-1], clients.model.layout, clients.state, server.state)
-    clients.state = reorder(state, was, names)
-    clients.resized()
-    server.restore(reorder_kept(kept, was, names, server.by_user))
-    return progress
+    return checkpoints[-1], progress

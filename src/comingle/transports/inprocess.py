@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -117,13 +118,14 @@ class InProcess(Federation):
             self.upload_bytes += sent_bytes(terms, name, len(names)) if enough else keys_bytes(terms, name)
             self.download_bytes += received_bytes(terms, name, names) if enough else 0
 
-    def select(self, done: int, losses: dict[str, float]) -> None:
+    def select(self, done: int, losses: dict[str, float]) -> float:
         """Users report validation losses after round ``done``; if their mean is the lowest, all keep what they have."""
         message = validation_report(losses, done)
         self.upload_bytes += sum(packed_bytes(message))
         verdict = self.server.judge(_uploaded(message.split()) if self.serialise else message)
         self.download_bytes += sum(packed_bytes(verdict))
         self.clients.hear(_downloaded(verdict.split()) if self.serialise else verdict)
+        return fmean(losses.values())
 
 
 def federate(clients: Clients) -> InProcess:

@@ -76,7 +76,7 @@ class AnswersKind(LanguageKind):
             trainers=trainers,
             users=users,
             feed=AnswerFeed(trainers, training, size, tokenizer=tokenizer_of(materials.base), even=even),
-            reads=not materials.unread,
+            reads=materials.reads,
             skipped=materials.skipped,
         )
 

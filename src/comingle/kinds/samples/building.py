@@ -35,11 +35,12 @@ def build_nets(
     *,
     unread: bool = False,
     here: Sequence[int] | None = None,
+    reads: bool = True,
 ) -> Clients:
     """Everybody's copy of the net, with adaptors where the method mixes them.
 
     ``unread`` leaves the users' samples where they are until something asks for them; ``here`` are the numbers of those
-    whose samples are on this machine.
+    whose samples are on this machine. With ``reads`` somebody must have validation data where it is needed.
 
     Raises:
         RecipeError: a base that is no net, a method for language models, fewer components than true clusters for
@@ -62,7 +63,7 @@ def build_nets(
     like = {"device": model.device, "dtype": model.dtype}
     feed = partial(SampleFeed, trainers, training, size, loss=population.measure, augment=augment, least=least, **like)
     source = feed if unread else feed()
-    return Clients(model, method, training, trainers=trainers, users=users, feed=source, reads=not unread)
+    return Clients(model, method, training, trainers=trainers, users=users, feed=source, reads=reads and not unread)
 
 
 def net_model(recipe: Recipe, population: Population, method: Method) -> StackedModel:

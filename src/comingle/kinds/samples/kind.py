@@ -50,8 +50,8 @@ class NetKind(Kind):
 
     def clients(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Clients:
         """Everybody's copy of the net."""
-        unread, here = materials.unread, materials.here
-        return build_nets(recipe, materials.common, method, training, unread=unread, here=here)
+        unread, here, reads = materials.unread, materials.here, materials.reads
+        return build_nets(recipe, materials.common, method, training, unread=unread, here=here, reads=reads)
 
     def pooled(self, users: Sequence[Any]) -> UserSamples:
         """The samples of all."""

@@ -119,7 +119,7 @@ class TextKind(LanguageKind):
             trainers=trainers,
             users=users,
             feed=TextFeed(trainers, training, batch_size(method, training, len(users))),
-            reads=not materials.unread,
+            reads=materials.reads,
             skipped=materials.skipped,
         )
 

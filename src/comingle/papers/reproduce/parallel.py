@@ -12,6 +12,7 @@ from typing import Any
 
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
+from comingle.models.hardware import take_gpu
 from comingle.papers.reproduce.plan import Cell
 from comingle.papers.reproduce.runner import Outcome, run_cells, title_of, unique
 from comingle.progress import reporting
@@ -27,7 +28,7 @@ def run_parallel(
     """Like :func:`comingle.papers.reproduce.runner.run_cells`, ``jobs`` runs at a time, in the order in which they end.
 
     Cells of one column and seed stay together, since they share their text. Unless ``quiet``, and where stderr is no
-    terminal, each tells of its rounds.
+    terminal, each tells of its rounds. Where there are GPUs each job has one of its own, as far as they suffice.
 
     Raises:
         ComingleError: whatever a worker raises; the others are stopped after their run.
@@ -35,7 +36,8 @@ def run_parallel(
     context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in an unknown state
     results = context.Queue()
     groups = [list(group) for _, group in groupby(unique(cells), key=lambda cell: (cell.column, cell.seed))]
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(results,)) as pool:
+    begun = results, context.Value("i", 0)
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=begun) as pool:
         futures = [pool.submit(_work, group, out, force, quiet) for group in groups]
         try:
             yield from _collect(futures, results)
@@ -62,9 +64,12 @@ def _failed(future: Future[None]) -> bool:
     return future.done() and not future.cancelled() and future.exception() is not None
 
 
-def _begin(results: Any) -> None:
+def _begin(results: Any, begun: Any) -> None:
     global _outcomes
     _outcomes = results
+    with begun.get_lock():
+        number, begun.value = begun.value, begun.value + 1
+    take_gpu(number)
 
 
 def _work(cells: Sequence[Cell], out: Path, force: bool, quiet: bool) -> None:

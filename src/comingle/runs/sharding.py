@@ -1,0 +1,174 @@
+"""A run whose users are shared out over processes: who has whom, and what the processes tell each other of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comingle.engines.checkpoints import Progress
+from comingle.engines.private import keep_key, key_of, set_key
+from comingle.engines.settings import Training
+from comingle.engines.shards import load_server, load_users
+from comingle.engines.starting import start_server
+from comingle.engines.training import cohorts
+from comingle.errors import RecipeError
+from comingle.inputs import Inputs, UserInputs
+from comingle.kinds.base import Materials, later
+from comingle.methods import make
+from comingle.methods.base import Method
+from comingle.models.hardware import take_gpu
+from comingle.recipes import Recipe
+from comingle.runs.settings import training_settings
+from comingle.transports.inprocess import InProcess
+from comingle.transports.launched import Place
+from comingle.transports.ranks import Ranks
+from comingle.transports.sharded import Sharded
+from comingle.trees import Tree
+
+
+def spans(users: int, processes: int, at_once: int) -> list[range]:
+    """Whose users each process has: equally many, or where there are enough cohorts of ``at_once`` whole ones.
+
+    Raises:
+        RecipeError: somebody would have none.
+    """
+    if users < processes:
+        raise RecipeError(
+            f"processes: got {processes} for {users} users; allowed: 1 to {users}, a user or more for each"
+        )
+    unit = at_once if len(cohorts(range(users), at_once)) >= processes else 1
+    units = len(cohorts(range(users), unit))
+    edges = [min(users, unit * (units * rank // processes)) for rank in range(processes + 1)]
+    return [range(*edge) for edge in pairwise(edges)]
+
+
+def share_out(materials: Materials, here: range) -> Materials:
+    """The same with the data of those who are here alone; others have names."""
+
+    def left(user: Any) -> Any:
+        def elsewhere() -> Any:
+            raise AssertionError(f"user {user.name!r} is in another process")
+
+        return later(materials.kind.user, user.name, elsewhere, cluster=getattr(user, "cluster", None))
+
+    users = tuple(user if number in here else left(user) for number, user in enumerate(materials.users))
+    common = replace(materials.common, users=users) if hasattr(materials.common, "users") else materials.common
+    names = {users[number].name for number in here}
+    texts = tuple(text for text in materials.texts if text.name in names)
+    return replace(materials, users=users, common=common, texts=texts, here=tuple(here), shared_out=True)
+
+
+def build_sharded(recipe: Recipe, materials: Materials, ranks: Ranks) -> Sharded:
+    """This process's part of a recipe's federation, before the first round.
+
+    Raises:
+        ComingleError: settings, data and base do not fit each other, or there are more processes than users.
+    """
+    method = make(recipe.method.name, **recipe.method.settings)
+    training = training_settings(recipe, [user.name for user in materials.users])
+    federation = ranks.each(lambda: _built(recipe, materials, method, training, ranks))
+    clients = federation.clients
+    _check_alike(federation)
+    most = federation.gather(lambda: clients.steps.local_steps)
+    clients.steps.most_steps = federation.share(lambda: max(most))
+    counts = federation.gather(lambda: len(clients.trainers))
+    federation.shards = federation.share(lambda: counts)
+    if training.select == "best":
+        valid = federation.gather(lambda: any(len(user.valid) for user in clients.users))
+        federation.share(lambda: clients.require_validation(any(valid)))
+    if not federation.leads:
+        federation.server.kept = {}
+    return federation
+
+
+def _built(recipe: Recipe, materials: Materials, method: Method, training: Training, ranks: Ranks) -> Sharded:
+    if method.placement.pooled:
+        raise RecipeError(f"method {method.name}: trains one model on everybody's data; allowed: one process")
+    names = [user.name for user in materials.users]
+    whole = materials.kind.model(recipe, materials, method, training)
+    server = start_server(whole, method, names, training)
+    server.check_rounds(training)
+    here = materials.here
+    assert here is not None
+    clients = materials.kind.clients(recipe, materials, method, training)
+    clients.everybody = names
+    return Sharded(clients=clients, server=server, ranks=ranks, first=here[0], ordered=recipe.runtime.sums == "ordered")
+
+
+def _check_alike(federation: Sharded) -> None:
+    """Whether all processes compute on the same kind of device, in the same format.
+
+    Raises:
+        RecipeError: they do not.
+    """
+    model = federation.clients.model
+    found = federation.gather(lambda: [model.device.type, str(model.dtype).removeprefix("torch.")])
+
+    def check() -> None:
+        for rank, other in enumerate(found):
+            if other != found[0]:
+                told = f"process 0 has {' in '.join(found[0])}, process {rank} {' in '.join(other)}"
+                raise RecipeError(f"runtime: {told}; set runtime.device and runtime.dtype, so that all are alike")
+
+    federation.share(check)
+
+
+def describe_shards(inputs: Inputs, federation: Sharded) -> Inputs:
+    """What all processes have read, at the one that leads; ``inputs`` are those of the users who are here."""
+    parts = federation.gather(lambda: {name: asdict(of_user) for name, of_user in inputs.users.items()})
+    users = {name: UserInputs(**of_user) for part in parts for name, of_user in part.items()}
+    return replace(inputs, users=users)
+
+
+def share_key(federation: Sharded, folder: Path | None, *, anew: bool) -> None:
+    """Have all processes draw noise with the key that is kept in the folder, or that the first has made."""
+    halves = federation.clients.shield, federation.clients.steps.examples, federation.server.guard
+
+    def keep() -> str:
+        if folder is not None:
+            keep_key(folder, *halves, anew=anew)
+        return key_of(*halves)
+
+    set_key(federation.share(keep), *halves)
+
+
+def restore_shards(federation: InProcess, checkpoint: Path, progress: Progress) -> Tree:
+    """Have those who are here be as they were at a checkpoint; what the server kept, at the process that leads."""
+    clients, like = federation.clients, federation.server.state
+    layout, names = clients.model.layout, [trainer.name for trainer in clients.trainers]
+    clients.state = federation.each(lambda: load_users(checkpoint, progress, layout, clients.state, names))
+    device = clients.state.rows.device
+    return federation.each(lambda: load_server(checkpoint, progress, like, device) if federation.leads else {})
+
+
+def check_device(recipe: Recipe, place: Place) -> None:
+    """Give this process a GPU of its own, where the recipe computes on GPUs.
+
+    Raises:
+        RecipeError: there are not enough of them on this machine, or the recipe names one for all.
+    """
+    device, gpus = recipe.runtime.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.startswith("cuda:"):
+        raise RecipeError(f"runtime.device: got {device!r} for {place.size} processes, each with a GPU; allowed: cuda")
+    if device == "cpu" or not gpus:
+        return
+    if place.local_size > gpus:
+        told = f"{place.local_size} processes on a machine with {gpus} GPUs"
+        raise RecipeError(f"runtime.device: {told}; allowed: a process for each GPU, or cpu")
+    take_gpu(place.local_rank)
+
+
+def take_threads(recipe: Recipe, place: Place) -> None:
+    """Share this machine's cores, unless somebody has said how."""
+    if recipe.runtime.threads is None and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, cores() // place.local_size))
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,150 @@
+"""`comingle run --processes` and torchrun: how several processes of one run end, and how the run goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from comingle.engines.checkpoints import list_checkpoints
+from comingle.records import read_events, read_metrics
+
+# What a shell starts in the background ignores Ctrl-C, and so do its children: the program is told to hear it again.
+HEAR = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+COMINGLE = [sys.executable, "-c", HEAR + "from comingle.cli import main; main()"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+LONG = ["training.rounds=60", "training.local_steps=1", "training.batch_size=1", "evaluation.every=60"]
+
+
+def options(*sets: str) -> list[str]:
+    return [word for one in sets for word in ("--set", one)]
+
+
+def started(*command: str) -> subprocess.Popen[str]:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True, **pipes)
+
+
+def wait_for_checkpoint(run: Path, process: subprocess.Popen[str], after: int = 0) -> None:
+    while process.poll() is None and (
+        not list_checkpoints(run) or list_checkpoints(run)[-1].name <= f"round-{after:04d}"
+    ):
+        time.sleep(0.01)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> dict[str, psutil.Process]:
+    """The processes that it has started, by rank."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    return {child.environ()["RANK"]: child for child in children if "RANK" in child.environ()}
+
+
+def rounds(run: Path) -> list[int]:
+    return [event["round"] for event in read_events(run) if event["event"] == "round"]
+
+
+@pytest.fixture
+def run(recipe_file: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """The words of a run of 60 rounds."""
+    return lambda *more: ["run", str(recipe_file), "--out", str(tmp_path / "run"), "--quiet", *options(*LONG), *more]
+
+
+@pytest.fixture
+def others() -> Iterator[list[psutil.Process]]:
+    """Processes that must be gone at the end of a test."""
+    watched: list[psutil.Process] = []
+    yield watched
+    _, left = psutil.wait_procs(watched, timeout=20)
+    for process in left:
+        process.kill()
+    assert left == []
+
+
+def test_a_number_that_a_launcher_contradicts_is_refused(
+    comingle: Any, recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(key, value)
+    refused = comingle("run", recipe_file, "--processes", "3")
+    assert (refused.code, refused.err) == (
+        2,
+        "comingle: --processes: got 3, and a launcher has started 2; leave it out\n",
+    )
+    other = comingle("methods")
+    assert (other.code, other.err) == (
+        2,
+        "comingle: methods: runs in one process; several are for `comingle run`\n",
+    )
+    monkeypatch.setenv("RANK", "1")
+    silent = comingle("methods")
+    assert (silent.code, silent.err) == (2, "")
+
+
+def test_ctrl_c_ends_all_processes_and_leaves_a_run_that_goes_on(
+    run: Callable[..., list[str]], others: list[psutil.Process], tmp_path: Path
+) -> None:
+    process = started(*COMINGLE, *run("--processes", "2"))
+    wait_for_checkpoint(tmp_path / "run", process)
+    others.extend(ranks_of(process).values())
+    assert len(others) == 2
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.strip() == "comingle: stopped; the same command with --resume goes on from the last checkpoint"
+    newest = list_checkpoints(tmp_path / "run")[-1]
+    assert len(list(newest.glob("users-*-of-2.safetensors"))) == 2
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_named_and_the_run_goes_on(
+    run: Callable[..., list[str]], others: list[psutil.Process], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    process = started(*COMINGLE, *run("--processes", "2"))
+    wait_for_checkpoint(folder, process)
+    found = ranks_of(process)
+    others.extend(found.values())
+    found["1"].kill()
+    _, said = process.communicate(timeout=60)
+    newest = list_checkpoints(folder)[-1].name
+    told = "comingle: process 1 of 2 was ended by SIGKILL, as when memory runs out; the same command with --resume"
+    assert (process.returncode, said.strip()) == (2, f"{told} goes on from {newest}")
+    done = started(*COMINGLE, *run("--processes", "2", "--resume"))
+    assert done.communicate(timeout=120)[1] == ""
+    assert rounds(folder) == list(range(1, 61))
+    assert read_metrics(folder)["rounds"] == 60
+
+
+@pytest.mark.slow
+def test_without_their_parent_processes_end(
+    run: Callable[..., list[str]], others: list[psutil.Process], tmp_path: Path
+) -> None:
+    process = started(*COMINGLE, *run("--processes", "2"))
+    wait_for_checkpoint(tmp_path / "run", process)
+    others.extend(ranks_of(process).values())
+    process.kill()
+    process.communicate(timeout=60)
+
+
+@pytest.mark.slow
+def test_torchrun_begins_anew_from_the_last_round_when_a_process_dies(
+    run: Callable[..., list[str]], others: list[psutil.Process], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    process = started(*TORCHRUN, "--max-restarts", "1", "-m", "comingle", *run())
+    wait_for_checkpoint(folder, process)
+    found = ranks_of(process)
+    others.extend(found.values())
+    found["1"].kill()
+    out, said = process.communicate(timeout=180)
+    assert process.returncode == 0, said
+    assert rounds(folder) == list(range(1, 61))
+    assert "ann" in out

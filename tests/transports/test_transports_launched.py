@@ -1,0 +1,81 @@
+"""How a process finds out that it is one of several, and whose users it has."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from comingle.errors import RecipeError, RunError
+from comingle.recipes import parse_recipe
+from comingle.runs.sharding import check_device, spans
+from comingle.transports.launched import Place, find_place, speaks
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_a_process_among_several_knows_its_place() -> None:
+    place = find_place(TORCHRUN | ADDRESS | {"TORCHELASTIC_RESTART_COUNT": "2"})
+    assert place == Place(rank=1, size=4, local_rank=1, local_size=2, restarts=2)
+    assert not place.leads
+
+
+@pytest.mark.parametrize("environment", [{}, TORCHRUN, TORCHRUN | ADDRESS | {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_others_are_alone(environment: dict[str, str]) -> None:
+    assert find_place(environment) is None
+
+
+@pytest.mark.parametrize("wrong", [{"RANK": "4"}, {"RANK": "one"}, {"WORLD_SIZE": "many"}], ids=str)
+def test_what_makes_no_sense_is_refused(wrong: dict[str, str]) -> None:
+    with pytest.raises(RunError, match=r"^launcher: "):
+        find_place(TORCHRUN | ADDRESS | wrong)
+
+
+def test_one_of_them_speaks() -> None:
+    assert speaks({})
+    assert speaks(TORCHRUN | {"RANK": "0"})
+    assert not speaks(TORCHRUN)
+
+
+@pytest.mark.parametrize(
+    ("users", "processes", "at_once", "sizes"),
+    [(5, 2, 1, [2, 3]), (4, 4, 2, [1, 1, 1, 1]), (8, 2, 3, [3, 5]), (7, 3, 2, [2, 2, 3]), (6, 1, 4, [6])],
+)
+def test_cohorts_stay_whole_where_there_are_enough(users: int, processes: int, at_once: int, sizes: list[int]) -> None:
+    found = spans(users, processes, at_once)
+    assert [len(span) for span in found] == sizes
+    assert found[0].start == 0
+    assert found[-1].stop == users
+    assert all(before.stop == after.start for before, after in pairwise(found))
+
+
+def test_more_processes_than_users_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"^processes: got 4 for 3 users; allowed: 1 to 3"):
+        spans(3, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "message"),
+    [("auto", 1, "2 processes on a machine with 1 GPUs"), ("cuda:1", 4, "got 'cuda:1' for 2 processes")],
+)
+def test_each_process_needs_a_gpu_of_its_own(
+    device: str, gpus: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    recipe = parse_recipe({"data": {"users": {"ann": "x.txt"}}, "runtime": {"device": device}})
+    with pytest.raises(RecipeError, match=message):
+        check_device(recipe, Place(rank=1, size=2, local_rank=1, local_size=2))
+
+
+def test_each_process_takes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    place = Place(rank=3, size=4, local_rank=1, local_size=2)
+    for device in ("auto", "cpu"):
+        check_device(parse_recipe({"data": {"users": {"ann": "x.txt"}}, "runtime": {"device": device}}), place)
+    assert taken == [1]

@@ -1,0 +1,196 @@
+"""Users shared out over processes: real ones, with gloo, that leave behind what one process leaves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from outcomes import tensors, told, unequal
+
+from comingle.engines.checkpoints import list_checkpoints
+from comingle.runs import api
+
+DRIVER = Path(__file__).with_name("shard_driver.py")
+ROUNDING = {"rtol": 1e-5, "atol": 1e-6}
+"""Of a sum of three users in float32 against the exact one, over two rounds of AdamW's steps."""
+
+SHORT = {
+    "runtime.users_per_step": 1,
+    "runtime.sums": "ordered",
+    "training.rounds": 2,
+    "training.local_steps": 2,
+}
+KILLED = -9
+
+
+@dataclass(frozen=True)
+class Played:
+    """Runs by name, below one folder; how their processes ended, and what they said."""
+
+    folder: Path
+    codes: Mapping[str, list[list[int]]]
+    said: str
+
+    def __getitem__(self, name: str) -> Path:
+        return self.folder / name
+
+
+def play(folder: Path, recipe: Path, runs: Mapping[str, list[dict[str, Any]]]) -> Played:
+    """Each run in one or more goes, one after another."""
+    cases = [{"recipe": str(recipe), "out": str(folder / name), **go} for name, goes in runs.items() for go in goes]
+    path = folder / "cases.json"
+    path.write_text(json.dumps(cases))
+    done = subprocess.run([sys.executable, str(DRIVER), str(path)], capture_output=True, text=True, check=True)
+    codes = iter(json.loads(Path(f"{path}.codes").read_text()))
+    return Played(folder, {name: [next(codes) for _ in goes] for name, goes in runs.items()}, done.stderr)
+
+
+def go(processes: int, sets: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    return {"processes": processes, "sets": [f"{key}={value}" for key, value in (SHORT | dict(sets)).items()], **more}
+
+
+FEDAVG, FEDMERGE = {"method": "fedavg"}, {"method": "{name: fedmerge, models: 2}"}
+REDUCED = FEDAVG | {"runtime.sums": "reduced"}
+WHOLE = {"training.rounds": 4, "training.local_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory, write_recipe: Callable[[Path], Path]) -> Played:
+    folder = tmp_path_factory.mktemp("sharded")
+    runs = {
+        "comigs-1": [go(1, WHOLE)],
+        "comigs-3": [go(3, WHOLE)],
+        "resumed": [
+            go(1, WHOLE, kill=[0, 2]),
+            go(3, WHOLE, resume=True, kill=[1, 3]),
+            go(2, WHOLE, resume=True),
+        ],
+        "fedavg-1": [go(1, FEDAVG)],
+        "reduced-2": [go(2, REDUCED)],
+        "reduced-3": [go(3, REDUCED)],
+        "fedmerge-1": [go(1, FEDMERGE)],
+        "fedmerge-2": [go(2, FEDMERGE)],
+        "too-many": [go(4, {})],
+    }
+    return play(folder, write_recipe(folder / "project"), runs)
+
+
+def test_three_processes_leave_behind_what_one_does(played: Played) -> None:
+    """Tensors of users and server, events and metrics, to the last bit."""
+    assert played.codes["comigs-3"] == [[0, 0, 0]]
+    assert unequal(played["comigs-1"], played["comigs-3"]) == []
+
+
+def test_a_server_that_looks_at_each_upload_has_them_all(played: Played) -> None:
+    assert unequal(played["fedmerge-1"], played["fedmerge-2"]) == []
+
+
+def test_reduced_sums_do_not_depend_on_the_number_of_processes(played: Played) -> None:
+    assert unequal(played["reduced-2"], played["reduced-3"]) == []
+
+
+def test_reduced_sums_are_those_of_one_process_to_rounding(played: Played) -> None:
+    one, two = tensors(played["fedavg-1"]), tensors(played["reduced-2"])
+    for name, expected in one.items():
+        torch.testing.assert_close(two[name], expected, **ROUNDING, msg=name)
+    bytes_sent = [
+        [event.get(key) for event in told(played[run])]
+        for run in ("fedavg-1", "reduced-2")
+        for key in ("upload_bytes", "download_bytes")
+    ]
+    assert bytes_sent[:2] == bytes_sent[2:]  # those of users' messages, however they are moved
+
+
+def test_any_number_of_processes_goes_on_with_what_another_has_written(played: Played) -> None:
+    """One, of whom one is killed; three, of whom one is killed; two, to the end."""
+    first, second, third = played.codes["resumed"]
+    assert first == [KILLED]
+    assert second[1] == KILLED
+    assert all(second)
+    assert third == [0, 0]
+    newest = list_checkpoints(played["resumed"])[-1]
+    assert sorted(path.name for path in newest.glob("*.safetensors")) == [
+        "server.safetensors",
+        "users-0-of-2.safetensors",
+        "users-1-of-2.safetensors",
+    ]
+    assert unequal(played["comigs-1"], played["resumed"]) == []
+
+
+def test_a_process_that_is_left_behind_says_so_in_one_line(played: Played) -> None:
+    lost = [line for line in played.said.splitlines() if "another process of this run has ended" in line]
+    assert {line.partition(":")[0] for line in lost} == {"0", "2"}
+
+
+def test_more_processes_than_users_are_refused_and_nothing_is_written(played: Played) -> None:
+    assert played.codes["too-many"] == [[2, 2, 2, 2]]
+    assert "0: processes: got 4 for 3 users; allowed: 1 to 3, a user or more for each" in played.said
+    assert not played["too-many"].exists()
+
+
+def test_everything_that_opens_a_run_opens_that_of_several_processes(played: Played) -> None:
+    one, three = (api.load(played[run]) for run in ("comigs-1", "comigs-3"))
+    for name in one.users:
+        mine, theirs = one.user(name), three.user(name)
+        assert all(torch.equal(t, theirs.tensors[key]) for key, t in mine.tensors.items())
+
+
+PRIVATE = "mechanism: central, noise_multiplier: 1.0, clip_norm: 1.0, noise: reproducible"
+CASES = {
+    "ifca": {"method": "{name: ifca, models: 2}"},
+    "pcl": {"method": "{name: pcl, exchange_from: 1}"},
+    "flexlora": {"method": "flexlora"},
+    "fdlora": {"method": "fdlora"},
+    "floral": {"method": "floral"},
+    "half": {"training.participation": 0.4, "training.rounds": 4},
+    "best": FEDAVG | {"evaluation.select": "best"},
+    "median": FEDAVG | {"aggregation.rule": "median"},
+    "int8": FEDAVG | {"training.uploads": "int8"},
+    "exchanged": FEDAVG | {"evaluation.model": "exchanged"},
+    "private": FEDAVG | {"privacy": f"{{{PRIVATE}}}"},
+    "summed": FEDAVG | {"privacy": "{clip_norm: 1.0, secure_aggregation: {}}"},
+    "alone": {"method": "local"},
+}
+
+
+@pytest.mark.slow
+def test_methods_and_settings_are_those_of_one_process(tmp_path: Path, write_recipe: Callable[[Path], Path]) -> None:
+    runs = {f"{name}-{n}": [go(n, sets)] for name, sets in CASES.items() for n in (1, 2)}
+    runs |= {f"comigs-{n}": [go(n, {})] for n in (1, 2, 4)}
+    recipe = write_recipe(tmp_path / "project")
+    text = (tmp_path / "project" / "texts" / "ann.txt").read_text()
+    (tmp_path / "project" / "texts" / "dan.txt").write_text(text[::-1])
+    recipe.write_text(recipe.read_text().replace("    cem:", "    dan: texts/dan.txt\n    cem:"))
+    played = play(tmp_path, recipe, runs)
+    assert {name: codes for name, [codes] in played.codes.items() if any(codes)} == {}
+    for name in CASES:
+        assert unequal(played[f"{name}-1"], played[f"{name}-2"]) == [], name
+    for n in (2, 4):
+        assert unequal(played["comigs-1"], played[f"comigs-{n}"]) == []
+
+
+@pytest.mark.slow
+def test_nets_are_those_of_one_process(tmp_path: Path) -> None:
+    recipe = tmp_path / "nets.yaml"
+    recipe.write_text(
+        "data: {task: {name: mlp-norm, users: 4, clusters: 2, test_samples: 9}}\n"
+        "training: {rounds: 2, batch_size: 40, weighting: samples}\n"
+        "floral: {rank: 2}\n"
+        "runtime: {device: cpu, threads: 1, users_per_step: 2, sums: ordered}\n"
+    )
+    methods = {"fedavg": "fedavg", "ifca": "{name: ifca, models: 2}", "floral": "floral"}
+    runs = {
+        f"{name}-{n}": [{"processes": n, "sets": [f"method={method}"]}]
+        for name, method in methods.items()
+        for n in (1, 2)
+    }
+    played = play(tmp_path, recipe, runs)
+    for name in methods:
+        assert unequal(played[f"{name}-1"], played[f"{name}-2"]) == [], name
