@@ -156,6 +156,10 @@ CASES = {
     "exchanged": FEDAVG | {"evaluation.model": "exchanged"},
     "private": FEDAVG | {"privacy": f"{{{PRIVATE}}}"},
     "summed": FEDAVG | {"privacy": "{clip_norm: 1.0, secure_aggregation: {}}"},
+    "examples": FEDAVG | {"privacy": f"{{{PRIVATE.replace('central', 'example')}}}"},
+    "stacking": {"method": "stacking"},
+    "scaffold": {"method": "scaffold"},
+    "fedalt": {"method": "fedalt"},
     "alone": {"method": "local"},
 }
 

@@ -22,6 +22,8 @@ from comingle.kinds.base import Materials, later
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.hardware import take_gpu
+from comingle.privacy.examples import Work
+from comingle.privacy.ledger import Ledger
 from comingle.recipes import Recipe
 from comingle.runs.settings import training_settings
 from comingle.transports.inprocess import InProcess
@@ -78,6 +80,11 @@ def build_sharded(recipe: Recipe, materials: Materials, ranks: Ranks) -> Sharded
     clients.steps.most_steps = federation.share(lambda: max(most))
     counts = federation.gather(lambda: len(clients.trainers))
     federation.shards = federation.share(lambda: counts)
+    if isinstance(federation.server.guard, Ledger) and (noised := clients.steps.noised) is not None:
+        parts = federation.gather(lambda: {name: asdict(work) for name, work in noised.works(clients.feed).items()})
+        shared = federation.share(lambda: {name: work for part in parts for name, work in part.items()})
+        works = {name: Work(**work) for name, work in shared.items()}
+        federation.server.guard.works = lambda: works
     if training.select == "best":
         valid = federation.gather(lambda: any(len(user.valid) for user in clients.users))
         federation.share(lambda: clients.require_validation(any(valid)))
