@@ -22,8 +22,8 @@ from comingle.errors import RunError
 from comingle.federation import coordinator
 from comingle.federation.node import Node
 from comingle.federation.running import Plan, coordinate
+from comingle.federation.tasks import Answer, unpack_answer, unpack_task
 from comingle.protocol.messages import Download, Upload
-from comingle.protocol.tasks import Answer, unpack_answer, unpack_task
 from comingle.protocol.wire import pack, unpack
 from comingle.recipes import parse_recipe
 

@@ -28,10 +28,10 @@ from comingle.federation import coordinator
 from comingle.federation.masking import SECURE
 from comingle.federation.node import Node
 from comingle.federation.running import coordinate
+from comingle.federation.tasks import Answer, Task, unpack_answer, unpack_task
 from comingle.masking.messages import survivors_message
 from comingle.privacy.secure.sizes import VECTOR
 from comingle.protocol.messages import Download, Upload
-from comingle.protocol.tasks import Answer, Task, unpack_answer, unpack_task
 from comingle.protocol.wire import pack, unpack
 from comingle.recipes import parse_recipe
 from comingle.records import read_events
