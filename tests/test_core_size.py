@@ -26,15 +26,14 @@ NO_CODE = (
 
 
 def code_lines(text: str) -> int:
-    """Lines with code: neither blank, nor all comment, nor of a docstring, be it a module's, a function's or a name's."""
+    """Lines with code: neither blank, nor all comment, nor of a docstring, of whatever it is."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in NO_CODE:
             lines |= set(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(text)):
-        for part in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
-            if isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant) and isinstance(part.value.value, str):
-                lines -= set(range(part.lineno, (part.end_lineno or part.lineno) + 1))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(lines)
 
 

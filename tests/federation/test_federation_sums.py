@@ -16,7 +16,6 @@ from tests.federation.direct import Direct, Patience, federated, nodes_of
 from tests.federation.tiny import (
     answer_of,
     assert_same_end,
-    one_base,
     own_of,
     refusal,
     tasks_of,
@@ -24,7 +23,6 @@ from tests.federation.tiny import (
     tiny,
 )
 
-from comingle.federation import coordinator
 from comingle.federation.masking import SECURE
 from comingle.federation.node import Node
 from comingle.federation.running import coordinate
@@ -41,15 +39,7 @@ QUIET: dict[str, Any] = {"mechanism": "none", "secure_aggregation": {}}
 NOISY = {"noise_multiplier": 1.0, "noise": "reproducible", "accountant": "rdp", "secure_aggregation": {}}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def base() -> Iterator[None]:
-    with one_base():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "AGAIN_SECONDS", 0.02)
+pytestmark = pytest.mark.usefixtures("shared_base", "asked_again_soon")
 
 
 def recipe(folder: Path, method: str = "fedavg", privacy: Mapping[str, Any] = QUIET, **changes: Any) -> dict[str, Any]:
