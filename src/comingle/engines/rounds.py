@@ -90,12 +90,18 @@ def run_rounds(
             clock.count(federation)
             checkpoint(number + 1, clock)
     clock.count(federation)
-    clients.choose()
-    if clients.chosen_round != rounds:
-        with finetuned(clients):
-            scores = clients.evaluate()  # an event tells of them already
+    scores = _chosen(clients, scores, rounds)
     # Without rounds there is nothing but this; a run resumed after its last round has these events already.
     return scores or evaluate(federation, rounds, observe if first_round == 0 else lambda event: None)
+
+
+def _chosen(clients: Clients, scores: Sequence[AnyScore], rounds: int) -> Sequence[AnyScore]:
+    """End with the models of the round that counts, and their scores."""
+    clients.choose()
+    if clients.chosen_round == rounds:
+        return scores
+    with finetuned(clients):
+        return clients.evaluate()  # an event tells of them already
 
 
 def _stop(federation: Federation, scores: Sequence[AnyScore], done: int, observe: Observer) -> Sequence[AnyScore]:

@@ -26,7 +26,7 @@ from comingle.engines.evaluations import amounts, end_event, start_event, summar
 from comingle.engines.events import EventLog, Observer, tensorboard
 from comingle.engines.naming import check_names, reorder, reorder_kept
 from comingle.engines.private import keep_key
-from comingle.engines.rounds import run_rounds
+from comingle.engines.rounds import Checkpoint, run_rounds
 from comingle.engines.runtime import keep_buffers
 from comingle.errors import DivergenceError, RunError
 from comingle.inputs import Inputs, UserInputs
@@ -206,20 +206,12 @@ def execute(
         for sink in sinks:
             sink(event)
 
-    def checkpoint(done: int, clock: Clock) -> None:
-        if folder is None or log is None:
-            return
-        log.to_disk()
-        names = [trainer.name for trainer in clients.trainers]
-        progress = progress_of(done, recipe.fingerprint, names, clock=clock, events_bytes=log.size_bytes)
-        save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)
-        prune_checkpoints(folder, recipe.checkpoints.keep)
-
     if (log is not None and log.size_bytes == 0) or start == 0:  # a log that was lost begins anew
         users = {user.name: amounts(user, clients.feed.unit) for user in clients.users}
         observe(start_event(clients.method, clients.training, clients.model.name, users) | clients.left_out)
     try:
-        scores = run_rounds(federation, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
+        saving = _saving(federation, recipe, folder, log)
+        scores = run_rounds(federation, observe=observe, checkpoint=saving, first_round=start, clock=clock)
         metrics = summarise(clients, scores, clock).as_dict() | clients.left_out | federation.server.account
         observe(end_event(metrics))
     except DivergenceError as error:
@@ -233,6 +225,22 @@ def execute(
     if folder is not None:
         write_json(folder / "metrics.json", metrics)
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, told=tuple(told))
+
+
+def _saving(federation: InProcess, recipe: Recipe, folder: Path | None, log: EventLog | None) -> Checkpoint:
+    """Writes checkpoints to the run's folder, where it has one."""
+    clients = federation.clients
+
+    def checkpoint(done: int, clock: Clock) -> None:
+        if folder is None or log is None:
+            return
+        log.to_disk()
+        names = [trainer.name for trainer in clients.trainers]
+        progress = progress_of(done, recipe.fingerprint, names, clock=clock, events_bytes=log.size_bytes)
+        save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)
+        prune_checkpoints(folder, recipe.checkpoints.keep)
+
+    return checkpoint
 
 
 def restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:
