@@ -10,6 +10,7 @@ left out: where a imports b and b imports c, the arrow from a to c.
 from __future__ import annotations
 
 import ast
+import tomllib
 from graphlib import TopologicalSorter
 from html import escape
 from pathlib import Path
@@ -22,15 +23,23 @@ GROUPS = {
 }
 """Single modules of one storey, drawn as one box."""
 
+CONTRACT = "The core knows nothing of what stands on it"
+"""Of import-linter, in ``pyproject.toml``: its source modules are the core."""
+
 WORDS = {
     "papers": "tables, theory",
     "cli": "one file per verb",
-    "serving": "chat, API, page",
-    "costing": "what a run will cost",
+    "serving": "models in use",
+    "costing": "before a run",
     "federation": "users elsewhere",
-    "runs": "session.py: prepare, build, execute",
+    "audits": "attacks",
+    "comparing": "side by side, advice",
+    "joining": "later users",
+    "masking": "keys, shares, masks",
+    "export": "other formats",
+    "runs": "prepare, build, execute",
     "progress": "lines and bars",
-    "kinds": "text, questions, tasks: a folder each",
+    "kinds": "text, samples: a folder each",
     "recipes": "the YAML",
     "transports": "in process, Flower",
     "reports": "tables, pages",
@@ -40,7 +49,7 @@ WORDS = {
     "methods": "a page each",
     "models": "bases, nets",
     "protocol": "messages, wire",
-    "evaluation": "scores, FLOPs",
+    "evaluation": "scores",
     "adapters": "LoRA, experts",
     "data": "text, samples, seeds",
     "routers": "gates, mixtures",
@@ -48,8 +57,10 @@ WORDS = {
 }
 """In the order in which rooms of a row stand, from the left."""
 
-WIDTH, ROW, HEIGHT, GUTTER, TOP = 480, 78, 46, 34, 14
-INK, LINE, FILL, WIRE = "#1b2733", "#6b7c8d", "#eef3f8", "#fff4dc"
+HOUSE, WIDTH, ROW, HEIGHT, GUTTER, TOP = 760, 480, 78, 46, 34, 14
+LINE, FILL, WIRE = "#6b7c8d", "#eef3f8", "#fff4dc"
+INK, CORE = "#1b2733", "#dbe9f6"
+"""Of the core's boxes, their frames and what is inside."""
 STYLE = (
     "text{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#1b2733}"
     ".name{font-size:16px;font-weight:600}.words{font-size:12px}.small{font-size:11.5px;fill:#445565}"
@@ -90,6 +101,13 @@ def imported(path: Path) -> set[str]:
     return {part[1] for part in parts if (SOURCE / part[1]).is_dir() or (SOURCE / f"{part[1]}.py").is_file()}
 
 
+def core() -> set[str]:
+    """The rooms that are the core, whole or in part, and their groups."""
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    (contract,) = (one for one in project["tool"]["importlinter"]["contracts"] if one["name"] == CONTRACT)
+    return {name.split(".")[1] for name in contract["source_modules"]}
+
+
 def below(graph: Graph, room: str) -> set[str]:
     """Everything that a room imports, also through others."""
     return graph[room].union(*(below(graph, other) for other in graph[room]))
@@ -123,8 +141,8 @@ def house() -> str:
     places: dict[str, tuple[float, float, float]] = {}
     stacked = rows(graph)
     for row, names in enumerate(stacked):
-        room = WIDTH - 2 * GUTTER
-        whole = names == ["errors"] or names == ["experiment"]
+        room = HOUSE - 2 * GUTTER
+        whole = names == ["errors"]
         width = room if whole else min((room - 18 * (len(names) - 1)) / len(names), 182 if len(names) > 1 else 230)
         step = room / len(names)
         for place, name in enumerate(names):
@@ -132,9 +150,10 @@ def house() -> str:
     parts = []
     for room, others in sorted(arrows(graph).items()):
         parts += [_import(places, room, other, stacked) for other in sorted(others - {"errors"})]
-    parts += [_box(*place, HEIGHT, name, WORDS[name]) for name, place in places.items()]
+    inside = core()
+    parts += [_box(*place, HEIGHT, name, WORDS[name], name in inside) for name, place in places.items()]
     title = "The rooms of comingle; an arrow means: imports"
-    return _page(title, len(stacked) * ROW + TOP - (ROW - HEIGHT) + 6, parts)
+    return _page(title, HOUSE, len(stacked) * ROW + TOP - (ROW - HEIGHT) + 6, parts)
 
 
 def _import(places: dict[str, tuple[float, float, float]], room: str, other: str, stacked: list[list[str]]) -> str:
@@ -145,8 +164,8 @@ def _import(places: dict[str, tuple[float, float, float]], room: str, other: str
         start = min(max(to_x + to_width / 2, x + 14), x + width - 14)
         end = min(max(x + width / 2, to_x + 14), to_x + to_width - 14)
         return _line(f"M{start:.0f} {y + HEIGHT:.0f} L{end:.0f} {to_y - 2:.0f}")
-    left = rank == 0 or to_x + to_width / 2 < WIDTH / 2
-    wall = GUTTER / 2 if left else WIDTH - GUTTER / 2
+    left = rank == 0 or to_x + to_width / 2 < HOUSE / 2
+    wall = GUTTER / 2 if left else HOUSE - GUTTER / 2
     side, end = (x, to_x - 2) if left else (x + width, to_x + to_width + 2)
     return _line(f"M{side:.0f} {y + HEIGHT / 2:.0f} H{wall:.0f} V{to_y + HEIGHT / 2:.0f} H{end:.0f}")
 
@@ -184,7 +203,7 @@ def message() -> str:
         _text(left + wide / 2, 592, "2 again, when next needed", "small"),
         _text(right + wide / 2, 592, "InProcess moves and counts", "small"),
     ]
-    return _page("One round, as messages", 604, parts)
+    return _page("One round, as messages", WIDTH, 604, parts)
 
 
 def _step(x: float, y: float, width: float, number: str, name: str, *words: str) -> str:
@@ -197,8 +216,9 @@ def _step(x: float, y: float, width: float, number: str, name: str, *words: str)
 # ---------------------------------------------------------------- SVG
 
 
-def _box(x: float, y: float, width: float, height: float, name: str, words: str) -> str:
-    box = f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height}" rx="7" fill="{FILL}" stroke="{LINE}"/>'
+def _box(x: float, y: float, width: float, height: float, name: str, words: str, dark: bool) -> str:
+    look = f'fill="{CORE}" stroke="{INK}"' if dark else f'fill="{FILL}" stroke="{LINE}"'
+    box = f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height}" rx="7" {look}/>'
     centre = x + width / 2
     return box + _text(centre, y + 20, name, "name") + _text(centre, y + 37, words, "words")
 
@@ -211,15 +231,15 @@ def _line(path: str) -> str:
     return f'<path d="{path}" fill="none" stroke="{LINE}" stroke-width="1.4" marker-end="url(#tip)"/>'
 
 
-def _page(title: str, height: float, parts: list[str]) -> str:
+def _page(title: str, width: float, height: float, parts: list[str]) -> str:
     tip = (
         '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         f'<path d="M0 0 L8 4 L0 8 z" fill="{LINE}"/></marker>'
     )
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" role="img">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" width="{width}" role="img">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n<defs>{tip}</defs>\n"
-        f'<rect width="{WIDTH}" height="{height:.0f}" fill="white"/>\n'
+        f'<rect width="{width}" height="{height:.0f}" fill="white"/>\n'
     )
     return head + "\n".join(parts) + "\n</svg>\n"
 

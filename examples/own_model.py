@@ -41,7 +41,7 @@ def main() -> None:
     }
     sgd = {"name": "sgd", "learning_rate": 0.05, "momentum": 0.9, "weight_decay": 0.0}
     recipe = {"training": {"rounds": 5, "local_epochs": 2, "batch_size": 20, "experts": sgd}}
-    mixture = {"floral": {"budget": 0.1}}
+    mixture = {"floral": {"budget": 0.25}}
     for method, more in (("local", {}), ("fedavg", {}), ({"name": "floral", "clusters": 2}, mixture)):
         run = comingle.run({**recipe, **more}, users=users, base=make_net, method=method)
         print(run)

@@ -1,4 +1,5 @@
-"""Makes ``naive`` importable in every import mode; equal draws in every run; one thread, fastest for tiny tensors."""
+"""Makes ``naive`` importable in every import mode; equal draws in every run; one thread, fastest for tiny tensors;
+and native code that is compiled once."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from comingle.adapters import native
 
 if (here := str(Path(__file__).parent)) not in sys.path:
     sys.path.insert(0, here)
@@ -21,3 +24,22 @@ def seeded_on_one_thread() -> Iterator[None]:
         torch.manual_seed(0)
         yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with the library in it."""
+    cache = tmp_path_factory.mktemp("native")
+    native._loaded = None
+    if not native.enable(cache):
+        pytest.skip("no C++ compiler that makes the native code")
+    native.disable()
+    return cache
+
+
+@pytest.fixture
+def library(compiled_once: Path) -> Iterator[Path]:
+    """The native code switched on, and off again."""
+    assert native.enable(compiled_once)
+    yield compiled_once
+    native.disable()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,6 @@ from comingle.adapters.lora import LoraLinear
 SHAPES = [(8, 2, 8, 64, 192), (3, 3, 5, 20, 35), (1, 1, 1, 7, 9), (13, 2, 4, 130, 65)]
 """Rows, experts, rank, width, hidden: whole vectors and blocks, and what is left over of them."""
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    cache = tmp_path_factory.mktemp("native")
-    if not native.enable(cache):
-        pytest.skip("no C++ compiler that makes the native code")
-    native.disable()
-    return cache
-
-
-@pytest.fixture
-def library(compiled: Path) -> Iterator[None]:
-    assert native.enable(compiled)
-    yield
-    native.disable()
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -50,7 +33,7 @@ def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("rows", "experts", "rank", "width", "hidden"), SHAPES)
 def test_a_linear_with_loras(
-    library: None, rows: int, experts: int, rank: int, width: int, hidden: int, bias: bool, dtype: torch.dtype
+    library: Path, rows: int, experts: int, rank: int, width: int, hidden: int, bias: bool, dtype: torch.dtype
 ) -> None:
     x, weight, a, b = (
         drawn(rows, 1, width),
@@ -77,7 +60,7 @@ def test_a_linear_with_loras(
 @pytest.mark.parametrize("act", ["gelu", "gelu_new", "relu", "silu"])
 @pytest.mark.parametrize(("rows", "experts", "rank", "width", "hidden"), SHAPES)
 def test_a_mixture(
-    library: None,
+    library: Path,
     rows: int,
     experts: int,
     rank: int,
@@ -121,7 +104,7 @@ def test_a_mixture(
     close(got, expected.detach(), dtype)
 
 
-def test_a_row_is_what_it_is_alone(library: None) -> None:
+def test_a_row_is_what_it_is_alone(library: Path) -> None:
     """Bit for bit, in whatever company and with however many threads."""
     x, a, b = drawn(7, 1, 50).float(), drawn(7, 4, 50).float(), drawn(7, 4, 90).float()
     weights = (drawn(90, 50).float(), None)
@@ -135,7 +118,7 @@ def test_a_row_is_what_it_is_alone(library: None) -> None:
         torch.set_num_threads(1)
 
 
-def test_what_it_is_not_for(library: None) -> None:
+def test_what_it_is_not_for(library: Path) -> None:
     x, weight = drawn(4, 1, 8).float(), drawn(8, 8).float()
     assert not decoding.fits(x, 4, weight)  # a gradient may be wanted
     with torch.no_grad():

@@ -22,25 +22,6 @@ from comingle.models.language import load_base
 ACTS: dict[str, Any] = {act.__name__: act for act in (kernels.gelu_tanh, kernels.gelu_erf, kernels.silu, kernels.relu)}
 
 
-@pytest.fixture(scope="session")
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with the library in it."""
-    cache = tmp_path_factory.mktemp("native")
-    native._loaded = None
-    if not native.enable(cache):
-        pytest.skip("no C++ compiler that makes the native code")
-    native.disable()
-    return cache
-
-
-@pytest.fixture
-def library(compiled_once: Path) -> Iterator[Path]:
-    """The native code switched on, and off again."""
-    assert native.enable(compiled_once)
-    yield compiled_once
-    native.disable()
-
-
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that has not asked for native code yet."""

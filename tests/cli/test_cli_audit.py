@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from comingle.runs import api
-
-
-@pytest.fixture(scope="module")
-def recipe(write_recipe: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_recipe(tmp_path_factory.mktemp("project") / "project")
-
-
-@pytest.fixture(scope="module")
-def run(recipe: Path) -> Path:
-    folder = recipe.parent.parent / "run"
-    api.run(recipe, out=folder)
-    return folder
 
 
 def test_a_page_is_told_and_written_once(comingle: Any, run: Path, tmp_path: Path) -> None:

@@ -1,3 +1,24 @@
-"""The tests of federations run the command line within their process, too."""
+"""The tests of federations run the command line within their process, too; several of them share one base."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
 from tests.commands import comingle as comingle
+from tests.federation.tiny import one_base
+
+from comingle.federation import coordinator
+
+
+@pytest.fixture(scope="module")
+def shared_base() -> Iterator[None]:
+    """All users of a module's tests have the same base in memory."""
+    with one_base():
+        yield
+
+
+@pytest.fixture
+def asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does not answer is asked again at once, and not after seconds."""
+    monkeypatch.setattr(coordinator, "AGAIN_SECONDS", 0.02)

@@ -17,7 +17,7 @@ from comingle.federation import coordinator
 from comingle.federation.board import Board
 from comingle.federation.node import Node
 from comingle.federation.running import coordinate
-from comingle.protocol.tasks import unpack_answer, unpack_task
+from comingle.federation.tasks import unpack_answer, unpack_task
 from comingle.recipes import parse_recipe
 from comingle.records import read_metrics
 from comingle.reports.participants import render_participants

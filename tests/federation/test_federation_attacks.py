@@ -16,9 +16,9 @@ from comingle.federation.node import Node
 from comingle.federation.own import Own
 from comingle.federation.public import public_part
 from comingle.federation.splitting import split_recipe
+from comingle.federation.tasks import Task
 from comingle.kinds.base import kind_of
 from comingle.models.language import load_base
-from comingle.protocol.tasks import Task
 from comingle.recipes import parse_recipe
 
 

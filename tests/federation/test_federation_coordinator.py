@@ -16,14 +16,13 @@ import pytest
 import torch
 from tests.commands import Answer as CliAnswer
 from tests.federation.direct import Direct, Patience, federated, nodes_of
-from tests.federation.tiny import assert_same_end, one_base, tasks_of, tiny
+from tests.federation.tiny import assert_same_end, tasks_of, tiny
 
 from comingle.errors import RunError
-from comingle.federation import coordinator
 from comingle.federation.node import Node
 from comingle.federation.running import Plan, coordinate
+from comingle.federation.tasks import Answer, unpack_answer, unpack_task
 from comingle.protocol.messages import Download, Upload
-from comingle.protocol.tasks import Answer, unpack_answer, unpack_task
 from comingle.protocol.wire import pack, unpack
 from comingle.recipes import parse_recipe
 
@@ -31,15 +30,7 @@ HALF = {"training__participation": 0.5, "evaluation__select": "best", "evaluatio
 CASES: dict[str, dict[str, Any]] = {"comigs-1g1s": {}, "fedavg": HALF, "pcl": {"users": 3}, "fedmerge": {}}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def base() -> Iterator[None]:
-    with one_base():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "AGAIN_SECONDS", 0.02)
+pytestmark = pytest.mark.usefixtures("shared_base", "asked_again_soon")
 
 
 def started(content: dict[str, Any], folder: Path, patience: Patience) -> tuple[Plan, dict[str, Node]]:

@@ -35,7 +35,7 @@ from tests.federation.tiny import (
 from comingle.errors import MessageError
 from comingle.federation.node import GONE_ON, Node
 from comingle.federation.own import Own
-from comingle.protocol.tasks import Task, unpack_answer
+from comingle.federation.tasks import Task, unpack_answer
 from comingle.trees import Tree
 
 

@@ -17,7 +17,7 @@ from tests.federation.tiny import one_base, tiny
 from comingle.federation.node import Node
 from comingle.federation.own import Tells
 from comingle.federation.running import coordinate
-from comingle.protocol.tasks import unpack_answer
+from comingle.federation.tasks import unpack_answer
 from comingle.recipes import parse_recipe
 from comingle.records import read_events
 from comingle.reports.mixtures import read_mixtures

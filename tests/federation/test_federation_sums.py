@@ -16,7 +16,6 @@ from tests.federation.direct import Direct, Patience, federated, nodes_of
 from tests.federation.tiny import (
     answer_of,
     assert_same_end,
-    one_base,
     own_of,
     refusal,
     tasks_of,
@@ -24,14 +23,13 @@ from tests.federation.tiny import (
     tiny,
 )
 
-from comingle.federation import coordinator
 from comingle.federation.masking import SECURE
 from comingle.federation.node import Node
 from comingle.federation.running import coordinate
+from comingle.federation.tasks import Answer, Task, unpack_answer, unpack_task
 from comingle.masking.messages import survivors_message
 from comingle.privacy.secure.sizes import VECTOR
 from comingle.protocol.messages import Download, Upload
-from comingle.protocol.tasks import Answer, Task, unpack_answer, unpack_task
 from comingle.protocol.wire import pack, unpack
 from comingle.recipes import parse_recipe
 from comingle.records import read_events
@@ -41,15 +39,7 @@ QUIET: dict[str, Any] = {"mechanism": "none", "secure_aggregation": {}}
 NOISY = {"noise_multiplier": 1.0, "noise": "reproducible", "accountant": "rdp", "secure_aggregation": {}}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def base() -> Iterator[None]:
-    with one_base():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "AGAIN_SECONDS", 0.02)
+pytestmark = pytest.mark.usefixtures("shared_base", "asked_again_soon")
 
 
 def recipe(folder: Path, method: str = "fedavg", privacy: Mapping[str, Any] = QUIET, **changes: Any) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from comingle.engines.client import Clients
 from comingle.federation.node import Node
 from comingle.federation.own import Tells
 from comingle.federation.running import coordinate
+from comingle.federation.tasks import unpack_answer, unpack_task
 from comingle.protocol.messages import COUNT, LOSS, VALIDATION, Download, Upload
-from comingle.protocol.tasks import unpack_answer, unpack_task
 from comingle.protocol.wire import unpack
 from comingle.recipes import parse_recipe
 from comingle.trees import restrict

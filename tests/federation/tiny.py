@@ -18,8 +18,8 @@ from tests.golden.cases import method, text_recipe
 
 from comingle.federation.node import Node
 from comingle.federation.own import Own
+from comingle.federation.tasks import Answer, Task, unpack_answer, unpack_task
 from comingle.protocol.messages import Download, Upload
-from comingle.protocol.tasks import Answer, Task, unpack_answer, unpack_task
 from comingle.protocol.wire import pack, unpack
 from comingle.runs import given
 from comingle.trees import Tree

@@ -14,11 +14,11 @@ from tests.federation.direct import federated
 from tests.federation.tiny import answer_of, download_in, one_base, own_of, tasks_of, tiny, with_message
 
 from comingle.federation.node import Node
+from comingle.federation.tasks import unpack_answer
 from comingle.privacy import noise
 from comingle.privacy.accounting import Release, epsilon
 from comingle.privacy.settings import KEY
 from comingle.protocol.messages import Upload
-from comingle.protocol.tasks import unpack_answer
 from comingle.protocol.wire import unpack
 from comingle.recipes import parse_recipe
 from comingle.records import read_events

@@ -26,21 +26,18 @@ def audit(
     final shared model is asked which windows it trained on. With samples, one upload is inverted. Writes audit.json and
     audit.md, by default to the run folder.
     """
-    from comingle.audits.auditing import audit_run
+    from comingle.audits import api
     from comingle.cli.progress import console, status
-    from comingle.progress import reporting
-    from comingle.reports.audit import check_targets, render_audit, verdict, write_audit
+    from comingle.reports.audit import check_targets, render_audit, verdict
     from comingle.runs.api import load
     from comingle.terminal import words
 
     folder = out or run
-    if run.is_dir():
+    if run.is_dir():  # before the run is opened, which takes a while
         check_targets(folder, force=force)
     with status("opening the run"):
         opened = load(run)
-    with reporting(quiet=quiet) as reporter:
-        found = audit_run(opened, reporter, trials=trials, rounds=rounds)
-    write_audit(folder, found)
+    found = api.audit(opened, trials=trials, rounds=rounds, out=folder, force=force, progress=not quiet)
     for said in verdict(found):
         console.print(said, highlight=False, markup=False, soft_wrap=True)
     for table in render_audit(found):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -49,11 +50,7 @@ def export(
     folder = find_run(run, method, seed)
     with status("opening the run"):
         opened = comingle.load(folder)
-    everybody = user == "all" and "all" not in opened.users
-    if everybody:
-        targets = {name: to / name for name in opened.users}
-    else:
-        targets = {require_user(user, opened.users, "--user: "): to}
+    targets = targets_of(user, opened.users, to)
     for target in targets.values():  # before the first is written
         check_target(target, force=force)
     for name, target in targets.items():
@@ -65,3 +62,14 @@ def export(
         console.print(f"  {made.form}", highlight=False, markup=False)
         for key, value in made.lost.items():
             console.print(f"  {key.replace('_', ' ')}: {value:.4g}", highlight=False, markup=False)
+
+
+def targets_of(user: str, users: Sequence[str], to: Path) -> dict[str, Path]:
+    """Which user's model goes to which folder.
+
+    Raises:
+        DataError: no such user.
+    """
+    if user == "all" and "all" not in users:
+        return {name: to / name for name in users}
+    return {require_user(user, users, "--user: "): to}

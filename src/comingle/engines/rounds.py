@@ -92,11 +92,18 @@ def run_rounds(
             clock.count(federation)
             checkpoint(number + 1, clock)
     clock.count(federation)
-    clients.choose()
-    if clients.chosen_round != rounds:
-        scores = federation.each(lambda: _scores(clients))  # an event tells of them already
+    scores = _chosen(federation, scores, rounds)
     # Without rounds there is nothing but this; a run resumed after its last round has these events already.
     return scores or evaluate(federation, rounds, observe if first_round == 0 else lambda event: None)
+
+
+def _chosen(federation: Federation, scores: Sequence[AnyScore], rounds: int) -> Sequence[AnyScore]:
+    """End with the models of the round that counts, and their scores."""
+    clients = federation.clients
+    clients.choose()
+    if clients.chosen_round == rounds:
+        return scores
+    return federation.each(lambda: _scores(clients))  # an event tells of them already
 
 
 def _scores(clients: Clients) -> Sequence[AnyScore]:

@@ -59,9 +59,9 @@ class Training:
     ``evaluate_first`` there is an evaluation before any training too. ``select`` says with which round's models a run
     ends: the "last", or of those that were evaluated the "best", with the lowest validation loss, mean over users.
     ``privacy`` says what is done to uploads so that they reveal little of a user; its noise is known, but for that on
-    single examples, which follows from how many rounds each of all ``users`` takes part in. ``sums`` is there
-    where the server sees sums of uploads alone. ``aggregation``
-    says what it makes of uploads some of which may be hostile; None is the method's mean.
+    single examples, which follows from how many rounds each of all ``users`` takes part in. ``sums`` is there where the
+    server sees sums of uploads alone. ``aggregation`` says what it makes of uploads some of which may be hostile; None
+    is the method's mean.
     """
 
     rounds: int = 20

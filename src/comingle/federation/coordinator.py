@@ -20,11 +20,11 @@ from comingle.errors import MessageError, RunError
 from comingle.federation.claims import check_steps, works_of
 from comingle.federation.patience import Patience
 from comingle.federation.public import House, Public
+from comingle.federation.tasks import Answer, Task, unpack_answer
 from comingle.federation.telling import check_told
 from comingle.models.model import Model
 from comingle.privacy.ledger import Ledger
 from comingle.protocol.messages import Download
-from comingle.protocol.tasks import Answer, Task, unpack_answer
 from comingle.protocol.wire import pack
 from comingle.transports.channel import Channel
 

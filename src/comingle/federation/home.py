@@ -24,13 +24,13 @@ from comingle.errors import BaseModelError, MessageError, RunError
 from comingle.federation.masking import Sessions
 from comingle.federation.own import Own, Tells
 from comingle.federation.public import Public, build_house, read_public
+from comingle.federation.tasks import unpack_answer
 from comingle.kinds.base import Materials
 from comingle.models.base import digests_of
 from comingle.models.sources import is_public
 from comingle.privacy.examples import spent_by
 from comingle.privacy.noise import digest
 from comingle.privacy.settings import Privacy
-from comingle.protocol.tasks import unpack_answer
 from comingle.protocol.wire import unpack
 from comingle.recipes import Recipe, parse_recipe
 from comingle.records import DRAFT, told_in_one_line, write_bytes, write_json

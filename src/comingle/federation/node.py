@@ -40,8 +40,8 @@ from comingle.federation.own import ENDED, SCORES, Own
 from comingle.federation.public import Public, read_public
 from comingle.federation.room import check_room, run_folder
 from comingle.federation.sums import PARTS
+from comingle.federation.tasks import Answer, Task, unpack_task
 from comingle.protocol.messages import LOSS, LOWEST, Download, validation_report
-from comingle.protocol.tasks import Answer, Task, unpack_task
 from comingle.protocol.wire import pack, unpack
 from comingle.records import told_in_one_line
 

@@ -17,8 +17,8 @@ from comingle.federation.coordinator import Coordinator
 from comingle.federation.routing import routing_event
 from comingle.federation.summing import sum_up
 from comingle.federation.taking import take_in, validation_losses
+from comingle.federation.tasks import Answer
 from comingle.protocol.messages import validation_report
-from comingle.protocol.tasks import Answer
 from comingle.records import Metrics
 
 logger = logging.getLogger("comingle")

@@ -11,10 +11,10 @@ import numpy as np
 from comingle.engines.private import terms_of
 from comingle.errors import MessageError, NoSumError
 from comingle.federation.coordinator import Coordinator
+from comingle.federation.tasks import Answer
 from comingle.masking import messages
 from comingle.masking.collecting import Collection
 from comingle.protocol.messages import Download, Upload
-from comingle.protocol.tasks import Answer
 from comingle.protocol.wire import pack, unpack
 
 logger = logging.getLogger("comingle")

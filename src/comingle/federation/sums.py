@@ -7,6 +7,7 @@ from collections.abc import Callable
 from comingle.engines.private import terms_of
 from comingle.errors import MessageError
 from comingle.federation.home import Home
+from comingle.federation.tasks import Task
 from comingle.masking.messages import (
     keys_message,
     masked_message,
@@ -20,7 +21,6 @@ from comingle.privacy.secure.quantising import as_words
 from comingle.privacy.secure.settings import Terms
 from comingle.privacy.secure.sizes import VECTOR
 from comingle.protocol.messages import Download, Upload
-from comingle.protocol.tasks import Task
 
 Message = Download | Upload | None
 

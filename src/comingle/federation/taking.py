@@ -10,9 +10,9 @@ from comingle.errors import MessageError, RunError
 from comingle.federation.checking import check_upload, validation_loss
 from comingle.federation.claims import counts_samples
 from comingle.federation.coordinator import Coordinator
+from comingle.federation.tasks import Answer
 from comingle.protocol.compression import expand
 from comingle.protocol.messages import LOSS, Upload, join_uploads, no_uploads
-from comingle.protocol.tasks import Answer
 from comingle.protocol.wire import unpack
 
 logger = logging.getLogger("comingle")

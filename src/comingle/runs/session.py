@@ -27,7 +27,7 @@ from comingle.engines.evaluations import amounts, end_event, merged, start_event
 from comingle.engines.events import EventLog, Observer, tensorboard
 from comingle.engines.naming import check_names, reorder, reorder_kept
 from comingle.engines.private import keep_key
-from comingle.engines.rounds import run_rounds
+from comingle.engines.rounds import Checkpoint, run_rounds
 from comingle.engines.runtime import keep_buffers
 from comingle.engines.shards import save_shards
 from comingle.errors import DivergenceError, RunError
@@ -225,25 +225,12 @@ def execute(
         for sink in sinks:
             sink(event)
 
-    def checkpoint(done: int, clock: Clock) -> None:
-        if (to := folder) is None:
-            return
-        if log is not None:
-            log.to_disk()
-        progress = progress_of(
-            done, recipe.fingerprint, clients.everybody, clock=clock, events_bytes=log.size_bytes if log else 0
-        )
-        if isinstance(federation, Sharded):
-            save_shards(federation, to, federation.ranks.rank, replace(progress, shards=federation.shards))
-        else:
-            save_checkpoint(to, clients.model.layout, clients.state, federation.server.state, progress)
-        federation.share(lambda: prune_checkpoints(to, recipe.checkpoints.keep))
-
     has = merged(federation.gather(lambda: {user.name: amounts(user, clients.feed.unit) for user in clients.users}))
     if (log is not None and log.size_bytes == 0) or start == 0:  # a log that was lost begins anew
         observe(start_event(clients.method, clients.training, clients.model.name, has) | clients.left_out)
     try:
-        scores = run_rounds(federation, observe=observe, checkpoint=checkpoint, first_round=start, clock=clock)
+        saving = _saving(federation, recipe, folder, log)
+        scores = run_rounds(federation, observe=observe, checkpoint=saving, first_round=start, clock=clock)
         found = merged(federation.gather(lambda: users_metrics(clients, scores)))
         metrics = summarise(clients, scores, clock, found).as_dict() | clients.left_out | federation.server.account
         observe(end_event(metrics))
@@ -258,6 +245,27 @@ def execute(
     if folder is not None:
         federation.share(lambda: write_json(folder / "metrics.json", metrics))
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, told=tuple(told))
+
+
+def _saving(federation: InProcess, recipe: Recipe, folder: Path | None, log: EventLog | None) -> Checkpoint:
+    """Writes checkpoints to the run's folder, where it has one."""
+    clients = federation.clients
+
+    def checkpoint(done: int, clock: Clock) -> None:
+        if folder is None:
+            return
+        if log is not None:
+            log.to_disk()
+        progress = progress_of(
+            done, recipe.fingerprint, clients.everybody, clock=clock, events_bytes=log.size_bytes if log else 0
+        )
+        if isinstance(federation, Sharded):
+            save_shards(federation, folder, federation.ranks.rank, replace(progress, shards=federation.shards))
+        else:
+            save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)
+        federation.share(lambda: prune_checkpoints(folder, recipe.checkpoints.keep))
+
+    return checkpoint
 
 
 def restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import DynamicCache
 
-from comingle.errors import DataError
+from comingle.errors import DataError, require_user
 from comingle.evaluation.routing import Routing
 from comingle.models.generation import max_places, stop_tokens
 from comingle.models.greedy import can_pad, padded_attention
@@ -95,8 +95,7 @@ class Engine:
         Raises:
             DataError: no such user, or its prompt with what may follow is longer than the base reads at once.
         """
-        if request.name not in self.people:
-            raise DataError(f"no user {request.name!r}; there are: {', '.join(self.people)}")
+        require_user(request.name, self.people)
         longest = len(request.prompt) + request.sampling.max_new_tokens
         if self.most_tokens is not None and longest > self.most_tokens:
             new = request.sampling.max_new_tokens

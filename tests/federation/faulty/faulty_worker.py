@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import torch
 
+from comingle.federation.tasks import Answer, unpack_answer, unpack_task
 from comingle.federation.worker import load as load_honest
 from comingle.protocol.messages import Upload
-from comingle.protocol.tasks import Answer, unpack_answer, unpack_task
 from comingle.protocol.wire import pack, unpack
 from comingle.transports.flower.users import User
 from comingle.transports.flower.worker import main
