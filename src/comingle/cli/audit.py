@@ -16,20 +16,24 @@ def audit(
         int | None, typer.Option("--trials", min=1, help="Runs with canaries (default: for about 40 coins in all).")
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of each of them.")] = 3,
+    shadows: Annotated[
+        int, typer.Option("--shadows", min=0, help="Runs with halves of users' text, for reference; 0: without.")
+    ] = 8,
     out: Out = None,
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
     """Attack a run with what the server and other users see, and say what leaks.
 
-    With text, short runs of its recipe with canaries in half of the users' texts give a lower bound on epsilon, and the
-    final shared model is asked which windows it trained on. With samples, one upload is inverted. Writes audit.json and
-    audit.md, by default to the run folder.
+    With text, short runs of its recipe with canaries in half of the users' texts give a lower bound on epsilon; models
+    are asked which windows they trained on, with short runs for reference; and tokens are read off one upload. With
+    samples, one upload is inverted. Writes audit.json and audit.md, by default to the run folder.
     """
     from comingle.audits.auditing import audit_run
     from comingle.cli.progress import console, status
     from comingle.progress import reporting
-    from comingle.reports.audit import check_targets, render_audit, verdict, write_audit
+    from comingle.reports.audit import verdict
+    from comingle.reports.audit_page import check_targets, render_audit, write_audit
     from comingle.runs.api import load
     from comingle.terminal import words
 
@@ -39,7 +43,7 @@ def audit(
     with status("opening the run"):
         opened = load(run)
     with reporting(quiet=quiet) as reporter:
-        found = audit_run(opened, reporter, trials=trials, rounds=rounds)
+        found = audit_run(opened, reporter, trials=trials, rounds=rounds, shadows=shadows)
     write_audit(folder, found)
     for said in verdict(found):
         console.print(said, highlight=False, markup=False, soft_wrap=True)
