@@ -10,7 +10,17 @@ import torch
 
 import comingle
 from comingle.audits.auditing import guess
-from comingle.audits.canaries import SERVER, USERS, Attacker, Watched, draw_canaries, published, run_trial, with_canary
+from comingle.audits.canaries import (
+    OWN,
+    SERVER,
+    USERS,
+    Attacker,
+    Watched,
+    draw_canaries,
+    published,
+    run_trial,
+    with_canary,
+)
 from comingle.audits.membership import auc, found_at, infer, windows_of
 from comingle.audits.proving import least_epsilon
 from comingle.errors import RunError
@@ -108,9 +118,9 @@ def test_nothing_but_what_is_shared_is_seen(method: str) -> None:
     federation.aggregate()
     layout = plain.clients.model.layout
     shared = restrict(layout.views(plain.clients.state.rows), layout, plain.clients.method.shared)
-    assert [who for who, _ in seen] == [SERVER, USERS]
+    assert [who for who, _ in seen] == [SERVER, OWN, USERS]
     for _, shapes in seen:
-        assert shapes == {name: tuple(t.shape[1:]) for name, t in shared.items()}
+        assert shapes == {name: (1, *t.shape[1:]) for name, t in shared.items()}
 
 
 def test_no_attack_reads_a_tensor_that_stays_with_its_user() -> None:

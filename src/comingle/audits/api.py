@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from comingle.audits.auditing import audit_run
+from comingle.audits.auditing import SHADOWS, audit_run
+from comingle.audits.shadows import FEWEST
 from comingle.errors import RecipeError
 from comingle.progress import reporting
-from comingle.reports.audit import Audit, check_targets, write_audit
+from comingle.reports.audit import Audit
+from comingle.reports.audit_page import check_targets, write_audit
 from comingle.runs.api import load
 from comingle.runs.given import AnyBase, given_of
 from comingle.runs.results import Run
@@ -20,6 +22,7 @@ def audit(
     *,
     trials: int | None = None,
     rounds: int = 3,
+    shadows: int = SHADOWS,
     out: str | Path | None = None,
     force: bool = False,
     users: Mapping[str, Any] | None = None,
@@ -32,6 +35,7 @@ def audit(
         run: a finished run, or its folder, which is only read.
         trials: runs with canaries, by default as many as toss about 40 coins.
         rounds: of each of them, or fewer where the run had fewer.
+        shadows: runs with halves of users' text, as reference models for membership; 0 does without.
         out: a folder for ``audit.json`` and ``audit.md``, which may be the run's; None writes nothing.
         force: replace these files.
         users: everybody's data, where a program handed it over to :func:`run`, again.
@@ -44,11 +48,13 @@ def audit(
     for name, value in (("trials", 1 if trials is None else trials), ("rounds", rounds)):
         if value < 1:
             raise RecipeError(f"{name}: got {value}; allowed: a whole number from 1")
+    if shadows < 0 or 0 < shadows < FEWEST:
+        raise RecipeError(f"shadows: got {shadows}; allowed: 0, or a whole number from {FEWEST}")
     if out is not None:
         check_targets(Path(out), force=force)
     opened = run if isinstance(run, Run) else load(run, users=users, base=base)
     with reporting(quiet=not progress) as reporter:
-        found = audit_run(opened, reporter, trials=trials, rounds=rounds, given=given_of(users, base))
+        found = audit_run(opened, reporter, trials=trials, rounds=rounds, shadows=shadows, given=given_of(users, base))
     if out is not None:
         write_audit(Path(out), found)
     return found

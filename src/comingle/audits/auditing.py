@@ -11,13 +11,15 @@ from comingle.audits.canaries import REFERENCES, SERVER, USERS, Trial, check_wat
 from comingle.audits.inversion import invert
 from comingle.audits.membership import infer
 from comingle.audits.proving import least_epsilon
+from comingle.audits.shadows import Shadow, run_shadow, told_apart
+from comingle.audits.tokens import recover
 from comingle.comparing.trials import shortened as in_rounds
 from comingle.errors import RunError
 from comingle.kinds.base import Materials
 from comingle.privacy.accounting import epsilon_of_replacing, release_of
 from comingle.progress import LOADING, Reporter
 from comingle.recipes import Recipe
-from comingle.reports.audit import Audit, Proof, exposure
+from comingle.reports.audit import Audit, Proof, Recovery, exposure
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
 from comingle.runs.session import prepare
@@ -26,18 +28,26 @@ from comingle.runs.settings import privacy_of, training_settings
 COINS = 40
 """As many canaries, or a few more, are tossed for where nothing else is asked for: all right proves epsilon 2.5."""
 KINDS = ("text", "samples")
+SHADOWS = 8
+"""Runs for reference, where nothing else is asked for."""
 CONFIDENCE = 0.95
 DELTA = 1e-5
 """Where the run has none."""
 
 
 def audit_run(
-    run: Run, reporter: Reporter, *, trials: int | None = None, rounds: int = 3, given: Given = NOTHING
+    run: Run,
+    reporter: Reporter,
+    *,
+    trials: int | None = None,
+    rounds: int = 3,
+    shadows: int = SHADOWS,
+    given: Given = NOTHING,
 ) -> Audit:
-    """Attack a run: with text by canaries and membership, with samples by inverting an upload. Nothing is written.
+    """Attack a run: with text by canaries and membership, and an upload by inverting it. Nothing is written.
 
     Raises:
-        RunError: users have neither, the method shares nothing, or no single model.
+        RunError: users have neither text nor samples, the method shares nothing, or has peers.
         ComingleError: as :func:`comingle.runs.session.prepare`.
     """
     check_audited(run)
@@ -53,6 +63,7 @@ def audit_run(
         members = infer(run)
     count = trials or math.ceil(COINS / len(run.users))
     done = [_trial(recipe, materials, number, count, reporter) for number in range(count)]
+    compared = [_shadow(recipe, materials, number, shadows, reporter) for number in range(shadows)]
     exposures = [
         (inside, exposure(rank, REFERENCES)) for t in done for inside, rank in zip(t.inside, t.ranks, strict=True)
     ]
@@ -63,6 +74,9 @@ def audit_run(
         members=members,
         inserted=[bits for inside, bits in exposures if inside],
         absent=[bits for inside, bits in exposures if not inside],
+        shadows=shadows,
+        shadowed=told_apart(run.users, compared),
+        recoveries=_recoveries(recipe, materials, reporter),
     )
 
 
@@ -83,6 +97,15 @@ def _about(run: Run, recipe: Recipe) -> dict[str, Any]:
 def _trial(recipe: Recipe, materials: Materials, number: int, count: int, reporter: Reporter) -> Trial:
     title = f"canaries, run {number + 1} of {count}"
     return run_trial(recipe, materials, number, lambda clients: [reporter.watch(clients, title)])
+
+
+def _shadow(recipe: Recipe, materials: Materials, number: int, count: int, reporter: Reporter) -> Shadow:
+    title = f"reference models, run {number + 1} of {count}"
+    return run_shadow(recipe, materials, number, lambda clients: [reporter.watch(clients, title)])
+
+
+def _recoveries(recipe: Recipe, materials: Materials, reporter: Reporter) -> list[Recovery]:
+    return recover(recipe, materials, lambda clients: [reporter.watch(clients, "tokens of one upload")])
 
 
 def check_audited(run: Run) -> None:

@@ -7,7 +7,7 @@ user's own tensors (specialists, routers) are nowhere among it; in their place s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,11 +39,11 @@ REFERENCES = 63
 COMPARED = 31
 """Of these as many are scored in every round."""
 
-SERVER, USERS = "server", "users"
-"""Who looks: at the uploads, or at what is published."""
+SERVER, USERS, OWN = "server", "users", "own"
+"""Who looks: at the uploads, at what others than the user get, or at what the user itself gets and trains from."""
 
 Look = Callable[[str, Sequence[int], Tree], None]
-"""Is shown, by who sees it, the shared tensors ``(users, *shape)`` of some users, by their number."""
+"""Is shown, by who sees it, shared tensors ``(users, models, *shape)`` of some users, by their number."""
 
 
 @dataclass(kw_only=True)
@@ -59,25 +59,47 @@ class Watched(InProcess):
             self.look(SERVER, self.clients.numbers(self._sent.users), uploaded(self.server, self._sent))
 
     def aggregate(self) -> str:
-        """As ever, and what is published is seen by all users."""
-        why = super().aggregate()
-        self.look(USERS, range(len(self.server.users)), published(self.server))
+        """As ever, and what is published is seen: of each user what it gets itself, and what others do."""
+        why, everyone = super().aggregate(), range(len(self.server.users))
+        self.look(OWN, everyone, published(self.server))
+        self.look(USERS, everyone, published(self.server, others=True))
         return why
 
 
 def uploaded(server: ServerHalf, upload: Upload) -> Tree:
-    """The tensors of an upload as the server reads them, ``(users, *shape)``."""
-    return fill_ranks(expand(upload.tensors, server.uploads), server.layout)
+    """The tensors of an upload as the server reads them, ``(users, 1, *shape)``."""
+    tensors = fill_ranks(expand(upload.tensors, server.uploads), server.layout)
+    return {name: t.unsqueeze(1) for name, t in tensors.items()}
 
 
-def published(server: ServerHalf) -> Tree:
-    """What each user would download now, ``(users, *shape)``."""
+def published(server: ServerHalf, *, others: bool = False) -> Tree:
+    """What each user would download now, ``(users, models, *shape)``; with ``others`` what the next user would."""
     tensors = server.method.server.download(server.kept, range(len(server.users)))
-    return {name: t[:, 0] for name, t in tensors.items()}
+    return {name: t.roll(-1, 0) for name, t in tensors.items()} if others else tensors
+
+
+def _of(tensors: Tree, users: Sequence[int]) -> Tree:
+    return {name: t[list(users)] for name, t in tensors.items()}
+
+
+@dataclass(kw_only=True)
+class Looked:
+    """What was published last: against that a view sees what has changed."""
+
+    last: dict[str, Tree] = field(default_factory=dict)
+
+    def before(self, who: str, users: Sequence[int]) -> Tree:
+        """What the models of some users were: those that they trained from, or what others had; at first nothing."""
+        return _of(self.last.get(OWN if who == SERVER else who, {}), users)
+
+    def remember(self, who: str, tensors: Tree) -> None:
+        """Keep what everybody was sent."""
+        if who != SERVER:
+            self.last[who] = {name: t.clone() for name, t in tensors.items()}
 
 
 def check_watchable(where: object, method: Method) -> None:
-    """Whether there is one shared model of each user to look at.
+    """Whether what leaves users are models that can be looked at.
 
     Raises:
         RunError: there is not; says why.
@@ -86,8 +108,8 @@ def check_watchable(where: object, method: Method) -> None:
         raise RunError(f"{where}: {method.name} pools everybody's text, so there is nothing left to leak")
     if not method.shared or not method.trains:
         raise RunError(f"{where}: {method.name} shares nothing, so nobody sees anything of a user; nothing to audit")
-    if method.server.peer_to_peer or method.placement.mixture is not None or method.server.server_models > 1:
-        raise RunError(f"{where}: {method.name} mixes models or has peers; audited are methods with one model")
+    if method.server.peer_to_peer:
+        raise RunError(f"{where}: {method.name} has peers, whose server publishes nothing that could be looked at")
 
 
 # -------------------------------------------------------------------- the attack
@@ -109,7 +131,15 @@ class Attacker:
     def losses(
         self, users: Sequence[int], seen: Tree, windows: Int[Tensor, "users windows width"]
     ) -> Float[Tensor, "users windows"]:
-        """Mean loss in nats of each of some users' windows, by the model that was seen of that user."""
+        """Mean loss in nats of each of some users' windows, by the model that was seen of that user.
+
+        Of several models ``(users, models, *shape)`` the one that is surest of the window; none stands for the start.
+        """
+        models = next(iter(seen.values())).shape[1] if seen else 1
+        each = [self._losses(users, {name: t[:, at] for name, t in seen.items()}, windows) for at in range(models)]
+        return torch.stack(each).amin(0)
+
+    def _losses(self, users: Sequence[int], seen: Tree, windows: Tensor) -> Float[Tensor, "users windows"]:
         model, rows = self.clients.model, self.rows(len(users)) * self.clients.model.mask()[list(users)]
         if seen:
             assign(model.layout.views(rows), model.layout, self.clients.method.shared, seen)
@@ -161,19 +191,19 @@ class Sight:
     attacker: Attacker
     canaries: Canaries
     scores: dict[str, list[list[float]]]
-    last: Tree
+    looked: Looked = field(default_factory=Looked)
 
     def look(self, who: str, users: Sequence[int], tensors: Tree) -> None:
         """How much surer of its canary each user's model became since what was last published, in deviations of how
         much surer it became of canaries that were never put in."""
-        windows, before = self.canaries.windows(users, COMPARED), _of(self.last, users)
-        gained = self.attacker.losses(users, before, windows) - self.attacker.losses(users, tensors, windows)
-        others = gained[:, 1:]
-        margins = (gained[:, 0] - others.mean(1)) / others.std(1)
-        for user, margin in zip(users, margins.nan_to_num(0.0, 0.0, 0.0).tolist(), strict=True):
-            self.scores[who][user].append(margin)
-        if who == USERS:
-            self.last = {name: t.clone() for name, t in tensors.items()}
+        if who in self.scores:
+            windows, before = self.canaries.windows(users, COMPARED), self.looked.before(who, users)
+            gained = self.attacker.losses(users, before, windows) - self.attacker.losses(users, tensors, windows)
+            others = gained[:, 1:]
+            margins = (gained[:, 0] - others.mean(1)) / others.std(1)
+            for user, margin in zip(users, margins.nan_to_num(0.0, 0.0, 0.0).tolist(), strict=True):
+                self.scores[who][user].append(margin)
+        self.looked.remember(who, tensors)
 
     def score(self, who: str) -> list[float | None]:
         """Each user's, over all rounds in which something of it was seen; None where nothing was."""
@@ -183,12 +213,9 @@ class Sight:
         """The rank (from 1) of each user's canary among those never put in, in the model that *another* user got."""
         users = range(len(self.canaries.own))
         others = [(user + 1) % len(users) for user in users]
-        losses = self.attacker.losses(others, _of(self.last, others), self.canaries.windows(users, REFERENCES))
+        seen = self.looked.before(USERS, users)
+        losses = self.attacker.losses(others, seen, self.canaries.windows(users, REFERENCES))
         return (1 + (losses[:, 1:] < losses[:, :1]).sum(1)).tolist()
-
-
-def _of(tensors: Tree, users: Sequence[int]) -> Tree:
-    return {name: t[list(users)] for name, t in tensors.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +244,7 @@ def run_trial(
     )
     plain = build(own, replace(materials, users=people))
     scores = {who: [[] for _ in users] for who in (SERVER, USERS)}
-    sight = Sight(attacker=Attacker(clients=plain.clients), canaries=canaries, scores=scores, last={})
+    sight = Sight(attacker=Attacker(clients=plain.clients), canaries=canaries, scores=scores)
     federation = Watched(clients=plain.clients, server=plain.server, look=sight.look)
     metrics = execute(federation, own, None, observers=observers(plain.clients)).metrics
     return Trial(

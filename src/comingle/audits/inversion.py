@@ -55,7 +55,7 @@ def _attack(what: str, recipe: Recipe, materials: Materials, watch: Watch) -> In
         if who != SERVER:
             return
         for row, user in enumerate(users):
-            weight, bias = ((tensors[name][row] - start[name][user]).double() for name in names)
+            weight, bias = ((tensors[name][row, 0] - start[name][user, 0]).double() for name in names)
             found[user] = ratio(weight, bias)
 
     federation = Watched(clients=plain.clients, server=plain.server, look=look)

@@ -33,7 +33,7 @@ def windows_of(stream: Int[Tensor, " tokens"], context: int, most: int = MOST) -
 def infer(run: Run) -> list[Membership]:
     """How well members are told from others, for each user, by the shared model that the users have at the end."""
     clients, server = run.federation.clients, run.federation.server
-    attacker, seen, found = Attacker(clients=clients), published(server), []
+    attacker, seen, found = Attacker(clients=clients), published(server, others=True), []
     for number, user in enumerate(clients.users):
         own = {name: t[number : number + 1] for name, t in seen.items()}
         sets = [windows_of(stream, clients.training.context).unsqueeze(0) for stream in (user.train, user.test)]

@@ -16,19 +16,23 @@ def audit(
         int | None, typer.Option("--trials", min=1, help="Runs with canaries (default: for about 40 coins in all).")
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of each of them.")] = 3,
+    shadows: Annotated[
+        int, typer.Option("--shadows", min=0, help="Runs with halves of users' text, for reference; 0: without.")
+    ] = 8,
     out: Out = None,
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
     """Attack a run with what the server and other users see, and say what leaks.
 
-    With text, short runs of its recipe with canaries in half of the users' texts give a lower bound on epsilon, and the
-    final shared model is asked which windows it trained on. With samples, one upload is inverted. Writes audit.json and
-    audit.md, by default to the run folder.
+    With text, short runs of its recipe with canaries in half of the users' texts give a lower bound on epsilon; models
+    are asked which windows they trained on, with short runs for reference; and tokens are read off one upload. With
+    samples, one upload is inverted. Writes audit.json and audit.md, by default to the run folder.
     """
     from comingle.audits import api
     from comingle.cli.progress import console, status
-    from comingle.reports.audit import check_targets, render_audit, verdict
+    from comingle.reports.audit import verdict
+    from comingle.reports.audit_page import check_targets, render_audit
     from comingle.runs.api import load
     from comingle.terminal import words
 
@@ -37,7 +41,9 @@ def audit(
         check_targets(folder, force=force)
     with status("opening the run"):
         opened = load(run)
-    found = api.audit(opened, trials=trials, rounds=rounds, out=folder, force=force, progress=not quiet)
+    found = api.audit(
+        opened, trials=trials, rounds=rounds, shadows=shadows, out=folder, force=force, progress=not quiet
+    )
     for said in verdict(found):
         console.print(said, highlight=False, markup=False, soft_wrap=True)
     for table in render_audit(found):

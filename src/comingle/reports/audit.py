@@ -1,20 +1,14 @@
-"""What attacks on a run have shown, on one page, and a verdict that says no more than the intervals allow."""
+"""What attacks on a run have shown, and a verdict that says no more than the intervals allow."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.table import Table
-
-from comingle.errors import RunError
-from comingle.records import write_json, write_text
 from comingle.reports.series import interval
-from comingle.terminal import printable, words
 
 VIEWS = {"server": "the server, from uploads", "users": "other users, from what is published"}
 
@@ -58,6 +52,22 @@ class Membership:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Shadowed:
+    """How well ``members`` windows of a user are told from ``others`` by a view, with runs for reference.
+
+    ``auc`` is of likelihood ratios, ``auc_of_scores`` without the other runs; ``found`` as of :class:`Membership`.
+    """
+
+    view: str
+    user: str
+    members: int
+    others: int
+    auc: float
+    auc_of_scores: float
+    found: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inversion:
     """How far from an input of each user one upload leads, ``|guess - x| / |x|``; ``guesses`` are of the mean input."""
 
@@ -67,10 +77,25 @@ class Inversion:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """Which tokens one upload of each user's gives away.
+
+    ``tokens`` is how many different ones it was made of, ``recovered`` the share of these among as many guesses, and
+    ``guesses`` the share among as many of the tokens that are most common in everybody's test text.
+    """
+
+    what: str
+    tokens: Sequence[int]
+    recovered: Sequence[float]
+    guesses: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Audit:
     """Everything that was measured on one run.
 
     ``inserted`` and ``absent`` are exposures of canaries that were put in or not, in bits, of at most ``most``.
+    ``shadowed`` is of ``shadows`` runs.
     """
 
     run: str
@@ -87,6 +112,9 @@ class Audit:
     absent: Sequence[float]
     most: float
     inversions: Sequence[Inversion] = ()
+    shadows: int = 0
+    shadowed: Sequence[Shadowed] = ()
+    recoveries: Sequence[Recovery] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -106,9 +134,11 @@ def verdict(audit: Audit) -> list[str]:
     if audit.inversions:
         return [*map(_inversion_told, audit.inversions), "Nothing else was attacked; canaries need users with text."]
     said = [_proof_told(proof, audit) for proof in audit.proofs]
-    said += [_membership_told(audit), _exposure_told(audit)]
+    said += [_membership_told(audit), *(_shadowed_told(audit, view) for view in VIEWS if audit.shadowed)]
+    said += [_exposure_told(audit), *map(_recovery_told, audit.recoveries)]
+    also = f", the reference models of {audit.shadows} more" if audit.shadowed else ""
     said.append(
-        f"The canaries are of {audit.trials} runs of {audit.rounds} rounds made for this, not of the run itself; "
+        f"The canaries are of {audit.trials} runs of {audit.rounds} rounds made for this{also}, not of the run itself; "
         "longer runs may leak more. An attack that fails shows nothing of better attacks."
     )
     return said
@@ -142,7 +172,7 @@ def _membership_told(audit: Audit) -> str:
     mean, reach = fmean(values), interval(values)
     if reach is None:
         return f"Training windows: AUC {mean:.2f} for one user, without an interval: nothing is shown."
-    told = f"AUC {mean:.2f} in the mean over users ({_reach(reach)})"
+    told = f"AUC {mean:.2f} in the mean over users ({reach_told(reach)})"
     if reach[0] > 0.5:
         return (
             f"Training windows can be told from held-out ones of the same user by the final shared model: {told}. Text "
@@ -151,9 +181,39 @@ def _membership_told(audit: Audit) -> str:
     return f"Training windows are not shown to be told from held-out ones by the final shared model: {told}."
 
 
+def _shadowed_told(audit: Audit, view: str) -> str:
+    """What reference models add."""
+    whose = {"server": "a user's uploads", "users": "what others are sent"}[view]
+    values = [one.auc for one in audit.shadowed if one.view == view]
+    reach = interval(values)
+    if reach is None:
+        return f"With reference models too little was seen of {whose} to say anything."
+    told = f"AUC {fmean(values):.2f} in the mean over users ({reach_told(reach)})"
+    if reach[0] > 0.5:
+        return f"With reference models, which windows a user has trained on can be told from {whose}: {told}."
+    return f"With reference models, which windows a user has trained on is not shown to be told from {whose}: {told}."
+
+
+def _recovery_told(recovery: Recovery) -> str:
+    """More than common tokens are, where the interval of the difference says so."""
+    pairs = zip(recovery.recovered, recovery.guesses, strict=True)
+    reach = interval([found - guess for found, guess in pairs])
+    told = (
+        f"{_percent(recovery.recovered)} of {fmean(recovery.tokens):.0f} different tokens, by guessing common ones "
+        f"{_percent(recovery.guesses)}"
+    )
+    if reach is not None and reach[0] > 0:
+        return f"The server reads tokens off the upload of {recovery.what}: {told}."
+    return f"This attack reads no more tokens off the upload of {recovery.what} than are common; others may: {told}."
+
+
+def _percent(values: Sequence[float]) -> str:
+    return f"{fmean(values):.0%}"
+
+
 def _exposure_told(audit: Audit) -> str:
     told = (
-        f"exposure {_mean_told(audit.inserted)} of {audit.most:.0f} bits with it and {_mean_told(audit.absent)} without"
+        f"exposure {mean_told(audit.inserted)} of {audit.most:.0f} bits with it and {mean_told(audit.absent)} without"
     )
     reaches = interval(audit.inserted), interval(audit.absent)
     if reaches[0] and reaches[1] and reaches[0][0] > reaches[1][1]:
@@ -167,131 +227,21 @@ _BACK = 0.1
 
 def _inversion_told(inversion: Inversion) -> str:
     back = sum(error < _BACK for error in inversion.errors)
-    told = f"relative error {_mean_told(inversion.errors, 3)}, of the mean input {_mean_told(inversion.guesses, 3)}"
+    told = f"relative error {mean_told(inversion.errors, 3)}, of the mean input {mean_told(inversion.guesses, 3)}"
     if back:
         count = f"{back} of {len(inversion.errors)} users"
         return f"The server reads an input off the upload of {inversion.what} for {count}: {told}."
     return f"This attack reads no input off the upload of {inversion.what}; others may: {told}."
 
 
-def _mean_told(values: Sequence[float], digits: int = 1) -> str:
+def mean_told(values: Sequence[float], digits: int = 1) -> str:
+    """A mean and its interval."""
     if not values:
         return "unknown"
     reach = interval(values)
-    return f"{fmean(values):.{digits}f}" + (f" ({_reach(reach, digits)})" if reach is not None else "")
+    return f"{fmean(values):.{digits}f}" + (f" ({reach_told(reach, digits)})" if reach is not None else "")
 
 
-def _reach(reach: tuple[float, float], digits: int = 2) -> str:
+def reach_told(reach: tuple[float, float], digits: int = 2) -> str:
+    """An interval."""
     return f"{reach[0]:.{digits}f} to {reach[1]:.{digits}f}"
-
-
-# -------------------------------------------------------------------- the page
-
-
-def proof_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: what each view proves."""
-    head = ["who looks", "guesses right", "epsilon at least", "provable so", "account says at most"]
-    rows = [
-        [
-            VIEWS[proof.view],
-            f"{proof.correct} of {proof.guesses}",
-            f"{proof.epsilon:.2f}",
-            f"{proof.provable:.2f}",
-            "nothing" if proof.upper is None else f"{proof.upper:.2f}",
-        ]
-        for proof in audit.proofs
-    ]
-    return head, rows
-
-
-def member_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: how well each user's training windows are told from others."""
-    head = ["user", "members", "others", "AUC", "AUC of loss alone", "found at 1% false alarms"]
-    rows = [
-        [
-            printable(one.user),
-            str(one.members),
-            str(one.others),
-            f"{one.auc:.2f}",
-            f"{one.auc_of_loss:.2f}",
-            "too few others" if one.found is None else f"{one.found:.2f}",
-        ]
-        for one in audit.members
-    ]
-    found = [one.found for one in audit.members if one.found is not None]
-    columns = ([one.auc for one in audit.members], [one.auc_of_loss for one in audit.members], found)
-    rows.append(["mean", "", "", *map(_spread, columns)])
-    return head, rows
-
-
-def inversion_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: how near inputs come back out of an upload."""
-    rows = [
-        [one.what, str(len(one.errors)), _mean_told(one.errors, 3), _mean_told(one.guesses, 3)]
-        for one in audit.inversions
-    ]
-    return ["upload of", "users", "relative error", "of the mean input"], rows
-
-
-def _sections(audit: Audit) -> dict[str, tuple[list[str], list[list[str]]]]:
-    """The tables by title."""
-    if audit.inversions:
-        return {"inputs out of one upload; 95%": inversion_rows(audit)}
-    canaries = f"canaries: {audit.trials} runs, {audit.rounds} rounds; {audit.confidence:.0%}, delta {audit.delta:g}"
-    return {canaries: proof_rows(audit), "training windows, by the final shared model; 95%": member_rows(audit)}
-
-
-def _spread(values: Sequence[float]) -> str:
-    if not values:
-        return ""
-    reach = interval(values)
-    return f"{fmean(values):.2f}" + (f" ({_reach(reach)})" if reach is not None else "")
-
-
-def render_audit(audit: Audit) -> list[Table]:
-    """The tables for the terminal."""
-    tables = []
-    for title, (head, rows) in _sections(audit).items():
-        table = Table(title=title, title_justify="left", box=None)
-        for name in head:
-            table.add_column(name, no_wrap=name == "user")
-        for row in rows:
-            table.add_row(*map(words, row))
-        tables.append(table)
-    return tables
-
-
-def markdown(audit: Audit) -> str:
-    """The page."""
-    lines = [f"# What leaks: {printable(audit.run)}", "", f"{audit.method}, {audit.users} users.", ""]
-    lines += [line for said in verdict(audit) for line in (f"- {said}",)]
-    for head, rows in _sections(audit).values():
-        lines += ["", _line(head), _line(["---"] * len(head)), *map(_line, rows)]
-    return "\n".join(lines) + "\n"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-FILES = ("audit.json", "audit.md")
-
-
-def check_targets(folder: Path, *, force: bool) -> None:
-    """Whether the page can be written to a folder.
-
-    Raises:
-        RunError: it is a file, or one of the page's files is there already, and ``force`` does not replace it.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise RunError(f"{folder}: is a file; --out names a folder")
-    for name in FILES:
-        if (folder / name).exists() and not force:
-            raise RunError(f"{folder / name}: exists; give --force to replace it, or --out another folder")
-
-
-def write_audit(folder: Path, audit: Audit) -> None:
-    """The page, for people and for programs."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "audit.json", audit.as_dict())
-    write_text(folder / "audit.md", markdown(audit))
