@@ -41,7 +41,7 @@ def _weigh_text(recipe: Recipe, method: Method) -> float:
     users, limit = 4, cast(TextSection, recipe.data).max_test_tokens
     scored = (sum(limit.values()) if isinstance(limit, dict) else (limit or 50_000) * users) / 3
     batch = training.batch_size * training.context * users
-    steps = training.rounds * training.local_steps * sum(phase.steps / phase.every for phase in method.client.phases)
+    steps = training.rounds * training.local_steps * sum(p.steps / p.every / p.turns for p in method.client.phases)
     return steps * batch + scored * (1 + training.rounds // recipe.evaluation.every * method.trains)
 
 

@@ -17,9 +17,9 @@ def sdflora() -> Method:
     Client: joint steps on both on training text.
     Server: the stack of the shared factors, whose product is ``sum_u p_u s_u B_u A_u``, cut to each user's rank by its
     singular values; privacy's noise (``mechanism: local``) reaches the shared LoRA alone.
-    Differs from the paper, of which abstract and code were at hand, not the equations: both LoRA are experts of a whole
-    MLP whose outputs are averaged (in the linears with ``adapters: {mix: linear}``), in the place of a learnt weighted
-    sum in each linear; the attention has a shared LoRA alone; both LoRA have one rank.
+    Differs from the paper: both LoRA are experts of a whole MLP whose outputs are averaged (in the linears with
+    ``adapters: {mix: linear}``), in the place of a learnt weighted sum in each linear; the attention has a shared LoRA
+    alone; both LoRA have one rank.  The paper's abstract and code were at hand, not its equations.
     """
     return Method(
         name="sdflora",
