@@ -30,6 +30,7 @@ TEXT_ONLY = (
     "fedex-lora",
     "flora-stacking",
     "rolora",
+    "sdflora",
 )
 ROUTED = (
     "local-moe-tr",

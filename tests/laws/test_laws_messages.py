@@ -202,7 +202,8 @@ def random_case(draw: random.Random) -> tuple[str, dict[str, Any], dict[str, Any
         settings["chosen"] = draw.randint(1, settings["models"])
     if "specialists" in known:
         settings["specialists"] = draw.choice([0, 1, 2, [0, 1, 2], [3, 1, 1]])
-    same_rank = {"models", "clusters"} & known.keys() or make(name).placement.mixture is not None
+    made = make(name)
+    same_rank = {"models", "clusters"} & known.keys() or made.placement.mixture is not None or made.server.one_rank
     rank = draw.randint(1, 4) if same_rank else draw.choice([1, 3, [1, 2, 3], [4, 1, 2]])
     return name, settings, {"adapters.rank": rank, "seed": draw.randint(0, 99)}
 

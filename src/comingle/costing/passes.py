@@ -116,7 +116,7 @@ def _worst_pass(stage: Rehearsal, rows: tuple[int, ...], portions: Portions) -> 
     layout = stage.steps.model.layout
     if (rows, portions) not in stage.known:
         steps = stage.in_portions(portions)
-        phases = sorted(stage.federation.clients.phases, key=lambda phase: layout.only(phase.roles).columns)
+        phases = sorted(stage.federation.clients.phases, key=lambda phase: layout.touching(phase.roles).columns)
         peak = step_peak(stage, rows, phases[-1], steps) if phases else (0, 0)
         if not phases or steps.feed.scores_more:
             peak = max(peak, (_evaluation_peak(stage, rows, steps), 0))

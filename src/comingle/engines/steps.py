@@ -213,7 +213,7 @@ class Steps:
         if GRADIENTS not in cohort.kept:
             return
         layout, left = self.model.layout, cohort.kept[GRADIENTS]
-        trained = layout.only(phase.roles)
+        trained = layout.touching(phase.roles)
         span, found = layout.span(trained), torch.zeros_like(left)
         for name, view in layout.views(found).items():
             if name in gradients:

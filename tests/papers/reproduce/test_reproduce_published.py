@@ -31,7 +31,7 @@ PLANS.remove(("floral/figure7", "cpu"))  # CIFAR-100 alone, which that scale doe
 
 
 def planned(name: str, scale: str = "paper", **wanted: Any) -> Plan:
-    small = "random:llama" if scale == "cpu" and name in COMIGS else None
+    small = "random:llama" if scale == "cpu" and name in (*COMIGS, "field/2026") else None
     return plan(name, Wanted(**{"scale": scale, "base": small, **wanted}))
 
 
@@ -48,7 +48,15 @@ def test_every_table_and_figure_of_the_paper_is_there() -> None:
     figures = [f"comigs/figure{i}" for i in range(4, 14)]
     of_floral = [*(f"floral/table{i}" for i in range(1, 6)), *(f"floral/figure{i}" for i in range(2, 11))]
     of_fedmerge = [*(f"fedmerge/table{i}" for i in range(2, 6)), *(f"fedmerge/figure{i}" for i in range(3, 8))]
-    assert list(EXPERIMENTS) == [*tables, *figures, "comigs/leak", "comigs/stacking", *of_fedmerge, *of_floral]
+    assert list(EXPERIMENTS) == [
+        *tables,
+        *figures,
+        "comigs/leak",
+        "comigs/stacking",
+        *of_fedmerge,
+        "field/2026",
+        *of_floral,
+    ]
     for name, one in EXPERIMENTS.items():
         assert ("figure" in name) == (one.plot is not None), name
 
@@ -61,7 +69,7 @@ def test_every_method_exists(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "scale"), PLANS)
 def test_every_cell_is_a_valid_recipe(name: str, scale: str, tmp_path: Path) -> None:
-    of_images = not name.startswith("comigs/")
+    of_images = not name.startswith(("comigs/", "field/"))
     if of_images and scale == "smoke":  # which asks whether images and questions are there, and reads none
         for folder in ("images", "xnli", "xquad"):
             (tmp_path / folder).mkdir()

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from comingle.models.skeleton import load_skeleton
 
+from comingle.costing.planning import federate_bare
+from comingle.methods import REGISTRY
 from comingle.papers.reproduce.plan import Wanted, plan
 from comingle.papers.reproduce.published import list_experiments, load_experiment
 from comingle.papers.reproduce.runner import RUNS, run_cells
@@ -37,6 +40,42 @@ def test_every_row_of_table_1_runs(comingle: Any, tmp_path: Path) -> None:
     assert "1/10 multilingual · pretrained · seed 0" in answer.err
     assert re.search(r"9/10 multilingual · comigs-2g · seed 0: [\d.]+ · \d+ s · about \d+ min left", answer.err)
     assert (tmp_path / "table1" / "table.md").read_text().count("\n| ") == 11
+
+
+def test_the_field_runs_row_by_row(comingle: Any, tmp_path: Path) -> None:
+    """What came before and after the three papers, on text that every machine has; other rows run in their tables."""
+    every = load_experiment("field/2026")[1].rows
+    rows = {name: row for name, row in every.items() if name in ("local", "comigs-1g1s") or rival(row.method)}
+    smoke = ("--scale", "smoke", "--columns", "languages", "--methods", ",".join(rows))
+    answer = comingle("reproduce", "field/2026", *smoke, "--out", tmp_path)
+    assert answer.code == 0, answer.err
+    table = json.loads((tmp_path / "2026" / "table.json").read_text())
+    assert list(table["rows"]) == list(every)
+    assert len(rows) == 2 + len({name for name in REGISTRY if rival(name)} - {"fedbn"})  # which is about norms
+    (column,) = table["columns"]
+    runs = {read_metrics(path)["method"]: read_metrics(path) for path in (tmp_path / RUNS).iterdir()}
+    ours = {row: column["cells"][row]["ours"]["mean"] for row in rows}
+    assert ours == {row: runs[one.method]["mean_test_perplexity"] for row, one in rows.items()}
+
+
+def rival(name: str) -> bool:
+    """Whether a method is a plug-in of this package."""
+    return ".rivals." in REGISTRY[name].__module__
+
+
+def test_the_field_is_held_to_two_budgets() -> None:
+    """In a model of Llama's shape: as many trained parameters as FedAvg's, or as many bytes sent, by a tenth."""
+    base = load_skeleton("random:llama?layers=5&dim=64&heads=8&kv_heads=4&mlp=172", dtype="float32", device="cpu")
+    cells = plan("field/2026", Wanted(scale="smoke", columns=["languages", "languages-sent"])).cells
+    costs = {}
+    for cell in cells:
+        clients = federate_bare(cell.recipe, base, ("ann",)).clients
+        costs[cell.row, cell.column] = clients.trainable_parameters()[0], clients.upload_bytes()[0]
+    for (row, column), (trained, sent) in costs.items():
+        if column == "languages":
+            assert trained == pytest.approx(costs["fedavg", column][0], rel=0.1), row
+        elif sent:
+            assert sent == pytest.approx(costs["fedavg", column][1], rel=0.1), row
 
 
 def test_a_table_of_tasks_runs_beside_the_public_code(comingle: Any, tmp_path: Path) -> None:

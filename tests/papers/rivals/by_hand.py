@@ -46,7 +46,8 @@ class ByHand:
     def mean(self, uploads: dict[int, Own]) -> Own:
         """By the users' amounts of data."""
         total, names = sum(self.amounts[user] for user in uploads), next(iter(uploads.values()))
-        return {n: sum(self.amounts[u] / total * own[n] for u, own in uploads.items()) for n in names}
+        parts = {n: [self.amounts[u] / total * own[n] for u, own in uploads.items()] for n in names}
+        return {n: torch.stack(of_users).sum(0) for n, of_users in parts.items()}
 
 
 def played(federation: InProcess, rounds: list[list[int]]) -> list[Own]:

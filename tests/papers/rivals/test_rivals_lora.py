@@ -13,6 +13,7 @@ from torch import Tensor
 from comingle.errors import RecipeError
 from comingle.models.changes import changes_of_adapted
 from comingle.transports.inprocess import InProcess
+from federations import exchange
 from federations import local_round as train
 from naive import Reference, Rules, honest_double
 
@@ -227,3 +228,28 @@ def test_what_a_user_takes_home_has_the_residual_in_its_weights(tiny: Any, name:
 def test_fedex_needs_one_rank(tiny: Any) -> None:
     with pytest.raises(RecipeError, match=r"fedex-lora: adapters\.rank differs between users"):
         tiny("fedex-lora", **{"adapters.rank": [1, 2, 2]})
+
+
+def test_sdflora_averages_products_of_what_is_shared_and_keeps_the_rest(tiny: Any) -> None:
+    """Everybody gets the best approximation of the shared LoRA's mean product; private ones go on by themselves."""
+    federation = tiny("sdflora", **{"adapters.mix": "linear"})
+    owns = rows_of(federation)
+    with honest_double():
+        for number, members in enumerate(ROUNDS):
+            for user in members:
+                owns[user] = local_round(federation, owns[user], user, number, everything, "linear")
+            train(federation, members, number)
+            same([rows_of(federation)[user] for user in members], [owns[user] for user in members])
+            exchange(federation, members)
+            got = rows_of(federation)
+            for stem in stems(owns[0]):
+                mean_change = torch.stack([product(owns[user], stem) for user in members]).mean(0)
+                shared = mean_change[0] if ".mlp." in stem else mean_change
+                left, values, right = torch.linalg.svd(shared)
+                best = left[:, :2] @ torch.diag(values[:2]) @ right[:2]
+                for user, own in enumerate(got):
+                    found = product(own, stem)
+                    torch.testing.assert_close(found[0] if ".mlp." in stem else found, best, rtol=1e-7, atol=1e-10)
+                    if ".mlp." in stem:
+                        torch.testing.assert_close(found[1], product(owns[user], stem)[1], rtol=1e-9, atol=1e-12)
+            owns = got

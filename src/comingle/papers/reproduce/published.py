@@ -41,6 +41,7 @@ class DataSet(Section):
 
     ``tokens`` are the paper's, for each split one number for each user. A ``task`` that makes its users (a recipe's
     ``data.task``) has none of these; its ``images``, if it needs any, are below the folder's ``images`` or on the hub.
+    Conversations (sections of that ``kind``) have no numbers of tokens.
     ``questions`` (a recipe's ``data.questions``) are below the folder by their name, or on the hub.
     """
 
@@ -56,13 +57,18 @@ class DataSet(Section):
 
     @model_validator(mode="after")
     def _one_kind(self) -> DataSet:
-        text, others = [self.users, self.hub, self.local, self.tokens], [self.task, self.questions]
+        text, others = [self.users, self.hub, self.local, self.tokens or self.chats], [self.task, self.questions]
         alone = [one for one in others if one is not None]
         if not (not any(text) and len(alone) == 1 if alone else all(text)):
             raise ValueError("give users, hub, local and tokens of text, or a task alone, or questions alone")
         if self.questions is not None and "name" not in self.questions:
             raise ValueError("questions without a name; give one, as {name: xnli}")
         return self
+
+    @property
+    def chats(self) -> bool:
+        """Whether users have conversations, and not text."""
+        return self.hub.get("kind") == "conversations"
 
 
 class Column(Overlay):

@@ -85,7 +85,7 @@ def data_section(study: Study, data: DataSet, folder: Path | None, *, demo: bool
         return {"users": texts, **held_out}, data.users
     section = data.hub if folder is None else _anchored(data.local, folder)
     names = list(section["users"]) if "users" in section else list(section["dataset"]["users"])
-    limits = {f"max_{split}_tokens": data.tokens[split] for split in SPLITS}
+    limits = {f"max_{split}_tokens": data.tokens[split] for split in SPLITS if not data.chats}
     return {**section, **limits}, names
 
 

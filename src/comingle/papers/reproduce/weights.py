@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from comingle.kinds.conversations.section import ConversationsSection
 from comingle.kinds.language import NETS
 from comingle.kinds.text.section import TextSection
 from comingle.methods import make
@@ -31,7 +32,7 @@ _STEP, _PARAMETER = 2e7, 20
 def weigh(recipe: Recipe) -> float:
     """Tokens through a language model, or multiply-adds of a net; a trained one counts three times."""
     method = make(recipe.method.name, **recipe.method.settings)
-    weighed = {"task": _weigh_task, "questions": _weigh_questions, "text": _weigh_text}
+    weighed = {"task": _weigh_task, "questions": _weigh_questions, "text": _weigh_text, "conversations": _weigh_chats}
     return weighed[recipe.data.kind](recipe, method)
 
 
@@ -40,8 +41,17 @@ def _weigh_text(recipe: Recipe, method: Method) -> float:
     users, limit = 4, cast(TextSection, recipe.data).max_test_tokens
     scored = (sum(limit.values()) if isinstance(limit, dict) else (limit or 50_000) * users) / 3
     batch = training.batch_size * training.context * users
-    steps = training.rounds * training.local_steps * sum(phase.steps / phase.every for phase in method.client.phases)
+    steps = training.rounds * training.local_steps * sum(p.steps / p.every / p.turns for p in method.client.phases)
     return steps * batch + scored * (1 + training.rounds // recipe.evaluation.every * method.trains)
+
+
+def _weigh_chats(recipe: Recipe, method: Method) -> float:
+    """As if every conversation filled the context, and all were training data."""
+    rows = cast(ConversationsSection, recipe.data).dataset
+    training, users = recipe.training, len(rows.users) if rows is not None and isinstance(rows.users, list) else 4
+    most = (rows.max_conversations if rows is not None else None) or 1_000
+    rounds = training.rounds if method.trains else 0
+    return users * most * training.context * (rounds * training.local_epochs + rounds // recipe.evaluation.every + 1)
 
 
 def _weigh_questions(recipe: Recipe, method: Method) -> float:
