@@ -1,8 +1,9 @@
 """What privacy costs: test scores over epsilon, by method, on real data.
 
 AG News with its four categories as users, the authors of stackexchange_users with most text, and MNIST with 300 users.
-Each run spends a given epsilon at delta 1e-5; the server adds the noise to a mean of clipped changes (``central``). A
-method that shares nothing needs no noise; one to which ``central`` does not apply is refused, and the table says so.
+Each run spends a given epsilon at delta 1e-5; the server adds the noise to a mean of clipped changes (``central``), or
+with ``--mechanism example`` each user to its steps, which hide single examples. A method that shares nothing needs no
+noise; one to which the mechanism does not apply is refused, and the table says so.
 Prints a Markdown table, and one JSON line with all that was measured. ``--seconds`` begins no run after so long.
 """
 
@@ -74,6 +75,7 @@ def measure(name: str, method: str, epsilon: float, args: argparse.Namespace) ->
     if math.isfinite(epsilon):
         clip = args.clip if args.clip == "adaptive" else float(args.clip)
         recipe["privacy"] = {"clip_norm": clip, "epsilon": epsilon, "noise": "reproducible", "accountant": "rdp"}
+        recipe["privacy"] |= {"mechanism": args.mechanism}
     found: dict[str, Any] = {"data": name, "method": method, "epsilon": epsilon, "seed": args.seed}
     started = time.perf_counter()
     try:
@@ -108,6 +110,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the real data sets")
     parser.add_argument("--datasets", default=",".join(METHODS))
     parser.add_argument("--epsilons", default=",".join(map(str, EPSILONS)))
+    parser.add_argument("--mechanism", default="central", choices=("central", "example"))
     parser.add_argument("--clip", default="adaptive", help="a norm, or adaptive")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)

@@ -52,7 +52,7 @@ def recipe(folder: Path, method: str = "comigs-1g1s", **privacy: Any) -> dict[st
     rounds = {"training__rounds": 4, "training__local_steps": 2, "evaluation__model": "exchanged"}
     content = tiny(folder, method, **{**rounds, "checkpoints__every": 2, "users": 3, **rest})
     path = Path(content["data"]["users"]["cem"])
-    path.write_text(path.read_text()[:600])
+    path.write_text(path.read_text()[:800])
     return {**content, "privacy": {**HIDDEN, **privacy}}
 
 
@@ -285,11 +285,11 @@ def test_a_user_whose_budget_is_spent_takes_no_step_whatever_the_server_asks(
     for task in tasks[: at[1]]:
         answer_of(node, task)
     (path,) = (tmp_path / "again").rglob("privacy.json")
-    path.write_text(json.dumps({"releases": [f"{i:064}" for i in range(10_000)]}))
+    path.write_text(json.dumps({"releases": [f"{i:064}" for i in range(50_000)]}))
     answer = answer_of(node, tasks[at[1]])
     assert answer.told["left_out"] == "its privacy budget of epsilon 100 is spent"
     assert answer.messages == ()
-    assert len(ledger(tmp_path / "again")["releases"]) == 10_000  # nothing was begun
+    assert len(ledger(tmp_path / "again")["releases"]) == 50_000  # nothing was begun
 
 
 def test_a_resumed_federation_counts_the_round_that_may_have_been_played(tmp_path: Path) -> None:
