@@ -2,7 +2,7 @@
 
 AG News with its four categories as users, the authors of stackexchange_users with most text, and MNIST with 300 users.
 Each run spends a given epsilon at delta 1e-5; the server adds the noise to a mean of clipped changes (``central``), or
-each user to its own (``local``). A method that shares nothing needs no noise; one to which the mechanism does not apply
+each user to its own (``local``), or to its steps, which hide single examples (``example``). A method that shares nothing needs no noise; one to which the mechanism does not apply
 is refused, and the table says so. Prints a Markdown table of means over seeds with the distance of the farthest seed,
 and one JSON line with all that was measured. ``--out`` keeps a line for each run, and what is there is not run again.
 ``--seconds`` begins no run after so long.
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--datasets", default=",".join(METHODS))
     parser.add_argument("--epsilons", default=",".join(map(str, EPSILONS)))
     parser.add_argument("--clip", default="adaptive", help="a norm, or adaptive")
-    parser.add_argument("--mechanism", default="central", choices=("central", "local"))
+    parser.add_argument("--mechanism", default="central", choices=("central", "local", "example"))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--seconds", type=float, default=math.inf)

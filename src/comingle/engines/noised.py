@@ -145,7 +145,7 @@ class Noised:
         rows = feed.numbered(cohort.owners, part, cohort.round_number).flatten(0, 1).unsqueeze(1)
         rows = rows.to(cohort.part.rows.device)
         batch: Any = feed.read("train", who, rows)
-        losses = model.without(self.own(model.layout)).losses(wide, who, batch, train=True)[0]
+        losses = model.without(self.own(model.layout)).losses_of_each(wide, who, batch)
         means = losses.flatten(1).sum(1) / feed.counted(rows).clamp(min=1)
         found = torch.autograd.grad(means.sum(), [wide[n] for n in leaves], materialize_grads=True)
         changes = clipped(dict(zip(leaves, found, strict=True)), self.examples.privacy.first_bound)

@@ -19,7 +19,7 @@ from comingle.adapters import kernels, native, watching
 from comingle.adapters.inject import ATTENTION, Adapters, ExpertCounts, inject
 from comingle.adapters.layouts import decoder_layers
 from comingle.adapters.settings import AdapterSettings
-from comingle.data.batches import inputs_of
+from comingle.data.batches import hide, inputs_of
 from comingle.models.base import Base
 from comingle.models.cache import cache_folder
 from comingle.models.copying import share_weights
@@ -91,6 +91,13 @@ class AdaptedModel(Model):
         hidden = self.backbone(input_ids=inputs.flatten(0, 1), use_cache=False).last_hidden_state
         losses = cross_entropy(hidden.view(*targets.shape, -1), self.head, targets)
         return losses, self.adapters.penalties()
+
+    def losses_of_each(
+        self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"]
+    ) -> Float[Tensor, "users batch context"]:
+        """Every place is predicted, and those without a target are left out afterwards."""
+        shown = torch.where(batch < 0, hide(batch), batch).clamp(min=0)
+        return self.losses(tensors, users, shown, train=True)[0].masked_fill(batch[..., 1:] < 0, 0.0)
 
     def randomness(self, *key: object) -> AbstractContextManager[None]:
         """Nothing here is random."""

@@ -67,6 +67,10 @@ class Model(ABC):
     ) -> tuple[Float[Tensor, "users batch ..."], Float[Tensor, " users"] | float]:
         """Loss of every token or sample of a batch, and each user's penalty; ``shares`` are samples' own mixtures."""
 
+    def losses_of_each(self, tensors: Tree, users: Sequence[int], batch: Any) -> Float[Tensor, "users batch ..."]:
+        """The same in training, by arithmetic that does not depend on how many places of the batch have a loss."""
+        return self.losses(tensors, users, batch, train=True)[0]
+
     @abstractmethod
     def predict(self, tensors: Tree, users: Sequence[int], batch: Any) -> Float[Tensor, "users batch ..."]:
         """What a score is made of: losses of text, outputs for samples."""

@@ -65,8 +65,8 @@ class AnswerFeed(PassFeed):
     def numbered(
         self, trainers: Sequence[int], numbers: Int[Tensor, "users batch"], round_number: int
     ) -> Int64[Tensor, "users batch window"]:
-        """Whole conversations."""
-        return self._windows(trainers, "train", numbers.long())
+        """Whole conversations, as wide as any may be: their lengths change nothing for others."""
+        return self._windows(trainers, "train", numbers.long(), even=True)
 
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int64[Tensor, "users batch window"]]:
         """All train conversations of each trainer, in order."""
@@ -79,14 +79,14 @@ class AnswerFeed(PassFeed):
             yield self._windows(trainers, "valid", numbers)
 
     def _windows(
-        self, trainers: Sequence[int], stream: Stream, numbers: Int64[Tensor, "users batch"]
+        self, trainers: Sequence[int], stream: Stream, numbers: Int64[Tensor, "users batch"], *, even: bool = False
     ) -> Int64[Tensor, "users batch window"]:
         parts = []
         for trainer, trainers_numbers in zip(trainers, numbers, strict=True):
             chosen = self._set(trainer, stream).windows[trainers_numbers.clamp(min=0)]
             parts.append(chosen.masked_fill((trainers_numbers == PAD).unsqueeze(1), PAD))
         windows = torch.stack(widen(parts))
-        width = self.training.context if self.even else max(2, _width(windows))
+        width = self.training.context if self.even or even else max(2, _width(windows))
         missing = max(0, width - windows.shape[-1])
         return torch.nn.functional.pad(windows, (0, missing), value=PAD)[..., :width]
 
