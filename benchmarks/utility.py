@@ -2,10 +2,10 @@
 
 AG News with its four categories as users, the authors of stackexchange_users with most text, and MNIST with 300 users.
 Each run spends a given epsilon at delta 1e-5; the server adds the noise to a mean of clipped changes (``central``), or
-each user to its own (``local``), or to its steps, which hide single examples (``example``). A method that shares nothing needs no noise; one to which the mechanism does not apply
-is refused, and the table says so. Prints a Markdown table of means over seeds with the distance of the farthest seed,
-and one JSON line with all that was measured. ``--out`` keeps a line for each run, and what is there is not run again.
-``--seconds`` begins no run after so long.
+each user to its own (``local``), or to its steps, which hide single examples (``example``). A method that shares
+nothing needs no noise; one to which the mechanism does not apply is refused, and the table says so. Prints a Markdown
+table of means over seeds with the distance of the farthest seed, and one JSON line with all that was measured.
+``--out`` keeps a line for each run, and what is there is not run again. ``--seconds`` begins no run after so long.
 """
 
 from __future__ import annotations

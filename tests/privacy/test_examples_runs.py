@@ -132,7 +132,7 @@ def test_what_shares_nothing_reveals_nothing(tmp_path: Path) -> None:
 # -------------------------------------------------------------------- the budget
 
 
-def test_who_has_too_few_examples_takes_no_part_and_the_run_ends_before_anybody_exceeds_the_budget(
+def test_who_has_too_few_examples_takes_no_part_and_nobody_exceeds_the_budget(
     tmp_path: Path,
 ) -> None:
     rate = rates_of(run(recipe(tmp_path, training__rounds=1), tmp_path / "one"))["ann"]

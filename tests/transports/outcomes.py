@@ -31,13 +31,14 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """The last checkpoint's tensors, with all users' rows in the order in which one process has them."""
     newest = list_checkpoints(folder)[-1]
     progress = json.loads((newest / "checkpoint.json").read_text())
-    count = len(progress["shards"])
+    shards = progress.get("shards", [])
+    count = len(shards)
     files = [shard_file(number, count) for number in range(count)] or ["state.safetensors"]
     parts = [load_file(newest / file) for file in files]
     whole: dict[str, torch.Tensor] = {}
     for name, first in parts[0].items():
         alike = name.startswith("server/") or name == "best/round"
-        whole[name] = first if alike else _joined([part[name] for part in parts], progress["shards"])
+        whole[name] = first if alike else _joined([part[name] for part in parts], shards)
     return whole | (load_file(newest / "server.safetensors") if count else {})
 
 

@@ -23,7 +23,7 @@ ROUNDING = {"rtol": 1e-5, "atol": 1e-6}
 
 SHORT = {
     "runtime.users_per_step": 1,
-    "runtime.sums": "ordered",
+    "runtime.shard_sums": "ordered",
     "training.rounds": 2,
     "training.local_steps": 2,
 }
@@ -57,7 +57,7 @@ def go(processes: int, sets: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 
 
 FEDAVG, FEDMERGE = {"method": "fedavg"}, {"method": "{name: fedmerge, models: 2}"}
-REDUCED = FEDAVG | {"runtime.sums": "reduced"}
+REDUCED = FEDAVG | {"runtime.shard_sums": "reduced"}
 WHOLE = {"training.rounds": 4, "training.local_steps": 3}
 
 
@@ -155,7 +155,7 @@ CASES = {
     "int8": FEDAVG | {"training.uploads": "int8"},
     "exchanged": FEDAVG | {"evaluation.model": "exchanged"},
     "private": FEDAVG | {"privacy": f"{{{PRIVATE}}}"},
-    "summed": FEDAVG | {"privacy": "{clip_norm: 1.0, secure_aggregation: {}}"},
+    "summed": FEDAVG | {"privacy": "{mechanism: none, secure_aggregation: {threshold: 0.51}}"},
     "examples": FEDAVG | {"privacy": f"{{{PRIVATE.replace('central', 'example')}}}"},
     "stacking": {"method": "stacking"},
     "scaffold": {"method": "scaffold"},
@@ -187,7 +187,7 @@ def test_nets_are_those_of_one_process(tmp_path: Path) -> None:
         "data: {task: {name: mlp-norm, users: 4, clusters: 2, test_samples: 9}}\n"
         "training: {rounds: 2, batch_size: 40, weighting: samples}\n"
         "floral: {rank: 2}\n"
-        "runtime: {device: cpu, threads: 1, users_per_step: 2, sums: ordered}\n"
+        "runtime: {device: cpu, threads: 1, users_per_step: 2, shard_sums: ordered}\n"
     )
     methods = {"fedavg": "fedavg", "ifca": "{name: ifca, models: 2}", "floral": "floral"}
     runs = {
@@ -196,5 +196,6 @@ def test_nets_are_those_of_one_process(tmp_path: Path) -> None:
         for n in (1, 2)
     }
     played = play(tmp_path, recipe, runs)
+    assert {name: codes for name, [codes] in played.codes.items() if any(codes)} == {}
     for name in methods:
         assert unequal(played[f"{name}-1"], played[f"{name}-2"]) == [], name

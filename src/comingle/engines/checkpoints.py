@@ -134,7 +134,10 @@ def write_tensors(path: Path, tensors: Tree) -> None:
 
 def finish_checkpoint(draft: Path, folder: Path, progress: Progress, lines: Sequence[bytes] | None = None) -> None:
     """The rest of a checkpoint whose tensors are on disk, before it gets its name; ``lines`` are their checksums."""
-    write_json(draft / "checkpoint.json", asdict(progress))
+    content = asdict(progress)
+    if not progress.shards:
+        del content["shards"]
+    write_json(draft / "checkpoint.json", content)
     seal(draft, lines)
     for path in (draft / "checkpoint.json", draft / SUMS, draft):
         to_disk(path)

@@ -149,7 +149,7 @@ class RuntimeSection(Section):
     attention: str = "auto"
     compile: Literal["auto"] | bool = "auto"
     threads: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
-    sums: Literal["reduced", "ordered"] = "reduced"
+    shard_sums: Literal["reduced", "ordered"] = "reduced"
     users_per_step: Count | None = Training.users_per_step
     micro_batch: Count | None = Training.micro_batch
 

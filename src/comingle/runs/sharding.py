@@ -104,7 +104,9 @@ def _built(recipe: Recipe, materials: Materials, method: Method, training: Train
     assert here is not None
     clients = materials.kind.clients(recipe, materials, method, training)
     clients.everybody = names
-    return Sharded(clients=clients, server=server, ranks=ranks, first=here[0], ordered=recipe.runtime.sums == "ordered")
+    return Sharded(
+        clients=clients, server=server, ranks=ranks, first=here[0], ordered=recipe.runtime.shard_sums == "ordered"
+    )
 
 
 def _check_alike(federation: Sharded) -> None:
