@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import threading
@@ -83,6 +84,22 @@ def test_processes_sum_behind_masks_as_one_does_without(tmp_path: Path) -> None:
     federate(recipe, tmp_path / "apart", say=print)
     assert_equal(tmp_path / "together", tmp_path / "apart")
     assert "no_sum" not in (tmp_path / "apart" / "events.jsonl").read_text()
+
+
+def test_processes_hide_examples_as_one_does(tmp_path: Path) -> None:
+    """Batches and noise are drawn in each user's own process; its epsilon is in its own folder and in the metrics."""
+    recipe = recipe_of(tmp_path, "comigs-1g1s")
+    privacy = {"mechanism": "example", "noise_multiplier": 1.0, "noise": "reproducible", "accountant": "rdp"}
+    recipe = recipe.with_changes({f"privacy.{key}": value for key, value in privacy.items()})
+    together = api.run(recipe, out=tmp_path / "together").metrics
+    federate(recipe, tmp_path / "apart", say=print)
+    assert_equal(tmp_path / "together", tmp_path / "apart")
+    apart = json.loads((tmp_path / "apart" / "metrics.json").read_text())
+    assert apart["privacy"] == together["privacy"]
+    for name in ("ann", "bob"):
+        (ledger,) = (tmp_path / "apart" / "users" / name).glob("run-*/privacy.json")
+        spent = together["privacy"].get("users", {}).get(name, together["privacy"]["epsilon"])
+        assert json.loads(ledger.read_text())["epsilon"] == spent
 
 
 def after_first_round(folder: Path, kill: Callable[[], None]) -> threading.Thread:

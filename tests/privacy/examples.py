@@ -22,12 +22,12 @@ SGD = {"name": "sgd", "learning_rate": 1.0, "schedule": "constant", "weight_deca
 HIDDEN = {"mechanism": "example", "noise_multiplier": 1.0, "noise": "reproducible", "accountant": "rdp"}
 
 
-def hidden(federate: Any, method: Any = "fedavg", dtype: str = "float64", **settings: Any) -> InProcess:
+def hidden(federate: Any, method: Any = "fedavg", **settings: Any) -> InProcess:
     """Two users with seven windows each; settings without a dot are of privacy."""
     users = settings.pop("users", USERS)
     dotted = {key: settings.pop(key) for key in list(settings) if "." in key}
     changes = {f"privacy.{key}": value for key, value in {**HIDDEN, **settings}.items()} | dotted
-    return federate(method, users=users, base="random:llama?layers=1&dim=32", dtype=dtype, changes=changes)
+    return federate(method, users=users, base="random:llama?layers=1&dim=32", dtype="float64", changes=changes)
 
 
 def stirred(federation: InProcess) -> InProcess:

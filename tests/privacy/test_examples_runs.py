@@ -13,7 +13,6 @@ from typing import Any
 import dp_accounting as dp
 import pytest
 import torch
-from comingle.protocol.tasks import unpack_answer
 from dp_accounting import pld, rdp
 from scipy.optimize import brentq
 from scipy.stats import norm
@@ -30,6 +29,7 @@ from comingle.privacy.checks import check_private
 from comingle.privacy.examples import Work, multiplier_of, spent_by
 from comingle.privacy.settings import KEY, Privacy
 from comingle.protocol.messages import Upload
+from comingle.protocol.tasks import unpack_answer
 from comingle.protocol.wire import unpack
 from comingle.recipes import parse_recipe
 from comingle.records import read_events
@@ -104,7 +104,7 @@ def test_a_batch_of_everything_is_the_gaussian_mechanism(accountant: Any) -> Non
 
     privacy = Privacy(mechanism="example", noise_multiplier=4.0, accountant=accountant)
     for steps in (1, 9, 50):
-        exact = brentq(excess, 1e-6, 1e3, args=(4.0 / math.sqrt(steps),))
+        exact = float(brentq(excess, 1e-6, 1e3, args=(4.0 / math.sqrt(steps),)))  # type: ignore[arg-type]
         ours = spent_by(privacy, Work(examples=5, batch=8, steps=1, rounds=1), steps)
         assert exact - 1e-6 <= ours <= exact * (1.001 if accountant == "pld" else 1.25)
 
@@ -132,7 +132,7 @@ def test_what_shares_nothing_reveals_nothing(tmp_path: Path) -> None:
 # -------------------------------------------------------------------- the budget
 
 
-def test_who_has_too_few_examples_takes_no_part_and_nobody_exceeds_the_budget(
+def test_who_has_too_few_examples_takes_no_part_and_the_run_ends_before_anybody_exceeds_the_budget(
     tmp_path: Path,
 ) -> None:
     rate = rates_of(run(recipe(tmp_path, training__rounds=1), tmp_path / "one"))["ann"]
@@ -268,7 +268,11 @@ def test_a_server_that_asks_twice_with_other_models_gets_other_noise_and_both_ar
     known = ledger(tmp_path / "again")
     assert len(known["releases"]) == 3  # one of the first round, and two of this
     privacy = Privacy(mechanism="example", noise_multiplier=1.0, accountant="rdp")
-    (work,) = {home.clients.steps.noised.work(home.clients.feed, 0) for home in [node._home] if home}
+    home = node._home
+    assert home is not None
+    noised = home.clients.steps.noised
+    assert noised is not None
+    work = noised.work(home.clients.feed, 0)
     assert known["epsilon"] == spent_by(privacy, work, 6)
 
 

@@ -71,9 +71,10 @@ class SampleFeed(PassFeed):
     def portions(self, device: torch.device, columns: int) -> Portions:
         """By parameters: copies of the net are large beside the activations of a small batch."""
         sequences = min(self.training.micro_batch or self.batch_size, self.batch_size)
-        return Portions(
-            users=self.training.users_per_step or max(1, COLUMNS_PER_PASS // max(1, columns)), sequences=sequences
-        )
+        privacy = self.training.privacy
+        copies = sequences if privacy is not None and privacy.of_examples else 1  # one of a net for each sample
+        users = self.training.users_per_step or max(1, COLUMNS_PER_PASS // max(1, columns * copies))
+        return Portions(users=users, sequences=sequences)
 
     def draw(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
