@@ -133,7 +133,7 @@ def test_an_installed_method_is_listed_found_and_run_as_the_cores_are(
         [*anew, "--set", "method={name: halfway, slw: 1}"],
     )
     assert listed[0] == told[0] == ran[0] == compared[0] == 0, (ran, compared[0], compared[2])
-    assert listed[1].endswith("halfway Half of everything: the plug-in's own words.")
+    assert "halfway Half of everything: the plug-in's own words." in listed[1]
     assert "Nothing more." in told[1]
     assert told[1].endswith("Settings: slow: 0, share: 0.5, word: so")
     assert (misspelt[0], "Did you mean 'halfway'?" in misspelt[2]) == (2, True)
@@ -210,7 +210,8 @@ def test_a_method_from_python_needs_no_package() -> None:
     before = list(REGISTRY)
     name = "mine-of-the-test"
     register(name, mine)
-    assert list(REGISTRY) == [*before, name]
+    assert [one for one in REGISTRY if one != name] == before
+    assert name in list(REGISTRY)
     assert settings_of(name) == settings_of(mine) == {"slow": 0}
     assert make(name, slow=-1).placement == make(mine).placement == fedavg().placement
     register(name, fedavg())  # again, and one that is made already
