@@ -6,11 +6,14 @@ Of a finished run of ``stacking``: a shared and an own model p and q of each use
 user's validation text, which trained neither; test perplexities are printed, as one JSON line:
 
 - ``shared``, ``own``: one model alone; ``chosen``: the one with the lower validation loss.
+- ``shared_tempered``, ``own_tempered``: one model alone to a power, one number: what is calibration, and no mixture.
 - ``linear``: ``w p + (1 - w) q``, which is the method.
 - ``gated``: the same with ``w = sigmoid(c f)`` of every token, f a constant, both entropies and both largest
   log-probabilities: five numbers.
 - ``logarithmic``: ``p^a q^b`` up to a factor, two numbers; (1, 0) and (0, 1) are the models alone.
-- ``tempered``: ``w p^a + (1 - w) q^b``, each up to a factor, three numbers.
+- ``calibrated``: linear, of the two models each to the power that suits it alone: three numbers, one by one, each
+  the highest point of a concave function.
+- ``tempered``: ``w p^a + (1 - w) q^b``, each up to a factor, three numbers at once.
 """
 
 from __future__ import annotations
@@ -67,6 +70,13 @@ def of_user(run: Run, number: int) -> dict[str, float]:
     found["gated"] = pooled(losses(test, wanted), (features(test) @ gate).sigmoid())
     powers = fitted(lambda c: losses(product(valid, c + 0.5), said)[0], 2) + 0.5
     found["logarithmic"] = losses(product(test, powers), wanted)[0]
+    alone_powers = torch.ones(2, dtype=torch.float64)
+    for number, name in enumerate(("shared", "own")):
+        one, other = valid[number : number + 1], test[number : number + 1]
+        alone_powers[number] += fitted(lambda c, one=one: losses((one * (1 + c)).log_softmax(-1), said)[0], 1)[0]
+        found[f"{name}_tempered"] = losses((other * alone_powers[number]).log_softmax(-1), wanted)[0]
+    calibrated = likeliest(losses(tempered(valid, alone_powers), said).unsqueeze(0))[0]
+    found["calibrated"] = pooled(losses(tempered(test, alone_powers), wanted), calibrated)
     sharp = fitted(lambda c: pooled(losses(tempered(valid, 1 + c[:2]), said), c[2].sigmoid()), 3)
     found["tempered"] = pooled(losses(tempered(test, 1 + sharp[:2]), wanted), sharp[2].sigmoid())
     figures = {key: math.exp(float(lost.mean())) for key, lost in found.items()}

@@ -13,6 +13,7 @@ from typing import Any
 import dp_accounting as dp
 import pytest
 import torch
+from comingle.protocol.tasks import unpack_answer
 from dp_accounting import pld, rdp
 from scipy.optimize import brentq
 from scipy.stats import norm
@@ -29,7 +30,6 @@ from comingle.privacy.checks import check_private
 from comingle.privacy.examples import Work, multiplier_of, spent_by
 from comingle.privacy.settings import KEY, Privacy
 from comingle.protocol.messages import Upload
-from comingle.protocol.tasks import unpack_answer
 from comingle.protocol.wire import unpack
 from comingle.recipes import parse_recipe
 from comingle.records import read_events

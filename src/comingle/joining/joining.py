@@ -18,6 +18,7 @@ from typing import Any
 from comingle.engines.client import Clients
 from comingle.engines.evaluations import measure_of, measured
 from comingle.engines.holding import Held
+from comingle.engines.scoring import Models
 from comingle.errors import DataError, RecipeError, RunError
 from comingle.kinds.base import Materials
 from comingle.kinds.handed import section_for
@@ -25,12 +26,14 @@ from comingle.methods.base import Method
 from comingle.progress import LOADING, Reporter
 from comingle.recipes import Recipe
 from comingle.records import write_json
+from comingle.routers.mixtures import NEVER
 from comingle.runs.alone import of_one_user
 from comingle.runs.folders import check_folder, open_folder
 from comingle.runs.given import Given
 from comingle.runs.results import Run
 from comingle.runs.session import build, describe, execute, prepare
 from comingle.transports.inprocess import InProcess
+from comingle.trees import CLIENT_ROUTER
 
 JOINED = "joined.json"
 _HANDED = ("net", "loss")
@@ -166,7 +169,7 @@ def join_run(
     federation = build(who.recipe, materials)
     take(federation, run, rounds=who.recipe.training.rounds - who.tuned)
     clients = federation.clients
-    told = clients.scorer.score(clients.models, [clients.users[0].test], [0])  # of several copies the one that is sent
+    told = clients.scorer.score(_sent_alone(clients), [clients.users[0].test], [0])
     measure = measure_of(told)
     rows = {"shared": measured(told[0]) | {"train": 0}}
     tunes = federation.clients.method.client.finetunes
@@ -186,6 +189,17 @@ def join_run(
     if folder is not None:
         write_json(folder / JOINED, {"user": who.name, "measure": measure, "rows": ordered})
     return joined
+
+
+def _sent_alone(clients: Clients) -> Models:
+    """What was taken, without what is the newcomer's own: of several copies the first, of models trained apart those
+    that are shared."""
+    mixture, models = clients.method.placement.mixture, clients.models
+    if mixture is None or not mixture.trains_apart:
+        return models
+    rows = clients.state.rows.clone()
+    clients.model.layout.views(rows)[CLIENT_ROUTER][:, clients.method.placement.generalists :] = NEVER
+    return replace(models, rows=lambda numbers: rows[list(numbers)])
 
 
 def _check_alike(run: Run, who: Newcomer, materials: Materials) -> None:
