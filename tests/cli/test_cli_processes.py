@@ -96,7 +96,7 @@ def test_ctrl_c_ends_all_processes_and_leaves_a_run_that_goes_on(
     others.extend(ranks_of(process).values())
     assert len(others) == 2
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 130
     assert said.strip() == "comingle: stopped; the same command with --resume goes on from the last checkpoint"
     newest = list_checkpoints(tmp_path / "run")[-1]
@@ -113,12 +113,12 @@ def test_a_killed_process_is_named_and_the_run_goes_on(
     found = ranks_of(process)
     others.extend(found.values())
     found["1"].kill()
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=120)
     newest = list_checkpoints(folder)[-1].name
     told = "comingle: process 1 of 2 was ended by SIGKILL, as when memory runs out; the same command with --resume"
     assert (process.returncode, said.strip()) == (2, f"{told} goes on from {newest}")
     done = started(*COMINGLE, *run("--processes", "2", "--resume"))
-    assert done.communicate(timeout=120)[1] == ""
+    assert done.communicate(timeout=900)[1] == ""
     assert rounds(folder) == list(range(1, 61))
     assert read_metrics(folder)["rounds"] == 60
 
@@ -131,7 +131,7 @@ def test_without_their_parent_processes_end(
     wait_for_checkpoint(tmp_path / "run", process)
     others.extend(ranks_of(process).values())
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_torchrun_begins_anew_from_the_last_round_when_a_process_dies(
     found = ranks_of(process)
     others.extend(found.values())
     found["1"].kill()
-    out, said = process.communicate(timeout=180)
+    out, said = process.communicate(timeout=900)
     assert process.returncode == 0, said
     assert rounds(folder) == list(range(1, 61))
     assert "ann" in out

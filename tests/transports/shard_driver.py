@@ -2,13 +2,15 @@
 
     python shard_driver.py CASES.json
 
-CASES is a list of mappings: ``recipe`` and ``out``, how many ``processes``, ``sets`` as the command line has them,
-whether to ``resume``, and ``kill``, a process and the round in which it kills itself (SIGKILL) after its first local
-step. Processes are forked after all imports. Writes the exit codes of each case to ``CASES.json.codes``.
+CASES is a list of mappings: ``recipe`` and ``out``, how many ``processes``, ``sets`` as the command line has them
+(those of one process alone in ``sets_of``), whether to ``resume``; ``kill``, a process and the round in which it kills
+itself (SIGKILL) after its first local step; ``fail``, a process and the checkpoint in which its disk is full. Processes
+are forked after all imports. Writes the exit codes of each case to ``CASES.json.codes``.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -21,7 +23,7 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401 (imported at first use otherwise)
 
 from comingle.cli.training import train_here
-from comingle.engines import rounds
+from comingle.engines import rounds, shards
 from comingle.errors import ComingleError
 from comingle.transports.launched import Place
 
@@ -40,6 +42,18 @@ def kill_in(number: int) -> None:
     rounds.train = train
 
 
+def fill_disk_in(name: str) -> None:
+    """Have the disk take no more of this process's tensors in a checkpoint of this name."""
+    original = shards.write_tensors
+
+    def write(path: Path, tensors: Any) -> None:
+        if name in path.parent.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        original(path, tensors)
+
+    shards.write_tensors = write
+
+
 def work(case: dict[str, Any], rank: int, meeting: str) -> int:
     size = case["processes"]
     place = Place(
@@ -49,11 +63,12 @@ def work(case: dict[str, Any], rank: int, meeting: str) -> int:
     torch.set_num_threads(1)
     if (killed := case.get("kill")) and killed[0] == rank:
         kill_in(killed[1])
+    if (failing := case.get("fail")) and failing[0] == rank:
+        fill_disk_in(failing[1])
+    sets = case.get("sets_of", {}).get(str(rank), case.get("sets"))
     options = {"resume": case.get("resume", False), "force": False, "quiet": True}
     try:
-        train_here(
-            place if size > 1 else None, Path(case["recipe"]), case.get("sets"), None, Path(case["out"]), **options
-        )
+        train_here(place if size > 1 else None, Path(case["recipe"]), sets, None, Path(case["out"]), **options)
     except ComingleError as error:
         print(f"{rank}: {error}", file=sys.stderr, flush=True)
         return 2

@@ -78,6 +78,8 @@ def played(tmp_path_factory: pytest.TempPathFactory, write_recipe: Callable[[Pat
         "fedmerge-1": [go(1, FEDMERGE)],
         "fedmerge-2": [go(2, FEDMERGE)],
         "too-many": [go(4, {})],
+        "unlike": [go(2, {}, sets_of={"1": go(2, {"runtime.dtype": "float64"})["sets"]})],
+        "broken": [go(3, WHOLE, fail=[2, "round-0003"])],
     }
     return play(folder, write_recipe(folder / "project"), runs)
 
@@ -133,6 +135,23 @@ def test_more_processes_than_users_are_refused_and_nothing_is_written(played: Pl
     assert played.codes["too-many"] == [[2, 2, 2, 2]]
     assert "0: processes: got 4 for 3 users; allowed: 1 to 3, a user or more for each" in played.said
     assert not played["too-many"].exists()
+
+
+def test_processes_that_compute_in_unlike_formats_are_refused(played: Played) -> None:
+    assert played.codes["unlike"] == [[2, 2]]
+    told = "0: runtime: process 0 has cpu in float32, process 1 cpu in float64; set runtime.device and runtime.dtype"
+    assert f"{told}, so that all are alike" in played.said
+    assert not played["unlike"].exists()
+
+
+def test_a_disk_that_takes_no_more_ends_all_and_leaves_the_older_checkpoints(played: Played) -> None:
+    assert played.codes["broken"] == [[2, 2, 2]]
+    lines = [line for line in played.said.splitlines() if "round-0003: cannot be written to" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("0: ")
+    assert "No space left on device" in lines[0]
+    found = [path.name for path in (played["broken"] / "checkpoints").iterdir()]
+    assert sorted(found) == ["round-0001", "round-0002"]
 
 
 def test_everything_that_opens_a_run_opens_that_of_several_processes(played: Played) -> None:

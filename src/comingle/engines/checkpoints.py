@@ -111,16 +111,17 @@ def places(run: Path, done: int) -> tuple[Path, Path]:
 
 
 @contextmanager
-def written(folder: Path, draft: Path) -> Iterator[None]:
+def written(folder: Path, draft: Path | None) -> Iterator[None]:
     """Within, a checkpoint is written.
 
     Raises:
-        RunError: the disk does not take it; nothing of it stays.
+        RunError: the disk does not take it; nothing of it stays, unless others still write to its draft (None).
     """
     try:
         yield
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(draft, ignore_errors=True)
+        if draft is not None:
+            shutil.rmtree(draft, ignore_errors=True)
         why = error.strerror if isinstance(error, OSError) else error
         goes_on = f"once it can be, {resume_command(folder)} goes on"
         raise RunError(f"{folder}: cannot be written to: {why}; {goes_on}") from None

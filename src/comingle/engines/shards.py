@@ -7,6 +7,7 @@ number has written, one process's ``state.safetensors`` included; each reads and
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,11 +56,16 @@ def save_shards(federation: Federation, run: Path, number: int, progress: Progre
 
     def write() -> str:
         file = draft / shard_file(number, len(progress.shards))
-        with written(folder, draft):
+        with written(folder, None):
             write_tensors(file, named(layout, clients.state, {}))
             return line_of(file).decode()
 
-    lines = [line.encode() for line in federation.gather(write)]
+    try:
+        lines = [line.encode() for line in federation.gather(write)]
+    except BaseException:
+        if federation.leads:  # when all know of it: who still writes would else say that the folder is gone
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
 
     def finish() -> None:
         with written(folder, draft):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from comingle import errors
 from comingle.errors import ComingleError, RankLostError
@@ -28,6 +30,7 @@ T = TypeVar("T")
 PATIENCE = timedelta(hours=6)
 """So long one process waits for another that is still there; one that has ended is noticed at once."""
 
+_SHOWN = 200
 _GLOO = "gloo"
 _BOTH = "cpu:gloo,cuda:nccl"
 
@@ -187,14 +190,13 @@ def joined(place: Place) -> Iterator[Ranks]:
     """
     if PARENT in os.environ:
         threading.Thread(target=_end_with, args=(int(os.environ[PARENT]),), daemon=True).start()
+    url = f"file://{place.meeting}" if place.meeting else "env://"
     with _told():
-        dist.init_process_group(
-            _BOTH if torch.cuda.is_available() else _GLOO,
-            rank=place.rank,
-            world_size=place.size,
-            timeout=PATIENCE,
-            init_method=f"file://{place.meeting}" if place.meeting else None,
-        )
+        store, rank, size = next(rendezvous(url, place.rank, place.size))
+        # A launcher's second attempt may find the addresses of its first in the same store.
+        store = dist.PrefixStore(f"comingle/{place.restarts}", store)
+        backend = _BOTH if torch.cuda.is_available() else _GLOO
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     try:
         yield Ranks(place)
     finally:
@@ -212,8 +214,9 @@ def _told() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise RankLostError(f"another process of this run has ended ({why[:200]})") from None
+        why = re.sub(r"^\[[^]]*\] ", "", str(error).strip() or type(error).__name__)
+        first = re.split(r"[.] |\n", why)[0][:_SHOWN]
+        raise RankLostError(f"another process of this run has ended ({first})") from None
 
 
 def _error(rank: int, kind: str, text: str) -> ComingleError:
