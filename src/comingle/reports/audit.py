@@ -13,7 +13,7 @@ from rich.table import Table
 
 from comingle.errors import RunError
 from comingle.records import write_json, write_text
-from comingle.reports.series import interval
+from comingle.reports.significance import interval
 from comingle.terminal import printable, words
 
 VIEWS = {"server": "the server, from uploads", "users": "other users, from what is published"}

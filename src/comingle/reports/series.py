@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scipy.special import stdtrit
-
 from comingle.records import MEASURES
 from comingle.reports.measures import change, change_text, is_worse, level
 from comingle.reports.runs import Entry, Evaluation
+from comingle.reports.significance import interval
 
 BASELINES = ("local", "fedavg")
 """What each user's result is held against: alone, and with everything averaged."""
@@ -80,18 +78,6 @@ def verdicts(measure: str) -> tuple[str, ...]:
     one = ("lower (one seed)", "higher (one seed)")
     good, bad = one if MEASURES[measure] == "lower" else one[::-1]
     return ("gained", good, "level", bad, "harmed")
-
-
-def interval(values: Sequence[float], *, together: int = 1) -> tuple[float, float] | None:
-    """The 95% confidence interval of the mean, ``mean -+ t s / sqrt(n)``; None for a single value.
-
-    Of intervals that hold ``together``, so many, with 95%, each is wider (Bonferroni).
-    """
-    if len(values) < 2:
-        return None
-    mean, reach = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
-    reach *= float(stdtrit(len(values) - 1, 1 - 0.025 / together))
-    return mean - reach, mean + reach
 
 
 def spread(values: Sequence[float]) -> Spread:
