@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +22,15 @@ from comingle.reports.significance import (
     two_way,
 )
 
+wilcoxon: Any = scipy.stats.wilcoxon  # what scipy returns has no types
+ttest: Any = scipy.stats.ttest_1samp
+
 # ---------------------------------------------------------------- one way
 
 
 def test_one_way_is_students_t() -> None:
     values = [0.3, -1.2, 2.2, 0.9]
-    found = scipy.stats.ttest_1samp(values, 0)
+    found = ttest(values, 0)
     assert one_way(values).p_value == pytest.approx(found.pvalue)
     assert one_way(values).interval() == pytest.approx(tuple(found.confidence_interval(0.95)))
     assert one_way(values).interval(0.2) == pytest.approx(tuple(found.confidence_interval(0.99)))
@@ -201,7 +205,7 @@ def test_signed_ranks_count_all_signs(differences: list[float]) -> None:
 
 
 def test_signed_ranks_of_a_published_example() -> None:
-    """Darwin's maize (Cross and Self Fertilisation, 1876): heights of 15 pairs, crossed less selfed, eighths of an inch.
+    """Darwin's maize (Cross and Self Fertilisation, 1876): 15 pairs, crossed less selfed, in eighths of an inch.
 
     The sum of negative ranks is 24, and the exact p-value is 0.0413, as the documentation of scipy has it.
     """
@@ -212,12 +216,12 @@ def test_signed_ranks_of_a_published_example() -> None:
 
 def test_signed_ranks_are_scipys_exact_ones() -> None:
     differences = np.random.default_rng(4).normal(0.3, 1, 40)
-    assert signed_rank(differences.tolist()) == pytest.approx(scipy.stats.wilcoxon(differences, method="exact").pvalue)
+    assert signed_rank(differences.tolist()) == pytest.approx(wilcoxon(differences, method="exact").pvalue)
 
 
 def test_hundreds_of_users_are_counted_too() -> None:
     differences = np.random.default_rng(5).normal(0.1, 1, 300)
-    assert signed_rank(differences.tolist()) == pytest.approx(scipy.stats.wilcoxon(differences).pvalue, rel=0.02)
+    assert signed_rank(differences.tolist()) == pytest.approx(wilcoxon(differences).pvalue, rel=0.02)
 
 
 @pytest.mark.parametrize("users", range(1, 9))

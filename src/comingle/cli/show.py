@@ -17,7 +17,8 @@ def show(
     """Print the results of a run or of a comparison."""
     from comingle.cli.progress import console
     from comingle.records import read_events, read_metrics
-    from comingle.reports.tables import read_comparison, render_curve, render_run, tables_of
+    from comingle.reports.comparisons import read_comparison
+    from comingle.reports.tables import render_curve, render_run, tables_of
 
     if (run / "table.json").exists():
         for part in tables_of(read_comparison(run), everybody=everybody):
