@@ -179,7 +179,7 @@ def test_an_older_table_without_a_baseline_is_shown(folders: list[Path], tmp_pat
 
 def test_the_terminal_table_has_the_same_cells(folders: list[Path]) -> None:
     table = compare_runs(folders)
-    results, costs, _, against, _ = (printed(part).splitlines() for part in tables_of(table))
+    results, costs, _, _, against, _ = (printed(part).splitlines() for part in tables_of(table))
     cells = [line.strip("| ").split(" | ") for line in markdown(table).splitlines() if line.startswith("| ")]
     for row, *lines in zip(cells, results[-3:], costs[-3:], strict=False):
         assert all(cell in " ".join(lines) for cell in row)

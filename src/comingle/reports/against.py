@@ -210,9 +210,10 @@ def markdown(against: Against) -> list[str]:
 
 
 def render(against: Against) -> Iterator[Table | Text]:
-    """The table for the terminal, and its notes."""
+    """The table for the terminal, between its heading and its notes."""
+    yield words(heading(against), "italic")  # as a title it would be no wider than the table
     head, rows = rows_of(against)
-    shown = Table(title=words(heading(against)), title_justify="left", box=None)
+    shown = Table(box=None)
     for name in head:
         shown.add_column(name, justify="left" if name in ("method", "verdict") else "right", no_wrap=True)
     for row in rows:
