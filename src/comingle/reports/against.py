@@ -73,10 +73,17 @@ class Against:
         return sum(one.change is not None for one in self.verdicts)
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """As plain data, for :meth:`read`."""
         unit = {"perplexity": "per cent", "loss": "powers of ten"}.get(self.measure, "points of 0.01")
         methods = [{**asdict(one), "seeds": list(one.seeds)} for one in self.verdicts]
-        return {"baseline": self.baseline, "unit": unit, "methods": methods}
+        about = {"baseline": self.baseline, "measure": self.measure, "users": self.users, "unit": unit}
+        return {**about, "methods": methods}
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> Against:
+        """What :meth:`as_dict` has made, out of a file."""
+        verdicts = tuple(Verdict(**{**one, "seeds": tuple(one["seeds"])}) for one in content["methods"])
+        return cls(**{key: content[key] for key in ("baseline", "measure", "users")}, verdicts=verdicts)
 
 
 def baseline_of(methods: Sequence[str], wanted: str | None) -> str:
@@ -122,7 +129,7 @@ def _differences(
 ) -> dict[int, list[float | None]]:
     """Each seed that both have, with each user's difference."""
     return {
-        seed: [difference(of[seed][user], value, measure) for user, value in users.items()]
+        seed: [difference(of[seed].get(user), value, measure) for user, value in users.items()]
         for seed, users in baseline.items()
         if seed in of
     }

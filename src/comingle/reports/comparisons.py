@@ -40,26 +40,26 @@ def hold_against(table: dict[str, Any], baseline: str | None) -> dict[str, Any]:
     method, against none.
 
     Raises:
+        RunError: an older table, which does not have the results of each seed.
         RecipeError: the baseline is not among the methods.
     """
-    chosen = baseline_of([row["method"] for row in table["methods"]], baseline)
-    found = _held(table, chosen)
-    return {**table, "against": None if found is None else found.as_dict()}
-
-
-def _held(table: dict[str, Any], baseline: str) -> Against | None:
+    rows = table["methods"]
+    if any("results" not in row for row in rows):
+        raise RunError("the table does not have each seed's results; make it again with `comingle compare --resume`")
+    chosen = baseline_of([row["method"] for row in rows], baseline)
     results = {
         row["method"]: {
             seed: {user: values[i] for user, values in row["results"].items()} for i, seed in enumerate(row["seeds"])
         }
-        for row in table["methods"]
+        for row in rows
     }
-    return hold(results, measure_of(table["methods"][0]), baseline)
+    found = hold(results, measure_of(rows[0]), chosen)
+    return {**table, "against": None if found is None else found.as_dict()}
 
 
 def against_of(table: dict[str, Any]) -> Against | None:
     """What a table says of its baseline; older ones, and those of one seed, have none."""
-    return _held(table, table["against"]["baseline"]) if table.get("against") else None
+    return Against.read(table["against"]) if table.get("against") else None
 
 
 def _row(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
