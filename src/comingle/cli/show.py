@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,10 +82,7 @@ def _parquet(records: list[dict[str, Any]]) -> bytes:
     from comingle.errors import RunError
 
     try:
-        import pandas
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise RunError(
-            f"--parquet needs the package {error.name}: pip install pandas pyarrow; --csv needs neither"
-        ) from None
-    return pandas.DataFrame.from_records(records).to_parquet(index=False)
+        return importlib.import_module("pandas").DataFrame.from_records(records).to_parquet(index=False)
+    except ImportError:
+        told = "--parquet needs the packages pandas and pyarrow: pip install pandas pyarrow; --csv needs neither"
+        raise RunError(told) from None

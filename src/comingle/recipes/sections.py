@@ -151,6 +151,7 @@ class RuntimeSection(Section):
     threads: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
     users_per_step: Count | None = Training.users_per_step
     micro_batch: Count | None = Training.micro_batch
+    track: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
 
 
 class Recipe(Section):
