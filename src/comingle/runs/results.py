@@ -18,6 +18,7 @@ from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import PersonalNet
 from comingle.recipes import Recipe
 from comingle.records import describe_metrics, measure_of, read_events
+from comingle.reports.against import baseline_of, hold
 from comingle.terminal import printable
 from comingle.transports.inprocess import InProcess
 
@@ -130,6 +131,23 @@ class Comparison:
             for (method, seed), metrics in self.metrics.items()
             for record in records_of(metrics)
         ]
+
+    def against(self, baseline: str | None = None) -> list[dict[str, Any]]:
+        """One record for every other method: whether it is better, level or worse than ``baseline`` (default:
+        ``local``, or the first method) in the mean over users and seeds, ``change`` and its interval from ``low`` to ``high``,
+        and ``p_value``; as :class:`comingle.reports.against.Verdict`. With one seed there are none.
+
+        Raises:
+            RecipeError: the baseline is not among the methods.
+        """
+        results: dict[str, dict[int, dict[str, Any]]] = {}
+        for (method, seed), metrics in self.metrics.items():
+            key = f"test_{measure_of(metrics)}"
+            users = {name: user[key] for name, user in metrics["users"].items()}
+            results.setdefault(method, {})[seed] = users
+        measure = measure_of(next(iter(self.metrics.values())))
+        found = hold(results, measure, baseline_of(list(results), baseline))
+        return [] if found is None else found.as_dict()["methods"]
 
     def to_pandas(self) -> pandas.DataFrame:
         """:meth:`records` as a table.
