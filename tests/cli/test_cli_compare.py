@@ -178,3 +178,33 @@ def command(recipe: Path, out: Path, *options: str) -> subprocess.Popen[bytes]:
 
 def said(out: Path) -> Path:
     return out.with_suffix(".txt")
+
+
+# ---------------------------------------------------------------- sheets
+
+
+def test_every_users_results_are_written_as_csv_and_parquet(comingle: Any, short: Path, tmp_path: Path) -> None:
+    pandas: Any = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    folder, files = tmp_path / "out", (tmp_path / "users.csv", tmp_path / "users.parquet")
+    assert comingle("compare", short, "--methods", "pretrained,local", "--seeds", "0,1", "--out", folder).code == 0
+    answer = comingle("show", folder, "--csv", files[0], "--parquet", files[1])
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out.count("12 rows") == 2  # three users of four runs
+    sheet = pandas.read_csv(files[0])
+    pandas.testing.assert_frame_equal(sheet, pandas.read_parquet(files[1]), check_dtype=False)
+    found = {(row.run, row.user): row.test_perplexity for row in sheet.itertuples()}
+    expected = {
+        (run, user): one["test_perplexity"] for run, users in losses(folder).items() for user, one in users.items()
+    }
+    assert found == pytest.approx(expected)
+    again = comingle("show", folder, "--csv", files[0])
+    assert (again.code, again.err) == (2, f"comingle: {files[0]}: exists; --force replaces it, --out names another\n")
+    assert comingle("show", folder, "--csv", files[0], "--force").code == 0
+
+
+def test_a_baseline_is_for_comparisons(comingle: Any, short: Path, tmp_path: Path) -> None:
+    assert comingle("run", short, "--set", "method=pretrained", "--out", tmp_path / "run").code == 0
+    answer = comingle("show", tmp_path / "run", "--against", "local")
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert "is not the folder of a comparison" in answer.err

@@ -135,8 +135,8 @@ class Comparison:
     def against(self, baseline: str | None = None) -> list[dict[str, Any]]:
         """One record for every other method, as :class:`comingle.reports.against.Verdict`; none with one seed.
 
-        Whether it is better, level or worse than ``baseline`` (default: ``local``, or the first method) in the mean over
-        users and seeds, with ``change``, its interval from ``low`` to ``high``, and ``p_value``.
+        Whether it is better, level or worse than ``baseline`` (default: ``local``, or the first method) in the mean
+        over users and seeds, with ``change``, its interval from ``low`` to ``high``, and ``p_value``.
 
         Raises:
             RecipeError: the baseline is not among the methods.
