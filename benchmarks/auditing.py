@@ -18,7 +18,7 @@ import torch
 
 import comingle
 from comingle.reports.audit import Audit
-from comingle.reports.series import interval
+from comingle.reports.significance import interval
 
 DOCUMENTS = 120
 CASES = {"none": None, "local, 4": ("local", 4.0), "central, 2": ("central", 2.0)}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import comingle
-from comingle.reports.series import interval
+from comingle.reports.significance import interval
 
 SOURCES = {
     "AG News": ("ag_news/ag_news.jsonl.xz", "category"),

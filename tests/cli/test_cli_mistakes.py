@@ -221,6 +221,10 @@ def test_out_must_be_a_folder(comingle: Any, recipe_file: Path, tmp_path: Path) 
         (["--methods", "local", "--seeds", "0.5"], "--seeds '0.5': give whole numbers separated by commas, as 0,1,2"),
         (["--methods", "local", "--seeds=-1"], "--seeds: seed: Input should be greater than or equal to 0; got -1"),
         (["--methods", "comigs-1g1s", "--set", "method.router_every=0"], "method comigs-1g1s: router_every is 0"),
+        (
+            ["--methods", "local,fedavg", "--against", "fedvag"],
+            "--against 'fedvag': not among the methods. Did you mean 'fedavg'? There are: local, fedavg",
+        ),
     ],
 )
 def test_compare_checks_methods_and_seeds_first(
@@ -232,7 +236,7 @@ def test_compare_checks_methods_and_seeds_first(
 
 
 def test_compare_does_not_overwrite_a_single_run(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
-    command = ("compare", recipe_file, "--out", tmp_path / "out", "--methods")
+    command = ("compare", recipe_file, "--seeds", 0, "--out", tmp_path / "out", "--methods")
     assert comingle(*command, "pretrained").code == 0
     line = one_line(comingle(*command, "local,pretrained"))
     assert line.startswith(f"{tmp_path / 'out' / 'pretrained-seed0'}: exists; --resume goes on with it")

@@ -70,7 +70,7 @@ def test_a_user_called_like_markup_is_called_so_everywhere(comingle: Any, marked
         ("cost", marked),
         ("run", marked, "--out", place / "one"),
         ("show", place / "one"),
-        ("compare", marked, "--methods", "pretrained,local", "--out", place / "both"),
+        ("compare", marked, "--methods", "pretrained,local", "--seeds", "0", "--out", place / "both"),
         ("show", place / "both"),
         ("report", place / "both", "--no-tokens"),
         ("plot", place / "both", "--figure", "curves"),

@@ -77,12 +77,14 @@ def test_a_resumed_run_goes_on_where_it_was(
 
 
 def test_compare_says_which_run_it_is_at(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
-    answer = comingle("compare", recipe_file, "--methods", "pretrained,local", "--out", tmp_path / "out")
+    answer = comingle("compare", recipe_file, "--methods", "pretrained,local", "--seeds", 0, "--out", tmp_path / "out")
     assert answer.code == 0
     rounds = [line.partition(" · training")[0] for line in answer.progress if "training loss" in line]
     assert rounds == [f"run 2 of 2 · local, seed 0 · round {number}/4" for number in (1, 2, 3, 4)]
     assert any(line.startswith("run 1 of 2 · pretrained, seed 0 · done ") for line in answer.progress)
-    quiet = comingle("compare", recipe_file, "--methods", "pretrained", "--out", tmp_path / "quiet", "--quiet")
+    quiet = comingle(
+        "compare", recipe_file, "--methods", "pretrained", "--seeds", 0, "--out", tmp_path / "quiet", "--quiet"
+    )
     assert (quiet.code, quiet.err, quiet.progress) == (0, "", ())
 
 

@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from comingle.records import read_metrics, write_json
+from comingle.reports.comparisons import compare_runs
 from comingle.reports.crowds import at_share, best_first, budget_note, is_unequal, typical_budget
-from comingle.reports.tables import compare_runs, markdown, render_run, tables_of
+from comingle.reports.tables import markdown, render_run, tables_of
 
 
 def folder_of(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import scipy.stats
 
 from comingle.reports.measures import change
 from comingle.reports.runs import Entry, Evaluation, RunRecord, read_entries
@@ -20,7 +19,6 @@ from comingle.reports.series import (
     expert_curves,
     final,
     gains,
-    interval,
     learning_curve,
     measured,
     verdicts,
@@ -124,14 +122,6 @@ def test_gained_and_harmed_need_seeds_and_an_interval(write_run: Any, ends: list
     local = entry(write_run, "local", *[(10.0, 8.0)] * len(ends))
     ours = entry(write_run, "comigs", *[(end, 8.0) for end in ends])
     assert {g.user: g.verdict for g in gains(ours, local)} == {"ann": verdict, "bob": "level"}
-
-
-def test_an_interval_is_that_of_a_t_test(write_run: Any) -> None:
-    """The interval of the textbook excludes 0 exactly where scipy's t-test finds p below 5%."""
-    values = [-9.0, -8.0, -3.0, -1.0]
-    found = scipy.stats.ttest_1samp(values, 0).confidence_interval()
-    assert interval(values) == pytest.approx((found.low, found.high))
-    assert interval([3.0]) is None
 
 
 @pytest.mark.parametrize("measure", ["accuracy", "rouge1", "loss", "perplexity"])

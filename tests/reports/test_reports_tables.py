@@ -13,15 +13,15 @@ from rich.console import Console
 
 from comingle.errors import RunError
 from comingle.records import read_metrics, write_json
+from comingle.reports.comparisons import compare_runs, read_comparison
 from comingle.reports.tables import (
-    compare_runs,
     markdown,
     megabytes,
-    read_comparison,
     render_comparison,
     render_curve,
     render_run,
     sizes,
+    tables_of,
     write_comparison,
 )
 
@@ -122,6 +122,16 @@ def test_the_markdown_table(folders: list[Path], tmp_path: Path) -> None:
             "|---|---|---|---|---|---|---|---|\n"
             "| local | 3.00 (1.41) | 5.00 (1.41) | 4.00 (1.41) | 3.86 (1.46) | 1,234 | 2.50 MB | 15 |\n"
             "| fedavg | 3.00 (0.00) | 6.00 (1.41) | 4.50 (0.71) | 4.23 (0.50) | 1,234 | 2.50 MB | 15 |\n"
+            "\n"
+            "Table: against local: geometric mean of test perplexity over 2 users and seeds 0, 1 (lower is better)\n"
+            "\n"
+            "| method | change | interval | verdict | p over users |\n"
+            "|---|---|---|---|---|\n"
+            "| fedavg | +13.2% | -89.9 to +1174.0 | level | – |\n"
+            "\n"
+            "better, worse: the interval of the mean change leaves out 0; level: it does not, so nothing is shown. "
+            "Users and seeds both count as drawn.\n"
+            "No p: of 2 users Wilcoxon's test cannot give less than 0.5.\n"
         )
     )
     assert read_comparison(tmp_path) == table == json.loads((tmp_path / "table.json").read_text())
@@ -144,23 +154,36 @@ def test_other_measures_have_one_mean(tmp_path: Path) -> None:
     assert "geometric" not in json.dumps(compare_runs([folder])) + printed(render_run(read_metrics(folder)))
 
 
-def test_one_method_alone_is_not_marked_as_the_best(folders: list[Path]) -> None:
-    assert [row.style for row in render_comparison(compare_runs(folders[:2])).rows] == [""]
-    assert [row.style for row in render_comparison(compare_runs(folders)).rows] == ["green", ""]
+def test_no_number_is_marked_as_the_best(folders: list[Path]) -> None:
+    """Which is better is said where an interval shows it."""
+    assert [row.style for part in render_comparison(compare_runs(folders)) for row in part.rows] == [None] * 4
 
 
 def test_an_older_table_without_geometric_means_is_shown(folders: list[Path]) -> None:
     table = compare_runs(folders)
     for row in table["methods"]:
         del row["geometric_mean_test_perplexity"]
-    assert "geometric" not in markdown(table)
+    assert "| geometric" not in markdown(table)
+
+
+def test_an_older_table_without_a_baseline_is_shown(folders: list[Path], tmp_path: Path) -> None:
+    table = write_comparison(tmp_path, folders)
+    del table["against"]
+    for row in table["methods"]:
+        del row["results"]
+    write_json(tmp_path / "table.json", table)
+    shown = "".join(printed(part) for part in tables_of(read_comparison(tmp_path)))
+    assert "fedavg" in shown
+    assert "against" not in shown
 
 
 def test_the_terminal_table_has_the_same_cells(folders: list[Path]) -> None:
     table = compare_runs(folders)
-    shown = printed(render_comparison(table)).splitlines()
+    results, costs, _, _, against, _ = (printed(part).splitlines() for part in tables_of(table))
     cells = [line.strip("| ").split(" | ") for line in markdown(table).splitlines() if line.startswith("| ")]
-    for row, line in zip(cells, shown[-3:], strict=True):
+    for row, *lines in zip(cells, results[-3:], costs[-3:], strict=False):
+        assert all(cell in " ".join(lines) for cell in row)
+    for row, line in zip(cells[3:], against[-2:], strict=True):
         assert all(cell in line for cell in row)
 
 
@@ -185,7 +208,7 @@ def net_folder(folder: Path, *, method: str, accuracies: list[float], upload_byt
     return folder
 
 
-def test_accuracies_are_per_cent_and_the_highest_mean_is_best(tmp_path: Path) -> None:
+def test_accuracies_are_per_cent_and_nothing_is_marked(tmp_path: Path) -> None:
     folders = [
         net_folder(tmp_path / method, method=method, accuracies=found)
         for method, found in {"fedavg": [0.5, 0.25], "floral": [1.0, 0.755]}.items()
@@ -199,8 +222,8 @@ def test_accuracies_are_per_cent_and_the_highest_mean_is_best(tmp_path: Path) ->
         "| fedavg | 50.0% | 25.0% | 37.5% | 10 | 40 B | 0.3 |\n"
         "| floral | 100.0% | 75.5% | 87.8% | 10 | 40 B | 0.3 |\n"
     )
-    shown = render_comparison(table)
-    assert [row.style for row in shown.rows] == ["", "green"]
+    (shown,) = render_comparison(table)
+    assert [row.style for row in shown.rows] == [None, None]
     one = printed(render_run(read_metrics(folders[1])))
     assert one.startswith("floral, seed 0: test accuracy (per cent, higher is better)")
     assert all(part in one for part in ("accuracy", "test samples", "33", "75.5%", "87.8%", "40 B", "123 samples/s"))
@@ -235,7 +258,7 @@ def test_a_perplexity_beyond_all_numbers_is_said_so(tmp_path: Path) -> None:
     table = compare_runs(folders)
     assert table["methods"][0]["users"]["ann"] == {"mean": None, "std": None}
     assert "| local | not finite | 2.00 (0.00) | not finite | not finite |" in markdown(table)
-    assert "not finite" in printed(render_comparison(table))
+    assert "not finite" in printed(next(render_comparison(table)))
     assert "not finite" in printed(render_run(read_metrics(folders[1])))
 
 

@@ -342,8 +342,14 @@ def test_methods_compare_as_their_runs_do(options: dict[str, Any], texts: dict[s
         (method, seed, user) for method, seed in compared.metrics for user in NAMES
     }
     assert "mine, seed 1: mean test perplexity" in repr(compared)
-    written = comingle.compare(options, ["local"], users=texts, out=tmp_path / "table")
+    (verdict,) = compared.against()
+    assert (verdict["method"], verdict["seeds"]) == ("mine", [0, 1])
+    assert verdict["verdict"] in ("better", "level", "worse")
+    assert [one["method"] for one in compared.against("mine")] == ["local"]
+    assert "not among the methods" in refused(RecipeError, lambda: compared.against("theirs"))
+    written = comingle.compare(options, ["local"], seeds=[0], users=texts, out=tmp_path / "table")
     assert {path.name for path in (tmp_path / "table").iterdir()} == {"local-seed0", "table.md", "table.json"}
+    assert written.against() == []
     assert written.metrics["local", 0]["users"] == compared.metrics["local", 0]["users"]
     assert "'local' twice" in refused(RecipeError, lambda: comingle.compare(options, ["local", "local"], users=texts))
     assert "none given" in refused(RecipeError, lambda: comingle.compare(options, [], users=texts))

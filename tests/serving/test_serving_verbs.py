@@ -29,7 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, write_recipe: Any) -> Path:
     """A comparison of CoMiGS and local training."""
     recipe = write_recipe(tmp_path_factory.mktemp("serving") / "project")
     folder = recipe.parent / "runs"
-    library.compare(recipe, ["comigs-1g1s", "local"], out=folder, **{"training.rounds": 1})
+    library.compare(recipe, ["comigs-1g1s", "local"], seeds=[0], out=folder, **{"training.rounds": 1})
     return folder
 
 

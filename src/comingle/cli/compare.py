@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,17 +20,26 @@ from comingle.cli.options import (
     method_settings,
     read_recipe,
 )
-from comingle.errors import RecipeError
+from comingle.comparing import trials
+from comingle.errors import ComingleError, RecipeError, RunError
 
 if TYPE_CHECKING:
+    from comingle.comparing.beside import Ended
+    from comingle.comparing.comparing import Key
     from comingle.recipes import Recipe
     from comingle.runs.results import Run
+
+SEEDS = ",".join(map(str, trials.SEEDS))
 
 
 def compare(
     recipe: RecipePath,
     methods: Annotated[str, typer.Option("--methods", help="Methods, separated by commas.")],
-    seeds: Annotated[str, typer.Option("--seeds", help="Seeds, separated by commas.")] = "0",
+    seeds: Annotated[str, typer.Option("--seeds", help="Seeds, separated by commas.")] = SEEDS,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="METHOD", help="Baseline (default: local, or the first method).")
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at a time, each in a process of its own.")] = 1,
     sets: Sets = None,
     out: Out = None,
     resume: Resume = False,
@@ -38,15 +47,16 @@ def compare(
     everybody: Everybody = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run several methods over several seeds; print and write a table of means and deviations.
+    """Run several methods over several seeds; print and write means, deviations, and what is better or worse.
 
     The recipe's method settings are for its own method, and the others have their defaults; --set method.KEY=VALUE is
     for every method that has KEY.
     """
     read, names = read_recipe(recipe, sets), split_names(methods)
     folder = out or Path("runs") / f"compare-{recipe.stem}"
-    options = {"resume": resume, "force": force, "everybody": everybody, "quiet": quiet}
-    compare_methods(read, names, split_seeds(seeds), folder, for_all=method_settings(sets, names), **options)
+    options = {"resume": resume, "force": force, "everybody": everybody, "quiet": quiet, "jobs": jobs}
+    numbers, for_all = split_seeds(seeds), method_settings(sets, names)
+    compare_methods(read, names, numbers, folder, for_all=for_all, against=against, **options)
 
 
 def compare_methods(
@@ -59,28 +69,81 @@ def compare_methods(
     force: bool,
     everybody: bool = False,
     quiet: bool = False,
+    jobs: int = 1,
+    against: str | None = None,
     for_all: Mapping[str, Any] = MappingProxyType({}),
-) -> list[Run]:
-    """Every method with every seed, each in its own run folder below ``folder``; the last seed's runs are returned.
+) -> Run | None:
+    """Every method with every seed, each in its own run folder below ``folder``; the last run is returned, where it
+    was made in this process and has not failed.
 
     The recipe's own method has its settings, another its defaults; ``for_all`` goes to whichever has such a setting.
+
+    Raises:
+        RunError: some runs failed, said when all others are done and in the table.
     """
     from comingle.cli.progress import console
-    from comingle.cli.training import warn_overlaps
-    from comingle.comparing.comparing import compare_runs, folders_of, recipes_of
-    from comingle.progress import reporting
+    from comingle.comparing.comparing import folders_of, recipes_of
+    from comingle.reports.against import baseline_of
     from comingle.reports.tables import tables_of, write_comparison
     from comingle.terminal import words
 
     recipes = recipes_of(recipe, methods, seeds, for_all)
-    runs: list[Run] = []
-    with reporting(quiet=quiet) as reporter:
-        for _, run in compare_runs(recipes, folder, reporter, resume=resume, force=force, ready=warn_overlaps):
-            runs = [*runs, run][-len(methods) :]
-    for part in tables_of(write_comparison(folder, list(folders_of(recipes, folder).values())), everybody=everybody):
+    baseline_of(methods, against)
+    options = {"resume": resume, "force": force, "quiet": quiet}
+    last, failed = None, {}
+    for key, found in _beside(recipes, folder, jobs, **options) if jobs > 1 else _in_turn(recipes, folder, **options):
+        if isinstance(found, ComingleError):
+            failed[key] = found
+        last = found
+    done = [place for key, place in folders_of(recipes, folder).items() if key not in failed]
+    if not done:
+        raise next(iter(failed.values()))
+    baseline = against if any(method == against for method, _ in recipes.keys() - failed.keys()) else None
+    for part in tables_of(write_comparison(folder, done, baseline), everybody=everybody):
         console.print(part)
     console.print(words(f"{folder}/  table.md · table.json · one run folder for each method and seed", "dim"))
-    return runs
+    if failed:
+        raise RunError(_failures(failed, len(recipes)))
+    return None if isinstance(last, dict | ComingleError) else last
+
+
+def _failures(failed: Mapping[Key, ComingleError], runs: int) -> str:
+    said = "; ".join(f"{method}, seed {seed}: {error}" for (method, seed), error in failed.items())
+    return f"{len(failed)} of {runs} runs failed and are not in the table: {said}"
+
+
+def _in_turn(
+    recipes: Mapping[Key, Recipe], folder: Path, *, resume: bool, force: bool, quiet: bool
+) -> Iterator[tuple[Key, Run | ComingleError]]:
+    from comingle.cli.training import warn_overlaps
+    from comingle.comparing.comparing import compare_runs
+    from comingle.progress import reporting
+
+    with reporting(quiet=quiet) as reporter:
+        yield from compare_runs(recipes, folder, reporter, resume=resume, force=force, ready=warn_overlaps)
+
+
+def _beside(
+    recipes: Mapping[Key, Recipe], folder: Path, jobs: int, *, resume: bool, force: bool, quiet: bool
+) -> Iterator[Ended]:
+    """Several at a time, with a line for each that has ended."""
+    from comingle.cli.training import warn_overlaps
+    from comingle.comparing.beside import compare_beside
+    from comingle.records import measure_of
+    from comingle.reports.measures import number
+    from comingle.terminal import errors, words
+
+    options = {"resume": resume, "force": force, "quiet": quiet, "ready": warn_overlaps}
+    for count, (key, found) in enumerate(compare_beside(recipes, folder, jobs=jobs, **options), start=1):
+        if isinstance(found, ComingleError):
+            result = f"failed: {found}"
+        else:
+            measure = measure_of(found)
+            result = f"test {measure} {number(found[f'mean_test_{measure}'], measure)} · {found['wall_seconds']:.0f} s"
+        if not quiet:
+            told = f"{count} of {len(recipes)} runs ended · {key[0]}, seed {key[1]} · {result}"
+            errors.print(words(told), soft_wrap=True, highlight=False)
+        yield key, found
 
 
 def split_names(text: str) -> list[str]:

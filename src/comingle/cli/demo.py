@@ -42,8 +42,9 @@ def demo(
         "and licences. Nobody's text leaves them: with CoMiGS the attention's LoRA and one shared expert\n"
         "are averaged between rounds, each user's own expert and router stay at home.\n"
     )
-    runs = compare_methods(recipe, METHODS, [recipe.seed], out, resume=resume, force=force, quiet=quiet)
-    _speak(runs[-1])
+    last = compare_methods(recipe, METHODS, [recipe.seed], out, resume=resume, force=force, quiet=quiet)
+    if last is not None:
+        _speak(last)
     console.print("\nWhat next", style="bold")
     console.print(
         f"  comingle show {out}/comigs-1g1s-seed{recipe.seed}        one run: every user, every evaluation\n"

@@ -34,6 +34,10 @@ def report(
     text: Texts = None,
     users: Users = None,
     tokens: Length = 120,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", metavar="METHOD", help="Baseline of the verdicts (default: local, or the first)."),
+    ] = None,
     no_tokens: Annotated[
         bool, typer.Option("--no-tokens", help="No token view: no model is loaded, and no text is on the page.")
     ] = False,
@@ -49,14 +53,16 @@ def report(
     from comingle.records import write_text
     from comingle.reports.page import render_page
     from comingle.reports.runs import read_entries
+    from comingle.reports.series import held
 
     path = out or runs[0] / "report.html"
     entries = read_entries(runs)
     check_target(path, force=force)
+    held(entries, against)  # refused before anything is drawn
     with status("loading models and routing texts"):
         views = [] if no_tokens else route_texts(entries, text, users, tokens)
     with status("drawing"):
-        page = render_page(entries, views)
+        page = render_page(entries, views, baseline=against)
     try:
         write_text(path, page)
     except OSError as error:

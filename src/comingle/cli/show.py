@@ -2,26 +2,87 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from comingle.cli.options import Everybody
+from comingle.cli.options import Everybody, named
+from comingle.cli.report import Replace, check_target
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 def show(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or the folder of a comparison.")],
     everybody: Everybody = False,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="METHOD", help="Another baseline for a comparison.")
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option("--csv", metavar="<path>", parser=named, help="Write a row for each user of each run here."),
+    ] = None,
+    parquet: Annotated[
+        Path | None, typer.Option("--parquet", metavar="<path>", parser=named, help="The same rows as Parquet.")
+    ] = None,
+    force: Replace = False,
 ) -> None:
-    """Print the results of a run or of a comparison."""
+    """Print the results of a run or of a comparison, or write every user's."""
     from comingle.cli.progress import console
+
+    for path in (csv, parquet):
+        if path is not None:
+            check_target(path, force=force)
+    if csv is not None or parquet is not None:
+        return _write(run, csv, parquet)
+    for part in _shown(run, against, everybody=everybody):
+        console.print(part)
+    return None
+
+
+def _shown(run: Path, against: str | None, *, everybody: bool) -> list[RenderableType]:
+    from comingle.errors import RecipeError
     from comingle.records import read_events, read_metrics
-    from comingle.reports.tables import read_comparison, render_curve, render_run, tables_of
+    from comingle.reports.comparisons import hold_against, read_comparison
+    from comingle.reports.tables import render_curve, render_run, tables_of
 
     if (run / "table.json").exists():
-        for part in tables_of(read_comparison(run), everybody=everybody):
-            console.print(part)
-        return
-    console.print(render_run(read_metrics(run), everybody=everybody))
-    console.print(render_curve(list(read_events(run))))
+        table = read_comparison(run)
+        table = table if against is None else hold_against(table, against)
+        return list(tables_of(table, everybody=everybody))
+    if against is not None:
+        raise RecipeError(f"--against {against!r}: {run} is not the folder of a comparison")
+    return [render_run(read_metrics(run), everybody=everybody), render_curve(list(read_events(run)))]
+
+
+def _write(run: Path, csv: Path | None, parquet: Path | None) -> None:
+    from comingle.cli.progress import console
+    from comingle.records import write_bytes, write_text
+    from comingle.reports.runs import find_runs
+    from comingle.reports.sheets import csv_text, sheet_of, user_records
+
+    records = user_records(find_runs([run]))
+    if csv is not None:
+        write_text(csv, csv_text(sheet_of(records)))
+        console.print(f"{csv}  {len(records)} rows", highlight=False)
+    if parquet is not None:
+        write_bytes(parquet, _parquet(records))
+        console.print(f"{parquet}  {len(records)} rows", highlight=False)
+
+
+def _parquet(records: list[dict[str, Any]]) -> bytes:
+    """The file's bytes.
+
+    Raises:
+        RunError: pandas or what it writes Parquet with is not installed.
+    """
+    from comingle.errors import RunError
+
+    try:
+        return importlib.import_module("pandas").DataFrame.from_records(records).to_parquet(index=False)
+    except ImportError:
+        told = "--parquet needs the packages pandas and pyarrow: pip install pandas pyarrow; --csv needs neither"
+        raise RunError(told) from None

@@ -10,22 +10,25 @@ from comingle.comparing import trials
 from comingle.comparing.advising import advise_runs
 from comingle.comparing.comparing import compare_runs, folders_of, recipes_of
 from comingle.comparing.results import Comparison
-from comingle.errors import RecipeError
+from comingle.errors import ComingleError, RecipeError
 from comingle.progress import reporting
 from comingle.reports.advice import Advice
+from comingle.reports.against import baseline_of
 from comingle.reports.tables import write_comparison
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
+from comingle.runs.results import Run
 
 
 def compare(
     recipe: AnyRecipe | None = None,
     methods: Sequence[AnyMethod] = (),
     *,
-    seeds: Sequence[int] = (0,),
+    seeds: Sequence[int] = trials.SEEDS,
     users: Mapping[str, Any] | None = None,
     base: AnyBase | None = None,
     loss: Loss | None = None,
     out: str | Path | None = None,
+    against: str | None = None,
     resume: bool = False,
     force: bool = False,
     progress: bool = False,
@@ -34,8 +37,9 @@ def compare(
     """Run several methods with several seeds on the same base, data and budget; as ``comingle compare``.
 
     The recipe's own method has its settings and another its defaults; a mapping gives a method settings of its own.
-    With ``out`` each run has a folder there, beside ``table.md`` and ``table.json``. Models are not kept in memory:
-    open a run's folder for them. Everything else is as in :func:`run`.
+    With ``out`` each run has a folder there, beside ``table.md`` and ``table.json``, where methods are held
+    ``against`` a baseline: ``local``, or the first. Models are not kept in memory: open a run's folder for them.
+    Everything else is as in :func:`run`.
 
     Raises:
         ComingleError: whatever the user can correct, in one line; of settings before anything is trained.
@@ -46,11 +50,18 @@ def compare(
     with lending(list(methods)) as named, reporting(quiet=not progress) as reporter:
         read = recipe_with(recipe, given, base=base, method=None, changes=changes)
         recipes = recipes_of(read, named, list(seeds))
+        baseline_of(list(dict.fromkeys(method for method, _ in recipes)), against)
         runs = compare_runs(recipes, folder, reporter, resume=resume, force=force, given=given)
-        metrics = {key: run.metrics for key, run in runs}
+        metrics = {key: _metrics(found) for key, found in runs}
     if folder is not None:
-        write_comparison(folder, list(folders_of(recipes, folder).values()))
+        write_comparison(folder, list(folders_of(recipes, folder).values()), against)
     return Comparison(folder=folder, metrics=metrics)
+
+
+def _metrics(found: Run | ComingleError) -> dict[str, Any]:
+    if isinstance(found, ComingleError):
+        raise found
+    return found.metrics
 
 
 def advise(

@@ -9,7 +9,7 @@ from typing import Any
 
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
-from comingle.errors import RecipeError
+from comingle.errors import ComingleError, RecipeError
 from comingle.kinds.base import Materials
 from comingle.methods import make, settings_beside
 from comingle.progress import LOADING, Reporter
@@ -63,24 +63,25 @@ def compare_runs(
     force: bool = False,
     given: Given = NOTHING,
     ready: Callable[[Materials], None] = lambda materials: None,
-) -> Iterator[tuple[Key, Run]]:
+    among: Mapping[Key, Recipe] | None = None,
+) -> Iterator[tuple[Key, Run | ComingleError]]:
     """Run the recipes one after another, as they are asked for, each in a folder below ``folder`` (None: in none).
 
     The base is read once, the users' data once for each seed; ``ready`` looks at the first of it. With ``resume`` those
-    that were begun go on.
+    that were begun go on. A run that fails, as one that diverges, gives its error and does not stop the others.
+    ``among`` are all runs of the comparison, of which these are some.
 
     Raises:
-        ComingleError: as :func:`comingle.runs.session.run_in`; what is wrong with a folder before anything is read.
+        ComingleError: what is wrong with a folder, before anything is read, and with the base or the data.
     """
+    among = among or recipes
     # Users who are too small are left out of all methods, or of none.
-    validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in recipes.values())
+    validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in among.values())
     folders = folders_of(recipes, folder) if folder is not None else {}
-    again = {key: resume and (place / "recipe.yaml").exists() for key, place in folders.items()}
-    for key, place in folders.items():
-        check_folder(place, recipes[key], resume=again[key], force=force)
+    again = check_folders(recipes, folders, resume=resume, force=force)
     materials: Materials | None = None
     last_seed = None
-    for number, (key, one) in enumerate(recipes.items(), start=1):
+    for key, one in recipes.items():
         method, seed = key
         if materials is None or seed != last_seed:
             base, first = (materials.base, False) if materials else (None, True)
@@ -88,10 +89,28 @@ def compare_runs(
                 materials, last_seed = prepare(one, base=base, validates=validates, given=given), seed
             if first:
                 ready(materials)
-        title = f"run {number} of {len(recipes)} · {method}, seed {seed}"
+        title = f"run {list(among).index(key) + 1} of {len(among)} · {method}, seed {seed}"
 
         def watch(clients: Clients, title: str = title) -> list[Observer]:
             return [reporter.watch(clients, title)]
 
         place = folders.get(key)
-        yield key, run_in(place, one, materials, resume=again.get(key, False), force=force, observers=watch)
+        try:
+            found = run_in(place, one, materials, resume=again.get(key, False), force=force, observers=watch)
+        except ComingleError as error:
+            found = error
+        yield key, found
+
+
+def check_folders(
+    recipes: Mapping[Key, Recipe], folders: Mapping[Key, Path], *, resume: bool, force: bool
+) -> dict[Key, bool]:
+    """Which runs have been begun and go on.
+
+    Raises:
+        RunError: one of the folders cannot be written to.
+    """
+    again = {key: resume and (place / "recipe.yaml").exists() for key, place in folders.items()}
+    for key, place in folders.items():
+        check_folder(place, recipes[key], resume=again[key], force=force)
+    return again

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from comingle.records import measure_of
+from comingle.reports.against import baseline_of, hold
 from comingle.runs.results import records_of, table_of
 from comingle.terminal import printable
 
@@ -42,6 +43,24 @@ class Comparison:
             for (method, seed), metrics in self.metrics.items()
             for record in records_of(metrics)
         ]
+
+    def against(self, baseline: str | None = None) -> list[dict[str, Any]]:
+        """One record for every other method, as :class:`comingle.reports.against.Verdict`; none with one seed.
+
+        Whether it is better, level or worse than ``baseline`` (default: ``local``, or the first method) in the mean
+        over users and seeds, with ``change``, its interval from ``low`` to ``high``, and ``p_value``.
+
+        Raises:
+            RecipeError: the baseline is not among the methods.
+        """
+        results: dict[str, dict[int, dict[str, Any]]] = {}
+        for (method, seed), metrics in self.metrics.items():
+            key = f"test_{measure_of(metrics)}"
+            users = {name: user[key] for name, user in metrics["users"].items()}
+            results.setdefault(method, {})[seed] = users
+        measure = measure_of(next(iter(self.metrics.values())))
+        found = hold(results, measure, baseline_of(list(results), baseline))
+        return [] if found is None else found.as_dict()["methods"]
 
     def to_pandas(self) -> pandas.DataFrame:
         """:meth:`records` as a table.

@@ -69,6 +69,31 @@ def _whole(path: Path, kept: bytes, expected: int) -> int:
     return size
 
 
+def scalars(event: dict[str, Any]) -> dict[str, float]:
+    """The numbers of an event by name: losses, test results and expert scores of each user, and means."""
+    if event["event"] == "round":
+        found = {f"train_loss_nats/{user}": loss for user, loss in event["train_loss_nats"].items()}
+        # Somebody took part:
+        return found | ({"tokens_per_second": event["tokens"] / event["seconds"]} if event["seconds"] else {})
+    if event["event"] == "privacy":
+        return {"epsilon": event["epsilon"]}
+    if event["event"] != "evaluation":
+        return {}
+    name = f"test_{measure_of(event)}"
+    users = {f"{name}/{user}": score[name] for user, score in event["users"].items()}
+    means = {mean: event[mean] for mean in (f"mean_{name}", GEOMETRIC) if event.get(mean) is not None}
+    return users | means | _expert_scalars(event)
+
+
+def _expert_scalars(event: dict[str, Any]) -> dict[str, float]:
+    """Each expert's score, mean over layers."""
+    return {
+        f"expert_score/{user}/{expert.replace(' ', '_')}": sum(scores) / len(scores)
+        for user, layers in event.get("expert_scores", {}).items()
+        for expert, *scores in zip(event["experts"][user], *layers, strict=True)
+    }
+
+
 class TensorBoard:
     """Writes losses, test perplexities and expert scores to TensorBoard event files; needs the extra ``reports``."""
 
@@ -78,28 +103,8 @@ class TensorBoard:
 
     def __call__(self, event: dict[str, Any]) -> None:
         """Take one event."""
-        if event["event"] == "round":
-            for user, loss in event["train_loss_nats"].items():
-                self._writer.add_scalar(f"train_loss_nats/{user}", loss, event["round"])
-            if event["seconds"]:  # somebody took part
-                self._writer.add_scalar("tokens_per_second", event["tokens"] / event["seconds"], event["round"])
-        elif event["event"] == "privacy":
-            self._writer.add_scalar("epsilon", event["epsilon"], event["round"])
-        elif event["event"] == "evaluation":
-            name = f"test_{measure_of(event)}"
-            for user, score in event["users"].items():
-                self._writer.add_scalar(f"{name}/{user}", score[name], event["round"])
-            for mean in (f"mean_{name}", GEOMETRIC):
-                if event.get(mean) is not None:
-                    self._writer.add_scalar(mean, event[mean], event["round"])
-            self._experts(event)
-
-    def _experts(self, event: dict[str, Any]) -> None:
-        """Each expert's score, mean over layers."""
-        for user, layers in event.get("expert_scores", {}).items():
-            for expert, *scores in zip(event["experts"][user], *layers, strict=True):
-                name = expert.replace(" ", "_")
-                self._writer.add_scalar(f"expert_score/{user}/{name}", sum(scores) / len(scores), event["round"])
+        for name, value in scalars(event).items():
+            self._writer.add_scalar(name, value, event["round"])
 
     def close(self) -> None:
         """Flush and close."""

@@ -152,6 +152,7 @@ class RuntimeSection(Section):
     shard_sums: Literal["reduced", "ordered"] = "reduced"
     users_per_step: Count | None = Training.users_per_step
     micro_batch: Count | None = Training.micro_batch
+    track: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
 
 
 class Recipe(Section):

@@ -16,7 +16,8 @@ from rich.table import Table
 
 from comingle.records import MEASURES, measure_of
 from comingle.reports.measures import change, change_text
-from comingle.reports.series import Gain, interval, spread
+from comingle.reports.series import Gain, spread
+from comingle.reports.significance import interval
 from comingle.reports.tables import sizes
 from comingle.terminal import printable, words
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from comingle.reports.series import interval
+from comingle.reports.significance import interval
 
 VIEWS = {"server": "the server, from uploads", "users": "other users, from what is published"}
 

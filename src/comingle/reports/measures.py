@@ -45,6 +45,8 @@ def byte_unit(largest: float) -> tuple[float, str]:
 
 _POINTS = {**dict.fromkeys(SHARES, "percentage points"), "rouge1": "points of 0.01"}
 """What shares differ by, which have values from 0 to 1."""
+_LARGEST = 700.0
+"""A logarithm beyond which a float has no exponential: the end of an interval may lie anywhere."""
 
 
 def change(value: float, baseline: float, measure: str) -> float | None:
@@ -58,6 +60,23 @@ def change(value: float, baseline: float, measure: str) -> float | None:
     if measure == "loss":
         return math.log10(value / baseline) if value > 0 and baseline > 0 else None
     return 100 * (value / baseline - 1) if baseline else None
+
+
+def difference(value: float | None, baseline: float | None, measure: str) -> float | None:
+    """How far a result is from a baseline's, such that differences add up: the log ratio of perplexities and losses,
+    what is left of accuracies and ROUGE-1. None where a result is not finite, or has no logarithm."""
+    if value is None or baseline is None or not math.isfinite(value - baseline):
+        return None
+    if measure in _POINTS:
+        return value - baseline
+    return math.log(value / baseline) if value > 0 and baseline > 0 else None
+
+
+def as_change(mean: float, measure: str) -> float:
+    """A mean of such differences in the unit of :func:`change`."""
+    if measure in _POINTS:
+        return 100 * mean
+    return mean / math.log(10) if measure == "loss" else 100 * math.expm1(min(mean, _LARGEST))
 
 
 def is_worse(difference: float, measure: str) -> bool:
@@ -80,6 +99,14 @@ def change_text(difference: float, measure: str) -> str:
     if measure == "loss":
         return f"×{10**difference:.3g}"
     return f"{difference:+.1f}\u00a0points" if measure in _POINTS else f"{difference:+.1f}%"
+
+
+def reach_text(reach: tuple[float, float], measure: str) -> str:
+    """An interval of changes as people read it, with a digit more where it is narrow."""
+    if measure == "loss":
+        return " to ".join(f"×{10 ** min(end, _LARGEST / math.log(10)):.3g}" for end in reach)
+    digits = 1 if reach[1] - reach[0] >= 1 else 2
+    return f"{reach[0]:+.{digits}f} to {reach[1]:+.{digits}f}"
 
 
 def change_label(measure: str, baseline: str, *, short: bool = False) -> str:

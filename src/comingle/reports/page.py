@@ -9,6 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from comingle.records import MEASURES, number
+from comingle.reports.against import BETTER, WORSE, Against, heading, notes, rows_of
 from comingle.reports.colours import INK, LINE, MUTED, PAPER, Colour, expert_colour, expert_css, rgb, styles
 from comingle.reports.drawn import Drawn
 from comingle.reports.extremes import MAX_PANELS, is_population
@@ -30,6 +31,7 @@ from comingle.reports.series import (
     cost,
     expert_curves,
     final,
+    held,
     measured,
     verdicts,
 )
@@ -41,11 +43,17 @@ WIDE = 8
 """The table of results has a column for each of so many users; of more it shows the worst and the best."""
 NAMED = 12
 """How many names stand in a cell."""
-_CLASSES = {"gained": "gain", "harmed": "harm"}
+_CLASSES = {"gained": "gain", "harmed": "harm", BETTER: "gain", WORSE: "harm"}
 
 
-def render_page(entries: Sequence[Entry], views: Sequence[TokenView] = (), *, title: str = "comingle report") -> str:
-    """The page. Text of users and names are escaped wherever they stand."""
+def render_page(
+    entries: Sequence[Entry],
+    views: Sequence[TokenView] = (),
+    *,
+    title: str = "comingle report",
+    baseline: str | None = None,
+) -> str:
+    """The page, with verdicts against a baseline. Text of users and names are escaped wherever they stand."""
     palette = _palette(entries)
     drawn = Drawn({colour.light: f"var(--c{colour.light[1:]})" for colour in palette})
     environment = Environment(
@@ -73,6 +81,7 @@ def render_page(entries: Sequence[Entry], views: Sequence[TokenView] = (), *, ti
         experts=expert_css(),
         channels=lambda colour: " ".join(map(str, rgb(colour))),
         results=_results(entries, users),
+        against=_against(held(entries, baseline)),
         panels=MAX_PANELS,
         population=is_population(users),
         deltas=sorted({run.spent["delta"] for entry in entries for run in entry.runs if run.spent}),
@@ -114,16 +123,14 @@ def _results(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, Any]:
     """Entries x users and their mean; of many users the worst and the best, and all of them in a table beside it."""
     measure = entries[0].first.measure
     by_user = {user: [final(entry, user) for entry in entries] for user in users}
-    whole = [
-        (user, _marked([_told(v, measure) for v in spreads], spreads, measure)) for user, spreads in by_user.items()
-    ]
+    whole = [(user, [_told(v, measure) for v in spreads]) for user, spreads in by_user.items()]
     means = {"mean": [final(entry) for entry in entries]}
     if measure == "perplexity":
         means["geometric mean"] = [final(entry, geometric=True) for entry in entries]
     columns = whole if len(users) <= WIDE else [_extreme(by_user, measure, worst=worst) for worst in (True, False)]
-    columns = [*columns, *((name, _marked([_told(v, measure) for v in of], of, measure)) for name, of in means.items())]
+    columns = [*columns, *((name, [_told(v, measure) for v in of]) for name, of in means.items())]
     if any(entry.first.spent for entry in entries):
-        columns.append(("epsilon", [(bound(entry), False) for entry in entries]))
+        columns.append(("epsilon", [bound(entry) for entry in entries]))
     rows = zip(entries, zip(*(cells for _, cells in columns), strict=True), strict=True)
     return {
         "head": [name for name, _ in columns],
@@ -136,23 +143,20 @@ def _results(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, Any]:
 def _extreme(by_user: dict[str, list[Spread | None]], measure: str, *, worst: bool) -> tuple[str, list[Any]]:
     """Each entry's user with the worst or the best mean over seeds."""
     pick = max if (MEASURES[measure] == "higher") != worst else min
-    cells, spreads = [], []
+    cells = []
     for values in zip(*by_user.values(), strict=True):
         known = {user: value for user, value in zip(by_user, values, strict=True) if value is not None}
         name = pick(known, key=lambda user: known[user].mean) if len(known) == len(values) else ""
-        spreads.append(known.get(name))
-        cells.append(f"{_told(spreads[-1], measure)}{' · ' if name else ''}{name}")
-    return ("worst user" if worst else "best user"), _marked(cells, spreads, measure)
+        cells.append(f"{_told(known.get(name), measure)}{' · ' if name else ''}{name}")
+    return ("worst user" if worst else "best user"), cells
 
 
-def _marked(cells: Sequence[str], spreads: Sequence[Spread | None], measure: str) -> list[tuple[str, bool]]:
-    """Cells, and whether each is the best of them; one alone is not."""
-    means = [value.mean for value in spreads if value is not None]
-    best = (max if MEASURES[measure] == "higher" else min)(means, default=None)
-    return [
-        (text, len(cells) > 1 and value is not None and value.mean == best)
-        for text, value in zip(cells, spreads, strict=True)
-    ]
+def _against(found: Against | None) -> dict[str, Any] | None:
+    """The table of verdicts."""
+    if found is None:
+        return None
+    head, rows = rows_of(found)
+    return {"heading": heading(found), "head": head, "rows": rows, "notes": notes(found), "classes": _CLASSES}
 
 
 def _curves(entries: Sequence[Entry], drawn: Drawn) -> Iterator[tuple[str, Markup]]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scipy.special import stdtrit
-
 from comingle.records import MEASURES
+from comingle.reports.against import BASELINE, Against, baseline_of, hold
 from comingle.reports.measures import change, change_text, is_worse, level
 from comingle.reports.runs import Entry, Evaluation
+from comingle.reports.significance import interval
 
 BASELINES = ("local", "fedavg")
 """What each user's result is held against: alone, and with everything averaged."""
@@ -80,18 +79,6 @@ def verdicts(measure: str) -> tuple[str, ...]:
     one = ("lower (one seed)", "higher (one seed)")
     good, bad = one if MEASURES[measure] == "lower" else one[::-1]
     return ("gained", good, "level", bad, "harmed")
-
-
-def interval(values: Sequence[float], *, together: int = 1) -> tuple[float, float] | None:
-    """The 95% confidence interval of the mean, ``mean -+ t s / sqrt(n)``; None for a single value.
-
-    Of intervals that hold ``together``, so many, with 95%, each is wider (Bonferroni).
-    """
-    if len(values) < 2:
-        return None
-    mean, reach = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
-    reach *= float(stdtrit(len(values) - 1, 1 - 0.025 / together))
-    return mean - reach, mean + reach
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -179,6 +166,23 @@ def compared(entries: Sequence[Entry], baseline: Entry) -> list[tuple[Entry, lis
     """What each other trained entry does to each user, against ``baseline``."""
     others = [entry for entry in entries if entry is not baseline and entry.trained]
     return [(entry, gains_of_entry) for entry in others if (gains_of_entry := gains(entry, baseline))]
+
+
+def held(entries: Sequence[Entry], wanted: str | None = None) -> Against | None:
+    """Every other entry against a baseline: the entry with the ``wanted`` label or method, else ``local``, else the
+    first; None with one entry or one seed.
+
+    Raises:
+        RecipeError: none of the entries is ``wanted``.
+    """
+    labels = [entry.label for entry in entries]
+    by_method = {entry.method: entry.label for entry in reversed(entries)}
+    name = by_method.get(BASELINE) if wanted is None else wanted if wanted in labels else by_method.get(wanted, wanted)
+    results = {
+        entry.label: {run.seed: {user: run.chosen.value(user) for user in run.users} for run in entry.runs}
+        for entry in entries
+    }
+    return hold(results, entries[0].first.measure, baseline_of(labels, name))
 
 
 # -------------------------------------------------------------------- what it cost

@@ -5,8 +5,11 @@ from __future__ import annotations
 import base64
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from comingle.records import read_metrics
 from comingle.reports.mixtures import Mixtures
 from comingle.reports.tokens import TokenView
 
@@ -24,6 +27,33 @@ def csv_text(sheet: Sheet) -> str:
 def data_uri(sheet: Sheet) -> str:
     """A link that holds the whole file."""
     return "data:text/csv;charset=utf-8;base64," + base64.b64encode(csv_text(sheet).encode()).decode("ascii")
+
+
+def user_records(runs: Sequence[Path]) -> list[dict[str, Any]]:
+    """One record for each user of each finished run: the run's folder, method, seed, base and rounds, the user, and
+    everything that was measured of it.
+
+    Raises:
+        RunError: none of the runs has finished.
+    """
+    finished = [run for run in runs if (run / "metrics.json").exists()] or list(runs[:1])  # refused where it is read
+    return [
+        {
+            "run": run.name,
+            **{key: metrics[key] for key in ("method", "seed", "base", "rounds")},
+            "user": user,
+            **measured,
+        }
+        for run in finished
+        for metrics in [read_metrics(run)]
+        for user, measured in metrics["users"].items()
+    ]
+
+
+def sheet_of(records: Sequence[Mapping[str, Any]]) -> list[list[object]]:
+    """A column for every key that a record has; what others lack is None."""
+    head = list(dict.fromkeys(key for record in records for key in record))
+    return [[*head], *([record.get(key) for key in head] for record in records)]
 
 
 def mixtures_sheet(mixtures: Mixtures) -> list[list[object]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from comingle.errors import RunError
-from comingle.records import GEOMETRIC, MEASURES, geometric, measure_of, number, read_metrics, write_json, write_text
+from comingle.records import GEOMETRIC, geometric, measure_of, number, write_json, write_text
+from comingle.reports import against
+from comingle.reports.comparisons import against_of, compare_runs
 from comingle.reports.crowds import (
     FEW,
     MOST_ROWS,
@@ -30,16 +29,12 @@ MOST_USERS = 8
 """A comparison has a column for each of so many users; of more it shows the best, the median and the worst."""
 
 
+_MEANS = ("mean", "geometric mean")
+_COSTS = ("trainable", "upload / round", "seconds")
+
+
 def _title_of(measure: str) -> str:
     return f"test {measure} ({rule(measure)})"
-
-
-def _spread(values: Sequence[float | None]) -> tuple[float | None, float | None]:
-    """Mean and standard deviation (0 for a single value); None where a value is not finite."""
-    known = [v for v in values if v is not None]
-    if len(known) < len(values):
-        return None, None
-    return statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else 0.0
 
 
 def megabytes(count: float | int) -> str:
@@ -148,63 +143,12 @@ def _shown(names: Iterable[str]) -> list[str]:
 # -------------------------------------------------------------------- several runs
 
 
-def compare_runs(folders: Sequence[Path]) -> dict[str, Any]:
-    """Mean and deviation over seeds, for each method in the order given.
-
-    Raises:
-        RunError: a run is missing or has not finished.
-    """
-    by_method: dict[str, list[dict[str, Any]]] = {}
-    for folder in folders:
-        metrics = read_metrics(folder)
-        by_method.setdefault(metrics["method"], []).append(metrics)
-    return {"methods": [_row(name, runs) for name, runs in by_method.items()]}
-
-
-def _row(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    measure, unit = measure_of(runs[0]), runs[0].get("unit", "tokens")
-    mean, std = _spread([run[f"mean_test_{measure}"] for run in runs])
-    users = {}
-    for user in runs[0]["users"]:
-        user_mean, user_std = _spread([run["users"][user][f"test_{measure}"] for run in runs])
-        users[user] = {"mean": user_mean, "std": user_std}
-    return {
-        "method": name,
-        "seeds": [run["seed"] for run in runs],
-        f"mean_test_{measure}": {"mean": mean, "std": std},
-        **_geometric_row(runs, measure),
-        "users": users,
-        "upload_bytes_per_user_round": runs[0]["upload_bytes_per_user_round"],
-        "trainable_parameters": runs[0]["trainable_parameters"],
-        f"{unit}_per_second": statistics.fmean(run[f"{unit}_per_second"] for run in runs),
-        "wall_seconds": statistics.fmean(run["wall_seconds"] for run in runs),
-    }
-
-
-def _geometric_row(runs: list[dict[str, Any]], measure: str) -> dict[str, Any]:
-    """Each seed's geometric mean over users, for perplexities: mean and deviation over seeds."""
-    means = [mean for run in runs for mean in geometric(run["users"], measure).values()]
-    return {GEOMETRIC: dict(zip(("mean", "std"), _spread(means), strict=True))} if means else {}
-
-
-def write_comparison(folder: Path, runs: Sequence[Path]) -> dict[str, Any]:
+def write_comparison(folder: Path, runs: Sequence[Path], baseline: str | None = None) -> dict[str, Any]:
     """Write ``table.md`` and ``table.json`` to ``folder`` and return the table."""
-    table = compare_runs(runs)
+    table = compare_runs(runs, baseline)
     write_json(folder / "table.json", table)
     write_text(folder / "table.md", markdown(table))
     return table
-
-
-def read_comparison(folder: Path) -> dict[str, Any]:
-    """The table of a comparison.
-
-    Raises:
-        RunError: not the folder of a comparison.
-    """
-    try:
-        return json.loads((folder / "table.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"{folder}: not the folder of a comparison ({error})") from None
 
 
 def _cells(table: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -219,10 +163,10 @@ def _cells(table: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         )
 
     names = _shown(table["methods"][0]["users"])
-    whole = {"mean": f"mean_test_{measure}", "geometric mean": GEOMETRIC}
+    whole = dict(zip(_MEANS, (f"mean_test_{measure}", GEOMETRIC), strict=True))
     means = {name: key for name, key in whole.items() if all(key in row for row in table["methods"])}
     some = [printable(name) for name in names] or list(_SPREAD)
-    head = ["method", *some, *means, "trainable", "upload / round", "seconds"]
+    head = ["method", *some, *means, *_COSTS]
     typical = typical_budget([row["trainable_parameters"] for row in table["methods"]])
     sent = sizes([row["upload_bytes_per_user_round"] for row in table["methods"]])
     rows = [
@@ -249,7 +193,13 @@ def _spread_users(users: dict[str, dict[str, float | None]], measure: str) -> li
 
 
 def _note(table: dict[str, Any]) -> str:
-    return budget_note([row["trainable_parameters"] for row in table["methods"]])
+    """About budgets that differ, and methods of which a seed is missing."""
+    seeds = sorted({seed for row in table["methods"] for seed in row["seeds"]})
+    fewer = [row for row in table["methods"] if len(row["seeds"]) < len(seeds)]
+    missing = [f"{row['method']}: seeds {', '.join(map(str, row['seeds']))} alone" for row in fewer]
+    return "; ".join(
+        [*missing, *filter(None, [budget_note([row["trainable_parameters"] for row in table["methods"]])])]
+    )
 
 
 def _title(table: dict[str, Any]) -> str:
@@ -262,18 +212,24 @@ def _title(table: dict[str, Any]) -> str:
 
 
 def markdown(table: dict[str, Any]) -> str:
-    """A comparison as a Markdown table."""
+    """A comparison as Markdown tables."""
     head, rows = _cells(table)
     lines = [f"Table: {_title(table)}", "", markdown_line(head), "|" + "---|" * len(head)]
     lines += [markdown_line(row) for row in rows]
-    return "\n".join([*lines, *(["", note] if (note := _note(table)) else [])]) + "\n"
+    lines += ["", note] if (note := _note(table)) else []
+    lines += ["", *against.markdown(found)] if (found := against_of(table)) else []
+    return "\n".join(lines) + "\n"
 
 
 def tables_of(table: dict[str, Any], *, everybody: bool = False) -> Iterator[Table | Text]:
-    """A comparison for the terminal, with its note, and if asked for a table of ``everybody`` who has no column."""
-    yield render_comparison(table)
+    """A comparison for the terminal, with its note, each method against the baseline, and if asked for a table of
+    ``everybody`` who has no column."""
+    yield from render_comparison(table)
     if note := _note(table):
         yield words(note, "dim")
+    if found := against_of(table):
+        yield words("")
+        yield from against.render(found)
     if not everybody or _shown(table["methods"][0]["users"]):
         return
     shown = Table("user", title="every user", title_justify="left", box=None)
@@ -285,16 +241,22 @@ def tables_of(table: dict[str, Any], *, everybody: bool = False) -> Iterator[Tab
     yield shown
 
 
-def render_comparison(table: dict[str, Any]) -> Table:
-    """A comparison for the terminal; of several methods the best mean is green."""
+def render_comparison(table: dict[str, Any]) -> Iterator[Table]:
+    """A comparison for the terminal; beside deviations there is no room for costs, which are then a second table."""
     head, rows = _cells(table)
-    shown = Table(title=_title(table), title_justify="left", box=None)
+    several = any(len(row["seeds"]) > 1 for row in table["methods"])
+    costs = len(head) - (len(_COSTS) if several else 0)
+    yield _shown_table(_title(table), head[:costs], [row[:costs] for row in rows])
+    if several:
+        yield _shown_table("", [head[0], *_COSTS], [[row[0], *row[costs:]] for row in rows])
+
+
+def _shown_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    shown = Table(title=title or None, title_justify="left", box=None)
     for i, name in enumerate(head):
-        style = "bold" if name in ("mean", "geometric mean") else ""
-        shown.add_column(words(name), justify="left" if i == 0 else "right", style=style, no_wrap=i == 0)
-    measure = measure_of(table["methods"][0])
-    means = [row[f"mean_test_{measure}"]["mean"] for row in table["methods"]]
-    best = (min if MEASURES[measure] == "lower" else max)((m for m in means if m is not None), default=None)
-    for cells, mean in zip(rows, means, strict=True):
-        shown.add_row(*cells, style="green" if len(rows) > 1 and mean is not None and mean == best else "")
+        style = "bold" if name in _MEANS else ""
+        justify = "left" if i == 0 else "right"
+        shown.add_column(words(name), justify=justify, style=style, no_wrap=i == 0, overflow="fold")
+    for row in rows:
+        shown.add_row(*row)
     return shown

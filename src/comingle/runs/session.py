@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from comingle.engines.private import keep_key
 from comingle.engines.rounds import Checkpoint, run_rounds
 from comingle.engines.runtime import keep_buffers
 from comingle.engines.shards import save_shards
+from comingle.engines.trackers import TRACKERS, Tracked, Tracker, check_trackers
 from comingle.errors import DivergenceError, RunError
 from comingle.inputs import Inputs, UserInputs
 from comingle.kinds.base import Materials, kind_of
@@ -68,6 +69,7 @@ def prepare(
         DataError: some user's data cannot.
     """
     get_ready(recipe)
+    check_trackers(recipe.runtime.track)
     if validates is None:
         validates = make(recipe.method.name, **recipe.method.settings).client.needs_validation
     given.check(recipe)
@@ -215,8 +217,8 @@ def execute(
         start, kept, clock = progress.round, progress.events_bytes, progress.clock
     writes = folder is not None and federation.leads
     log = EventLog(folder / "events.jsonl", keep_bytes=kept) if folder is not None and writes else None
-    board = tensorboard(folder / "tensorboard") if folder is not None and writes else None
-    sinks = [sink for sink in (log, board, *observers) if sink is not None]
+    boards = [*_boards(folder, recipe)] if folder is not None and writes else []
+    sinks = [sink for sink in (log, *boards, *observers) if sink is not None]
     told: list[dict[str, Any]] = []
 
     def observe(event: dict[str, Any]) -> None:
@@ -239,7 +241,7 @@ def execute(
             raise
         raise DivergenceError(f"{error}; the last checkpoint is kept, {checkpoints[-1].name}") from error
     finally:
-        for sink in (log, board):
+        for sink in (log, *boards):
             if sink is not None:
                 sink.close()
     if folder is not None:
@@ -266,6 +268,17 @@ def _saving(federation: InProcess, recipe: Recipe, folder: Path | None, log: Eve
         federation.share(lambda: prune_checkpoints(folder, recipe.checkpoints.keep))
 
     return checkpoint
+
+
+def _boards(folder: Path, recipe: Recipe) -> Iterator[Tracker]:
+    """TensorBoard, where it is installed, and what the recipe asks for."""
+    if (board := tensorboard(folder / "tensorboard")) is not None:
+        yield board
+    place = folder.resolve()
+    content = recipe.model_dump(mode="json")
+    told = Tracked(name=place.name, group=place.parent.name, recipe=content, text=recipe.as_yaml())
+    for name in recipe.runtime.track:
+        yield TRACKERS[name](told)
 
 
 def restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:

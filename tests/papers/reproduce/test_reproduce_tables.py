@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from comingle.errors import RecipeError
 from comingle.papers.reproduce.plan import Plan, Wanted, plan
 from comingle.papers.reproduce.tables import build_table, markdown, remarks, write_tables
 
@@ -79,3 +80,46 @@ def test_higher_can_be_better(small: Plan) -> None:
     higher = replace(small, experiment=small.experiment.model_copy(update={"better": "higher"}))
     cells = build_table(higher, SCORES)["columns"][0]["cells"]
     assert [cells[row]["ours"]["rank"] for row in ("local", "fedavg", "comigs-2s")] == [2, 1, 3]
+
+
+# ---------------------------------------------------------------- against a baseline
+
+
+def users(*by_seed: tuple[float, float]) -> dict[int, dict[str, float | None]]:
+    return {seed: {"ann": ann, "bob": bob} for seed, (ann, bob) in enumerate(by_seed)}
+
+
+RESULTS = {
+    "multilingual": {
+        "local": users((10.0, 20.0), (11.0, 22.0)),
+        "fedavg": users((20.0, 40.0), (22.0, 44.0)),
+        "comigs-2s": users((9.0, 21.0), (12.0, 20.0)),
+    },
+    "slimpajama": {"local": users((5.0, 5.0)), "fedavg": users((6.0, 6.0))},
+}
+
+
+def test_rows_are_held_against_local_where_there_are_several_seeds(small: Plan) -> None:
+    table = build_table(small, SCORES, results=RESULTS)
+    multilingual, slimpajama = table["columns"]
+    assert slimpajama["against"] is None
+    found = {one["method"]: one["verdict"] for one in multilingual["against"]["methods"]}
+    assert found == {"fedavg": "worse", "comigs-2s": "level"}
+    text = markdown(table)
+    assert f"## {multilingual['label']}: better, level or worse" in text
+    assert "Table: against local: geometric mean of test perplexity over 2 users and seeds 0, 1" in text
+    assert "| fedavg | +100.0% | +100.00 to +100.00 | worse | – |" in text
+    assert "## SlimPajama: better" not in text
+
+
+def test_another_row_is_the_baseline(small: Plan) -> None:
+    table = build_table(small, SCORES, results=RESULTS, baseline="fedavg")
+    found = table["columns"][0]["against"]
+    assert (found["baseline"], found["methods"][0]["verdict"]) == ("fedavg", "better")
+    with pytest.raises(RecipeError, match="--against 'fedav': not among the methods"):
+        build_table(small, SCORES, results=RESULTS, baseline="fedav")
+
+
+def test_a_baseline_that_was_not_run_gives_no_verdicts(small: Plan) -> None:
+    some = {"multilingual": {row: found for row, found in RESULTS["multilingual"].items() if row != "local"}}
+    assert build_table(small, SCORES, results=some)["columns"][0]["against"] is None

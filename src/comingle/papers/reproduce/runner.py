@@ -153,6 +153,19 @@ def scores(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) 
     return by_cell
 
 
+def results(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) -> dict[str, dict[str, Any]]:
+    """Each user's metric, by column, row, seed and user; runs that are missing or diverged have none."""
+    by_column: dict[str, dict[str, Any]] = {}
+    for cell in cells:
+        outcome = outcomes.get(cell.folder)
+        if outcome is None or outcome.diverged:
+            continue
+        metrics = json.loads((outcome.folder / "metrics.json").read_text(encoding="utf-8"))
+        users = {name: user.get(metric.removeprefix("mean_")) for name, user in metrics["users"].items()}
+        by_column.setdefault(cell.column, {}).setdefault(cell.row, {})[cell.seed] = users
+    return by_column
+
+
 def _read(metrics: Mapping[str, Any], metric: str) -> float:
     """A metric of a run, or the mean of what it has of every user: ROUGE-1 where models are compared by accuracy."""
     key = metric.removeprefix("mean_")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.table import Table
@@ -13,7 +14,9 @@ from rich.table import Table
 from comingle.papers.reproduce.orders import Entry, compare_orders, ranks, sentence
 from comingle.papers.reproduce.plan import Plan
 from comingle.papers.reproduce.published import Note, printed
-from comingle.records import write_json, write_text
+from comingle.records import MEASURES, write_json, write_text
+from comingle.reports import against
+from comingle.reports.against import BASELINE, Against, Results, baseline_of, hold
 from comingle.terminal import words
 
 _FORMATS = {"mean_test_accuracy": ",.1f", "mean_test_rouge1": ".3f", "mean_test_loss": ",.3g"}
@@ -23,10 +26,27 @@ Scores = Mapping[tuple[str, str], Sequence[float]]
 """Every seed's score, by (row, column)."""
 
 
-def build_table(plan: Plan, scores: Scores, *, diverged: Sequence[str] = ()) -> dict[str, Any]:
-    """Everything that is known of a table, as plain data: ``table.json``."""
+def build_table(
+    plan: Plan,
+    scores: Scores,
+    *,
+    diverged: Sequence[str] = (),
+    results: Mapping[str, Results] = MappingProxyType({}),
+    baseline: str | None = None,
+) -> dict[str, Any]:
+    """Everything that is known of a table, as plain data: ``table.json``.
+
+    ``results`` are each user's, by column: with several seeds rows are held against ``baseline``, a row or a method.
+
+    Raises:
+        RecipeError: no row is the baseline.
+    """
     experiment = plan.experiment
-    columns = [_column(plan, name, scores) for name in plan.columns]
+    chosen = baseline_row(plan, baseline)
+    columns = [
+        {**_column(plan, name, scores), "against": _against(plan, results.get(name, {}), chosen)}
+        for name in plan.columns
+    ]
     return {
         "name": plan.name,
         "title": experiment.title,
@@ -45,6 +65,32 @@ def build_table(plan: Plan, scores: Scores, *, diverged: Sequence[str] = ()) -> 
         "about": [note.text for note in experiment.notes if not _on_cells(note)],
         "notes": [note.text for note in experiment.notes if _on_cells(note)],
     }
+
+
+def baseline_row(plan: Plan, wanted: str | None) -> str:
+    """The row that others are held against: the wanted one, or one of the wanted method; else ``local``, or the first.
+
+    Raises:
+        RecipeError: no row is wanted.
+    """
+    by_method = {plan.experiment.rows[row].method: row for row in reversed(plan.rows)}
+    name = (
+        by_method.get(BASELINE) if wanted is None else wanted if wanted in plan.rows else by_method.get(wanted, wanted)
+    )
+    return baseline_of(plan.rows, name)
+
+
+def _against(plan: Plan, results: Results, baseline: str) -> dict[str, Any] | None:
+    """Every row against the baseline, where that has been run, under the names that rows have in the table."""
+    measure = plan.experiment.metric.removeprefix("mean_test_")
+    if measure not in MEASURES or baseline not in results:
+        return None
+    found = hold(results, measure, baseline)
+    if found is None:
+        return None
+    names = {row: plan.experiment.rows[row].label or row for row in results}
+    verdicts = tuple(replace(one, method=names[one.method]) for one in found.verdicts)
+    return replace(found, baseline=names[baseline], verdicts=verdicts).as_dict()
 
 
 def _column(plan: Plan, name: str, scores: Scores) -> dict[str, Any]:
@@ -110,24 +156,32 @@ def write_tables(folder: Path, table: Mapping[str, Any]) -> None:
 
 
 def markdown(table: Mapping[str, Any]) -> str:
-    """A table as Markdown: for each column ours and the paper's, with ranks, then what the order says."""
+    """A table as Markdown: for each column ours and the paper's, with ranks, what the order says, and verdicts."""
     head, rows = _grid(table)
     lines = [f"# {table['title']}", "", *_about(table), "", table_line(head), "|" + "---|" * len(head)]
     lines += [table_line(row) for row in rows]
     told = remarks(table)
-    return "\n".join([*lines, "", *(f"- {one}" for one in told)]) + "\n"
+    lines += ["", *(f"- {one}" for one in told)]
+    for label, found in held(table):
+        lines += ["", f"## {label}: better, level or worse", "", *against.markdown(found)]
+    return "\n".join(lines) + "\n"
+
+
+def held(table: Mapping[str, Any]) -> list[tuple[str, Against]]:
+    """The verdicts of each column that has any, with its label."""
+    columns = [column for column in table["columns"] if column.get("against")]
+    return [(column["label"], Against.read(column["against"])) for column in columns]
 
 
 def render(table: Mapping[str, Any]) -> Table:
-    """A table for the terminal; our best of each column is green."""
+    """A table for the terminal."""
     head, rows = _grid(table)
     shown = Table(title="\n".join([table["title"], *_about(table)]), title_justify="left", box=None)
     for i, name in enumerate(head):
         ours = i == 0 or name != table["reference"]
         shown.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0, style="" if ours else "dim")
     for row in rows:
-        cells = [words(c, "green" if i % 2 and c.endswith(" #1") else "") for i, c in enumerate(row)]
-        shown.add_row(*cells)
+        shown.add_row(*map(words, row))
     return shown
 
 

@@ -46,6 +46,10 @@ def reproduce(
         int | None, typer.Option("--jobs", min=1, help="Runs at a time (default: the scale's; cpu: one for each core).")
     ] = None,
     quiet: Quiet = False,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", metavar="ROW", help="Baseline: a row or a method (default: local, or the first)."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs, start none.")] = False,
 ) -> None:
     """Run a published table or figure and compare our numbers and their order with the paper's."""
@@ -67,7 +71,8 @@ def reproduce(
         return _show(planned)
     if planned.experiment.kind == "cost":
         return _count(planned, out or _default_out(name, scale), force=force or resume)
-    return _run(planned, out or _default_out(name, scale), jobs, resume=resume, force=force, quiet=quiet)
+    folder = out or _default_out(name, scale)
+    return _run(planned, folder, jobs, resume=resume, force=force, quiet=quiet, baseline=against)
 
 
 def _default_out(name: str, scale: str) -> Path:
@@ -98,12 +103,16 @@ def _show(planned: Plan) -> None:
         console.print(f"missing: {row} (no such method yet)", highlight=False)
 
 
-def _run(planned: Plan, out: Path, jobs: int | None, *, resume: bool, force: bool, quiet: bool) -> None:
+def _run(
+    planned: Plan, out: Path, jobs: int | None, *, resume: bool, force: bool, quiet: bool, baseline: str | None
+) -> None:
     from comingle.cli.progress import console, errors
-    from comingle.papers.reproduce.runner import Estimate, check_out, scores, unique
-    from comingle.papers.reproduce.tables import build_table, remarks, render, write_tables
+    from comingle.papers.reproduce.runner import Estimate, check_out, unique
+    from comingle.papers.reproduce.tables import baseline_row, held, remarks, render, write_tables
+    from comingle.reports.against import render as render_verdicts
     from comingle.terminal import words
 
+    baseline_row(planned, baseline)  # refused before the first run
     folder = check_out(out, planned.name, resume=resume, force=force)
     cells, jobs = unique(planned.cells), jobs or planned.jobs
     estimate = Estimate()
@@ -117,7 +126,7 @@ def _run(planned: Plan, out: Path, jobs: int | None, *, resume: bool, force: boo
         if not quiet:
             errors.print(told, soft_wrap=True)  # a line a run, in a file too
         failed = [f"{o.cell.column}, {o.cell.row}: {o.diverged}" for o in outcomes.values() if o.diverged]
-        table = build_table(planned, scores(outcomes, planned.cells, planned.experiment.metric), diverged=failed)
+        table = _table(planned, outcomes, failed, baseline)
         write_tables(folder, table)
     drawn = " · figures as .png and .svg" if planned.experiment.plot else ""
     if drawn:
@@ -127,7 +136,21 @@ def _run(planned: Plan, out: Path, jobs: int | None, *, resume: bool, force: boo
     console.print(render(table))
     for one in remarks(table):
         console.print(f"· {one}", highlight=False)
+    for label, found in held(table):
+        console.print()
+        console.print(words(label, "bold"))
+        for part in render_verdicts(found):
+            console.print(part)
     console.print(words(f"{folder}/  table.md · table.json{drawn}; the runs are in {out}/runs", "dim"))
+
+
+def _table(planned: Plan, outcomes: dict[str, Outcome], failed: list[str], baseline: str | None) -> dict[str, Any]:
+    from comingle.papers.reproduce.runner import results, scores
+    from comingle.papers.reproduce.tables import build_table
+
+    metric, cells = planned.experiment.metric, planned.cells
+    users = results(outcomes, cells, metric)
+    return build_table(planned, scores(outcomes, cells, metric), diverged=failed, results=users, baseline=baseline)
 
 
 def _count(planned: Plan, out: Path, *, force: bool) -> None:

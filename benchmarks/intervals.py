@@ -1,0 +1,100 @@
+"""How often 95% intervals of a mean change over users and seeds hold the truth; one JSON line a case.
+
+    python benchmarks/intervals.py --populations 1000
+
+Differences of users and seeds are drawn as ``user + seed + rest`` with mean 0 and the deviations of each case: normal,
+or users exponential. Candidates: ours (two-way), Student's t over users' means, scipy's bootstrap of users' means (BCa
+and percentile), the studentised bootstrap of users' means, and the hierarchical one, of users and seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import scipy.stats
+
+from comingle.reports.significance import one_way, two_way
+
+RESAMPLES = 400
+CASES = [
+    # users, seeds, deviations of users, seeds and rest, users exponential
+    (4, 3, 1.0, 0.0, 0.3, False),
+    (4, 3, 1.0, 0.3, 0.3, False),
+    (4, 3, 1.0, 1.0, 0.3, False),
+    (4, 3, 0.0, 0.0, 1.0, False),
+    (4, 3, 1.0, 0.3, 0.3, True),
+    (10, 3, 1.0, 0.3, 0.3, False),
+    (10, 3, 1.0, 0.3, 0.3, True),
+    (30, 5, 1.0, 0.3, 0.3, False),
+    (30, 5, 1.0, 0.0, 0.3, True),
+]
+Reach = tuple[float, float]
+
+
+def of_scipy(method: str) -> Callable[[np.ndarray, np.random.Generator], Reach]:
+    bootstrap: Any = scipy.stats.bootstrap
+
+    def interval(table: np.ndarray, draws: np.random.Generator) -> Reach:
+        found = bootstrap((table.mean(1),), np.mean, n_resamples=RESAMPLES, method=method, rng=draws)
+        return found.confidence_interval.low, found.confidence_interval.high
+
+    return interval
+
+
+def studentised(table: np.ndarray, draws: np.random.Generator) -> Reach:
+    means = table.mean(1)
+    some = means[draws.integers(0, len(means), (RESAMPLES, len(means)))]
+    errors = some.std(1, ddof=1) / math.sqrt(len(means))
+    known = errors > 1e-12 * abs(means).max()
+    low, high = np.quantile((some.mean(1) - means.mean())[known] / errors[known], [0.025, 0.975])
+    error = means.std(ddof=1) / math.sqrt(len(means))
+    return means.mean() - high * error, means.mean() - low * error
+
+
+def hierarchical(table: np.ndarray, draws: np.random.Generator) -> Reach:
+    users, seeds = (draws.integers(0, n, (RESAMPLES, n)) for n in table.shape)
+    low, high = np.quantile(table[users[:, :, None], seeds[:, None, :]].mean((1, 2)), [0.025, 0.975])
+    return low, high
+
+
+CANDIDATES: dict[str, Callable[[np.ndarray, np.random.Generator], Reach]] = {
+    "two_way": lambda table, _: two_way(table).interval(),
+    "t_over_users": lambda table, _: one_way(table.mean(1).tolist()).interval(),
+    "bootstrap_bca": of_scipy("BCa"),
+    "bootstrap_percentile": of_scipy("percentile"),
+    "bootstrap_studentised": studentised,
+    "bootstrap_hierarchical": hierarchical,
+}
+
+
+def coverage(case: tuple[int, int, float, float, float, bool], populations: int) -> dict[str, float]:
+    """In per cent."""
+    users, seeds, of_user, of_seed, rest, skewed = case
+    draws, hits = np.random.default_rng(0), dict.fromkeys(CANDIDATES, 0)
+    for _ in range(populations):
+        own = draws.exponential(size=(users, 1)) - 1 if skewed else draws.normal(size=(users, 1))
+        table = of_user * own + of_seed * draws.normal(size=(1, seeds)) + rest * draws.normal(size=(users, seeds))
+        for name, interval in CANDIDATES.items():
+            low, high = interval(table, draws)
+            hits[name] += bool(low <= 0 <= high)
+    return {name: round(100 * count / populations, 1) for name, count in hits.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--populations", type=int, default=1000)
+    populations = parser.parse_args().populations
+    warnings.simplefilter("ignore")  # scipy says where resamples are all alike
+    keys = ("users", "seeds", "of_user", "of_seed", "rest", "exponential")
+    for case in CASES:
+        print(json.dumps({**dict(zip(keys, case, strict=True)), **coverage(case, populations)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Several runs at a time, each group of them in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+from comingle.errors import ComingleError, RunError
+
+Group = TypeVar("Group")
+Found = TypeVar("Found")
+
+
+def in_processes(
+    groups: Sequence[Group], work: Callable[[Group], Iterable[Found]], *, jobs: int, told: Callable[[Group], str] = str
+) -> Iterator[Found]:
+    """What ``work`` yields of every group, as it comes, ``jobs`` groups at a time; everything must pickle.
+
+    Where there are GPUs each process has one of its own, as far as they suffice.
+
+    A group that fails does not stop the others: its error is raised when they are done. Whoever stops here, as with
+    Ctrl-C, stops the processes at once, and what they have written can be resumed.
+
+    Raises:
+        ComingleError: of the first group that failed; ``told`` names one whose process just ended.
+    """
+    context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in an unknown state
+    left, failed = list(groups), []
+    running: dict[Connection, tuple[BaseProcess, Group]] = {}
+    begun = 0
+    try:
+        while left or running:
+            while left and len(running) < jobs:
+                group = left.pop(0)
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_work, args=(theirs, work, group, min(jobs, len(groups)), begun))
+                begun += 1
+                process.start()
+                theirs.close()
+                running[ours] = process, group
+            ready = wait(list(running))
+            for connection in [one for one in running if one in ready]:
+                try:
+                    found = connection.recv()
+                except EOFError:
+                    process, group = running.pop(connection)
+                    process.join()
+                    failed += [RunError(_ended(told(group), process.exitcode))] if process.exitcode else []
+                    continue
+                if isinstance(found, Exception):
+                    failed.append(found)
+                else:
+                    yield found
+    finally:
+        for process, _ in running.values():
+            process.terminate()
+        for process, _ in running.values():
+            process.join()
+    if failed:
+        raise failed[0]
+
+
+def _ended(group: str, code: int) -> str:
+    how = f"was killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"ended with status {code}"
+    return f"{group}: its process {how}; --resume goes on, and fewer --jobs need less memory"
+
+
+def _work(connection: Connection, work: Callable[[Any], Iterable[Any]], group: Any, jobs: int, number: int) -> None:
+    """In a process of its own: send what comes, and what a user can do something about."""
+    import torch
+
+    from comingle.models.hardware import take_gpu
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; whoever started us stops us
+    take_gpu(number)
+    torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
+    try:
+        for found in work(group):
+            connection.send(found)
+    except (ComingleError, OSError, MemoryError) as error:
+        connection.send(error)

@@ -1,0 +1,99 @@
+"""The numbers of a comparison: each method over seeds, and each held against a baseline; ``table.json``."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from comingle.errors import RunError
+from comingle.records import GEOMETRIC, geometric, measure_of, read_metrics
+from comingle.reports.against import Against, baseline_of, hold
+
+
+def _spread(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+    """Mean and standard deviation (0 for a single value); None where a value is not finite."""
+    known = [v for v in values if v is not None]
+    if len(known) < len(values):
+        return None, None
+    return statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else 0.0
+
+
+def compare_runs(folders: Sequence[Path], baseline: str | None = None) -> dict[str, Any]:
+    """Mean and deviation over seeds, for each method in the order given, and each against a baseline.
+
+    Raises:
+        RunError: a run is missing or has not finished.
+        RecipeError: the baseline is not among the methods.
+    """
+    by_method: dict[str, list[dict[str, Any]]] = {}
+    for folder in folders:
+        metrics = read_metrics(folder)
+        by_method.setdefault(metrics["method"], []).append(metrics)
+    return hold_against({"methods": [_row(name, runs) for name, runs in by_method.items()]}, baseline)
+
+
+def hold_against(table: dict[str, Any], baseline: str | None) -> dict[str, Any]:
+    """A comparison with its methods held against a baseline, by default ``local`` or the first; with one seed, or one
+    method, against none.
+
+    Raises:
+        RunError: an older table, which does not have the results of each seed.
+        RecipeError: the baseline is not among the methods.
+    """
+    rows = table["methods"]
+    if any("results" not in row for row in rows):
+        raise RunError("the table does not have each seed's results; make it again with `comingle compare --resume`")
+    chosen = baseline_of([row["method"] for row in rows], baseline)
+    results = {
+        row["method"]: {
+            seed: {user: values[i] for user, values in row["results"].items()} for i, seed in enumerate(row["seeds"])
+        }
+        for row in rows
+    }
+    found = hold(results, measure_of(rows[0]), chosen)
+    return {**table, "against": None if found is None else found.as_dict()}
+
+
+def against_of(table: dict[str, Any]) -> Against | None:
+    """What a table says of its baseline; older ones, and those of one seed, have none."""
+    return Against.read(table["against"]) if table.get("against") else None
+
+
+def _row(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    measure, unit = measure_of(runs[0]), runs[0].get("unit", "tokens")
+    mean, std = _spread([run[f"mean_test_{measure}"] for run in runs])
+    results = {user: [run["users"][user][f"test_{measure}"] for run in runs] for user in runs[0]["users"]}
+    users = {user: dict(zip(("mean", "std"), _spread(values), strict=True)) for user, values in results.items()}
+    return {
+        "method": name,
+        "seeds": [run["seed"] for run in runs],
+        f"mean_test_{measure}": {"mean": mean, "std": std},
+        **_geometric_row(runs, measure),
+        "users": users,
+        "results": results,
+        "upload_bytes_per_user_round": runs[0]["upload_bytes_per_user_round"],
+        "trainable_parameters": runs[0]["trainable_parameters"],
+        f"{unit}_per_second": statistics.fmean(run[f"{unit}_per_second"] for run in runs),
+        "wall_seconds": statistics.fmean(run["wall_seconds"] for run in runs),
+    }
+
+
+def _geometric_row(runs: list[dict[str, Any]], measure: str) -> dict[str, Any]:
+    """Each seed's geometric mean over users, for perplexities: mean and deviation over seeds."""
+    means = [mean for run in runs for mean in geometric(run["users"], measure).values()]
+    return {GEOMETRIC: dict(zip(("mean", "std"), _spread(means), strict=True))} if means else {}
+
+
+def read_comparison(folder: Path) -> dict[str, Any]:
+    """The table of a comparison.
+
+    Raises:
+        RunError: not the folder of a comparison.
+    """
+    try:
+        return json.loads((folder / "table.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{folder}: not the folder of a comparison ({error})") from None
