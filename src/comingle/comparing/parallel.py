@@ -30,24 +30,23 @@ def in_processes(
     """
     context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in an unknown state
     left, failed = list(groups), []
-    running: dict[Connection, tuple[BaseProcess, Group]] = {}
-    begun = 0
+    running: dict[Connection, tuple[BaseProcess, Group, int]] = {}
     try:
         while left or running:
             while left and len(running) < jobs:
                 group = left.pop(0)
+                place = min(set(range(jobs)) - {taken for *_, taken in running.values()})
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_work, args=(theirs, work, group, min(jobs, len(groups)), begun))
-                begun += 1
+                process = context.Process(target=_work, args=(theirs, work, group, min(jobs, len(groups)), place))
                 process.start()
                 theirs.close()
-                running[ours] = process, group
+                running[ours] = process, group, place
             ready = wait(list(running))
             for connection in [one for one in running if one in ready]:
                 try:
                     found = connection.recv()
                 except EOFError:
-                    process, group = running.pop(connection)
+                    process, group, _ = running.pop(connection)
                     process.join()
                     failed += [RunError(_ended(told(group), process.exitcode))] if process.exitcode else []
                     continue
@@ -56,9 +55,9 @@ def in_processes(
                 else:
                     yield found
     finally:
-        for process, _ in running.values():
+        for process, *_ in running.values():
             process.terminate()
-        for process, _ in running.values():
+        for process, *_ in running.values():
             process.join()
     if failed:
         raise failed[0]
@@ -69,14 +68,14 @@ def _ended(group: str, code: int) -> str:
     return f"{group}: its process {how}; --resume goes on, and fewer --jobs need less memory"
 
 
-def _work(connection: Connection, work: Callable[[Any], Iterable[Any]], group: Any, jobs: int, number: int) -> None:
+def _work(connection: Connection, work: Callable[[Any], Iterable[Any]], group: Any, jobs: int, place: int) -> None:
     """In a process of its own: send what comes, and what a user can do something about."""
     import torch
 
     from comingle.models.hardware import take_gpu
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; whoever started us stops us
-    take_gpu(number)
+    take_gpu(place)
     torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
     try:
         for found in work(group):
