@@ -18,7 +18,7 @@ from comingle.engines.checkpoints import list_checkpoints
 from comingle.runs import api
 
 DRIVER = Path(__file__).with_name("shard_driver.py")
-ROUNDING = {"rtol": 1e-5, "atol": 1e-6}
+ROUNDING: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 """Of a sum of three users in float32 against the exact one, over two rounds of AdamW's steps."""
 
 SHORT = {
@@ -157,7 +157,8 @@ def test_a_disk_that_takes_no_more_ends_all_and_leaves_the_older_checkpoints(pla
 def test_everything_that_opens_a_run_opens_that_of_several_processes(played: Played) -> None:
     one, three = (api.load(played[run]) for run in ("comigs-1", "comigs-3"))
     for name in one.users:
-        mine, theirs = one.user(name), three.user(name)
+        mine: Any = one.user(name)
+        theirs: Any = three.user(name)
         assert all(torch.equal(t, theirs.tensors[key]) for key, t in mine.tensors.items())
 
 
