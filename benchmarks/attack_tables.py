@@ -44,7 +44,7 @@ def shown(values: Sequence[float], digits: str = ".3g") -> str:
     if not finite:
         return "none"
     mean = statistics.fmean(finite)
-    text = format(mean, digits) if mean < 1000 else f"{mean:.1g}"
+    text = format(mean, digits) if mean < 1000 else f"{mean:.2g}"
     spread = max(abs(value - mean) for value in finite)
     if len(finite) > 1 and mean < 1000:
         text += f" ± {spread:.2g}"

@@ -58,7 +58,9 @@ def row(method: str, case: str, found: Audit) -> str:
     ]
     aucs, bits = [one.auc for one in found.members], [found.inserted, found.absent]
     reach = interval(aucs) or (0.0, 1.0)
-    told = [f"{fmean(aucs):.2f} ({reach[0]:.2f} to {reach[1]:.2f})", *(f"{fmean(one):.1f}" for one in bits)]
+    shadowed = [[one.auc for one in found.shadowed if one.view == proof.view] for proof in found.proofs]
+    told = [f"{fmean(aucs):.2f} ({reach[0]:.2f} to {reach[1]:.2f})"]
+    told += [f"{fmean(one):.2f}" for one in shadowed] + [f"{fmean(one):.1f}" for one in bits]
     return f"| {method} | {case} | {' | '.join([*proofs, *told])} |"
 
 
@@ -72,7 +74,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     started, users, audits = time.perf_counter(), users_of(args.data), []
-    print("| method | noise | server: right, epsilon (promised) | users | AUC | bits in | bits out |\n|" + "---|" * 7)
+    heads = ["method", "noise", "server: right, epsilon (promised)", "users", "AUC", "with references: server", "users"]
+    print(f"| {' | '.join([*heads, 'bits in', 'bits out'])} |\n|" + "---|" * 9)
     for method in args.methods.split(","):
         for case in CASES:
             run = comingle.run(settings(args.data, args, case), users=users, method=method)

@@ -139,7 +139,7 @@ def main() -> None:
         for seed in seeds
         for method in METHODS[name]
         for epsilon in epsilons
-        if method != "local" or epsilon == epsilons[0]  # it shares nothing, whatever epsilon is
+        if method != "local" or epsilon == math.inf  # it shares nothing, whatever epsilon is
     ]
     for name, args.seed, method, epsilon in cases:
         if time.perf_counter() - started > args.seconds:

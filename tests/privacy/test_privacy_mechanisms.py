@@ -118,6 +118,57 @@ def test_whatever_is_uploaded_the_published_model_moves_by_no_more(federate: Any
     assert distance(whole, without) <= 0.5 / 4 * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("method", CENTRAL)
+def test_of_every_method_the_sum_is_bounded_whatever_is_uploaded(
+    federate: Any, federate_nets: Any, make_user: Any, method: str
+) -> None:
+    """Weights, absences and wild uploads drawn by chance; each user who is there is taken away once."""
+    draw = torch.Generator().manual_seed(CENTRAL.index(method))
+    bound = 10.0 ** float(torch.randint(-4, 3, (), generator=draw))
+    weighted = bool(torch.rand((), generator=draw) < 0.5)
+    changes = {"privacy.noise_multiplier": 1.0, "privacy.clip_norm": bound, "privacy.accountant": "rdp"}
+    changes |= {"training.participation": float(torch.rand((), generator=draw)) * 0.8 + 0.2}
+    if method in TRAINED:
+        users = [make_user(name, train=40 + 60 * at) for at, name in enumerate(USERS)]
+        changes |= {"training.weighting": "tokens", "privacy.weight_cap": 100} if weighted else {}
+        federation = federate(method, users=users, changes=changes)
+    else:
+        changes |= {"data.task.name": "linear"}
+        changes |= {"privacy.weight_cap": 50} if weighted else {"training.weighting": "uniform"}
+        federation = federate_nets(method, changes=changes)
+    present = [user for user in USERS_AT if user == 2 or torch.rand((), generator=draw) < 0.7]
+    local_round(federation, present, 0)
+    upload = arrived(federation, present)
+    for wild in (False, True):
+        if wild:
+            for t in upload.tensors.values():
+                t[-1] = 10.0 ** float(torch.randint(0, 20, (), generator=draw)) * torch.randn(
+                    t[0].shape, generator=draw
+                )
+        whole, moved = summed(federation, upload), list[float]()
+        parts = [upload.of(at) for at in range(len(present))]
+        for gone in range(len(present)):
+            rest = [part for at, part in enumerate(parts) if at != gone]
+            without = summed(federation, join_uploads(rest) if rest else of(upload, range(0)))
+            moved.append(distance(whole, without))
+        assert max(moved) <= bound * (1 + 1e-6)
+        assert not wild or max(moved) > 0.99 * bound
+
+
+def summed(federation: InProcess, upload: Upload) -> Tree:
+    """What the server adds up for an upload, before its noise."""
+    guard, seen = federation.server.guard, list[Tree]()
+    assert guard is not None
+    kept, sums = {name: t.clone() for name, t in federation.server.kept.items()}, guard.sums
+    guard.sums = lambda *told: seen.append(sums(*told)) or seen[-1]  # type: ignore[method-assign]
+    try:
+        federation.server.aggregate(upload)
+    finally:
+        del guard.sums
+        federation.server.kept = kept
+    return seen[0]
+
+
 def of(upload: Upload, some: range) -> Upload:
     parts = [upload.of(at) for at in some]
     empty = Upload(round=upload.round, users=(), tensors={}, ranks=upload.ranks[:0])
