@@ -185,9 +185,8 @@ class Steps:
             settings = self.training.router if name == "router" else self.training.experts
             count = part.router_steps if name == "router" else part.iterations + 1
             slots_layout, rate = layout.touching(roles), learning_rate(settings, iteration, self.iterations)
-            if (
-                settings.memoryless and cohort.mask is None and held is None
-            ):  # a gradient as large as everybody's nets is not copied
+            # A gradient as large as everybody's nets is not copied.
+            if settings.memoryless and cohort.mask is None and held is None:
                 views = layout.views(part.rows)
                 for slot in slots_layout.slots:
                     descend(settings, rate, views[slot.name], gradients.pop(slot.name))

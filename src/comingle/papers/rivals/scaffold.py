@@ -24,8 +24,7 @@ def scaffold(*, server_rate: NotNegative = 1.0) -> Method:
     arXiv:1910.06378, Algorithm 1 with option II; ``server_rate`` is its eta_g.
     Shared: attention, 2 averaged LoRA experts per MLP; a net with its statistics; the server's c comes with each
     download.  Local: c_i.  Frozen: a language model's base.
-    Client: joint steps on training data, each followed by ``-rate (c - c_i)``; at the end of a round
-    ``c_i = c_i - c + (x - y_i) / sum of rates``.
+    Client: joint steps on training data, each followed by that; then ``c_i = c_i - c + (x - y_i) / sum of rates``.
     Server: ``x = x + eta_g (mean of y_i - x)`` and ``c = c + 1/N sum_i (c_i's change)`` over the round's users.
     Differs from the paper: users send their rates' sum, out of which and of y_i the server computes the change of c_i;
     that is half the upload.  With plain descent at a constant rate all is as in the paper; of another optimiser it is
@@ -40,6 +39,7 @@ def scaffold(*, server_rate: NotNegative = 1.0) -> Method:
 
 
 OWN, ALL, RATES = "scaffold.own.", "scaffold.all.", "rates"
+CONTROL, USERS = "control.", "users"
 
 
 class Controlled(Part):
@@ -87,10 +87,8 @@ class Controlled(Part):
         return {RATES: Reported(most=1e9)}
 
 
-def mean_step(
-    before: Float[Tensor, "users ..."], after: Float[Tensor, "users ..."], rates: Float[Tensor, " users"]
-) -> Float[Tensor, "users ..."]:
-    """``(x - y_i) / sum of rates``."""
+def mean_step(before: Tensor, after: Tensor, rates: Float[Tensor, " users"]) -> Float[Tensor, "users ..."]:
+    """``(x - y_i) / sum of rates`` of tensors ``(users, *shape)``."""
     return (before - after) / rates.to(after).clamp(min=1e-12).view(-1, *[1] * (after.dim() - 1))
 
 
@@ -105,15 +103,14 @@ class ControlledMean(Mean):
 
     def start(self, setup: ServerSetup) -> Tree:
         """The model, c = 0, and how many users there are."""
-        model = super().start(setup)
-        control = {CONTROL + name: torch.zeros_like(t) for name, t in model_of(model).items()}
-        return model | control | {USERS: torch.tensor(len(setup.users))}
+        model = super().start(setup) | {USERS: torch.tensor(len(setup.users))}
+        return model | {CONTROL + name: torch.zeros_like(t) for name, t in model_of(model).items()}
 
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
         """Of both; c first, out of the model as users had received it."""
         for name, mean in sums.items():
-            model, control = kept[KEPT + name], kept[CONTROL + name]
-            steps = mean_step(model.expand_as(received.tensors[name]), received.tensors[name], received.reports[RATES])
+            model, control, sent = kept[KEPT + name], kept[CONTROL + name], received.tensors[name]
+            steps = mean_step(model.expand_as(sent), sent, received.reports[RATES])
             control += (steps - control).sum(0) / kept[USERS]
             model.lerp_(mean, self.rate)
 
@@ -121,6 +118,3 @@ class ControlledMean(Mean):
         """The model and c."""
         both = {name: torch.stack([t, kept[CONTROL + name]]) for name, t in model_of(kept).items()}
         return {name: t.expand(len(users), *t.shape) for name, t in both.items()}
-
-
-CONTROL, USERS = "control.", "users"
