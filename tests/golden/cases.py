@@ -43,6 +43,7 @@ ROUTED = (
     "comigs-1gxs",
 )
 MIXTURES = ("floral", "floral-mfl", "local-adaptor")
+ONE_RANK = ("fedex-lora",)
 ONE_LORA = ("fedit", "fedlora", "stacking")
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -164,7 +165,7 @@ def cases(folder: Path) -> dict[str, dict[str, Any]]:
         best = {} if name == "pretrained" else {"evaluation.select": "best", "evaluation.every": 1}
         found[f"text/{name}/half, tokens, exchanged, best"] = text_recipe(folder, own, **part, **best)
     for name in on_text:
-        if name not in (*MIXTURES, "fedmerge", "fedmerge-fixed", "ifca", "pretrained", "centralized"):
+        if name not in (*MIXTURES, *ONE_RANK, "fedmerge", "fedmerge-fixed", "ifca", "pretrained", "centralized"):
             ranks = {"adapters.rank": [4, 1, 2, 3], "training.participation": 0.75}
             found[f"text/{name}/ranks"] = text_recipe(folder, method(name), **ranks)
     for title, (name, settings) in VARIANTS.items():
