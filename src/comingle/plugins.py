@@ -7,14 +7,15 @@ A package offers a function under a name in its ``pyproject.toml``::
 
 Groups: ``comingle.methods`` (functions that make a :class:`comingle.methods.base.Method`), ``comingle.nets`` (functions
 of an input shape and a number of outputs that make an ``nn.Module``), ``comingle.kinds``, ``comingle.personal`` (what
-is done with a personal model) and ``comingle.verbs`` (functions for typer). Names are read from the metadata of what is
+is done with a personal model), ``comingle.verbs`` (functions for typer) and ``comingle.orders`` (under the name of a
+group, the order in which its names are listed). Names are read from the metadata of what is
 installed; a plug-in's code is imported when its name is asked for, never because a recipe or a message names a path.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -82,7 +83,10 @@ def require(group: str, name: str) -> Any:
 
 
 class Registry(Mapping[str, Offered], Generic[Offered]):
-    """The core's own by name, then what was registered, then what plug-ins offer; the latter imported on first use."""
+    """The core's own by name, what was registered, and what plug-ins offer, which is imported on first use.
+
+    Names are listed in the order that a package publishes for the group; others after them, the core's own first.
+    """
 
     def __init__(self, group: str, own: Mapping[str, Offered]) -> None:
         self._group = group
@@ -132,7 +136,9 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
         return name in self._own or name in self._registered or name in load(self._group)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self._own, *self._registered, *load(self._group)]))
+        names = dict.fromkeys([*self._own, *self._registered, *load(self._group)])
+        published = [name for name in _published_order(self._group) if name in names]
+        return iter(dict.fromkeys([*published, *names]))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -140,6 +146,16 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
     def hint(self, name: str) -> str:
         """What may help somebody who asked for a name that is not here."""
         return did_you_mean(name, self) + stale_hint(self._group, name)
+
+
+def _published_order(group: str) -> Sequence[str]:
+    """In which order an installed package wants a group's names listed; none where nobody says so, or it is broken."""
+    plugin = load("comingle.orders").get(group)
+    try:
+        return plugin.load() if plugin is not None else ()
+    except PluginError as error:
+        _log.warning("%s", error)
+        return ()
 
 
 def taken(plugin: Plugin) -> PluginError:

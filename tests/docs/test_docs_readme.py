@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from comingle.methods import REGISTRY, make, settings_of
 from comingle.methods.base import Method
 from comingle.methods.client import Part
-from comingle.methods.mixtures import Entropic
+from comingle.papers.methods.mixtures import Entropic
 from comingle.recipes import Recipe
 from comingle.recipes.data import kinds, load_section
 
@@ -110,7 +110,7 @@ def test_the_code_of_methods_is_the_code() -> None:
     assert len(pieces) > 5
     for piece in pieces:
         name, _, lines = piece.partition("\n")
-        code = (REPOSITORY / "src" / "comingle" / "methods" / name.removeprefix("# ")).read_text(encoding="utf-8")
+        code = (REPOSITORY / "src" / "comingle" / name.removeprefix("# ")).read_text(encoding="utf-8")
         assert without_layout(lines) in without_layout(code), (name, lines)
 
 

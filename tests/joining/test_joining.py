@@ -14,8 +14,8 @@ from comingle.errors import ComingleError, DataError, RecipeError, RunError
 from comingle.joining.api import join
 from comingle.methods.client import joint
 from comingle.methods.server import model_of
-from comingle.methods.soups import MERGING, soup_of
 from comingle.models.personal import PersonalModel
+from comingle.papers.methods.soups import MERGING, soup_of
 from comingle.runs.api import load, run
 from comingle.runs.results import Run
 from comingle.trees import restrict

@@ -18,6 +18,7 @@ AMBIGUOUS = {"local", "centralized", "pretrained", "floral"}
 """Names that are words too, as in ``evaluation.model: local``, or of functions that the package exports."""
 
 DATA = {
+    "papers/methods/__init__.py": "the order in which methods are listed",
     "costing/footprint.py": "the method of the smallest recipe there is",
     "costing/planning.py": "the two methods of the published table of costs",
     "reports/colours.py": "colours and lines that some methods have in every report",

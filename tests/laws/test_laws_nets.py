@@ -12,7 +12,7 @@ from torch import Tensor
 from comingle.data.samples import Samples
 from comingle.engines.mixing import mixtures
 from comingle.methods.base import Method
-from comingle.methods.mixtures import Entropic
+from comingle.papers.methods.mixtures import Entropic
 from comingle.papers.rivals.scaffold import RATES, Controlled
 from comingle.protocol.messages import COUNT, LOSS, Upload
 from comingle.routers.mixtures import ClientMixture

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from comingle.adapters.inject import ATTENTION, GENERALIST, ROUTER, SPECIALIST
 from comingle.methods import make
-from comingle.methods.ifca import Choose
-from comingle.methods.mixtures import Entropic
+from comingle.papers.methods.ifca import Choose
+from comingle.papers.methods.mixtures import Entropic
 from comingle.papers.rivals.scaffold import RATES, Controlled
 from comingle.protocol.messages import COUNT, LOSS, Upload
 from comingle.transports.inprocess import InProcess

@@ -28,8 +28,8 @@ from comingle.cli.server import server
 from comingle.cli.show import show
 from comingle.cli.verbs import Verbs
 from comingle.errors import ComingleError, RecipeError
+from comingle.processes.launched import find_place, speaks
 from comingle.terminal import printable
-from comingle.transports.launched import find_place, speaks
 
 app = typer.Typer(
     name="comingle",

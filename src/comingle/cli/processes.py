@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from comingle.errors import RunError
-from comingle.transports.launched import LOST, MEETING, PARENT
+from comingle.processes.launched import LOST, MEETING, PARENT
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 10.0

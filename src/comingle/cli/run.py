@@ -19,7 +19,7 @@ from comingle.cli.options import (
     read_recipe,
 )
 from comingle.errors import RecipeError
-from comingle.transports.launched import find_place
+from comingle.processes.launched import find_place
 
 Processes = Annotated[
     int | None,

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,13 +15,13 @@ from rich.text import Text
 from comingle.cli.options import default_folder, read_recipe
 from comingle.errors import RankLostError
 from comingle.kinds.base import Materials
+from comingle.processes.launched import LOST, PARENT, Place
+from comingle.processes.ranks import Ranks, joined
+from comingle.processes.sharing import build_sharded, check_device, share_out, spans, take_threads
 from comingle.progress import LOADING, reporting
 from comingle.runs.folders import check_folder
-from comingle.runs.session import prepare, run_in, warn_unread
-from comingle.runs.sharding import check_device, share_out, spans, take_threads
+from comingle.runs.session import build, prepare, run_in, warn_unread
 from comingle.terminal import errors, words
-from comingle.transports.launched import LOST, PARENT, Place
-from comingle.transports.ranks import Ranks, joined
 
 if TYPE_CHECKING:
     from comingle.engines.client import Clients
@@ -76,7 +77,8 @@ def train_here(
                     warn_overlaps(materials)
                 if leads:
                     warn_unread(recipe)
-                done = run_in(folder, recipe, materials, resume=resume, force=force, observers=watch, ranks=ranks)
+                building = build if ranks is None else partial(build_sharded, ranks=ranks)
+                done = run_in(folder, recipe, materials, resume=resume, force=force, observers=watch, building=building)
         return (folder, done) if leads else None
     except RankLostError:
         if PARENT in os.environ:

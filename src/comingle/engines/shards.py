@@ -1,4 +1,4 @@
-"""Checkpoints that several processes write, each its users' part.
+"""Checkpoints that several processes have written, each its users' part: read by any number of processes, also one.
 
 In the folder of a checkpoint ``users-I-of-N.safetensors`` has the users of process I, ``server.safetensors`` what the
 server keeps; ``checkpoint.json`` says how many users each file has. Any number of processes goes on from what any other
@@ -7,30 +7,23 @@ number has written, one process's ``state.safetensors`` included; each reads and
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from comingle.engines.checkpoints import (
-    STATE,
-    Progress,
-    finish_checkpoint,
-    named,
-    places,
-    read_tensors,
-    write_tensors,
-    written,
-)
-from comingle.engines.checksums import line_of, verify
+from comingle.engines.checkpoints import STATE, Progress, named, read_tensors
+from comingle.engines.checksums import verify
 from comingle.engines.clock import Federation
 from comingle.engines.state import State
 from comingle.trees import Layout, Tree, flatten
 
 SERVER = "server.safetensors"
-_ROWS, _SERVER, _BEST, _BEST_ROUND = "user/", "server/", "best/", "best/round"
+OF_SERVER = "server/"
+"""So begin the names of what the server keeps."""
+
+_ROWS, _BEST, _BEST_ROUND = "user/", "best/", "best/round"
 
 
 def shard_file(number: int, count: int) -> str:
@@ -38,42 +31,17 @@ def shard_file(number: int, count: int) -> str:
     return f"users-{number}-of-{count}.safetensors"
 
 
-def save_shards(federation: Federation, run: Path, number: int, progress: Progress) -> None:
-    """Write the checkpoint of a round: each process the part of its users, process ``number`` of as many as there are.
+def load_parts(federation: Federation, checkpoint: Path, progress: Progress) -> Tree:
+    """Have those who are here be as they were at a checkpoint; what the server kept, where the server is.
 
     Raises:
-        RunError: the disk of one of them does not take it; the older checkpoints stay.
+        RunError: as :func:`comingle.engines.checkpoints.load_checkpoint`.
     """
-    clients, layout = federation.clients, federation.clients.model.layout
-
-    def begin() -> tuple[str, str]:
-        folder, draft = places(run, progress.round)
-        with written(folder, draft):
-            draft.mkdir(parents=True)
-        return str(folder), str(draft)
-
-    folder, draft = (Path(place) for place in federation.share(begin))
-
-    def write() -> str:
-        file = draft / shard_file(number, len(progress.shards))
-        with written(folder, None):
-            write_tensors(file, named(layout, clients.state, {}))
-            return line_of(file).decode()
-
-    try:
-        lines = [line.encode() for line in federation.gather(write)]
-    except BaseException:
-        if federation.leads:  # when all know of it: who still writes would else say that the folder is gone
-            shutil.rmtree(draft, ignore_errors=True)
-        raise
-
-    def finish() -> None:
-        with written(folder, draft):
-            kept = {_SERVER + name: t for name, t in federation.server.state.items()}
-            write_tensors(draft / SERVER, kept)
-            finish_checkpoint(draft, folder, progress, lines)
-
-    federation.share(finish)
+    clients, like = federation.clients, federation.server.state
+    layout, names = clients.model.layout, [trainer.name for trainer in clients.trainers]
+    clients.state = federation.each(lambda: load_users(checkpoint, progress, layout, clients.state, names))
+    device = clients.state.rows.device
+    return federation.each(lambda: load_server(checkpoint, progress, like, device) if federation.leads else {})
 
 
 def load_users(folder: Path, progress: Progress, layout: Layout, like: State, names: Sequence[str]) -> State:
@@ -89,7 +57,7 @@ def load_users(folder: Path, progress: Progress, layout: Layout, like: State, na
             continue
         verify(folder, file)
         expected = {name: (_shape(name, t, copies * len(there)), t.dtype) for name, t in whole.items()}
-        found = read_tensors(folder / file, expected, like.rows.device, besides=_SERVER)
+        found = read_tensors(folder / file, expected, like.rows.device, besides=OF_SERVER)
         taken = _rows(there, wanted, copies)
         into = _rows(names, wanted, copies)
         for name, t in whole.items():
@@ -108,9 +76,9 @@ def load_server(folder: Path, progress: Progress, like: Tree, device: torch.devi
     """
     file = SERVER if progress.shards else STATE
     verify(folder, file)
-    expected = {_SERVER + name: (tuple(t.shape), t.dtype) for name, t in like.items()}
+    expected = {OF_SERVER + name: (tuple(t.shape), t.dtype) for name, t in like.items()}
     found = read_tensors(folder / file, expected, device, besides=None if progress.shards else "")
-    return {name.removeprefix(_SERVER): t for name, t in found.items()}
+    return {name.removeprefix(OF_SERVER): t for name, t in found.items()}
 
 
 def _files(progress: Progress) -> list[tuple[str, list[str]]]:

@@ -1,4 +1,4 @@
-"""The methods, one page each, and their registry."""
+"""What methods are made of, the core's own, one page each, and the registry of all."""
 
 from __future__ import annotations
 
@@ -11,22 +11,8 @@ from comingle.errors import PluginError, RecipeError, did_you_mean
 from comingle.methods.base import Method
 from comingle.methods.centralized import centralized
 from comingle.methods.comigs import comigs, comigs_1g1s, comigs_1gxs, comigs_2g, comigs_2s, comigs_tr
-from comingle.methods.ensemble import ensemble, ensemble_optimal, local_adaptor
-from comingle.methods.factors import fedsa_lora, ffa_lora
-from comingle.methods.fdlora import fdlora
-from comingle.methods.fedavg import fedavg, fedavg_plus
-from comingle.methods.fedem import fedem
-from comingle.methods.fedit import fedit, fedlora
-from comingle.methods.fedmerge import fedmerge, fedmerge_fixed
-from comingle.methods.flexlora import flexlora
-from comingle.methods.floral import floral, floral_mfl, floral_optimal
-from comingle.methods.hetlora import hetlora
-from comingle.methods.ifca import ifca
+from comingle.methods.fedavg import fedavg
 from comingle.methods.local import local
-from comingle.methods.mfl import fml, mfl
-from comingle.methods.moe import fedavg_moe, fedavg_moe_tr, local_moe, local_moe_tr
-from comingle.methods.pcl import pcl
-from comingle.methods.pfedmoe import pfedmoe
 from comingle.methods.pretrained import pretrained
 from comingle.methods.settings import allowed, by_type
 from comingle.methods.stacking import stacking
@@ -39,38 +25,12 @@ _OWN: dict[str, Make] = {
     "centralized": centralized,
     "local": local,
     "fedavg": fedavg,
-    "ffa-lora": ffa_lora,
-    "fedsa-lora": fedsa_lora,
-    "pcl": pcl,
-    "fdlora": fdlora,
-    "hetlora": hetlora,
-    "flexlora": flexlora,
-    "local-moe": local_moe,
-    "fedavg-moe": fedavg_moe,
-    "pfedmoe": pfedmoe,
-    "local-moe-tr": local_moe_tr,
-    "fedavg-moe-tr": fedavg_moe_tr,
     "comigs-tr": comigs_tr,
     "comigs": comigs,
     "comigs-1g1s": comigs_1g1s,
     "comigs-2g": comigs_2g,
     "comigs-2s": comigs_2s,
     "comigs-1gxs": comigs_1gxs,
-    "floral": floral,
-    "floral-optimal": floral_optimal,
-    "floral-mfl": floral_mfl,
-    "local-adaptor": local_adaptor,
-    "ensemble": ensemble,
-    "ensemble-optimal": ensemble_optimal,
-    "mfl": mfl,
-    "fml": fml,
-    "fedmerge": fedmerge,
-    "fedmerge-fixed": fedmerge_fixed,
-    "fedavg+": fedavg_plus,
-    "ifca": ifca,
-    "fedem": fedem,
-    "fedit": fedit,
-    "fedlora": fedlora,
     "stacking": stacking,
 }
 

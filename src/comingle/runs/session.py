@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,18 @@ from comingle.data.samples import SPLITS
 from comingle.engines.checkpoints import (
     Progress,
     list_checkpoints,
-    load_checkpoint,
     progress_of,
     prune_checkpoints,
     read_progress,
-    save_checkpoint,
 )
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock
 from comingle.engines.evaluations import amounts, end_event, merged, start_event, summarise, users_metrics
 from comingle.engines.events import EventLog, Observer, tensorboard
-from comingle.engines.naming import check_names, reorder, reorder_kept
-from comingle.engines.private import keep_key
+from comingle.engines.naming import check_names, reorder_kept
+from comingle.engines.private import keep_key, key_of, set_key
 from comingle.engines.rounds import Checkpoint, run_rounds
 from comingle.engines.runtime import keep_buffers
-from comingle.engines.shards import save_shards
 from comingle.engines.trackers import TRACKERS, Tracked, Tracker, check_trackers
 from comingle.errors import DivergenceError, RunError
 from comingle.inputs import Inputs, UserInputs
@@ -45,10 +42,7 @@ from comingle.runs.folders import open_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
 from comingle.runs.settings import privacy_of, training_settings
-from comingle.runs.sharding import build_sharded, describe_shards, restore_shards, share_key
 from comingle.transports.inprocess import InProcess, federate
-from comingle.transports.ranks import Ranks
-from comingle.transports.sharded import Sharded
 
 logger = logging.getLogger("comingle")
 
@@ -146,14 +140,12 @@ def describe(materials: Materials, recipe: Recipe) -> Inputs:
 # -------------------------------------------------------------------- build
 
 
-def build(recipe: Recipe, materials: Materials, ranks: Ranks | None = None) -> InProcess:
-    """Both halves of a recipe's federation, before the first round; with ``ranks`` this process's part of it.
+def build(recipe: Recipe, materials: Materials) -> InProcess:
+    """Both halves of a recipe's federation, before the first round.
 
     Raises:
         ComingleError: settings, data and base do not fit each other.
     """
-    if ranks is not None:
-        return build_sharded(recipe, materials, ranks)
     method = make(recipe.method.name, **recipe.method.settings)
     training = training_settings(recipe, [user.name for user in materials.users])
     federation = federate(materials.kind.clients(recipe, materials, method, training))
@@ -169,28 +161,34 @@ def run_in(
     resume: bool,
     force: bool,
     observers: Callable[[Clients], Sequence[Observer]] = lambda clients: (),
-    ranks: Ranks | None = None,
+    building: Callable[[Recipe, Materials], InProcess] = build,
 ) -> Run:
     """Build a recipe's federation and run it in its folder; ``observers`` of its users' events are made for it.
 
-    Without a folder nothing is written. Of several processes (``ranks``) the one that leads observes and writes.
+    Without a folder nothing is written. ``building`` makes the federation; where it is one of several processes, the
+    process that leads observes and writes.
 
     Raises:
-        ComingleError: as :func:`build`, :func:`comingle.runs.folders.open_folder` and :func:`execute`.
+        ComingleError: as ``building``, :func:`comingle.runs.folders.open_folder` and :func:`execute`.
     """
-    federation = build(recipe, materials, ranks)
+    federation = building(recipe, materials)
     watching = observers(federation.clients) if federation.leads else ()
     settings = materials.kind.settings(materials)
     if folder is None:
         return replace(execute(federation, recipe, None, observers=watching), settings=settings)
-    inputs = federation.each(lambda: describe(materials, recipe))
-    if isinstance(federation, Sharded):
-        inputs = describe_shards(inputs, federation)
+    inputs = _described(federation, materials, recipe)
     with ExitStack() as opened:
         entering = open_folder(folder, recipe, inputs, resume=resume, force=force)
         federation.share(lambda: opened.enter_context(entering))
         done = execute(federation, recipe, folder, resume=resume, observers=watching)
     return replace(done, settings=settings)
+
+
+def _described(federation: InProcess, materials: Materials, recipe: Recipe) -> Inputs:
+    """What the run has read, at the process that leads: of all users, wherever they are."""
+    here = federation.each(lambda: describe(materials, recipe))
+    users = merged(federation.gather(lambda: {name: asdict(of_user) for name, of_user in here.users.items()}))
+    return replace(here, users={name: UserInputs(**of_user) for name, of_user in users.items()})
 
 
 def execute(
@@ -208,10 +206,7 @@ def execute(
         DivergenceError: a user's loss is not finite.
     """
     clock, start, kept, clients = Clock(), 0, 0, federation.clients
-    if isinstance(federation, Sharded):
-        share_key(federation, folder, anew=not resume)
-    elif folder is not None:
-        keep_key(folder, clients.shield, clients.steps.examples, federation.server.guard, anew=not resume)
+    _keep_key(federation, folder, anew=not resume)
     if folder is not None and resume and federation.share(lambda: bool(list_checkpoints(folder))):
         progress = restore(federation, folder, recipe)
         start, kept, clock = progress.round, progress.events_bytes, progress.clock
@@ -249,6 +244,19 @@ def execute(
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, told=tuple(told))
 
 
+def _keep_key(federation: InProcess, folder: Path | None, *, anew: bool) -> None:
+    """Have noise be drawn with the key that is kept in the folder; without one, with the key that all halves share."""
+    clients = federation.clients
+    halves = clients.shield, clients.steps.examples, federation.server.guard
+
+    def keep() -> str:
+        if folder is not None:
+            keep_key(folder, *halves, anew=anew)
+        return key_of(*halves)
+
+    set_key(federation.share(keep), *halves)
+
+
 def _saving(federation: InProcess, recipe: Recipe, folder: Path | None, log: EventLog | None) -> Checkpoint:
     """Writes checkpoints to the run's folder, where it has one."""
     clients = federation.clients
@@ -261,10 +269,7 @@ def _saving(federation: InProcess, recipe: Recipe, folder: Path | None, log: Eve
         progress = progress_of(
             done, recipe.fingerprint, clients.everybody, clock=clock, events_bytes=log.size_bytes if log else 0
         )
-        if isinstance(federation, Sharded):
-            save_shards(federation, folder, federation.ranks.rank, replace(progress, shards=federation.shards))
-        else:
-            save_checkpoint(folder, clients.model.layout, clients.state, federation.server.state, progress)
+        federation.save(folder, progress)
         federation.share(lambda: prune_checkpoints(folder, recipe.checkpoints.keep))
 
     return checkpoint
@@ -291,11 +296,7 @@ def restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:
     clients, server = federation.clients, federation.server
     was, names = progress.trainers, clients.everybody
     federation.each(lambda: check_names(newest, was, names))
-    if isinstance(federation, Sharded) or progress.shards:
-        kept = restore_shards(federation, newest, progress)
-    else:
-        state, kept = load_checkpoint(newest, clients.model.layout, clients.state, server.state)
-        clients.state = reorder(state, was, names)
+    kept = federation.load(newest, progress)
     clients.resized()
     if federation.leads:
         server.restore(reorder_kept(kept, was, names, server.by_user))

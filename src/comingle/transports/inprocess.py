@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import torch
 
+from comingle.engines.checkpoints import Progress, load_checkpoint, save_checkpoint
 from comingle.engines.client import Clients
 from comingle.engines.clock import Federation
+from comingle.engines.naming import reorder
 from comingle.engines.private import terms_of
 from comingle.engines.server import ServerHalf
+from comingle.engines.shards import load_parts
 from comingle.engines.starting import start_server
 from comingle.errors import NoSumError
 from comingle.privacy.ledger import Ledger
@@ -31,6 +35,7 @@ from comingle.protocol.messages import (
     validation_report,
 )
 from comingle.protocol.wire import pack, packed_bytes, unpack
+from comingle.trees import Tree
 
 logger = logging.getLogger("comingle")
 
@@ -52,6 +57,27 @@ class InProcess(Federation):
     upload_bytes: int = 0
     download_bytes: int = 0
     _sent: Upload | None = None
+
+    def save(self, folder: Path, progress: Progress) -> None:
+        """Write the checkpoint of a round to a run's folder.
+
+        Raises:
+            RunError: the disk does not take it; the older checkpoints stay.
+        """
+        save_checkpoint(folder, self.clients.model.layout, self.clients.state, self.server.state, progress)
+
+    def load(self, checkpoint: Path, progress: Progress) -> Tree:
+        """Have the users be as they were at a checkpoint, also one of several processes; what the server kept.
+
+        Raises:
+            RunError: it was changed, or is not this recipe's.
+        """
+        if progress.shards:
+            return load_parts(self, checkpoint, progress)
+        clients = self.clients
+        state, kept = load_checkpoint(checkpoint, clients.model.layout, clients.state, self.server.state)
+        clients.state = reorder(state, progress.trainers, clients.everybody)
+        return kept
 
     def download(self, members: Sequence[int]) -> None:
         """Those of these users who are behind receive what the server has."""

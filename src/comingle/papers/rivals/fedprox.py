@@ -7,8 +7,8 @@ from dataclasses import replace
 from comingle.methods.base import Method
 from comingle.methods.client import Client, joint
 from comingle.methods.fedavg import fedavg
-from comingle.methods.fedmerge import Proximal
 from comingle.methods.settings import NotNegative
+from comingle.papers.methods.fedmerge import Proximal
 
 
 def fedprox(*, proximal: NotNegative = 0.01) -> Method:

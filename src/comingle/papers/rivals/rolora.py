@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Phase
-from comingle.methods.factors import A, B
 from comingle.methods.server import Mean
+from comingle.papers.methods.factors import A, B
 
 
 def rolora() -> Method:

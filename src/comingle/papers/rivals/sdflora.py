@@ -5,7 +5,7 @@ from __future__ import annotations
 from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, joint
-from comingle.methods.flexlora import Redistribute
+from comingle.papers.methods.flexlora import Redistribute
 
 
 def sdflora() -> Method:

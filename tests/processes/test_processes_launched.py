@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from comingle.errors import RecipeError, RunError
+from comingle.processes.launched import Place, find_place, speaks
+from comingle.processes.sharing import check_device, spans
 from comingle.recipes import parse_recipe
-from comingle.runs.sharding import check_device, spans
-from comingle.transports.launched import Place, find_place, speaks
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

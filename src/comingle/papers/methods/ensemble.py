@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from comingle.methods.base import Method
 from comingle.methods.client import ROUTERS, Phase
-from comingle.methods.mfl import MODELS, SHARED_MODELS
-from comingle.methods.mixtures import TRAINED, client_mixture
 from comingle.methods.server import Mean
 from comingle.methods.settings import Models, Positive
+from comingle.papers.methods.mfl import MODELS, SHARED_MODELS
+from comingle.papers.methods.mixtures import TRAINED, client_mixture
 from comingle.routers.mixtures import ClientMixture
 from comingle.trees import BASE, BASE_STATISTICS
 

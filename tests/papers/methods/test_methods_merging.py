@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from comingle.errors import RecipeError
-from comingle.methods.merging import (
+from comingle.methods.server import mix
+from comingle.papers.methods.merging import (
     column_shares,
     fixed_step,
     head,
@@ -18,8 +19,7 @@ from comingle.methods.merging import (
     soup_gradient,
     weight_gradient,
 )
-from comingle.methods.server import mix
-from comingle.methods.soups import start_soup
+from comingle.papers.methods.soups import start_soup
 from comingle.trees import Tree
 
 USERS, MODELS = 5, 3

@@ -14,7 +14,7 @@ from comingle.methods.base import Method, Placement
 from comingle.methods.client import MODEL, Client, Cohort, Part, joint
 from comingle.methods.server import Mean, Received, Reported, ServerSetup, mix
 from comingle.methods.settings import Models
-from comingle.methods.soups import soup_of, start_soup
+from comingle.papers.methods.soups import soup_of, start_soup
 from comingle.trees import Tree
 
 

@@ -8,7 +8,7 @@ from comingle.errors import RecipeError
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import MODEL, Client, Cohort, Part, joint
 from comingle.methods.settings import Count, Models, NotNegative, Which
-from comingle.methods.soup_server import Merge
+from comingle.papers.methods.soup_server import Merge
 from comingle.trees import Tree
 
 

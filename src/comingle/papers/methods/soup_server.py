@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.data.seeds import generator
-from comingle.methods.merging import (
+from comingle.methods.server import Received, Server, ServerSetup, mix
+from comingle.papers.methods.merging import (
     column_shares,
     fixed_step,
     head,
@@ -19,8 +20,7 @@ from comingle.methods.merging import (
     soup_gradient,
     weight_gradient,
 )
-from comingle.methods.server import Received, Server, ServerSetup, mix
-from comingle.methods.soups import MERGING, soup_of, start_soup
+from comingle.papers.methods.soups import MERGING, soup_of, start_soup
 from comingle.routers.mixtures import NEVER, softmax_mixture
 from comingle.trees import Tree
 

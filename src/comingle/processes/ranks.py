@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from comingle import errors
 from comingle.errors import ComingleError, RankLostError
-from comingle.transports.launched import LOST, PARENT, Place
+from comingle.processes.launched import LOST, PARENT, Place
 from comingle.trees import Tree
 
 T = TypeVar("T")

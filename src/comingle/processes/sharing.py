@@ -5,32 +5,25 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from comingle.engines.checkpoints import Progress
-from comingle.engines.private import keep_key, key_of, set_key
 from comingle.engines.settings import Training
-from comingle.engines.shards import load_server, load_users
 from comingle.engines.starting import start_server
 from comingle.engines.training import cohorts
 from comingle.errors import RecipeError
-from comingle.inputs import Inputs, UserInputs
 from comingle.kinds.base import Materials, later
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.hardware import take_gpu
 from comingle.privacy.examples import Work
 from comingle.privacy.ledger import Ledger
+from comingle.processes.launched import Place
+from comingle.processes.ranks import Ranks
+from comingle.processes.sharded import Sharded
 from comingle.recipes import Recipe
 from comingle.runs.settings import training_settings
-from comingle.transports.inprocess import InProcess
-from comingle.transports.launched import Place
-from comingle.transports.ranks import Ranks
-from comingle.transports.sharded import Sharded
-from comingle.trees import Tree
 
 
 def spans(users: int, processes: int, at_once: int) -> list[range]:
@@ -125,34 +118,6 @@ def _check_alike(federation: Sharded) -> None:
                 raise RecipeError(f"runtime: {told}; set runtime.device and runtime.dtype, so that all are alike")
 
     federation.share(check)
-
-
-def describe_shards(inputs: Inputs, federation: Sharded) -> Inputs:
-    """What all processes have read, at the one that leads; ``inputs`` are those of the users who are here."""
-    parts = federation.gather(lambda: {name: asdict(of_user) for name, of_user in inputs.users.items()})
-    users = {name: UserInputs(**of_user) for part in parts for name, of_user in part.items()}
-    return replace(inputs, users=users)
-
-
-def share_key(federation: Sharded, folder: Path | None, *, anew: bool) -> None:
-    """Have all processes draw noise with the key that is kept in the folder, or that the first has made."""
-    halves = federation.clients.shield, federation.clients.steps.examples, federation.server.guard
-
-    def keep() -> str:
-        if folder is not None:
-            keep_key(folder, *halves, anew=anew)
-        return key_of(*halves)
-
-    set_key(federation.share(keep), *halves)
-
-
-def restore_shards(federation: InProcess, checkpoint: Path, progress: Progress) -> Tree:
-    """Have those who are here be as they were at a checkpoint; what the server kept, at the process that leads."""
-    clients, like = federation.clients, federation.server.state
-    layout, names = clients.model.layout, [trainer.name for trainer in clients.trainers]
-    clients.state = federation.each(lambda: load_users(checkpoint, progress, layout, clients.state, names))
-    device = clients.state.rows.device
-    return federation.each(lambda: load_server(checkpoint, progress, like, device) if federation.leads else {})
 
 
 def check_device(recipe: Recipe, place: Place) -> None:

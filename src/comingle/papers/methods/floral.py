@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from comingle.errors import RecipeError
 from comingle.methods.base import Method
 from comingle.methods.client import ROUTERS, Cohort, Part, Phase
-from comingle.methods.mixtures import TRAINED, ClusterSteps, Entropic, client_mixture
 from comingle.methods.settings import CountOrNone, Models, NotNegative, Positive
+from comingle.papers.methods.mixtures import TRAINED, ClusterSteps, Entropic, client_mixture
 from comingle.routers.mixtures import ClientMixture
 
 

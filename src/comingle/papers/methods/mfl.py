@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from comingle.methods.base import Method
 from comingle.methods.client import ROUTERS, Phase
-from comingle.methods.mixtures import Entropic, client_mixture
 from comingle.methods.settings import Models, Positive
+from comingle.papers.methods.mixtures import Entropic, client_mixture
 from comingle.routers.mixtures import ClientMixture
 from comingle.trees import ADAPTOR, STATISTICS
 

@@ -2,24 +2,28 @@
 
 Every process runs the same rounds. Messages are those of one process: uploads are put together in the order of the
 users, so that the server computes what it would have computed alone, to the last bit; downloads are handed out. Where
-the server needs sums alone, each process sends one sum and no upload (:mod:`comingle.transports.adding`).
+the server needs sums alone, each process sends one sum and no upload (:mod:`comingle.processes.adding`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
 
+from comingle.engines.checkpoints import Progress
+from comingle.engines.shards import load_parts
+from comingle.processes.adding import reduced
+from comingle.processes.ranks import Ranks
+from comingle.processes.saving import save_shards
 from comingle.protocol.compression import expand
 from comingle.protocol.messages import LOSS, Download, Upload, join_uploads, no_uploads, validation_report, verdict
 from comingle.protocol.wire import packed_bytes
-from comingle.transports.adding import reduced
 from comingle.transports.inprocess import InProcess
-from comingle.transports.ranks import Ranks
 from comingle.trees import Tree, restrict
 
 T = TypeVar("T")
@@ -43,15 +47,15 @@ class Sharded(InProcess):
         self.leads = self.ranks.leads
 
     def each(self, work: Callable[[], T]) -> T:
-        """As :meth:`comingle.transports.ranks.Ranks.each`."""
+        """As :meth:`comingle.processes.ranks.Ranks.each`."""
         return self.ranks.each(work)
 
     def gather(self, work: Callable[[], Any]) -> list[Any]:
-        """As :meth:`comingle.transports.ranks.Ranks.gather`."""
+        """As :meth:`comingle.processes.ranks.Ranks.gather`."""
         return self.ranks.gather(work)
 
     def share(self, work: Callable[[], T]) -> T:
-        """As :meth:`comingle.transports.ranks.Ranks.share`."""
+        """As :meth:`comingle.processes.ranks.Ranks.share`."""
         return self.ranks.share(work)
 
     def invite(self, number: int, *, releases: bool) -> list[int] | None:
@@ -59,6 +63,16 @@ class Sharded(InProcess):
         members = self.share(lambda: self.server.invite(self.clients.training, number, releases=releases))
         here = range(len(self.clients.trainers))
         return None if members is None else [m - self.first for m in members if m - self.first in here]
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save(self, folder: Path, progress: Progress) -> None:
+        """Write the checkpoint of a round, each process its users' part."""
+        save_shards(self, folder, self.ranks.rank, replace(progress, shards=self.shards))
+
+    def load(self, checkpoint: Path, progress: Progress) -> Tree:
+        """Have those who are here be as they were at a checkpoint; what the server kept, at the process that leads."""
+        return load_parts(self, checkpoint, progress)
 
     # ---------------------------------------------------------------- downloads
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from comingle.errors import DivergenceError
-from comingle.transports.adding import largest_terms, reduced, shifts_of, sums_of, whole_sums
+from comingle.processes.adding import largest_terms, reduced, shifts_of, sums_of, whole_sums
 
 USERS = 7
 

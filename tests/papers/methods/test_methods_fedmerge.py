@@ -17,8 +17,8 @@ from comingle.engines.rounds import run_rounds
 from comingle.errors import DivergenceError, RecipeError
 from comingle.kinds.samples import building as nets
 from comingle.methods import make
-from comingle.methods.fedmerge import Proximal
 from comingle.models import hardware
+from comingle.papers.methods.fedmerge import Proximal
 from comingle.transports.inprocess import InProcess
 from federations import crossing, download_all, exchange, local_round, message_bytes
 

@@ -25,7 +25,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401 (imported at first
 from comingle.cli.training import train_here
 from comingle.engines import rounds, shards
 from comingle.errors import ComingleError
-from comingle.transports.launched import Place
+from comingle.processes.launched import Place
 
 
 def kill_in(number: int) -> None:

@@ -1,0 +1,49 @@
+"""Checkpoints that several processes write, each its users' part (:mod:`comingle.engines.shards` reads them)."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from comingle.engines.checkpoints import Progress, finish_checkpoint, named, places, write_tensors, written
+from comingle.engines.checksums import line_of
+from comingle.engines.clock import Federation
+from comingle.engines.shards import OF_SERVER, SERVER, shard_file
+
+
+def save_shards(federation: Federation, run: Path, number: int, progress: Progress) -> None:
+    """Write the checkpoint of a round: each process the part of its users, process ``number`` of as many as there are.
+
+    Raises:
+        RunError: the disk of one of them does not take it; the older checkpoints stay.
+    """
+    clients, layout = federation.clients, federation.clients.model.layout
+
+    def begin() -> tuple[str, str]:
+        folder, draft = places(run, progress.round)
+        with written(folder, draft):
+            draft.mkdir(parents=True)
+        return str(folder), str(draft)
+
+    folder, draft = (Path(place) for place in federation.share(begin))
+
+    def write() -> str:
+        file = draft / shard_file(number, len(progress.shards))
+        with written(folder, None):
+            write_tensors(file, named(layout, clients.state, {}))
+            return line_of(file).decode()
+
+    try:
+        lines = [line.encode() for line in federation.gather(write)]
+    except BaseException:
+        if federation.leads:  # when all know of it: who still writes would else say that the folder is gone
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+    def finish() -> None:
+        with written(folder, draft):
+            kept = {OF_SERVER + name: t for name, t in federation.server.state.items()}
+            write_tensors(draft / SERVER, kept)
+            finish_checkpoint(draft, folder, progress, lines)
+
+    federation.share(finish)
