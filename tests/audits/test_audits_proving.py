@@ -10,7 +10,8 @@ from scipy.integrate import quad
 from scipy.stats import binom, norm
 
 from comingle.audits.proving import chance, least_epsilon
-from comingle.privacy.accounting import Release, epsilon, epsilon_of_replacing
+from comingle.audits.replacing import epsilon_of_replacing
+from comingle.privacy.accounting import Release, epsilon
 
 
 @pytest.mark.parametrize("count", [8, 12, 40])

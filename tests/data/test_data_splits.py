@@ -10,8 +10,9 @@ from torch import Tensor
 
 from comingle.data.samples import Samples, UserSamples
 from comingle.data.seeds import generator
-from comingle.data.splits import check_labels, hold_out, hold_out_valid, warn_unseen
+from comingle.data.splits import hold_out, warn_unseen
 from comingle.errors import DataError
+from comingle.papers.tasks.holding import check_labels, hold_out_valid
 
 
 def draw_labels(seed: int) -> Tensor:

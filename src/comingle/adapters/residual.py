@@ -46,17 +46,3 @@ def factors_of(
         return a, b
     wide = torch.cat([a, tensors[f"{name}.{IN}"] / scale], -2)
     return wide, torch.cat([b, tensors[f"{name}.{OUT}"]], -2)
-
-
-def factored(
-    change: Float[Tensor, "*experts d_in d_out"], rank: int
-) -> tuple[Float[Tensor, "*experts rank d_in"], Float[Tensor, "*experts rank d_out"]]:
-    """Factors of ``change = I^T O``: exact where the rank is that of the smaller side, else the best of that rank."""
-    d_in, d_out = change.shape[-2:]
-    one = torch.eye(min(d_in, d_out), dtype=change.dtype, device=change.device).expand(*change.shape[:-2], -1, -1)
-    if rank >= min(d_in, d_out):
-        first, second = (one, change) if d_in <= d_out else (change.mT, one)
-        missing = (0, 0, 0, rank - min(d_in, d_out))
-        return torch.nn.functional.pad(first, missing), torch.nn.functional.pad(second, missing)
-    left, values, right = torch.linalg.svd(change, full_matrices=False)
-    return left[..., :rank].mT, (values.unsqueeze(-1) * right)[..., :rank, :]

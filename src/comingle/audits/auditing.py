@@ -11,12 +11,13 @@ from comingle.audits.canaries import REFERENCES, SERVER, USERS, Trial, check_wat
 from comingle.audits.inversion import invert
 from comingle.audits.membership import infer
 from comingle.audits.proving import least_epsilon
+from comingle.audits.replacing import epsilon_of_replacing
 from comingle.audits.shadows import Shadow, run_shadow, told_apart
 from comingle.audits.tokens import recover
 from comingle.comparing.trials import shortened as in_rounds
 from comingle.errors import RunError
 from comingle.kinds.base import Materials
-from comingle.privacy.accounting import epsilon_of_replacing, release_of
+from comingle.privacy.accounting import release_of
 from comingle.progress import LOADING, Reporter
 from comingle.recipes import Recipe
 from comingle.reports.audit import Audit, Proof, Recovery, exposure

@@ -45,9 +45,9 @@ def chat(
     if web:
         _show_page(run, method)
         return
-    from comingle.runs.folders import find_run
     from comingle.serving.chat import Chat
     from comingle.serving.engine import Engine
+    from comingle.serving.finding import find_run
     from comingle.serving.people import names_in
     from comingle.serving.rows import pretrained
 

@@ -19,12 +19,13 @@ def data(
     Beyond 24 users the table has the distribution, and the users with least and most.
     """
     read = read_recipe(recipe, sets)
+    from comingle.cli.previews import preview
     from comingle.cli.progress import console, status
     from comingle.cli.training import warn_overlaps
     from comingle.runs.session import prepare
 
     with status("reading and tokenising"):
         materials = prepare(read)
-    for part in materials.kind.preview(read, materials, everybody=everybody):
+    for part in preview(read, materials, everybody=everybody):
         console.print(part, highlight=False)
     warn_overlaps(materials)

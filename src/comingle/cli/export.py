@@ -45,7 +45,7 @@ def export(
     from comingle.cli.progress import console, status
     from comingle.cli.views import generating_model
     from comingle.export.folders import check_target
-    from comingle.runs.folders import find_run
+    from comingle.serving.finding import find_run
 
     folder = find_run(run, method, seed)
     with status("opening the run"):

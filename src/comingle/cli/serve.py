@@ -39,7 +39,7 @@ def serve(
 ) -> None:
     """Serve everybody's models at once, over one base, as an OpenAI-compatible API; a page to chat is at /."""
     require_app("serve")
-    from comingle.runs.folders import find_run
+    from comingle.serving.finding import find_run
     from comingle.serving.keys import check_host, read_keys
     from comingle.serving.keys import make_keys as write_keys
     from comingle.serving.people import names_in

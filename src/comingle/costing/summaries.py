@@ -9,8 +9,8 @@ from typing import Any
 
 from comingle.costing.messages import count_exchanges
 from comingle.costing.passes import Rehearsal, memory
+from comingle.costing.promises import promise
 from comingle.costing.records import MemoryCost, MethodCost, UserCost
-from comingle.engines.private import promise
 from comingle.engines.training import Portions, round_sizes
 from comingle.errors import RecipeError
 from comingle.methods import make, settings_beside

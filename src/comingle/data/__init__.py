@@ -9,7 +9,6 @@ From text to batches, one module a step:
     tokenise    documents -> one stream of tokens
     pack        a user's three splits -> three streams, checked against the context length
     batches     a stream -> random windows (training), consecutive windows (evaluation)
-    preview     what a user holds, for people
     seeds       every random stream, from what it is for
 
 Samples, inputs with targets, go another way:

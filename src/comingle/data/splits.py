@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
 from comingle.data.samples import Samples, UserSamples
-from comingle.errors import DataError
 
 logger = logging.getLogger("comingle")
 
@@ -55,41 +53,9 @@ def _rank_in_label(labels: Int64[Tensor, " n"], counts: Int64[Tensor, " classes"
     return rank
 
 
-def hold_out_valid(user: UserSamples, share: float) -> UserSamples:
-    """The user with ``share`` of the train samples as validation samples; a regression has no labels to keep.
-
-    Raises:
-        DataError: a share above 0 of samples of which none can be spared.
-    """
-    if share <= 0:
-        return user
-    targets = user.train.targets
-    labels = torch.zeros(len(targets), dtype=torch.int64) if targets.is_floating_point() else targets.long()
-    kept, held = hold_out(labels, share)
-    if not len(held):
-        got = f"{len(targets)} train samples of {len(labels.unique())} labels"
-        raise DataError(f"user {user.name!r}: valid={share} of {got}: none can be spared; allowed: 0, or more samples")
-    return replace(user, train=take(user.train, kept), valid=take(user.train, held))
-
-
 def take(samples: Samples, places: Int64[Tensor, " m"]) -> Samples:
     """The samples at these places."""
     return Samples(inputs=samples.inputs[places], targets=samples.targets[places])
-
-
-def check_labels(users: Sequence[UserSamples]) -> None:
-    """Whether users have seen, in training, every label that they are validated and tested on.
-
-    Raises:
-        DataError: some user has not.
-    """
-    for user in users:
-        for split, samples in (("valid", user.valid), ("test", user.test)):
-            if unseen := _find_unseen(user, samples):
-                raise DataError(
-                    f"user {user.name!r}: {split} holds labels that train does not: {list_labels(unseen)}; "
-                    "allowed: those of train"
-                )
 
 
 def warn_unseen(users: Sequence[UserSamples]) -> None:
@@ -97,7 +63,7 @@ def warn_unseen(users: Sequence[UserSamples]) -> None:
     unseen = {
         user.name: labels
         for user in users
-        if (labels := sorted({*_find_unseen(user, user.valid), *_find_unseen(user, user.test)}))
+        if (labels := sorted({*find_unseen(user, user.valid), *find_unseen(user, user.test)}))
     }
     if not unseen:
         return
@@ -112,7 +78,8 @@ def warn_unseen(users: Sequence[UserSamples]) -> None:
     )
 
 
-def _find_unseen(user: UserSamples, samples: Samples) -> list[int]:
+def find_unseen(user: UserSamples, samples: Samples) -> list[int]:
+    """Labels of these samples that the user does not train on."""
     return samples.targets[~torch.isin(samples.targets, user.train.targets)].unique().tolist()
 
 

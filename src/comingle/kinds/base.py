@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from comingle.data.digests import digest_split
 from comingle.data.partition import Overlap, UserText, find_overlap
@@ -23,9 +23,6 @@ from comingle.models.model import Model
 from comingle.recipes import Recipe
 from comingle.recipes.data import load_object
 from comingle.trees import Tree
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 LoadBase = Callable[[], Base]
 """Loads the base, when something needs it."""
@@ -178,10 +175,6 @@ class Kind(ABC):
         return Materials(kind=self, base=base, users=users, unread=True)
 
     # ---------------------------------------------------------------- looked at
-
-    @abstractmethod
-    def preview(self, recipe: Recipe, materials: Materials, *, everybody: bool) -> list[RenderableType]:
-        """What ``comingle data`` prints of the users."""
 
     def sample(self, user: Any) -> Any:
         """Tokens of a test set of a user, for a view of where they are routed."""

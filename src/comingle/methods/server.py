@@ -162,19 +162,6 @@ class Mean(Server):
         return {name: t.expand(len(users), 1, *t.shape) for name, t in model_of(kept).items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeanByCluster(Mean):
-    """The weighted mean, of each component by how much its users make of it (FLoRAL, Algorithm 1, lines 11 and 12)."""
-
-    clipped_mean = False
-
-    def coefficients(self, received: Received) -> Tree:
-        """``p(k)``, and of components ``p(k|c)``."""
-        shares = aggregation_weights(received.reports["mixture"], received.weights)
-        by_name = super().coefficients(received)
-        return {name: shares if name in received.clustered else weights for name, weights in by_name.items()}
-
-
 def weighted_sums(uploads: Tree, coefficients: Tree) -> Tree:
     """``sum_u weight_u upload_u``; where weights have components, of each component by its own."""
     return {name: _weighted_sum(t, coefficients[name].to(t)) for name, t in uploads.items()}
@@ -189,32 +176,6 @@ def _weighted_sum(uploads: Tensor, weights: Float[Tensor, "users ..."]) -> Tenso
 def model_of(kept: Tree) -> Tree:
     """The tensors of the one model that a server keeps."""
     return {name.removeprefix(MODEL): t for name, t in kept.items() if name.startswith(MODEL)}
-
-
-def mix(uploads: Tree, matrix: Float[Tensor, "receivers senders"]) -> Tree:
-    """Receiver i gets ``sum_j matrix_ij upload_j``: the identity is Local, a constant row is FedAvg.
-
-    The last bits of what somebody receives do not depend on who receives beside: a product of matrices is rounded by
-    its shape, so each sum is added up in the order of its senders. It costs about 1.6 times the product.
-    """
-    return {name: _mix(t, matrix.to(t)) for name, t in uploads.items()}
-
-
-def _mix(uploads: Float[Tensor, "senders ..."], matrix: Float[Tensor, "receivers senders"]) -> Tensor:
-    sent = uploads.flatten(1)
-    mixed = sent.new_zeros(len(matrix), sent.shape[1])
-    width = max(_NARROW, _IN_CACHE // max(len(matrix), 1))
-    terms = sent.new_empty(len(matrix), min(width, sent.shape[1]))
-    columns = matrix.T.unsqueeze(-1)
-    for piece, into in zip(sent.split(width, 1), mixed.split(width, 1), strict=True):
-        term = terms[:, : piece.shape[1]]
-        for column, row in zip(columns, piece, strict=True):
-            into.add_(torch.mul(column, row, out=term))
-    return mixed.view(len(matrix), *uploads.shape[1:])
-
-
-_NARROW, _IN_CACHE = 1024, 2**16
-"""Numbers at a time: of each receiver at least, and of all together."""
 
 
 def aggregation_weights(

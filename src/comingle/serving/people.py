@@ -13,7 +13,7 @@ from comingle.models.cache import cache_folder
 from comingle.models.personal import PersonalModel
 from comingle.records import read_metrics
 from comingle.runs.api import load
-from comingle.runs.folders import find_run
+from comingle.serving.finding import find_run
 from comingle.serving.rows import prepare
 
 TURNS = ("conversations", "questions")

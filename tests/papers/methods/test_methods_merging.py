@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from comingle.errors import RecipeError
-from comingle.methods.server import mix
 from comingle.papers.methods.merging import (
     column_shares,
     fixed_step,
     head,
     inner_products,
     logit_gradient,
+    mix,
     soup_gradient,
     weight_gradient,
 )

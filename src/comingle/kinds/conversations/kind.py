@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from comingle.data.answers import UserAnswers, check_answers, pool_answers
 from comingle.data.batches import PAD
@@ -18,7 +18,6 @@ from comingle.kinds.base import LoadBase, Materials, always_there, count_trainer
 from comingle.kinds.conversations.checking import count_here
 from comingle.kinds.conversations.encoding import check_small, encode_users, enough
 from comingle.kinds.conversations.feed import AnswerFeed
-from comingle.kinds.conversations.preview import preview_answers, preview_conversations
 from comingle.kinds.conversations.reading import UserConversations, adopt_users, has_messages, read_users
 from comingle.kinds.conversations.rows import Columns
 from comingle.kinds.conversations.section import ConversationsSection
@@ -28,9 +27,6 @@ from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.model import Model
 from comingle.recipes import Recipe
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 NOTE = "Conversations count as long as the context, the most that training on them can cost."
 ABSENT_NOTE = f"{NOTE} How many there are is not known, so a round has one batch ({{}})."
@@ -84,10 +80,6 @@ class AnswersKind(LanguageKind):
         """The conversations of all."""
         return pool_answers(users)
 
-    def preview(self, recipe: Recipe, materials: Materials, *, everybody: bool) -> list[RenderableType]:
-        """How many each user has, and how long they are: whole, and the responses alone."""
-        return preview_answers(recipe, materials, self.name, everybody=everybody)
-
     def sample(self, user: Any) -> Any:
         """The first of the test set."""
         return user.test.tokens(0)
@@ -124,10 +116,6 @@ class ConversationsKind(AnswersKind):
     def check_enough(self, users: Sequence[UserAnswers], method: Method) -> None:
         """All who have too few are named at once."""
         check_small(users, needs_validation=method.client.needs_validation)
-
-    def preview(self, recipe: Recipe, materials: Materials, *, everybody: bool) -> list[RenderableType]:
-        """The same, and the beginning of a train and of a test conversation."""
-        return preview_conversations(recipe, materials, everybody=everybody)
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
         """Rows of a data set are read where it alone knows its users."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from comingle.data.samples import Samples, UserSamples, pool_samples
 from comingle.data.splits import warn_unseen
@@ -15,9 +15,7 @@ from comingle.evaluation.losses import CROSS_ENTROPY, MSE, Loss, find_loss
 from comingle.kinds.base import Kind, LoadBase, Materials
 from comingle.kinds.samples.building import build_nets, check_on_nets, net_model
 from comingle.kinds.samples.given import TAKEN, read_given, takes
-from comingle.kinds.samples.nets import net_name
 from comingle.kinds.samples.population import MakeNet, Population
-from comingle.kinds.samples.preview import preview
 from comingle.kinds.samples.reading import read_users
 from comingle.kinds.samples.section import SamplesSection
 from comingle.methods.base import Method
@@ -27,9 +25,6 @@ from comingle.models.personal_net import PersonalNet, personal_net
 from comingle.models.stacked import StackedModel
 from comingle.recipes import Recipe
 from comingle.trees import Tree
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 OWN = ""
 """What a run folder has as the net or the loss that a program handed over."""
@@ -60,10 +55,6 @@ class NetKind(Kind):
     def personal(self, name: str, model: Model, tensors: Tree, row: int) -> PersonalNet:
         """One that predicts."""
         return personal_net(name, cast(StackedModel, model), tensors)
-
-    def preview(self, recipe: Recipe, materials: Materials, *, everybody: bool) -> list[RenderableType]:
-        """The net that is trained, how many samples each user has, and its true cluster where there is one."""
-        return preview(net_name(recipe, materials.common), materials.common, everybody=everybody)
 
     def of_users(self, recipe: Recipe, users: int) -> Recipe:
         """The recipe with so many users, for costs.

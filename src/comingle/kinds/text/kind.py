@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from comingle.data.pack import UserData, check, pool
 from comingle.data.partition import UserText, mix_held_out
@@ -16,7 +16,6 @@ from comingle.kinds.language import check_on_language, language_model
 from comingle.kinds.text.checking import check_texts
 from comingle.kinds.text.feed import TextFeed
 from comingle.kinds.text.given import HANDED, given_texts, takes
-from comingle.kinds.text.preview import preview
 from comingle.kinds.text.reading import leave_out, read_users, tokenise_users
 from comingle.kinds.text.section import TextSection, UsersRows
 from comingle.methods import make
@@ -25,9 +24,6 @@ from comingle.models.model import Model
 from comingle.models.personal import PersonalModel, Spoken
 from comingle.recipes import Recipe
 from comingle.trees import Tree
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 class LanguageKind(Kind):
@@ -126,10 +122,6 @@ class TextKind(LanguageKind):
     def pooled(self, users: Sequence[Any]) -> UserData:
         """The streams of all, one after another."""
         return pool(users)
-
-    def preview(self, recipe: Recipe, materials: Materials, *, everybody: bool) -> list[RenderableType]:
-        """Documents and tokens of every split, and the beginning of a train and of a test document."""
-        return preview(recipe, materials, everybody=everybody)
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
         """Rows of a data set are read where it alone knows its users."""

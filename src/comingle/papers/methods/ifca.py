@@ -12,8 +12,9 @@ from torch import Tensor
 from comingle.data.seeds import generator
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import MODEL, Client, Cohort, Part, joint
-from comingle.methods.server import Mean, Received, Reported, ServerSetup, mix
+from comingle.methods.server import Mean, Received, Reported, ServerSetup
 from comingle.methods.settings import Models
+from comingle.papers.methods.merging import mix
 from comingle.papers.methods.soups import soup_of, start_soup
 from comingle.trees import Tree
 

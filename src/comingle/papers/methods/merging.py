@@ -1,6 +1,6 @@
 """What moves a soup of models and its merging weights, out of the users' updates of their merged models.
 
-m users, d models Theta_j, weights w (m x d), theta_i = sum_j w_ij Theta_j (:func:`comingle.methods.server.mix`).
+m users, d models Theta_j, weights w (m x d), theta_i = sum_j w_ij Theta_j (:func:`mix`).
 Updates g_i are of the sign of gradients: theta_i as it was sent minus as it came back. p_i = n_i / n.
 Source: FedMerge (Chen et al. 2025, arXiv:2504.06768), equations 5 and 6, appendices C and D.
 """
@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.methods.server import mix
 from comingle.trees import Tree
 
 MOST_STEPS = 10_000
@@ -91,3 +90,29 @@ def head(tree: Tree) -> list[str]:
     trained = [name for name, t in tree.items() if not name.rpartition(".")[2].startswith("running")]
     last = trained[-1].rpartition(".")[0]
     return [name for name in trained if name.rpartition(".")[0] == last]
+
+
+def mix(uploads: Tree, matrix: Float[Tensor, "receivers senders"]) -> Tree:
+    """Receiver i gets ``sum_j matrix_ij upload_j``: the identity is Local, a constant row is FedAvg.
+
+    The last bits of what somebody receives do not depend on who receives beside: a product of matrices is rounded by
+    its shape, so each sum is added up in the order of its senders. It costs about 1.6 times the product.
+    """
+    return {name: _mix(t, matrix.to(t)) for name, t in uploads.items()}
+
+
+def _mix(uploads: Float[Tensor, "senders ..."], matrix: Float[Tensor, "receivers senders"]) -> Tensor:
+    sent = uploads.flatten(1)
+    mixed = sent.new_zeros(len(matrix), sent.shape[1])
+    width = max(_NARROW, _IN_CACHE // max(len(matrix), 1))
+    terms = sent.new_empty(len(matrix), min(width, sent.shape[1]))
+    columns = matrix.T.unsqueeze(-1)
+    for piece, into in zip(sent.split(width, 1), mixed.split(width, 1), strict=True):
+        term = terms[:, : piece.shape[1]]
+        for column, row in zip(columns, piece, strict=True):
+            into.add_(torch.mul(column, row, out=term))
+    return mixed.view(len(matrix), *uploads.shape[1:])
+
+
+_NARROW, _IN_CACHE = 1024, 2**16
+"""Numbers at a time: of each receiver at least, and of all together."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Cohort, Part, Phase
-from comingle.methods.server import MODEL, MeanByCluster, Received, Reported, Server, model_of
+from comingle.methods.server import MODEL, Mean, Received, Reported, Server, aggregation_weights, model_of
 from comingle.routers.mixtures import ClientMixture
 from comingle.trees import ADAPTOR, BASE, BASE_STATISTICS, CLIENT_ROUTER, Tree
 
@@ -70,6 +70,19 @@ class Entropic(Part):
 def entropic(losses: Float[Tensor, "users clusters"], rate: float) -> Float[Tensor, "users clusters"]:
     """Logits of ``pi_c ~ exp(-rate f_c)``, which minimises ``sum_c pi_c f_c + (1/rate) pi_c log pi_c`` (eq. 5, 34)."""
     return -rate * losses
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanByCluster(Mean):
+    """The weighted mean, of each component by how much its users make of it (FLoRAL, Algorithm 1, lines 11 and 12)."""
+
+    clipped_mean = False
+
+    def coefficients(self, received: Received) -> Tree:
+        """``p(k)``, and of components ``p(k|c)``."""
+        shares = aggregation_weights(received.reports["mixture"], received.weights)
+        by_name = super().coefficients(received)
+        return {name: shares if name in received.clustered else weights for name, weights in by_name.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.data.seeds import generator
-from comingle.methods.server import Received, Server, ServerSetup, mix
+from comingle.methods.server import Received, Server, ServerSetup
 from comingle.papers.methods.merging import (
     column_shares,
     fixed_step,
     head,
     inner_products,
     logit_gradient,
+    mix,
     soup_gradient,
     weight_gradient,
 )

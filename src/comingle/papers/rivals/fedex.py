@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from comingle.adapters.inject import ATTENTION, GENERALIST
-from comingle.adapters.residual import IN, OUT, RESIDUAL, factored
+from comingle.adapters.residual import IN, OUT, RESIDUAL
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Phase
 from comingle.methods.server import MODEL, Mean, Received
@@ -62,3 +64,17 @@ def add_to(kept: Tree, name: str, parts: list[tuple[torch.Tensor, torch.Tensor]]
     change = sum((a.mT @ b for a, b in parts), ends[0].mT @ ends[1])
     for end, t in zip(ends, factored(change, ends[0].shape[-2]), strict=True):
         end.copy_(t)
+
+
+def factored(
+    change: Float[Tensor, "*experts d_in d_out"], rank: int
+) -> tuple[Float[Tensor, "*experts rank d_in"], Float[Tensor, "*experts rank d_out"]]:
+    """Factors of ``change = I^T O``: exact where the rank is that of the smaller side, else the best of that rank."""
+    d_in, d_out = change.shape[-2:]
+    one = torch.eye(min(d_in, d_out), dtype=change.dtype, device=change.device).expand(*change.shape[:-2], -1, -1)
+    if rank >= min(d_in, d_out):
+        first, second = (one, change) if d_in <= d_out else (change.mT, one)
+        missing = (0, 0, 0, rank - min(d_in, d_out))
+        return torch.nn.functional.pad(first, missing), torch.nn.functional.pad(second, missing)
+    left, values, right = torch.linalg.svd(change, full_matrices=False)
+    return left[..., :rank].mT, (values.unsqueeze(-1) * right)[..., :rank, :]

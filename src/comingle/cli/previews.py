@@ -1,0 +1,168 @@
+"""What ``comingle data`` shows of the users of a recipe, by what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from comingle.data.answers import UserAnswers
+from comingle.data.pack import UserData
+from comingle.data.partition import UserText
+from comingle.data.rows import list_names
+from comingle.data.samples import SPLITS, UserSamples
+from comingle.kinds.base import Materials
+from comingle.kinds.language import NETS
+from comingle.kinds.samples.nets import net_name
+from comingle.recipes import Recipe
+from comingle.terminal import printable, words
+
+_SAMPLE_CHARACTERS = 160
+_SIZES = ("train", "valid", "test", "tokens, mean", "at most", "answer at most")
+_ENDS = 3
+
+LISTED_USERS = 24
+"""Up to so many users have a row each."""
+
+
+def choose_rows(
+    counts: Mapping[str, Sequence[int]], by: int, *, everybody: bool = False
+) -> list[tuple[str, list[str]]]:
+    """A table's rows: a user each, or for more than 24 each column's distribution and the users at its ends.
+
+    ``counts`` are a user's numbers, column by column; who has least and most is decided ``by`` one of them.
+    """
+    rows = {name: [f"{number:,}" for number in numbers] for name, numbers in counts.items()}
+    if everybody or len(rows) <= LISTED_USERS:
+        return list(rows.items())
+    columns = [sorted(column) for column in zip(*counts.values(), strict=True)]
+    told = {"least": 0, "median": (len(rows) - 1) // 2, "most": -1}
+    told_rows = [(f"{word} of {len(rows):,}", [f"{column[at]:,}" for column in columns]) for word, at in told.items()]
+    order = sorted(rows, key=lambda name: counts[name][by])
+    return told_rows + [(name, rows[name]) for name in (*order[:_ENDS], *order[-_ENDS:])]
+
+
+def preview(recipe: Recipe, materials: Materials, *, everybody: bool) -> list[RenderableType]:
+    """Tables and lines about the users; of a kind that holds something else how much everybody has of it."""
+    for holds, show in _SHOWN.items():
+        if issubclass(materials.kind.user, holds):
+            return show(recipe, materials, everybody)
+    title = f"{recipe.base}: {materials.kind.name}"
+    return [_counts(title, materials, everybody)]
+
+
+def _of_text(recipe: Recipe, materials: Materials, everybody: bool) -> list[RenderableType]:
+    """A table of documents and tokens, who was left out, and the beginnings of documents of those in the table."""
+    summaries = [summarise(text, user) for text, user in zip(materials.texts, materials.users, strict=True)]
+    title = words(f"{recipe.base}: documents and tokens", "table.title")
+    table = Table("user", title=title, title_justify="left", box=None)
+    for split in SPLITS:
+        table.add_column(f"{split} docs", justify="right")
+        table.add_column(f"{split} tokens", justify="right")
+    kinds = [(split, kind) for split in SPLITS for kind in ("documents", "tokens")]
+    rows = choose_rows({one["user"]: [one[k][s] for s, k in kinds] for one in summaries}, by=1, everybody=everybody)
+    for name, cells in rows:
+        table.add_row(words(name), *cells)
+    listed = {name for name, _ in rows}
+    shown = [one for one in summaries if one["user"] in listed]
+    lines = [line for one in shown for line in beginnings(one["user"], one["samples"])]
+    return [table, *left_out(materials, "too little text", everybody), *lines]
+
+
+def _of_answers(recipe: Recipe, materials: Materials, everybody: bool) -> list[RenderableType]:
+    """How many each user has, and how long they are: whole, and the responses alone.
+
+    Who was left out, and where there are texts the beginning of a train and of a test conversation.
+    """
+    title = words(f"{recipe.base}: {materials.kind.name}", "table.title")
+    table = Table("user", title=title, title_justify="left", box=None)
+    for name in _SIZES:
+        table.add_column(name, justify="right")
+    rows = choose_rows({user.name: _sizes(user) for user in materials.users}, by=0, everybody=everybody)
+    for name, cells in rows:
+        table.add_row(words(name), *cells)
+    listed = dict(rows)
+    shown = [line for text in materials.texts if text.name in listed for line in beginnings(text.name, _firsts(text))]
+    return [table, *left_out(materials, "too few conversations", everybody), *shown]
+
+
+def _sizes(user: UserAnswers) -> list[int]:
+    parts = (user.train, user.valid, user.test)
+    sizes = [len(part.tokens(number)) for part in parts for number in range(len(part))] or [0]
+    return [*map(len, parts), round(sum(sizes) / len(sizes)), max(sizes), user.test.limit]
+
+
+def _firsts(text: UserText) -> dict[str, str]:
+    return {split: shorten(documents[0]) for split in ("train", "test") if (documents := getattr(text, split))}
+
+
+def _of_samples(recipe: Recipe, materials: Materials, everybody: bool) -> list[RenderableType]:
+    """The net that is trained, how many samples each user has, and its true cluster where there is one."""
+    population = materials.common
+    shape = " x ".join(str(size) for size in population.input_shape)
+    title = f"{NETS}{net_name(recipe, population)}: samples of {shape}"
+    if population.labels:
+        title += f", classes {list_names(population.labels)}"
+    return [_counts(title, materials, everybody)]
+
+
+def _counts(title: str, materials: Materials, everybody: bool) -> Table:
+    table = Table("user", "cluster", title=words(title), title_justify="left", box=None)
+    for split in SPLITS:
+        table.add_column(split, justify="right")
+    found = {user.name: getattr(user, "cluster", None) for user in materials.users}
+    counts = {user.name: [len(getattr(user, split)) for split in SPLITS] for user in materials.users}
+    for name, cells in choose_rows(counts, by=0, everybody=everybody):
+        cluster = found.get(name)
+        table.add_row(words(name), "-" if cluster is None else str(cluster), *cells)
+    return table
+
+
+_SHOWN: Mapping[type, Callable[[Recipe, Materials, bool], list[RenderableType]]] = {
+    UserData: _of_text,
+    UserAnswers: _of_answers,
+    UserSamples: _of_samples,
+}
+
+
+def left_out(materials: Materials, why: str, everybody: bool) -> list[RenderableType]:
+    """Who was left out, and why."""
+    if not materials.skipped:
+        return []
+    shown = list(materials.skipped.items())[: None if everybody else LISTED_USERS]
+    told = f"left out, as they have {why}: {len(materials.skipped):,}"
+    return [words(told), *(words(f"  {name}: {what}") for name, what in shown)]
+
+
+def beginnings(name: str, samples: Mapping[str, str]) -> list[RenderableType]:
+    """A line for the beginning of a document of each split."""
+    return [
+        Text.assemble(words(name, "bold"), " ", (f"{split}:", "dim"), " ") + Text(printable(sample, keep="\n\t"))
+        for split, sample in samples.items()
+    ]
+
+
+def summarise(text: UserText, data: UserData) -> dict[str, Any]:
+    """Documents, characters and tokens of every split, and the beginning of a train and of a test document.
+
+    Keys: ``user``; ``documents``, ``characters`` and ``tokens``, each a count for ``train``, ``valid`` and ``test``;
+    ``samples``, at most one text for ``train`` and ``test``, white space collapsed. Tokens are those kept after limits;
+    documents and characters are all there are.
+    """
+    documents = {split: getattr(text, split) for split in SPLITS}
+    return {
+        "user": text.name,
+        "documents": {split: len(documents[split]) for split in SPLITS},
+        "characters": {split: sum(map(len, documents[split])) for split in SPLITS},
+        "tokens": {split: len(getattr(data, split)) for split in SPLITS},
+        "samples": {split: shorten(documents[split][0]) for split in ("train", "test") if documents[split]},
+    }
+
+
+def shorten(document: str) -> str:
+    """Its beginning in one line."""
+    line = " ".join(document.split())
+    return line if len(line) <= _SAMPLE_CHARACTERS else line[: _SAMPLE_CHARACTERS - 1] + "…"
