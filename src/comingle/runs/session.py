@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +269,7 @@ def _saving(federation: InProcess, recipe: Recipe, folder: Path | None, log: Eve
             done, recipe.fingerprint, clients.everybody, clock=clock, events_bytes=log.size_bytes if log else 0
         )
         federation.save(folder, progress)
-        federation.share(lambda: prune_checkpoints(folder, recipe.checkpoints.keep))
+        federation.share(partial(prune_checkpoints, folder, recipe.checkpoints.keep))
 
     return checkpoint
 
