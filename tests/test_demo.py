@@ -51,7 +51,7 @@ def test_a_demo_user_reads_what_it_is_named_after(name: str, least: int, phrase:
 def test_demo_users_are_the_same_in_another_process():
     code = """if 1:
         import hashlib
-        from comingle.demo import read_demo, DEMO_USERS
+        from comingle import demo
         print(hashlib.sha256(repr([read() for read in DEMO_USERS.values()]).encode()).hexdigest())"""
     runs = [
         subprocess.run(
