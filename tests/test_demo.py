@@ -52,7 +52,7 @@ def test_demo_users_are_the_same_in_another_process():
     code = """if 1:
         import hashlib
         from comingle import demo
-        print(hashlib.sha256(repr([read() for read in DEMO_USERS.values()]).encode()).hexdigest())"""
+        print(hashlib.sha256(repr([read() for read in demo.DEMO_USERS.values()]).encode()).hexdigest())"""
     runs = [
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
