@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
+from comingle.alone import per_user
 from comingle.comparing.comparing import recipes_of
 from comingle.errors import RecipeError
 from comingle.kinds.base import Materials
@@ -14,7 +15,6 @@ from comingle.methods import make
 from comingle.progress import LOADING, Reporter
 from comingle.recipes import Recipe
 from comingle.reports.advice import Advice, advise_on
-from comingle.runs.alone import per_user
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.session import prepare, run_in
 

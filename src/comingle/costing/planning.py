@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from comingle.alone import without_sums
 from comingle.costing.bare import bare_mixture
 from comingle.costing.counts import count_users
 from comingle.costing.footprint import process_bytes
@@ -32,7 +33,6 @@ from comingle.models.base import Base
 from comingle.models.hardware import free_bytes
 from comingle.recipes import Recipe
 from comingle.recipes.unused import check_used
-from comingle.runs.alone import without_sums
 from comingle.runs.given import HANDED_OVER, NOTHING
 from comingle.runs.session import check_method
 from comingle.runs.settings import training_settings

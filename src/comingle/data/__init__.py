@@ -4,7 +4,6 @@ From text to batches, one module a step:
 
     sources     files, folders and Hugging Face data sets -> documents (the only module that imports ``datasets``)
     files       plain text files and folders of them -> documents
-    demo        four users that every machine has -> documents
     partition   documents -> train, valid and test of a user; mixtures of users; overlap between the splits
     tokenise    documents -> one stream of tokens
     pack        a user's three splits -> three streams, checked against the context length

@@ -6,13 +6,24 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
 from comingle.errors import DataError, did_you_mean
+from comingle.plugins import load, stale_hint
 
 HUB_PREFIX = "hub:"
+
+TEXTS = "comingle.texts"
+"""The group of entry points under which packages offer texts: a prefix, and what makes documents of ``prefix:NAME``."""
 
 FOLDER_VARIABLE = "COMINGLE_DATA"
 """Names a folder with local data, which is asked before the hub."""
 
 _KEYS = ("config", "split", "files", "documents")
+
+
+def is_named(source: str) -> bool:
+    """Whether a source is no path, but a name: of the hub, or with a prefix that an installed package offers."""
+    prefix, named, _ = source.partition(":")
+    known = f"{prefix}:" == HUB_PREFIX or prefix in load(TEXTS)
+    return bool(named) and (known or bool(stale_hint(TEXTS, prefix)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Where a user's documents come from: files, folders, demo users, rows of a Hugging Face data set.
+"""Where a user's documents come from: files, folders, texts of plug-ins, rows of a Hugging Face data set.
 
 The only module that imports ``datasets``, and only when rows are read. Local files are read through a private cache
 that is deleted at once: private text leaves no copy in a shared cache, and a changed file is never read stale.
@@ -15,13 +15,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from comingle.data.demo import DEMO_PREFIX, read_demo
 from comingle.data.files import check_regular, read_text_file, read_text_folder, warn_longer
 from comingle.data.formats import BUILDERS, COMPRESSIONS, builder_of, is_saved, looks_like_path
-from comingle.data.hub import HUB_PREFIX, parse_hub_name
+from comingle.data.hub import HUB_PREFIX, TEXTS, is_named, parse_hub_name
 from comingle.data.names import name_problem
 from comingle.data.rows import Rows, choose_columns, choose_users, describe, iterate_batches, iterate_rows, list_names
 from comingle.errors import DataError, NoTextError
+from comingle.plugins import require
 
 _LOCAL_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 
@@ -36,7 +36,7 @@ def read_documents(path: str | Path, *, column: str = "text", most: int | None =
       by ``save_to_disk``: its rows.
     - A ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file: ``column`` of its rows.
     - Any other file: blocks of paragraphs (:func:`comingle.data.files.read_text_file`).
-    - ``demo:NAME``: a demo user.
+    - ``demo:NAME``: a demo user; so with any prefix that an installed package offers (``comingle.texts``).
     - ``hub:NAME?config=C&split=S&documents=N``: ``column`` of the rows of a data set of the hub; all splits unless one
       is named; with ``documents`` the rows are streamed, and no more of them are fetched than that.
 
@@ -47,10 +47,10 @@ def read_documents(path: str | Path, *, column: str = "text", most: int | None =
         NoTextError: no text at all.
         DataError: no such path or column, what is neither file nor folder, or an unreadable file.
     """
-    if str(path).startswith(DEMO_PREFIX):
-        return read_demo(str(path))
     if str(path).startswith(HUB_PREFIX):
         documents = _read_rows(str(path), column, parse_hub_name(str(path)).documents, most)
+    elif is_named(str(path)):
+        documents = require(TEXTS, str(path).partition(":")[0])(str(path))
     else:
         path = Path(path).expanduser()
         check_regular(path)

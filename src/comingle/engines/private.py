@@ -98,12 +98,12 @@ def keep_key(folder: Path, *halves: Shield | Examples | Guard | None, anew: bool
             half.key = kept_key(folder)
 
 
-def key_of(*halves: Shield | Guard | None) -> str:
+def key_of(*halves: Shield | Examples | Guard | None) -> str:
     """The key that they have in common; none where nobody has one."""
     return next((half.key for half in halves if half is not None), "")
 
 
-def set_key(key: str, *halves: Shield | Guard | None) -> None:
+def set_key(key: str, *halves: Shield | Examples | Guard | None) -> None:
     """Have these go on with a key that another process of the run has kept."""
     for half in halves:
         if half is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from comingle.alone import of_one_user
 from comingle.engines.checkpoints import progress_of, save_checkpoint
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock
@@ -19,7 +20,6 @@ from comingle.federation.own import Own
 from comingle.inputs import write_inputs
 from comingle.recipes import Recipe
 from comingle.records import write_json, write_text
-from comingle.runs.alone import of_one_user
 from comingle.runs.session import build, describe
 
 MODEL = "model"

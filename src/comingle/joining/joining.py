@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from comingle.alone import of_one_user
 from comingle.engines.client import Clients
 from comingle.engines.evaluations import measure_of, measured
 from comingle.engines.holding import Held
@@ -27,7 +28,6 @@ from comingle.progress import LOADING, Reporter
 from comingle.recipes import Recipe
 from comingle.records import write_json
 from comingle.routers.mixtures import NEVER
-from comingle.runs.alone import of_one_user
 from comingle.runs.folders import check_folder, open_folder
 from comingle.runs.given import Given
 from comingle.runs.results import Run

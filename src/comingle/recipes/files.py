@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from comingle.data.hub import is_named
 from comingle.errors import RecipeError
 from comingle.recipes.reading import read_text
 from comingle.recipes.sections import Recipe, parse_recipe
@@ -59,7 +60,7 @@ def _anchor(recipe: Recipe, folder: Path) -> Recipe:
     def anchored(source: Any) -> Any:
         if isinstance(source, list):
             return [anchored(s) for s in source]
-        if not isinstance(source, str) or source.startswith(("demo:", "hub:")):
+        if not isinstance(source, str) or is_named(source):
             return source
         source = os.path.expandvars(os.path.expanduser(source))
         return str((folder / source).resolve()) if os.path.exists(folder / source) else source

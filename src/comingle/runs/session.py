@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,12 @@ from comingle.engines.checkpoints import (
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock
 from comingle.engines.evaluations import amounts, end_event, merged, start_event, summarise, users_metrics
-from comingle.engines.events import EventLog, Observer, tensorboard
+from comingle.engines.events import EventLog, Observer
 from comingle.engines.naming import check_names, reorder_kept
 from comingle.engines.private import keep_key, key_of, set_key
 from comingle.engines.rounds import Checkpoint, run_rounds
 from comingle.engines.runtime import keep_buffers
-from comingle.engines.trackers import TRACKERS, Tracked, Tracker, check_trackers
+from comingle.engines.trackers import check_trackers
 from comingle.errors import DivergenceError, RunError
 from comingle.inputs import Inputs, UserInputs
 from comingle.kinds.base import Materials, kind_of
@@ -42,6 +43,7 @@ from comingle.runs.folders import open_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
 from comingle.runs.settings import privacy_of, training_settings
+from comingle.runs.watching import boards
 from comingle.transports.inprocess import InProcess, federate
 
 logger = logging.getLogger("comingle")
@@ -212,7 +214,7 @@ def execute(
         start, kept, clock = progress.round, progress.events_bytes, progress.clock
     writes = folder is not None and federation.leads
     log = EventLog(folder / "events.jsonl", keep_bytes=kept) if folder is not None and writes else None
-    boards = [*_boards(folder, recipe)] if folder is not None and writes else []
+    boards = [*boards(folder, recipe)] if folder is not None and writes else []
     sinks = [sink for sink in (log, *boards, *observers) if sink is not None]
     told: list[dict[str, Any]] = []
 
@@ -270,20 +272,9 @@ def _saving(federation: InProcess, recipe: Recipe, folder: Path | None, log: Eve
             done, recipe.fingerprint, clients.everybody, clock=clock, events_bytes=log.size_bytes if log else 0
         )
         federation.save(folder, progress)
-        federation.share(lambda: prune_checkpoints(folder, recipe.checkpoints.keep))
+        federation.share(partial(prune_checkpoints, folder, recipe.checkpoints.keep))
 
     return checkpoint
-
-
-def _boards(folder: Path, recipe: Recipe) -> Iterator[Tracker]:
-    """TensorBoard, where it is installed, and what the recipe asks for."""
-    if (board := tensorboard(folder / "tensorboard")) is not None:
-        yield board
-    place = folder.resolve()
-    content = recipe.model_dump(mode="json")
-    told = Tracked(name=place.name, group=place.parent.name, recipe=content, text=recipe.as_yaml())
-    for name in recipe.runtime.track:
-        yield TRACKERS[name](told)
 
 
 def restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from comingle.data.hub import is_named
 from comingle.data.pack import check, find_shortage, pack, with_validation
 from comingle.data.partition import UserText, mix_held_out
 from comingle.kinds.text.reading import read_users, token_limits
@@ -27,7 +28,7 @@ def check_texts(recipe: Recipe, data: TextSection, validates: bool) -> tuple[set
         RecipeError: a limit for somebody who is no user.
     """
     sources = _sources(data)
-    if not sources or any(source.startswith(("demo:", "hub:")) for source in sources):
+    if not sources or any(is_named(source) for source in sources):
         return set(), ""
     if not all(os.path.exists(os.path.expanduser(source)) for source in sources):
         return set(), ABSENT_NOTE

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from comingle.data import demo
-from comingle.data.demo import read_demo
+from comingle import demo
 from comingle.data.partition import UserText, find_overlap, split_by_fractions
 from comingle.data.sources import read_documents
 from comingle.errors import DataError
@@ -29,7 +28,7 @@ def test_a_demo_user_is_bounded_and_does_not_repeat_itself(name: str):
 
 @pytest.mark.parametrize("name", demo.DEMO_USERS)
 def test_a_document_cut_by_a_split_does_not_repeat_the_rest_of_its_demo_user(name: str):
-    documents = read_demo(name)
+    documents = demo.read_demo(name)
     for seed in range(20):
         assert find_overlap(split_by_fractions(documents, valid=0.1, test=0.1, seed=seed, name=name)).total == 0
 
@@ -44,7 +43,7 @@ def test_a_document_cut_by_a_split_does_not_repeat_the_rest_of_its_demo_user(nam
     ],
 )
 def test_a_demo_user_reads_what_it_is_named_after(name: str, least: int, phrase: str):
-    documents = read_demo(name)
+    documents = demo.read_demo(name)
     assert sum(map(len, documents)) >= least
     assert any(phrase in document for document in documents)
 
@@ -52,8 +51,8 @@ def test_a_demo_user_reads_what_it_is_named_after(name: str, least: int, phrase:
 def test_demo_users_are_the_same_in_another_process():
     code = """if 1:
         import hashlib
-        from comingle.data.demo import read_demo, DEMO_USERS
-        print(hashlib.sha256(repr([read() for read in DEMO_USERS.values()]).encode()).hexdigest())"""
+        from comingle import demo
+        print(hashlib.sha256(repr([read() for read in demo.DEMO_USERS.values()]).encode()).hexdigest())"""
     runs = [
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
@@ -79,7 +78,7 @@ def test_a_python_without_sources_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_what_numpy_says_does_not_depend_on_what_was_imported() -> None:
-    code = "import {0}; from comingle.data.demo import read_numpy; print(hash(tuple(read_numpy())))"
+    code = "import {0}; from comingle.demo import read_numpy; print(hash(tuple(read_numpy())))"
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     found = {
         subprocess.run(
