@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from comingle.data.samples import SPLITS
 from comingle.engines.checkpoints import (
     Progress,
     list_checkpoints,
-    progress_of,
-    prune_checkpoints,
     read_progress,
 )
 from comingle.engines.client import Clients
@@ -26,7 +23,7 @@ from comingle.engines.evaluations import amounts, end_event, merged, start_event
 from comingle.engines.events import EventLog, Observer
 from comingle.engines.naming import check_names, reorder_kept
 from comingle.engines.private import keep_key, key_of, set_key
-from comingle.engines.rounds import Checkpoint, run_rounds
+from comingle.engines.rounds import run_rounds
 from comingle.engines.runtime import keep_buffers
 from comingle.engines.trackers import check_trackers
 from comingle.errors import DivergenceError, RunError
@@ -43,7 +40,7 @@ from comingle.runs.folders import open_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
 from comingle.runs.settings import privacy_of, training_settings
-from comingle.runs.watching import boards
+from comingle.runs.watching import boards, saving
 from comingle.transports.inprocess import InProcess, federate
 
 logger = logging.getLogger("comingle")
@@ -214,8 +211,8 @@ def execute(
         start, kept, clock = progress.round, progress.events_bytes, progress.clock
     writes = folder is not None and federation.leads
     log = EventLog(folder / "events.jsonl", keep_bytes=kept) if folder is not None and writes else None
-    boards = [*boards(folder, recipe)] if folder is not None and writes else []
-    sinks = [sink for sink in (log, *boards, *observers) if sink is not None]
+    trackers = [*boards(folder, recipe)] if folder is not None and writes else []
+    sinks = [sink for sink in (log, *trackers, *observers) if sink is not None]
     told: list[dict[str, Any]] = []
 
     def observe(event: dict[str, Any]) -> None:
@@ -228,8 +225,8 @@ def execute(
     if (log is not None and log.size_bytes == 0) or start == 0:  # a log that was lost begins anew
         observe(start_event(clients.method, clients.training, clients.model.name, has) | clients.left_out)
     try:
-        saving = _saving(federation, recipe, folder, log)
-        scores = run_rounds(federation, observe=observe, checkpoint=saving, first_round=start, clock=clock)
+        writing = saving(federation, recipe, folder, log)
+        scores = run_rounds(federation, observe=observe, checkpoint=writing, first_round=start, clock=clock)
         found = merged(federation.gather(lambda: users_metrics(clients, scores)))
         metrics = summarise(clients, scores, clock, found).as_dict() | clients.left_out | federation.server.account
         observe(end_event(metrics))
@@ -238,7 +235,7 @@ def execute(
             raise
         raise DivergenceError(f"{error}; the last checkpoint is kept, {checkpoints[-1].name}") from error
     finally:
-        for sink in (log, *boards):
+        for sink in (log, *trackers):
             if sink is not None:
                 sink.close()
     if folder is not None:
@@ -257,24 +254,6 @@ def _keep_key(federation: InProcess, folder: Path | None, *, anew: bool) -> None
         return key_of(*halves)
 
     set_key(federation.share(keep), *halves)
-
-
-def _saving(federation: InProcess, recipe: Recipe, folder: Path | None, log: EventLog | None) -> Checkpoint:
-    """Writes checkpoints to the run's folder, where it has one."""
-    clients = federation.clients
-
-    def checkpoint(done: int, clock: Clock) -> None:
-        if folder is None:
-            return
-        if log is not None:
-            log.to_disk()
-        progress = progress_of(
-            done, recipe.fingerprint, clients.everybody, clock=clock, events_bytes=log.size_bytes if log else 0
-        )
-        federation.save(folder, progress)
-        federation.share(partial(prune_checkpoints, folder, recipe.checkpoints.keep))
-
-    return checkpoint
 
 
 def restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:

@@ -1,13 +1,18 @@
-"""Whom a run's events are told besides its own log."""
+"""What happens beside a run's rounds: checkpoints, and whom its events are told besides its own log."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from comingle.engines.events import tensorboard
+from comingle.engines.checkpoints import progress_of, prune_checkpoints
+from comingle.engines.clock import Clock
+from comingle.engines.events import EventLog, tensorboard
+from comingle.engines.rounds import Checkpoint
 from comingle.engines.trackers import TRACKERS, Tracked, Tracker
 from comingle.recipes import Recipe
+from comingle.transports.inprocess import InProcess
 
 
 def boards(folder: Path, recipe: Recipe) -> Iterator[Tracker]:
@@ -19,3 +24,21 @@ def boards(folder: Path, recipe: Recipe) -> Iterator[Tracker]:
     told = Tracked(name=place.name, group=place.parent.name, recipe=content, text=recipe.as_yaml())
     for name in recipe.runtime.track:
         yield TRACKERS[name](told)
+
+
+def saving(federation: InProcess, recipe: Recipe, folder: Path | None, log: EventLog | None) -> Checkpoint:
+    """Writes checkpoints to the run's folder, where it has one."""
+    clients = federation.clients
+
+    def checkpoint(done: int, clock: Clock) -> None:
+        if folder is None:
+            return
+        if log is not None:
+            log.to_disk()
+        progress = progress_of(
+            done, recipe.fingerprint, clients.everybody, clock=clock, events_bytes=log.size_bytes if log else 0
+        )
+        federation.save(folder, progress)
+        federation.share(partial(prune_checkpoints, folder, recipe.checkpoints.keep))
+
+    return checkpoint
