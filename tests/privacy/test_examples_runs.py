@@ -13,7 +13,6 @@ from typing import Any
 import dp_accounting as dp
 import pytest
 import torch
-from comingle.protocol.tasks import unpack_answer
 from dp_accounting import pld, rdp
 from scipy.optimize import brentq
 from scipy.stats import norm
@@ -24,6 +23,7 @@ from tests.privacy.examples import HIDDEN, TRAINED
 
 from comingle.errors import RecipeError
 from comingle.federation.node import Node
+from comingle.federation.tasks import unpack_answer
 from comingle.methods import REGISTRY, make
 from comingle.privacy import noise
 from comingle.privacy.checks import check_private

@@ -23,8 +23,9 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401 (imported at first use otherwise)
 
 from comingle.cli.training import train_here
-from comingle.engines import rounds, shards
+from comingle.engines import rounds
 from comingle.errors import ComingleError
+from comingle.processes import saving
 from comingle.processes.launched import Place
 
 
@@ -44,14 +45,14 @@ def kill_in(number: int) -> None:
 
 def fill_disk_in(name: str) -> None:
     """Have the disk take no more of this process's tensors in a checkpoint of this name."""
-    original = shards.write_tensors
+    original = saving.write_tensors
 
     def write(path: Path, tensors: Any) -> None:
         if name in path.parent.name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         original(path, tensors)
 
-    shards.write_tensors = write
+    saving.write_tensors = write
 
 
 def work(case: dict[str, Any], rank: int, meeting: str) -> int:

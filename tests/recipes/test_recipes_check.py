@@ -59,7 +59,7 @@ def test_an_unknown_key_at_every_level_gets_the_nearest_known_one(key: str, near
     assert nearest in message.partition("Allowed: ")[2].split(", ")
 
 
-@pytest.mark.parametrize("name", ["fedprox", "fedadam", "fedopt", "scaffold"])
+@pytest.mark.parametrize("name", ["fednova", "fedadam", "fedopt", "apfl"])
 def test_a_method_that_is_not_here_is_not_taken_for_another(name: str) -> None:
     with pytest.raises(RecipeError) as caught:
         make(name)

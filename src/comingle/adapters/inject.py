@@ -97,6 +97,7 @@ class Adapters:
             mlp.factors = {k: factors_of(tensors, f"{name}.{k}", mlp.scale) for k in (*mlp.first, "down")}
             mlp.router.weight = tensors.get(f"{name}.router")
             mlp.router.present = present
+            mlp.router.penalty = None  # of the last pass, and this one may have no router
 
     def _scaled(self, tensors: Tree, users: Sequence[int]) -> Tree:
         """What a user's own scale differs from the modules' goes into A."""

@@ -44,8 +44,8 @@ FEWEST = 3
 class Halves:
     """One run's training text: of each user the windows, ``(windows, width)``, and which of them are in."""
 
-    windows: Sequence[Int[Tensor, "windows width"]]
-    inside: Sequence[Bool[Tensor, " windows"]]
+    windows: Sequence[Int[Tensor, "_ width"]]
+    inside: Sequence[Bool[Tensor, " _"]]
 
     def of(self, number: int, user: UserData) -> UserData:
         """The user with the windows that are in, and what is too short for one."""

@@ -27,8 +27,8 @@ from comingle.cli.serve import serve
 from comingle.cli.server import server
 from comingle.cli.show import show
 from comingle.cli.verbs import Verbs
-from comingle.errors import ComingleError, RecipeError
-from comingle.processes.launched import find_place, speaks
+from comingle.errors import ComingleError
+from comingle.processes.launched import speaks
 from comingle.terminal import printable
 
 app = typer.Typer(
@@ -48,12 +48,7 @@ for verb in (
 
 
 @app.callback(invoke_without_command=False)
-def _options(
-    context: typer.Context,
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say what is loaded and from where."),
-) -> None:
-    if context.invoked_subcommand != "run" and find_place() is not None:
-        raise RecipeError(f"{context.invoked_subcommand}: runs in one process; several are for `comingle run`")
+def _options(verbose: bool = typer.Option(False, "--verbose", "-v", help="Say what is loaded and from where.")) -> None:
     logging.basicConfig(level=logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_Formatter("%(message)s"))

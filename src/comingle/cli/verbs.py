@@ -9,9 +9,13 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from comingle import plugins
-from comingle.errors import PluginError
+from comingle.errors import PluginError, RecipeError
+from comingle.processes.launched import find_place
 
 GROUP = "comingle.verbs"
+
+IN_SEVERAL = "run"
+"""The one verb that a launcher may start in several processes."""
 
 
 class Verbs(TyperGroup):
@@ -24,7 +28,13 @@ class Verbs(TyperGroup):
             self.commands.setdefault(name, TyperCommand(name))  # its name alone, for listings and suggestions
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A verb; one that cannot be used says so where it is listed, and again, as a mistake, when it is called."""
+        """A verb; one that cannot be used says so where it is listed, and again, as a mistake, when it is called.
+
+        Raises:
+            RecipeError: a launcher has started several processes of a verb that runs in one.
+        """
+        if cmd_name != IN_SEVERAL and find_place() is not None:
+            raise RecipeError(f"{cmd_name}: runs in one process; several are for `comingle {IN_SEVERAL}`")
         plugin = plugins.load(GROUP).get(cmd_name)
         if plugin is None:
             if cmd_name not in self._core and (hint := plugins.stale_hint(GROUP, cmd_name)):

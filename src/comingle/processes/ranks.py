@@ -42,6 +42,10 @@ class Ranks:
         self.place = place
         self.rank, self.size, self.leads = place.rank, place.size, place.leads
 
+    def meet(self) -> None:
+        """Return when everybody is here: who leaves while others still look for each other keeps them waiting."""
+        self._numbers(0)
+
     # ---------------------------------------------------------------- doing the same
 
     def each(self, work: Callable[[], T]) -> T:
@@ -198,7 +202,9 @@ def joined(place: Place) -> Iterator[Ranks]:
         backend = _BOTH if torch.cuda.is_available() else _GLOO
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     try:
-        yield Ranks(place)
+        ranks = Ranks(place)
+        ranks.meet()
+        yield ranks
     finally:
         dist.destroy_process_group()
 
