@@ -129,8 +129,7 @@ def _beside(
     """Several at a time, with a line for each that has ended."""
     from comingle.cli.training import warn_overlaps
     from comingle.comparing.beside import compare_beside
-    from comingle.records import measure_of
-    from comingle.reports.measures import number
+    from comingle.records import measure_of, number
     from comingle.terminal import errors, words
 
     options = {"resume": resume, "force": force, "quiet": quiet, "ready": warn_overlaps}

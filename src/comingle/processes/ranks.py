@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from comingle import errors
@@ -198,7 +199,7 @@ def joined(place: Place) -> Iterator[Ranks]:
     with _told():
         store, rank, size = next(rendezvous(url, place.rank, place.size))
         # A launcher's second attempt may find the addresses of its first in the same store.
-        store = dist.PrefixStore(f"comingle/{place.restarts}", store)
+        store = PrefixStore(f"comingle/{place.restarts}", store)
         backend = _BOTH if torch.cuda.is_available() else _GLOO
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     try:
