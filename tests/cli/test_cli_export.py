@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from comingle.comparing.api import compare
 from comingle.runs import api
 from exporting import check_same
 
@@ -40,7 +41,7 @@ def test_everybodys_is_written_below_the_folder(comingle: Any, run: Path, tmp_pa
 
 def test_a_run_of_a_comparison_is_named(comingle: Any, run: Path, tmp_path: Path) -> None:
     recipe = run.parent / "project" / "tiny.yaml"
-    comingle.compare(recipe, ["fedit", "local"], seeds=[0, 1], out=tmp_path / "runs")
+    compare(recipe, ["fedit", "local"], seeds=[0, 1], out=tmp_path / "runs")
     said = comingle("export", tmp_path / "runs", "--user", "bob", "--to", tmp_path / "x")
     assert (said.code, said.err.count("\n")) == (2, 1)
     assert "is a comparison; say which run with --method: " in said.err

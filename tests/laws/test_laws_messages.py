@@ -197,7 +197,7 @@ def random_case(draw: random.Random) -> tuple[str, dict[str, Any], dict[str, Any
     known, settings = settings_of(name), {}
     for key in ("generalists", "models", "clusters"):
         if key in known:
-            settings[key] = draw.randint(2 if key != "generalists" else 1, 3)
+            settings[key] = draw.randint(2 if key != "generalists" else 1, 2 if name == "stacking" else 3)
     if "chosen" in known:
         settings["chosen"] = draw.randint(1, settings["models"])
     if "specialists" in known:

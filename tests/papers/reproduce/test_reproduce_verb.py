@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comingle.models.skeleton import load_skeleton
 
 from comingle.costing.planning import federate_bare
+from comingle.costing.skeleton import load_skeleton
 from comingle.methods import REGISTRY
 from comingle.papers.reproduce.plan import Wanted, plan
 from comingle.papers.reproduce.published import list_experiments, load_experiment
