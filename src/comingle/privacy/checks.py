@@ -171,7 +171,7 @@ def _check_examples(privacy: Privacy, weighting: str) -> None:
         )
 
 
-_HOOKS = ("received", "begin", "end", "penalty")
+_HOOKS = ("received", "begin", "stepped", "end", "penalty")
 """What a part may do in a round besides its phases, and may read data for."""
 
 
@@ -190,6 +190,10 @@ def _entangled(method: Method) -> str:
             return (
                 f"it trains {', '.join(sorted(phase.roles & method.shared))} on validation data, which is not counted"
             )
+    if method.placement.residual is not None:
+        return "its server changes frozen weights, which are no part of the model whose noised gradients are sent"
+    if any(phase.turns > 1 for phase in client.phases):
+        return "its phases take turns of rounds, and the account counts the same steps in every round"
     if client.accumulates:
         return (
             "gradients that routers' steps leave to shared experts have no noise; allowed: accumulate_gradients: false"
