@@ -11,6 +11,9 @@ from comingle.federation.own import Own
 from comingle.federation.patience import Patience
 from comingle.federation.running import Plan, coordinate
 from comingle.federation.splitting import split_recipe
+from comingle.federation.tasks import unpack_answer
+from comingle.protocol.messages import Upload
+from comingle.protocol.wire import unpack
 from comingle.recipes import Recipe, parse_recipe
 
 
@@ -31,6 +34,20 @@ class Direct:
             answer = self.nodes[name].handle(task)
             self.recorded.append((name, task, answer))
             yield name, answer
+
+    @property
+    def told(self) -> list[Mapping[str, Any]]:
+        """What users have said in words."""
+        return [unpack_answer(answer).told for _, _, answer in self.recorded]
+
+    @property
+    def uploads(self) -> list[Upload]:
+        """All messages that users have sent, of which there are some, and nothing but uploads."""
+        sent = [unpack(data) for _, _, answer in self.recorded for data in unpack_answer(answer).messages]
+        found = [message for message in sent if isinstance(message, Upload)]
+        assert found
+        assert len(found) == len(sent)
+        return found
 
 
 def nodes_of(recipe: Recipe, folder: Path) -> tuple[Plan, dict[str, Node]]:

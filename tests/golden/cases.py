@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from comingle.methods import REGISTRY, settings_of
+from comingle.methods import REGISTRY, make, settings_of
 
 USERS = ("ann", "bob", "cem", "dan")
 
@@ -43,7 +43,6 @@ ROUTED = (
     "comigs-1gxs",
 )
 MIXTURES = ("floral", "floral-mfl", "local-adaptor")
-ONE_RANK = ("fedex-lora",)
 ONE_LORA = ("fedit", "fedlora", "stacking")
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -165,7 +164,9 @@ def cases(folder: Path) -> dict[str, dict[str, Any]]:
         best = {} if name == "pretrained" else {"evaluation.select": "best", "evaluation.every": 1}
         found[f"text/{name}/half, tokens, exchanged, best"] = text_recipe(folder, own, **part, **best)
     for name in on_text:
-        if name not in (*MIXTURES, *ONE_RANK, "fedmerge", "fedmerge-fixed", "ifca", "pretrained", "centralized"):
+        if make(name).server.one_rank:
+            continue
+        if name not in (*MIXTURES, "fedmerge", "fedmerge-fixed", "ifca", "pretrained", "centralized"):
             ranks = {"adapters.rank": [4, 1, 2, 3], "training.participation": 0.75}
             found[f"text/{name}/ranks"] = text_recipe(folder, method(name), **ranks)
     for title, (name, settings) in VARIANTS.items():

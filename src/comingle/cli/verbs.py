@@ -27,14 +27,19 @@ class Verbs(TyperGroup):
         for name in plugins.load(GROUP):
             self.commands.setdefault(name, TyperCommand(name))  # its name alone, for listings and suggestions
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A verb; one that cannot be used says so where it is listed, and again, as a mistake, when it is called.
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The verb that is called.
 
         Raises:
             RecipeError: a launcher has started several processes of a verb that runs in one.
         """
-        if cmd_name != IN_SEVERAL and find_place() is not None:
-            raise RecipeError(f"{cmd_name}: runs in one process; several are for `comingle {IN_SEVERAL}`")
+        found = super().resolve_command(ctx, args)
+        if found[0] != IN_SEVERAL and find_place() is not None:
+            raise RecipeError(f"{found[0]}: runs in one process; several are for `comingle {IN_SEVERAL}`")
+        return found
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """A verb; one that cannot be used says so where it is listed, and again, as a mistake, when it is called."""
         plugin = plugins.load(GROUP).get(cmd_name)
         if plugin is None:
             if cmd_name not in self._core and (hint := plugins.stale_hint(GROUP, cmd_name)):
