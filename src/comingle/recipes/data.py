@@ -82,7 +82,6 @@ class SplitSection(Section):
 
 _OWN = {
     "text": "comingle.kinds.text.section:TextSection",
-    "conversations": "comingle.kinds.conversations.section:ConversationsSection",
     "samples": "comingle.kinds.samples.section:SamplesSection",
 }
 """The sections of the kinds that are here; named, not imported, as kinds stand on recipes."""
