@@ -20,7 +20,7 @@ from documents import DOCS, PAGES, README, REPOSITORY, blocks, read, table_at
 from PIL import Image
 from typer.testing import CliRunner
 
-from comingle.cli import app
+from comingle.cli import Core, app
 from comingle.recipes import parse_recipe
 
 # What a command gets on top where it would need the pretrained model, or minutes.
@@ -53,8 +53,7 @@ def commands(page: Path) -> list[tuple[str, ...]]:
 def verbs() -> set[str]:
     """The core's, and those that this project's own plug-in adds."""
     points = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
-    core = {command.callback.__name__ for command in app.registered_commands if command.callback}
-    return core | set(points["comingle.verbs"])
+    return set(Core.own) | set(points["comingle.verbs"])
 
 
 def shown(page: Path, language: str) -> list[str]:

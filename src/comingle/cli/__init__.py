@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from types import MappingProxyType
 
 import typer
 
@@ -31,20 +32,27 @@ from comingle.errors import ComingleError
 from comingle.processes.launched import speaks
 from comingle.terminal import printable
 
+VERBS = (
+    demo, run, compare, advise, methods, data, cost, show, report, plot, export, join, audit, chat, serve, federate,
+    server, client,
+)  # fmt: skip
+
+
+class Core(Verbs):
+    """The core's verbs, in the order in which they are listed."""
+
+    own = MappingProxyType({verb.__name__: verb for verb in VERBS})
+
+
 app = typer.Typer(
     name="comingle",
-    cls=Verbs,
+    cls=Core,
     help="Fine-tune one small language model together, each on private text; each ends up with a personal model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (
-    demo, run, compare, advise, methods, data, cost, show, report, plot, export, join, audit, chat, serve, federate,
-    server, client,
-):  # fmt: skip
-    app.command()(verb)
 
 
 @app.callback(invoke_without_command=False)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from inspect import getdoc
+from typing import Any, ClassVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -19,13 +20,21 @@ IN_SEVERAL = "run"
 
 
 class Verbs(TyperGroup):
-    """The core's verbs, and behind them those of plug-ins."""
+    """The core's ``own`` verbs by name, and behind them those of plug-ins; each is made when it is called."""
+
+    own: ClassVar[Mapping[str, Callable[..., None]]] = {}
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self._core = set(self.commands)
-        for name in plugins.load(GROUP):
-            self.commands.setdefault(name, TyperCommand(name))  # its name alone, for listings and suggestions
+        self._lists = False
+        for name in (*self.own, *plugins.load(GROUP)):
+            self.commands.setdefault(name, TyperCommand(name))  # its name alone, for suggestions
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """A line for each verb, for which none of the core's is made."""
+        self._lists = True
+        super().format_help(ctx, formatter)
+        self._lists = False
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The verb that is called.
@@ -40,13 +49,15 @@ class Verbs(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """A verb; one that cannot be used says so where it is listed, and again, as a mistake, when it is called."""
-        plugin = plugins.load(GROUP).get(cmd_name)
+        plugin, own = plugins.load(GROUP).get(cmd_name), self.own.get(cmd_name)
         if plugin is None:
-            if cmd_name not in self._core and (hint := plugins.stale_hint(GROUP, cmd_name)):
+            if own is not None:
+                return TyperCommand(cmd_name, help=getdoc(own)) if self._lists else _command(cmd_name, own)
+            if hint := plugins.stale_hint(GROUP, cmd_name):
                 raise PluginError(f"no verb {cmd_name!r}.{hint}")
-            return super().get_command(ctx, cmd_name)
+            return None
         try:
-            if cmd_name in self._core:
+            if own is not None:
                 raise plugins.taken(plugin)
             verb = plugin.load()
             if not callable(verb):
