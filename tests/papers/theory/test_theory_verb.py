@@ -19,15 +19,9 @@ from comingle.cli import main
 from comingle.errors import RecipeError
 from comingle.papers.recipes import published_recipes
 from comingle.papers.recipes.theory import TheoryRecipe, load_theory_recipe
-from comingle.papers.theory.checks import (
-    Claim,
-    Curve,
-    LinearSettings,
-    QuadraticSettings,
-    check_all,
-    summarise,
-    worst_step,
-)
+from comingle.papers.theory.checks import LinearSettings, QuadraticSettings, check_all
+from comingle.papers.theory.claims import Claim, Curve, summarise, worst_step
+from comingle.papers.theory.cluster_checks import ClusterSettings
 from comingle.papers.theory.folders import FILES
 from comingle.papers.verbs.theory import number, render
 
@@ -37,6 +31,7 @@ SMALL = {
     "seed": 4,
     "quadratic": {"instances": 3, "steps": 10, "mismatches": [0, 1]},
     "linear": {"instances": 2, "samples": 8, "features": 2, "specialists": 1, "decays": [0.01, 1], "steps": 6},
+    "clusters": {"instances": 2, "clients": 3, "size": 2, "mismatches": [0, 0.5], "steps": 30, "replicas": 8},
 }
 
 
@@ -73,13 +68,13 @@ def test_the_verb_prints_a_table_and_writes_numbers_and_figures(comingle: Coming
     assert {path.name for path in folder.iterdir()} == set(FILES)
     found = json.loads((folder / "theory.json").read_text())
     assert found["seed"] == 3
-    assert len(found["curves"]) == 2 * 3 + 2 * 2 * 2
+    assert len(found["curves"]) == 2 * 3 + 2 * 2 * 2 + 2 * 2 + 1
     for row in found["rows"]:
         assert row["statement"] in printed
         assert row["scheme"] in printed
         if "as printed" not in row["statement"]:
             assert row["held"] == row["covered"] <= row["instances"], row
-    for curve in found["curves"]:
+    for curve in found["curves"][: 2 * 3 + 2 * 2 * 2]:
         worst = max(claim["measured"] for claim in curve["claims"] if claim["statement"].startswith("Theorem"))
         steps = [b / a for a, b in zip(curve["residuals"], curve["residuals"][1:], strict=False) if a > 1e-6]
         assert not steps or max(steps) <= worst * (1 + 1e-9)
@@ -108,12 +103,15 @@ def test_the_verb_prints_a_table_and_writes_numbers_and_figures(comingle: Coming
 def test_an_instance_depends_on_its_seed_and_number_alone() -> None:
     linear = LinearSettings(**TheoryRecipe.model_validate({"linear": SMALL["linear"]}).linear.model_dump())
 
+    clusters = {"instances": 0, "clients": 2, "size": 2, "condition": 2.0, "mismatches": (), "decay": 0.5}
+    none = ClusterSettings(**clusters, local_steps=1, steps=2, replicas=2)
+
     def residuals(seed: int, instances: int) -> list[tuple[float, ...]]:
         some = QuadraticSettings(
             instances=instances, experts_size=3, router_size=2, condition=9.0, mismatches=(0.0,), steps=4
         )
         few = dataclasses.replace(linear, instances=instances, losses=("squared",), decays=(1.0,))
-        return [curve.residuals for curve in check_all(seed, some, few)]
+        return [curve.residuals for curve in check_all(seed, some, few, none)][:-1]
 
     two = residuals(3, 2)
     assert len(set(two)) == 4
@@ -125,7 +123,10 @@ def test_an_instance_depends_on_its_seed_and_number_alone() -> None:
     ("content", "said"),
     [
         ({"linear": {"decay": [1]}}, "unknown key 'linear.decay'. Did you mean 'decays'? Allowed: instances, samples,"),
-        ({"quadratics": {}}, "unknown key 'quadratics'. Did you mean 'quadratic'? Allowed: seed, quadratic, linear"),
+        (
+            {"quadratics": {}},
+            "unknown key 'quadratics'. Did you mean 'quadratic'? Allowed: seed, quadratic,",
+        ),
         ({"linear": {"losses": ["hinge"]}}, "linear.losses.0: Input should be 'logistic' or 'squared'; got 'hinge'"),
         ({"quadratic": {"condition": 1}}, "quadratic.condition: Input should be greater than 1; got 1"),
         ({"quadratic": {"mismatches": []}}, "quadratic.mismatches: Tuple should have at least 1 item"),

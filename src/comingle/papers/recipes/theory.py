@@ -1,4 +1,4 @@
-"""Recipes of ``comingle theory``: which quadratics and which linear experts, checked key by key."""
+"""Recipes of ``comingle theory``: which quadratics, linear experts and clusters, checked key by key."""
 
 from __future__ import annotations
 
@@ -49,12 +49,27 @@ class LinearSection(Section):
     steps: Steps = 60
 
 
+class ClustersSection(Section):
+    """FLoRAL's eq. 4 on random clusters of quadratics (appendices A and B)."""
+
+    instances: Instances = 5
+    clients: Annotated[int, Field(ge=2, le=100, strict=True)] = 6
+    size: Annotated[int, Field(ge=2, le=20, strict=True)] = 4
+    condition: Annotated[float, Field(gt=1, le=1e3)] = 20.0
+    mismatches: Annotated[tuple[Mismatch, ...], Field(min_length=1)] = (0.0, 1.0)
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    local_steps: Annotated[int, Field(ge=1, le=100, strict=True)] = 4
+    steps: Steps = 400
+    replicas: Annotated[int, Field(ge=2, le=1000, strict=True)] = 64
+
+
 class TheoryRecipe(Section):
     """What ``comingle theory`` runs."""
 
     seed: Annotated[int, Field(ge=0, strict=True)] = 0
     quadratic: QuadraticSection = QuadraticSection()
     linear: LinearSection = LinearSection()
+    clusters: ClustersSection = ClustersSection()
 
     def as_yaml(self) -> str:
         """The whole recipe, defaults included."""

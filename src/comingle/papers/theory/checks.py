@@ -13,6 +13,8 @@ from scipy import linalg
 from threadpoolctl import threadpool_limits
 
 from comingle.papers.theory import constants, curvature, linear, quadratics
+from comingle.papers.theory.claims import VALUE_FLOOR, Claim, Curve, summarise, worst_step
+from comingle.papers.theory.cluster_checks import ClusterSettings, cluster_curves
 from comingle.papers.theory.losses import LOSSES
 
 F1, EXAMPLE, WIELANDT = "Theorem F.1", "Example 1", "Example 1 by Wielandt's inequality"
@@ -48,79 +50,20 @@ class LinearSettings:
     steps: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """A statement about one run. ``bound`` is None where its conditions fail; ``at_least`` marks a lower bound."""
-
-    statement: str
-    measured: float
-    bound: float | None
-    at_least: bool = False
-
-    @property
-    def covered(self) -> bool:
-        """Whether the statement says anything about this run."""
-        return self.bound is not None
-
-    @property
-    def tightness(self) -> float:
-        """How much of the bound is used; above 1 the statement fails."""
-        if self.bound is None:
-            return 0.0
-        return self.bound / self.measured if self.at_least else self.measured / self.bound
-
-    @property
-    def holds(self) -> bool:
-        """Whether the measured value obeys the bound, but for rounding."""
-        if self.bound is None:
-            return True
-        slack = ROUNDING * abs(self.bound)
-        return self.measured >= self.bound - slack if self.at_least else self.measured <= self.bound + slack
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """One run: the residual before every step, the claims about it, and predicted rates to draw."""
-
-    scheme: str
-    instance: int
-    residuals: tuple[float, ...]
-    claims: tuple[Claim, ...]
-    rates: dict[str, float]
-    notes: dict[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One statement over all instances of a scheme; ``measured`` and ``bound`` are those of the tightest instance."""
-
-    scheme: str
-    statement: str
-    instances: int
-    covered: int
-    held: int
-    measured: float
-    bound: float | None
-    at_least: bool
-
-
-def check_all(seed: int, quadratic: QuadraticSettings, linears: LinearSettings) -> list[Curve]:
+def check_all(
+    seed: int, quadratic: QuadraticSettings, linears: LinearSettings, clusters: ClusterSettings
+) -> list[Curve]:
     """Every run of a theory recipe. Each instance has a random stream of its own, whatever else is run.
 
     Raises:
         DivergenceError: scipy failed on a convex step.
     """
     with threadpool_limits(1):  # matrices are so small that waiting for a second thread takes most of the time
-        return [*_quadratic_curves(seed, quadratic), *_linear_curves(seed, linears)]
-
-
-def summarise(curves: list[Curve]) -> list[Row]:
-    """One row for each scheme and statement, in order of appearance."""
-    groups: dict[tuple[str, str], list[Claim]] = {}
-    for curve in curves:
-        for claim in curve.claims:
-            groups.setdefault((curve.scheme, claim.statement), []).append(claim)
-    return [_row(scheme, statement, claims) for (scheme, statement), claims in groups.items()]
+        return [
+            *_quadratic_curves(seed, quadratic),
+            *_linear_curves(seed, linears),
+            *cluster_curves(seed, clusters),
+        ]
 
 
 def as_json(seed: int, curves: list[Curve]) -> dict[str, Any]:
@@ -254,34 +197,3 @@ def _least(problem: linear.LinearProblem, points: list[linear.Point]) -> float:
     """The smallest eigenvalue of the Hessian along the simplex, over five points of a descent."""
     chosen = {round(i) for i in np.linspace(0, len(points) - 1, 5)}
     return min(float(linalg.eigvalsh(curvature.tangent_hessian(problem, points[i]))[0]) for i in chosen)
-
-
-# ---------------------------------------------------------------- measuring
-
-ROUNDING = 1e-6
-"""Relative error that rounding leaves in a measured contraction above the floors below."""
-DISTANCE_FLOOR = 1e-9
-VALUE_FLOOR = 1e-10
-"""A residual is a difference of two values, each exact to some 1e-16."""
-
-
-def worst_step(residuals: Float[np.ndarray, " steps"], floor: float | None = None) -> float:
-    """The largest share of a residual that one step left, among steps that start above the floor of rounding."""
-    floor = DISTANCE_FLOOR * float(residuals[0]) if floor is None else floor
-    before, after = residuals[:-1], residuals[1:]
-    return float((after[before > floor] / before[before > floor]).max(initial=0.0))
-
-
-def _row(scheme: str, statement: str, claims: list[Claim]) -> Row:
-    tightest = max(claims, key=lambda claim: (claim.covered, claim.tightness))
-    covered = [claim for claim in claims if claim.covered]
-    return Row(
-        scheme=scheme,
-        statement=statement,
-        instances=len(claims),
-        covered=len(covered),
-        held=sum(claim.holds for claim in covered),
-        measured=tightest.measured,
-        bound=tightest.bound,
-        at_least=tightest.at_least,
-    )

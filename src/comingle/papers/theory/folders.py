@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from comingle.errors import RunError
-from comingle.papers.theory.checks import Curve
+from comingle.papers.theory.claims import Curve
 from comingle.papers.theory.plots import draw_residuals
 from comingle.records import write_json, write_text
 

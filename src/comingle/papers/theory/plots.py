@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from comingle.papers.theory.checks import BLOCKS, EXAMPLE, F1, F2, LOCAL, Curve
+from comingle.papers.theory.checks import BLOCKS, EXAMPLE, F1, F2, LOCAL
+from comingle.papers.theory.claims import Curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

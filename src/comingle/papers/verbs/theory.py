@@ -1,4 +1,4 @@
-"""``comingle theory``: the convergence results of CoMiGS, measured beside their bounds."""
+"""``comingle theory``: the convergence results of CoMiGS and FLoRAL, measured beside their bounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from comingle.papers.recipes.theory import TheoryRecipe
-    from comingle.papers.theory.checks import Row
+    from comingle.papers.theory.claims import Row
 
 
 def theory(
@@ -25,21 +25,24 @@ def theory(
     force: Force = False,
     seed: Annotated[int | None, typer.Option("--seed", help="Random seed (default: the recipe's).")] = None,
 ) -> None:
-    """Run CoMiGS's alternating schemes on small problems, beside the rates that theory predicts."""
+    """Run CoMiGS's and FLoRAL's schemes on small problems, beside what theory predicts."""
     path, read = _read(recipe, seed)
     _require_packages()
     from comingle.cli.progress import console, status
-    from comingle.papers.theory.checks import LinearSettings, QuadraticSettings, as_json, check_all, summarise
+    from comingle.papers.theory.checks import LinearSettings, QuadraticSettings, as_json, check_all
+    from comingle.papers.theory.claims import summarise
+    from comingle.papers.theory.cluster_checks import ClusterSettings
     from comingle.papers.theory.folders import check_folder, write_folder
     from comingle.terminal import words
 
     folder = out or Path("runs") / path.stem
     check_folder(folder, force=force)
-    with status("alternating"):
+    with status("descending"):
         curves = check_all(
             read.seed,
             QuadraticSettings(**read.quadratic.model_dump()),
             LinearSettings(**read.linear.model_dump()),
+            ClusterSettings(**read.clusters.model_dump()),
         )
         write_folder(folder, read.as_yaml(), as_json(read.seed, curves), curves)
     console.print(render(summarise(curves)))
@@ -85,8 +88,8 @@ def render(rows: list[Row]) -> Table:
         bound = "none" if row.bound is None else number(row.bound)
         table.add_row(f"  {row.statement}", number(row.measured), relation, bound, _count(row), style=style)
     table.caption = (
-        "Theorems and examples: the share of the residual that the worst step leaves. No bound: conditions fail.\n"
-        "'As printed' is the paper's inequality, which need not hold; docs/papers.md says why."
+        "CoMiGS: the share of the residual that the worst step leaves. Clusters: where most of a bound is used.\n"
+        "No bound: conditions fail. 'As printed' is the paper's inequality, which need not hold: see docs/papers.md."
     )
     table.caption_justify = "left"
     return table
