@@ -1,6 +1,6 @@
 """What a user would pick instead, in the same run: PEFT's LoRA one adapter after another, and pfl-research's FedAvg.
 
-    pip install 'comingle[peers]'
+    pip install peft pfl                # in an environment of its own: pfl 0.6 wants an older dp-accounting than we do
     python benchmarks/peers.py [--rows gpt2,small,sixteen,nets] [--iters 3] [--threads 1 --cpu-time]
 
 Prints one JSON line: for each row what each of them took for one turn (a local iteration of every user; for nets a
