@@ -1,10 +1,11 @@
 """How much stacking the users of a small net saves: a federation's rounds against the same users one after another.
 
 ``python benchmarks/many_users.py [--task mlp] [--method fedavg] [--users 100] [--rounds 5] [--grow 10,100]`` prints one
-JSON line:
+JSON line. The two are timed in turns; on a machine with other work ``--threads 1 --cpu-time`` counts processor time.
+``--dtype bfloat16`` has the stacked federation compute in bfloat16, the loop stays in float32.
 
 - ``stacked_s`` and ``looped_s``: seconds of a round (local epoch and mean), stacked here and in a plain PyTorch loop;
-- ``ratio``: how many times more rounds a second the stacked federation makes;
+- ``ratio``: how many times more rounds a second the stacked federation makes, the median over rounds;
 - ``s_per_user_round``: seconds for each user and round as the number of users grows (``--grow``).
 """
 
@@ -14,7 +15,8 @@ import argparse
 import copy
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import median
 from typing import cast
 
 import torch
@@ -36,7 +38,7 @@ BUDGET = 0.01
 """Of FLoRAL's adaptors, as a part of the base's parameters: the paper's smaller one."""
 
 
-def federation(task: str, users: int, method: str, users_per_step: int | None) -> InProcess:
+def federation(task: str, users: int, method: str, users_per_step: int | None, dtype: str = "auto") -> InProcess:
     sgd = {"name": "sgd", "learning_rate": RATE, "schedule": "constant", "weight_decay": 0}
     recipe = parse_recipe(
         {
@@ -48,7 +50,7 @@ def federation(task: str, users: int, method: str, users_per_step: int | None) -
                 "experts": sgd,
                 "router": sgd,
             },
-            "runtime": {"device": "cpu", "users_per_step": users_per_step},
+            "runtime": {"device": "cpu", "users_per_step": users_per_step, "dtype": dtype},
         }
     )
     return build(recipe, prepare(recipe))
@@ -113,14 +115,15 @@ def stacked(federation: InProcess) -> Callable[[int], None]:
     return a_round
 
 
-def seconds(a_round: Callable[[int], None], rounds: int) -> float:
-    """The median of some rounds, after one that warms up."""
-    times = []
-    for number in range(rounds + 1):
-        started = time.perf_counter()
-        a_round(number)
-        times.append(time.perf_counter() - started)
-    return sorted(times[1:])[rounds // 2]
+def seconds(rounds: Sequence[Callable[[int], None]], count: int, clock: Callable[[], float]) -> list[list[float]]:
+    """Of each, the times of some rounds in turns, after one that warms up."""
+    times: list[list[float]] = [[] for _ in rounds]
+    for number in range(count + 1):
+        for a_round, found in zip(rounds, times, strict=True):
+            started = clock()
+            a_round(number)
+            found.append(clock() - started)
+    return [found[1:] for found in times]
 
 
 def main() -> None:
@@ -132,25 +135,30 @@ def main() -> None:
     parser.add_argument("--grow", default="10,100,1000", help="numbers of users, or nothing")
     parser.add_argument("--users-per-step", type=int)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", default="auto", help="of the stacked federation")
+    parser.add_argument("--cpu-time", action="store_true", help="time the processor, not the clock; with --threads 1")
     args = parser.parse_args()
+    if args.cpu_time and args.threads != 1:
+        parser.error("--cpu-time needs --threads 1: waiting threads would count as work")
+    clock = time.process_time if args.cpu_time else time.perf_counter
     torch.set_num_threads(args.threads)
-    made = federation(args.task, args.users, args.method, args.users_per_step)
-    quick, slow = (
-        seconds(stacked(made), args.rounds),
-        seconds(one_after_another(made.clients, args.task, args.method), args.rounds),
-    )
+    made = federation(args.task, args.users, args.method, args.users_per_step, args.dtype)
+    alone = one_after_another(made.clients, args.task, args.method)
+    quick, slow = seconds([stacked(made), alone], args.rounds, clock)
     grown = {}
     for users in [int(n) for n in args.grow.split(",") if n]:
-        many = federation(args.task, users, args.method, args.users_per_step)
-        grown[users] = seconds(stacked(many), args.rounds) / users
+        many = federation(args.task, users, args.method, args.users_per_step, args.dtype)
+        grown[users] = median(seconds([stacked(many)], args.rounds, clock)[0]) / users
     found = {
         "task": args.task,
         "method": args.method,
         "users": args.users,
         "threads": args.threads,
-        "stacked_s": round(quick, 4),
-        "looped_s": round(slow, 4),
-        "ratio": round(slow / quick, 2),
+        "dtype": str(made.clients.model.dtype).removeprefix("torch."),
+        "clock": "processor" if args.cpu_time else "wall",
+        "stacked_s": round(median(quick), 4),
+        "looped_s": round(median(slow), 4),
+        "ratio": round(median(b / a for a, b in zip(quick, slow, strict=True)), 2),
         "s_per_user_round": {users: float(f"{s:.3g}") for users, s in grown.items()},
     }
     print(json.dumps(found))

@@ -24,6 +24,7 @@ from comingle.engines.settings import Training
 from comingle.engines.training import Portions
 from comingle.errors import RecipeError
 from comingle.kinds.base import Materials, kind_of
+from comingle.kinds.conversations import feed as feeding
 from comingle.kinds.conversations.feed import AnswerFeed
 from comingle.kinds.conversations.kind import training_tokens
 from comingle.methods.client import Phase
@@ -238,15 +239,17 @@ def spoken(sim: Clients, user: int) -> list[str]:
 
 
 @pytest.mark.parametrize("method", ["local", "comigs-1g1s", "floral"])
-def test_answers_of_many_users_are_those_of_each_alone(ask: Ask, method: str) -> None:
+def test_answers_of_many_users_are_those_of_each_alone(ask: Ask, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sim = ask(FLORAL if method == "floral" else method).clients
     stir(sim)
     assert isinstance(sim.feed, AnswerFeed)
     sets = [user.test for user in sim.users]
     expected = [spoken(sim, user) for user in range(3)]
     generate = partial(sim.scorer.generate, sim.models)
-    for sequences in (16, 3):
-        assert sim.feed.answers(generate, sets, sim.row_of, Portions(users=2, sequences=sequences)) == expected
+    for speaking in (1, 5, 64):
+        monkeypatch.setattr(feeding, "SPEAKING", speaking)
+        for sequences in (16, 1):
+            assert sim.feed.answers(generate, sets, sim.row_of, Portions(users=2, sequences=sequences)) == expected
     assert len({tuple(texts) for texts in expected}) == 3
     scores = sim.evaluate()
     assert [list(score.measures) for score in scores] == [["rouge1", "loss"]] * 3

@@ -1,4 +1,4 @@
-"""Norms of all users at once against a loop over the users, with gradients and running statistics."""
+"""Layers of all users at once against a loop over the users, with gradients and running statistics."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.func import vmap
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
 
 from comingle.data.seeds import generator
-from comingle.models.side_by_side import FEW, FusedNorms, channels_last
+from comingle.models.side_by_side import FEW, LARGE, Folded, FusedNorms, channels_last, folds
 
 USERS, SETS, BATCH, CHANNELS = 3, 2, 5, 8
 
@@ -137,3 +137,49 @@ def test_channels_last_changes_the_layout_of_small_convolutions_alone(axes: tupl
     assert found["conv"].flatten(0, -4).is_contiguous(memory_format=torch.channels_last)
     assert all(found[name] is tensors[name] for name in ("linear", "norm", "wide"))
     torch.testing.assert_close(gradients(found["conv"], tensors["conv"]), (draw(*axes, 4, 6, 3, 3, seed=9),))
+
+
+WIDE = LARGE // 4
+"""Inputs of a linear that is large with :data:`CHANNELS` outputs."""
+
+
+def copies(net: nn.Module) -> dict[str, Tensor]:
+    """Parameters of users whose nets are unlike."""
+    named = enumerate(net.named_parameters())
+    return {name: draw(USERS, *t.shape, seed=seed).requires_grad_() for seed, (name, t) in named}
+
+
+@pytest.mark.parametrize("inputs", [CHANNELS, WIDE])
+@pytest.mark.parametrize("bias", [False, True])
+def test_samples_of_all_users_as_one_batch_are_those_of_each(inputs: int, bias: bool) -> None:
+    layers = [nn.Flatten(), nn.Linear(inputs, CHANNELS, bias=bias), nn.Tanh(), nn.Linear(CHANNELS, 2, bias=bias)]
+    net = nn.Sequential(*layers).double()
+    x, tensors = draw(USERS, BATCH, inputs // 2, 2).requires_grad_(), copies(net)
+    assert folds(net)
+    with Folded():
+        found = functional_call(net, tensors, x.flatten(0, 1)).unflatten(0, (USERS, BATCH))
+    expected = torch.stack([functional_call(net, {n: t[u] for n, t in tensors.items()}, x[u]) for u in range(USERS)])
+    agree(found, expected, x, *tensors.values())
+
+
+def test_the_gradient_of_a_large_weight_lies_as_the_weight_does() -> None:
+    """A step with one that lies otherwise takes longer than the product that makes it."""
+    weight = draw(USERS, CHANNELS, WIDE).requires_grad_()
+    with Folded():
+        y = F.linear(draw(USERS * BATCH, WIDE), weight)
+    (found,) = gradients(y, weight)
+    assert found.is_contiguous()
+
+
+class Mixing(nn.Module):
+    """Of a batch, not of a sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize(
+    "layer", [Mixing(), nn.Dropout(), nn.Flatten(0), nn.Conv1d(1, 1, 1), nn.Softmax(0), nn.BatchNorm1d(2)]
+)
+def test_a_net_that_may_mix_samples_keeps_its_users_apart(layer: nn.Module) -> None:
+    assert not folds(nn.Sequential(nn.Linear(2, 2), layer))

@@ -172,6 +172,7 @@ def adapt(
     if (compiled if native_code is None else native_code) and native.fits(base.device, base.dtype):
         native.enable(cache_folder() / "native")
     if compiled:
+        _keep_compiled_code()
         _forget_other_models(base.model, adapters)
         for mlp in adapters.experts.values():
             # The mixture brings its own fused kernels; tracing its autograd function as well would undo them.
@@ -190,6 +191,19 @@ def adapt(
         adapters=adapters,
     )
 
+
+def _keep_compiled_code() -> None:
+    """Let the next process find what was compiled of blocks with LoRA's own autograd function, as it finds the rest.
+
+    PyTorch leaves such functions out of its cache by default; what they do, forward and backward, is part of its keys.
+    """
+    from torch._functorch import config
+
+    if hasattr(config, _KEEPS):  # not every version has it
+        setattr(config, _KEEPS, True)
+
+
+_KEEPS = "autograd_cache_allow_custom_autograd_functions"
 
 _compiled_for: tuple[weakref.ref[nn.Module], Layout] | None = None
 

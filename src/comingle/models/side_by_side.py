@@ -1,19 +1,21 @@
-"""Stacked users' convolutions and norms in the form that is fastest: their channels side by side.
+"""Stacked users' layers in the form that is fastest, where ``vmap`` has another.
 
 Under ``vmap`` a norm whose gamma and beta differ between users is three passes over the activations. A norm of all
 users' channels side by side has the same values in one, because no channel (or group of channels) meets another.
+A net of linears alone needs no ``vmap``: samples of all users are one batch, in which only parameters
+know whose they are. Then nothing stands between the products but themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import Signature, signature
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor  # no public name tells whether a vmap is left
 from torch.overrides import TorchFunctionMode
 
@@ -68,6 +70,57 @@ class _SideBySide(torch.autograd.Function):
 def _join(values: Tensor, users_at: int | None, users: int) -> Tensor:
     """``(users * channels,)``."""
     return (values.expand(users, -1) if users_at is None else values.movedim(users_at, 0)).flatten()
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    y = _Products.apply(x.unflatten(0, (len(weight), -1)), weight)
+    return (y if bias is None else y + bias.unsqueeze(1)).flatten(0, 1)
+
+
+_FOLDED: Mapping[Any, Callable[..., Tensor]] = {F.linear: _linear}
+_FOLDING = (nn.Sequential, nn.Flatten, nn.Identity, nn.Linear, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU)
+"""Modules that do the same to each sample whatever others are in its batch, but for what :data:`_FOLDED` stands for."""
+
+
+def folds(net: nn.Module) -> bool:
+    """Whether all users' samples can go through a net as one batch, within :class:`Folded`."""
+    return all(type(m) in _FOLDING and getattr(m, "start_dim", 1) == 1 for m in net.modules())
+
+
+class Folded(TorchFunctionMode):
+    """While this is entered, layers take ``(users * batch, ...)``, user after user, and parameters ``(users, ...)``."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """``func``, or what stands for it."""
+        return _FOLDED.get(func, func)(*args, **(kwargs or {}))
+
+
+LARGE = 1024
+"""Entries of a weight from which on its gradient is best made in the weight's own order; measured on CPUs."""
+
+
+class _Products(torch.autograd.Function):
+    """``x_u W_u^T`` for each user u.
+
+    Autograd's own gradient of a weight is transposed, and a step with it takes longer than the product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.bmm(x, weight.mT)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        want_x, want_weight = ctx.needs_input_grad
+        d_x = torch.bmm(dy, weight) if want_x else None
+        if not want_weight:
+            return d_x, None
+        large = weight.shape[1] * weight.shape[2] >= LARGE
+        return d_x, torch.bmm(dy.mT, x) if large else torch.bmm(x.mT, dy).mT
 
 
 FEW = 16

@@ -24,7 +24,7 @@ from comingle.data.seeds import derive
 from comingle.evaluation.losses import MSE, Loss
 from comingle.models.columns import layout_of, row_of
 from comingle.models.model import Model
-from comingle.models.side_by_side import FusedNorms, channels_last
+from comingle.models.side_by_side import Folded, FusedNorms, channels_last, folds
 from comingle.routers.mixtures import ClientMixture, merge_models, mix_probabilities, weigh_gradient
 from comingle.trees import BASE, CLIENT_ROUTER, STATISTICS, Layout, Tree
 
@@ -160,7 +160,7 @@ class StackedModel(Model):
                 return mix_probabilities(outputs, shares)
             return torch.einsum("uc,uc...->u...", shares, outputs)
         if mixture is None:
-            return self._run(train, self._call, tensors, inputs)
+            return self._run_alone(train, tensors, inputs)
         shares = self.shares(tensors)
         return self._run(
             train, lambda user_tensors, x, pi: self._call(user_tensors, x, mixture=pi), tensors, inputs, shares
@@ -170,7 +170,7 @@ class StackedModel(Model):
         """Outputs of the one model ``sum_c pi_c w_c``, whose running statistics then are all components'."""
         merged = merge_models(tensors, self.shares(tensors))
         statistics = {s.name: merged[s.name].detach() for s in self.layout.only({STATISTICS}).slots}
-        outputs = self._run(train, self._call, merged | statistics, inputs)
+        outputs = self._run_alone(train, merged | statistics, inputs)
         for name, value in statistics.items() if train else ():
             tensors[name].copy_(value.unsqueeze(1).expand_as(tensors[name]))
         return outputs
@@ -204,6 +204,18 @@ class StackedModel(Model):
         tensors, *others = stacked
         with FusedNorms():
             return vmap(call, randomness="different")(channels_last(tensors), *others)
+
+    def _run_alone(self, train: bool, tensors: Tree, inputs: Tensor) -> Float[Tensor, "users batch ..."]:
+        """Outputs of one net of each user's own."""
+        if not self._folds:
+            return self._run(train, self._call, tensors, inputs)
+        self.net.train(train)
+        with Folded():
+            return self._call(tensors, inputs.flatten(0, 1)).unflatten(0, inputs.shape[:2])
+
+    @cached_property
+    def _folds(self) -> bool:
+        return folds(self.net)
 
     def _call(self, user_tensors: Tree, inputs: Tensor, **options: Any) -> Tensor:
         return functional_call(self.net, user_tensors, (inputs,), options)

@@ -128,7 +128,7 @@ class AnswerFeed(PassFeed):
 
         A response ends where the model ends it, or at the length of the longest response that its user has.
         """
-        batch, slots = portions.slots(SCORED_PER_SLOT)
+        batch, slots = _slots_to_speak(sets, portions)
         texts = [[""] * len(part.references) for part in sets]
         jobs = [
             _Job(i, at) for i, part in enumerate(sets) for at in part.prompt_tokens.argsort(stable=True).split(batch)
@@ -147,6 +147,20 @@ class AnswerFeed(PassFeed):
         """The text up to the first token that ends it."""
         said = list(takewhile(lambda token: token not in ends, tokens.tolist()))
         return str(self.tokenizer.decode(said, skip_special_tokens=True)).strip()
+
+
+SPEAKING, READ_AT_ONCE = 64, 8192
+"""Responses that are given at once, and tokens of their prompts: each further token reads all weights, for however many
+responses; with more, passes over the prompts need more memory than training does."""
+
+
+def _slots_to_speak(sets: Sequence[Answers], portions: Portions) -> tuple[int, int]:
+    """Prompts of a set that share a slot, and slots of a pass: responses of as many sets as there is room for."""
+    longest = max((int(part.prompt_tokens.max()) for part in sets if len(part.prompt_tokens)), default=1)
+    rows = max(portions.users * portions.sequences, min(SPEAKING, READ_AT_ONCE // max(1, longest)))
+    most = max((len(part.references) for part in sets), default=1)
+    batch = max(1, min(most, rows // max(1, len(sets))))
+    return batch, max(1, rows // batch)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,108 @@
+"""What it saves that users' models answer together when they are scored, on a random GPT-2 in the same run.
+
+    python benchmarks/answering.py [--users 4] [--questions 16] [--prompt 60] [--new 32] [--threads 1 --cpu-time]
+
+Prints one JSON line: answers of `comigs-1g1s` to each user's questions with as many at once as a training pass takes
+(2,048 tokens of one user after another), and with those of all users in one pass; ``ratio`` is the median over turns of
+the one's time over the other's. The texts must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from functools import partial
+from typing import Any
+
+import torch
+
+from comingle.data.answers import Question, UserAnswers, as_answers, encode
+from comingle.engines.client import Clients
+from comingle.engines.runtime import keep_buffers
+from comingle.engines.settings import Training
+from comingle.engines.training import Portions
+from comingle.kinds.conversations import feed as feeding
+from comingle.models.byte_tokenizer import EOS, byte_tokenizer
+from throughput import clients_of
+
+TRAINED_AT_ONCE = 2048
+"""Tokens."""
+
+
+def users_of(args: argparse.Namespace) -> list[UserAnswers]:
+    """Users with questions of random letters."""
+    draw, users = torch.Generator().manual_seed(0), []
+    for number in range(args.users):
+        texts = (97 + torch.randint(26, (args.questions, args.prompt), generator=draw)).tolist()
+        questions = [Question(prompt=bytes(text).decode(), answer="a") for text in texts]
+        encoded = encode(questions, byte_tokenizer())
+        own = as_answers(encoded, limit=args.new, measures=("rouge1", "loss"), ends=(EOS,))
+        users.append(UserAnswers(name=f"user{number}", train=own, valid=own, test=own))
+    return users
+
+
+def stirred(clients: Clients) -> Clients:
+    """Everybody with a model of its own."""
+    rows = clients.state.rows
+    rows += 0.05 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(1))
+    return clients
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {
+        "layers": 4,
+        "dim": 256,
+        "heads": 4,
+        "vocab": 8192,
+        "users": 4,
+        "questions": 16,
+        "prompt": 60,
+        "new": 32,
+        "repeats": 3,
+        "threads": 2,
+    }.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--cpu-time", action="store_true", help="time the processor, not the clock; with --threads 1")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    keep_buffers()
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    rest = {"method": "comigs-1g1s", "experts": 2, "batch": 4, "ctx": 128, "device": "cpu", "no_compile": True}
+    shape = {key: getattr(args, key) for key in ("layers", "dim", "heads", "vocab", "users", "dtype")}
+    switches = {"users_per_step": None, "micro_batch": None, "no_native": False}
+    name = "random:gpt2?" + "&".join(f"{key}={shape[key]}" for key in ("layers", "dim", "heads", "vocab"))
+    clients, users = stirred(clients_of(argparse.Namespace(**shape, **rest, **switches), name)), users_of(args)
+    feed = feeding.AnswerFeed(users, Training(context=128), 4, tokenizer=byte_tokenizer())
+    portions = Portions(users=1, sequences=max(1, TRAINED_AT_ONCE // (args.prompt + args.new)))
+    generate, sets = partial(clients.scorer.generate, clients.models), [user.test for user in users]
+
+    together = feeding._slots_to_speak  # the one private name: what is compared is what it decides
+    ways: dict[str, Any] = {"alone": lambda sets, portions: portions.slots(512), "together": together}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    said: dict[str, list[list[str]]] = {}
+    for repeat in range(args.repeats + 1):
+        for way, decides in ways.items():
+            feeding._slots_to_speak = decides
+            started = clock()
+            said[way] = feed.answers(generate, sets, list(range(args.users)), portions)
+            times[way] += [clock() - started] if repeat else []
+    assert said["alone"] == said["together"]
+    tokens = args.users * args.questions * args.new
+    found = {
+        "users": args.users,
+        "questions": args.questions,
+        "dtype": args.dtype,
+        "threads": args.threads,
+        "clock": "processor" if args.cpu_time else "wall",
+        **{f"{way}_tokens_per_s": round(tokens / statistics.median(seconds), 1) for way, seconds in times.items()},
+        "ratio": round(statistics.median(a / b for a, b in zip(times["alone"], times["together"], strict=True)), 2),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""What a user would pick instead, in the same run: PEFT's LoRA one adapter after another, and pfl-research's FedAvg.
+
+    pip install peft pfl                # in an environment of its own: pfl 0.6 wants an older dp-accounting than we do
+    python benchmarks/peers.py [--rows gpt2,small,sixteen,nets] [--iters 3] [--threads 1 --cpu-time]
+
+Prints one JSON line: for each row what each of them took for one turn (a local iteration of every user; for nets a
+round) and ``times``, how many times faster comingle is, the median over turns in which all were timed.
+
+- ``gpt2``: a random GPT2-124M, 4 users, batch 4, context 128; ``small``: 4 layers, 256 wide, 4 users, batch 16;
+  ``sixteen``: the same, 16 users, batch 1. `fedit` against PEFT on one base in bfloat16 and in float32: LoRA of rank 8
+  on all linears, AdamW, an adapter for each user, who are trained in turn.
+- ``nets``: FedAvg of 784-200-10 on MNIST, 300 users, batch 32, SGD, against pfl-research's simulation in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from comingle.data.samples import UserSamples
+from comingle.engines.local import train
+from comingle.engines.runtime import keep_buffers
+from comingle.models.language import load_base
+from many_users import RATE, federation, stacked, start
+from throughput import clients_of, timed
+
+CONTEXT, USERS, BATCH = 128, 300, 32
+SMALL = {"layers": 4, "dim": 256, "heads": 4, "vocab": 8192}
+SHAPES: dict[str, dict[str, int]] = {
+    "gpt2": {"layers": 12, "dim": 768, "heads": 12, "vocab": 50257, "users": 4, "batch": 4},
+    "small": {**SMALL, "users": 4, "batch": 16},
+    "sixteen": {**SMALL, "users": 16, "batch": 1},
+}
+Turn = Callable[[], object]
+
+
+def ours(name: str, shape: dict[str, int]) -> Turn:
+    """`fedit`, as ``throughput.py`` has it."""
+    rest = {"method": "fedit", "experts": 2, "ctx": CONTEXT, "dtype": "auto", "device": "cpu"}
+    switches = {"users_per_step": None, "micro_batch": None, "no_compile": False, "no_native": False}
+    clients = clients_of(argparse.Namespace(**shape, **rest, **switches), name)
+    rounds = iter(range(10_000))
+    return lambda: train(clients, list(range(shape["users"])), next(rounds))
+
+
+def with_peft(name: str, shape: dict[str, int], dtype: str) -> Turn:
+    """Adapters of all users on one base, trained one after another."""
+    from peft import LoraConfig, get_peft_model
+
+    base = load_base(name, dtype=dtype, device="cpu", attention="sdpa").model
+    linears = ["c_attn", "c_proj", "c_fc"]
+    config = LoraConfig(r=8, lora_alpha=16, use_rslora=True, target_modules=linears, fan_in_fan_out=True)
+    names = [f"user{i}" for i in range(shape["users"])]
+    model: Any = get_peft_model(cast(Any, base), config, adapter_name=names[0])
+    for user in names[1:]:
+        model.add_adapter(user, config)
+    tokens = torch.randint(shape["vocab"], (shape["users"], shape["batch"], CONTEXT + 1))
+    optimizers = []
+    for user in names:
+        model.set_adapter(user)
+        optimizers.append(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3))
+
+    def turn() -> None:
+        for user, optimizer, own in zip(names, optimizers, tokens, strict=True):
+            model.set_adapter(user)
+            logits = model(input_ids=own[:, :-1]).logits
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), own[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return turn
+
+
+class Classifier(nn.Module):
+    """A net as pfl-research wants it: with its loss, and metrics that nobody asks for."""
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net = net
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy."""
+        return nn.functional.cross_entropy(self.net(inputs), targets)
+
+    def metrics(self, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
+        """None."""
+        return {}
+
+
+def with_pfl(net: nn.Module, users: list[UserSamples]) -> Turn:
+    """A central iteration of FedAvg over all users."""
+    from pfl.aggregate.simulate import SimulatedBackend
+    from pfl.algorithm.base import NNAlgorithmParams
+    from pfl.algorithm.federated_averaging import FederatedAveraging
+    from pfl.data.dataset import Dataset
+    from pfl.data.federated_dataset import FederatedDataset
+    from pfl.hyperparam import NNTrainHyperParams
+    from pfl.model.pytorch import PyTorchModel
+
+    turns = iter(range(10**9))
+    data = FederatedDataset(
+        lambda user: Dataset((users[user].train.inputs, users[user].train.targets)), lambda: next(turns) % len(users)
+    )
+    model = PyTorchModel(
+        Classifier(net),
+        lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
+        torch.optim.SGD(net.parameters(), 1.0),
+    )
+    hyper = NNTrainHyperParams(local_num_epochs=1, local_learning_rate=RATE, local_batch_size=BATCH)
+    backend = SimulatedBackend(training_data=data, val_data=data)
+
+    params = NNAlgorithmParams(
+        central_num_iterations=10**9, evaluation_frequency=10**9, train_cohort_size=len(users), val_cohort_size=None
+    )
+    algorithm = FederatedAveraging()
+
+    def turn() -> None:
+        # Iteration 1, in which nothing is evaluated.
+        contexts, _, _ = algorithm.get_next_central_contexts(model, 1, params, hyper, hyper)
+        gathered, metrics = backend.gather_results(model, algorithm, central_context=contexts[0])
+        algorithm.process_aggregated_statistics(contexts[0], metrics, model, gathered)
+
+    return turn
+
+
+def turns_of(row: str) -> dict[str, Turn]:
+    """Everybody of one row, ours first."""
+    if row == "nets":
+        made = federation("mnist", USERS, "fedavg", None)
+        users = cast(list[UserSamples], made.clients.users)
+        turn, numbers = stacked(made), iter(range(10_000))
+        half = stacked(federation("mnist", USERS, "fedavg", None, "bfloat16"))
+        net = start(made.clients, "mnist", "fedavg").requires_grad_()
+        return {
+            "comingle": lambda: turn(next(numbers)),
+            "comingle_bfloat16": lambda: half(next(numbers)),
+            "pfl": with_pfl(net, users),
+        }
+    shape = SHAPES[row]
+    name = "random:gpt2?" + "&".join(f"{key}={shape[key]}" for key in ("layers", "dim", "heads", "vocab"))
+    peers = {f"peft_{dtype}": with_peft(name, shape, dtype) for dtype in ("bfloat16", "float32")}
+    return {"comingle": ours(name, shape), **peers}
+
+
+def compared(row: str, iters: int, clock: Callable[[], float]) -> dict[str, Any]:
+    """Seconds of a turn of each, and how many times faster ours are."""
+    turns = turns_of(row)
+    times: dict[str, list[float]] = {key: [] for key in turns}
+    for number in range(iters + 2):  # the first two rounds compile and warm up
+        for key, turn in turns.items():
+            seconds = timed(turn, clock)
+            if number >= 2:
+                times[key].append(seconds)
+    own = {key: seconds for key, seconds in times.items() if key.startswith("comingle")}
+    ratios = {
+        f"{peer}/{key}": round(statistics.median(b / a for a, b in zip(own[key], times[peer], strict=True)), 2)
+        for key in own
+        for peer in times
+        if peer not in own
+    }
+    return {"seconds": {key: round(statistics.median(s), 3) for key, s in times.items()}, "times": ratios}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="gpt2,small,sixteen,nets")
+    parser.add_argument("--iters", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cpu-time", action="store_true", help="time the processor, not the clock; with --threads 1")
+    args = parser.parse_args()
+    if args.cpu_time and args.threads != 1:
+        parser.error("--cpu-time needs --threads 1: waiting threads would count as work")
+    torch.set_num_threads(args.threads)
+    keep_buffers()
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    rows = {row: compared(row, args.iters, clock) for row in args.rows.split(",")}
+    print(json.dumps({"threads": args.threads, "clock": "processor" if args.cpu_time else "wall", **rows}))
+
+
+if __name__ == "__main__":
+    main()
