@@ -12,6 +12,9 @@ from on_device import apart, play, recipe_of
 
 from comingle.methods import REGISTRY
 
+# Client-level mixtures run a base's attention (sdpa, as nothing else is said on a GPU) under torch.vmap.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+
 ON_TEXT = [name for name in REGISTRY if name not in NETS_ONLY]
 ON_NETS = [name for name in REGISTRY if name not in (*TEXT_ONLY, *ROUTED, *ONE_LORA)]
 UNEQUAL = ("comigs-1g1s", "hetlora", "flexlora", "fedsa-lora")
