@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install -c constraints.txt
 
-.PHONY: demo test unit laws test-slow lowest check dist bench docs clean
+.PHONY: demo test unit laws test-slow test-gpu lowest check dist bench docs clean
 
 $(VENV)/base: pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (PyTorch and transformers: some minutes on a first run)"
@@ -57,6 +57,10 @@ laws: $(VENV)/dev
 # torch.compile cannot trace the run-time checks of annotations, which the other tests make.
 test-slow: $(VENV)/dev $(VENV)/demo
 	COMINGLE_NO_TYPECHECK=1 $(BIN)/python -m pytest -q -m slow
+
+# On a machine with an NVIDIA GPU; COMINGLE_TEST_DEVICE=cpu runs the same tests on the CPU.
+test-gpu: $(VENV)/dev
+	COMINGLE_NO_TYPECHECK=1 $(BIN)/python -m pytest -q -m gpu tests/gpu
 
 # The tests with the lowest versions that pyproject.toml allows, in an environment of their own. Lower versions of
 # PyTorch are no CPU builds everywhere: TORCH=VERSION takes another one.

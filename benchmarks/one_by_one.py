@@ -53,19 +53,31 @@ class Mixture(nn.Module):
         return sum(gates[..., j : j + 1] * expert(x) for j, expert in enumerate(self.experts))  # type: ignore[return-value]
 
 
-def one_by_one(name: str, *, users: int, batch: int, context: int, vocab: int, experts: int) -> Callable[[], None]:
-    """One local iteration of every user, in turn."""
-    base = load_base(name, dtype="float32", device="cpu", attention="sdpa").model
+def one_by_one(
+    name: str,
+    *,
+    users: int,
+    batch: int,
+    context: int,
+    vocab: int,
+    experts: int,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> Callable[[], None]:
+    """One local iteration of every user, in turn; adapters have the base's ``dtype``."""
+    loaded = load_base(name, dtype=dtype, device=device, attention="sdpa")
+    base = loaded.model
     networks, optimizers = [], []
     for _ in range(users):
         network: Any = share_weights(base)
         for block in network.transformer.h:
             block.attn.c_attn, block.attn.c_proj = Lora(block.attn.c_attn), Lora(block.attn.c_proj)
             block.mlp = Mixture(block.mlp, experts, base.config.hidden_size)
+        nn.Module.to(network, loaded.device, loaded.dtype)
         trained = [p for p in network.parameters() if p.requires_grad]
         networks.append(network)
         optimizers.append(torch.optim.AdamW(trained, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01))
-    tokens = torch.randint(vocab, (users, batch, context + 1))
+    tokens = torch.randint(vocab, (users, batch, context + 1), device=loaded.device)
 
     def step() -> None:
         for network, optimizer, own in zip(networks, optimizers, tokens, strict=True):

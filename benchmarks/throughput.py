@@ -33,6 +33,7 @@ from comingle.engines.settings import Training
 from comingle.kinds.text.feed import TextFeed
 from comingle.methods import make
 from comingle.models.adapted import adapt
+from comingle.models.base import Base
 from comingle.models.language import backbone, lm_head, load_base
 from comingle.models.loss import cross_entropy
 from one_by_one import one_by_one
@@ -69,9 +70,8 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def clients_of(args: argparse.Namespace, name: str) -> Clients:
+def clients_of(args: argparse.Namespace, base: Base) -> Clients:
     """``users`` users with random tokens, and a method with ``experts`` experts per block."""
-    base = load_base(name, dtype=args.dtype, device=args.device)
     if args.experts != 2 and args.method == "comigs-1g1s":
         method = make("comigs", specialists=args.experts - 1)
     else:
@@ -101,9 +101,8 @@ def clients_of(args: argparse.Namespace, name: str) -> Clients:
     return Clients(model, method, training, trainers=users, users=users, feed=feed)
 
 
-def base_pass(args: argparse.Namespace, name: str, sequences: int) -> Callable[[], None]:
+def base_pass(args: argparse.Namespace, base: Base, sequences: int) -> Callable[[], None]:
     """One pass of all users' batches through the base alone, in the same portions."""
-    base = load_base(name, dtype=args.dtype, device=args.device)
     head, body = lm_head(base), backbone(base.model)
     if not args.no_compile:
         for layer in decoder_layers(base.model):
@@ -134,7 +133,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     keep_buffers()
     name = f"random:gpt2?layers={args.layers}&dim={args.dim}&heads={args.heads}&vocab={args.vocab}"
-    clients = clients_of(args, name)
+    clients = clients_of(args, load_base(name, dtype=args.dtype, device=args.device))
     everybody = list(range(args.users))
     counter = iter(range(10_000))
     steps: dict[str, Callable[[], object]] = {"train": lambda: train(clients, everybody, next(counter))}
@@ -144,10 +143,11 @@ def main() -> None:
         some = everybody[: clients.portions.users]
         steps["router"] = lambda: clients.steps.take(clients.cohort(some, next(counter)), one, 0)
     if not args.no_base:
-        steps["base"] = base_pass(args, name, clients.portions.users * clients.portions.sequences)
+        alone = load_base(name, dtype=args.dtype, device=args.device)
+        steps["base"] = base_pass(args, alone, clients.portions.users * clients.portions.sequences)
     if args.one_by_one:
         shape = {"users": args.users, "batch": args.batch, "context": args.ctx, "vocab": args.vocab}
-        steps["one_by_one"] = one_by_one(name, **shape, experts=args.experts)
+        steps["one_by_one"] = one_by_one(name, **shape, experts=args.experts, device=args.device)
     times: dict[str, list[float]] = {key: [] for key in steps}
     for round_number in range(args.iters + 2):  # the first two rounds compile and warm up
         for key, step in steps.items():

@@ -8,9 +8,10 @@ A package offers a function under a name in its ``pyproject.toml``::
 Groups: ``comingle.methods`` (functions that make a :class:`comingle.methods.base.Method`), ``comingle.nets`` (functions
 of an input shape and a number of outputs that make an ``nn.Module``), ``comingle.kinds``, ``comingle.personal`` (what
 is done with a personal model), ``comingle.texts`` (functions of ``prefix:NAME`` that return documents),
-``comingle.verbs`` (functions for typer) and ``comingle.orders`` (under the name of a
-group, the order in which its names are listed). Names are read from the metadata of what is
-installed; a plug-in's code is imported when its name is asked for, never because a recipe or a message names a path.
+``comingle.plans`` (what chooses how much goes through a model at once), ``comingle.verbs`` (functions for typer) and
+``comingle.orders`` (under the name of a group, the order in which its names are listed). Names are read from the
+metadata of what is installed; a plug-in's code is imported when its name is asked for, never because a recipe or a
+message names a path.
 """
 
 from __future__ import annotations

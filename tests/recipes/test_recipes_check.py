@@ -68,7 +68,9 @@ def test_a_method_that_is_not_here_is_not_taken_for_another(name: str) -> None:
 
 def test_an_unknown_key_that_is_near_nothing_gets_the_list() -> None:
     message = problem(content("xyz", 1))
-    assert message.startswith("unknown key 'xyz'. Allowed: base, method, seed, data, adapters, floral, training, ")
+    assert message.startswith(
+        "unknown key 'xyz'. Allowed: base, quantise, method, seed, data, adapters, floral, training, "
+    )
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,7 @@ def _read(recipe: Recipe, ranks: Ranks | None) -> Materials:
     ranks.each(lambda: check_device(recipe, ranks.place))
     take_threads(recipe, ranks.place)
     materials = ranks.each(lambda: prepare(recipe))
-    at_once = recipe.runtime.users_per_step or 1
+    at_once = recipe.runtime.users_per_step
+    at_once = at_once if isinstance(at_once, int) else 1
     mine = ranks.each(lambda: spans(len(materials.users), ranks.size, at_once)[ranks.rank])
     return share_out(materials, mine)

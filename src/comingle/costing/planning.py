@@ -15,7 +15,7 @@ from comingle.costing.counts import count_users
 from comingle.costing.footprint import process_bytes
 from comingle.costing.nets import plan_nets
 from comingle.costing.paper import Account, Difference, Sizes, table3
-from comingle.costing.passes import rehearse
+from comingle.costing.passes import Rehearsal, rehearse
 from comingle.costing.records import MethodCost, Plan
 from comingle.costing.skeleton import load_skeleton
 from comingle.costing.stacked import Base as BaseFlops
@@ -152,16 +152,20 @@ def _nobody(name: str) -> UserData:
 
 def method_cost(recipe: Recipe, base: Base, names: tuple[str, ...], free: int) -> MethodCost:
     """Everything about one method; ``free`` are the bytes that the machine has left."""
-    federation, process_size = federate_bare(recipe, base, names), process_bytes("text", base.device)
-    placement = federation.clients.method.placement
-    if placement.mixture is None:
-        users = count_users(federation, names)
-        stage = rehearse(federation, trainers=1 if placement.pooled else len(names), process_bytes=process_size)
+    stage = rehearse_text(recipe, base, names)
+    if stage.federation.clients.method.placement.mixture is None:
+        users = count_users(stage.federation, names)
     else:
-        stage = rehearse(federation, trainers=len(names), process_bytes=process_size)
-        loads = dict.fromkeys(names, text_load(federation.clients))
+        loads = dict.fromkeys(names, text_load(stage.federation.clients))
         users = count_stacked(stage, loads, _language_base(recipe, base, names))
     return summarise(stage, users, free)
+
+
+def rehearse_text(recipe: Recipe, base: Base, names: tuple[str, ...]) -> Rehearsal:
+    """The federation of users of a language model without text; ``base`` may have weights or none."""
+    federation = federate_bare(recipe, base, names)
+    trainers = 1 if federation.clients.method.placement.pooled else len(names)
+    return rehearse(federation, trainers=trainers, process_bytes=process_bytes("text", base.device))
 
 
 def _language_base(recipe: Recipe, base: Base, names: tuple[str, ...]) -> BaseFlops:

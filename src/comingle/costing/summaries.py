@@ -21,6 +21,9 @@ from comingle.robust.settings import Aggregation
 from comingle.runs.session import build, prepare
 from comingle.runs.settings import training_settings
 
+NONE_FITS = "no smaller pass fits; take a smaller base, fewer users or a smaller adapters.rank"
+_USERS, _SEQUENCES = "runtime.users_per_step", "runtime.micro_batch"
+
 
 def with_method(recipe: Recipe, name: str, for_all: Mapping[str, Any] = MappingProxyType({})) -> Recipe:
     """The recipe with another method and its defaults; ``for_all`` are settings for whichever method has them.
@@ -93,11 +96,16 @@ def summarise(stage: Rehearsal, users: Sequence[UserCost], free: int) -> MethodC
 
 def advise(stage: Rehearsal, machine: MemoryCost, free: int) -> str:
     """The largest pass that fits, as settings of the recipe; or that none does."""
-    if machine.fixed_bytes <= free:
-        for smaller in _smaller(stage.steps.portions):
-            if memory(stage, portions=smaller).total_bytes <= free:
-                return f"runtime.users_per_step={smaller.users} runtime.micro_batch={smaller.sequences}"
-    return "no smaller pass fits; take a smaller base, fewer users or a smaller adapters.rank"
+    smaller = smaller_pass(stage, machine, free)
+    return NONE_FITS if smaller is None else f"{_USERS}={smaller.users} {_SEQUENCES}={smaller.sequences}"
+
+
+def smaller_pass(stage: Rehearsal, machine: MemoryCost, free: int) -> Portions | None:
+    """The largest pass that fits where ``machine``, what the chosen one needs, does not."""
+    if machine.fixed_bytes > free:
+        return None
+    smaller = _smaller(stage.steps.portions)
+    return next((one for one in smaller if memory(stage, portions=one).total_bytes <= free), None)
 
 
 def _smaller(now: Portions) -> Iterator[Portions]:

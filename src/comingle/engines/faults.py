@@ -1,15 +1,42 @@
-"""Users who leave the real numbers: how they are found, and what is said of them."""
+"""Users who leave the real numbers, and passes that need more memory than there is: what is said of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.errors import DivergenceError
+from comingle.engines.training import Portions
+from comingle.errors import DivergenceError, RecipeError
 from comingle.trees import Layout
+
+_NO_MEMORY = "can't allocate memory"
+"""So says torch's allocator for CPUs, in a RuntimeError."""
+
+
+@contextmanager
+def within_memory(portions: Portions, users: int, device: torch.device) -> Iterator[None]:
+    """Passes of so many users, in such portions.
+
+    Raises:
+        RecipeError: they need more memory than ``device`` has; says which setting to lower to what.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and _NO_MEMORY not in str(error):
+            raise
+        at_once, sequences = min(portions.users, users), portions.sequences
+        lower = (
+            f"runtime.users_per_step={at_once // 2}, or auto" if at_once > 1
+            else f"runtime.micro_batch={sequences // 2}" if sequences > 1
+            else "a smaller base, training.context or adapters.rank"
+        )  # fmt: skip
+        what = f"{at_once} {'user' if at_once == 1 else 'users'} with {sequences} sequences or samples each"
+        raise RecipeError(f"runtime: {device} has not the memory for a pass of {what}; try {lower}") from None
 
 
 def diverged(user: str, what: str, suspects: Sequence[str] = ("experts",)) -> DivergenceError:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from comingle.engines.client import Clients
 from comingle.engines.cohort import Cohort
-from comingle.engines.faults import diverged, find_broken
+from comingle.engines.faults import diverged, find_broken, within_memory
 from comingle.engines.noised import TUNING
 from comingle.engines.training import cohorts
 from comingle.methods.client import Part
@@ -44,7 +44,13 @@ def train(clients: Clients, members: Sequence[int], round_number: int, tick: Tic
 
     Raises:
         DivergenceError: a user's loss is not finite; names the user and the round.
+        RecipeError: there is not enough memory; says which setting to lower.
     """
+    with within_memory(clients.portions, len(members), clients.model.device):
+        return _train(clients, members, round_number, tick)
+
+
+def _train(clients: Clients, members: Sequence[int], round_number: int, tick: Tick) -> LocalRound:
     started, method = time.perf_counter(), clients.method
     clients.steps.blamed.clear()
     losses: dict[int, float] = {}

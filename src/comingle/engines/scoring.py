@@ -11,6 +11,7 @@ from typing import Any
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from comingle.engines.faults import within_memory
 from comingle.engines.steps import Steps
 from comingle.evaluation.answers import AnswerScore
 from comingle.evaluation.perplexity import Gates, Score
@@ -62,10 +63,14 @@ class Scorer:
         return fmean(score.mean_loss for score in self.score(models, sets, numbers))
 
     def predict(self, models: Models, numbers: Sequence[int], batch: Tensor) -> Float[Tensor, "slots batch ..."]:
-        """What model ``numbers[slot]`` makes of each slot's batch."""
-        tensors = self.steps.tensors(models.rows(numbers))
-        owners = [models.owners[number] for number in numbers]
-        return self.steps.model.predict(tensors, owners, batch.to(self.steps.model.device))
+        """What model ``numbers[slot]`` makes of each slot's batch.
+
+        Raises:
+            RecipeError: there is not enough memory for it.
+        """
+        device, owners = self.steps.model.device, [models.owners[number] for number in numbers]
+        with within_memory(self.steps.portions, len(numbers), device):
+            return self.steps.model.predict(self.steps.tensors(models.rows(numbers)), owners, batch.to(device))
 
     def generate(
         self, models: Models, numbers: Sequence[int], prompts: Tensor, limit: int

@@ -49,6 +49,9 @@ _PROBE = 16
 
 def export_personal(person: PersonalModel, folder: Path, *, format: str, dtype: str | None, force: bool) -> Exported:
     """Write a user's model to ``folder``; what :meth:`comingle.models.personal.PersonalModel.export` does."""
+    if person.model.base.quantised:
+        told = f"quantise: {person.model.base.quantised}: an export needs the base's own weights"
+        raise RunError(f"{told}; train with quantise: none to export")
     own = {name: getattr(person, name) for name in ("name", "model", "tensors", "row", "about", "logits")}
     with torch.no_grad():
         return export(Source(**own), folder, format=format, dtype=dtype, force=force)

@@ -97,7 +97,16 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens
     if compiled == "auto":
         compiled = method.trains and tokens * base.model.num_parameters() >= COMPILE_FROM
     routed, residual = method.placement.routed, method.placement.residual
-    model = adapt(base, settings, counts, routed=routed, compiled=bool(compiled), residual=residual)
+    checkpointed = recipe.runtime.gradient_checkpointing
+    model = adapt(
+        base,
+        settings,
+        counts,
+        routed=routed,
+        compiled=bool(compiled),
+        residual=residual,
+        checkpointed=checkpointed,
+    )
     if mixture is None:
         return model
     return ensemble(model, mixture, generalists=method.placement.generalists, specialists=max(specialists))
@@ -110,6 +119,7 @@ def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLan
         RecipeError: a mixture of whole models, or ranks of each user's own.
     """
     check_on_language(recipe, method)
+    _check_plain(recipe, method)
     mixture, section = method.placement.mixture, recipe.adapters
     assert mixture is not None
     assert isinstance(section.rank, int)
@@ -117,6 +127,15 @@ def mix_base(recipe: Recipe, base: Base, method: Method, users: int) -> MixedLan
     size = adaptor_size(backbone(base.model), rank=section.rank, bias=False, norm=False)
     require_room(f"method {method.name}", mixture.clusters, size, ADAPTOR_SETS)
     return mix_language_model(base, mixture, users=users, rank=section.rank, alpha=alpha)
+
+
+def _check_plain(recipe: Recipe, method: Method) -> None:
+    for key, found in {
+        "quantise": recipe.quantise != "none",
+        "runtime.gradient_checkpointing": recipe.runtime.gradient_checkpointing,
+    }.items():
+        if found:
+            raise RecipeError(f"{key}: method {method.name} wraps every linear by itself; allowed: methods of LoRAs")
 
 
 def as_settings(section: Any, kind: type) -> dict[str, Any]:

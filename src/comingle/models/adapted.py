@@ -6,14 +6,16 @@ Users are a batch dimension: one forward pass serves ``(users, batch)`` sequence
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from comingle.adapters import kernels, native, watching
 from comingle.adapters.inject import ATTENTION, Adapters, ExpertCounts, inject
@@ -28,6 +30,7 @@ from comingle.models.language import Head, backbone, lm_head
 from comingle.models.loss import cross_entropy
 from comingle.models.model import Gates, Model
 from comingle.models.pretrained import PreTrainedModel
+from comingle.models.quantised import giving_back, packed_parameters
 from comingle.trees import Layout, Tree
 
 
@@ -48,7 +51,7 @@ class AdaptedModel(Model):
     @property
     def base_parameters(self) -> int:
         """The base's parameters."""
-        return self.base.model.num_parameters()
+        return self.base.model.num_parameters() + packed_parameters(self.base.model)
 
     @property
     def ranks(self) -> Int[Tensor, " users"]:
@@ -88,7 +91,8 @@ class AdaptedModel(Model):
         """
         self.adapters.bind(tensors, users)
         inputs, targets = inputs_of(batch), batch[..., 1:]
-        hidden = self.backbone(input_ids=inputs.flatten(0, 1), use_cache=False).last_hidden_state
+        with giving_back() if self.base.quantised else nullcontext():
+            hidden = self.backbone(input_ids=inputs.flatten(0, 1), use_cache=False).last_hidden_state
         losses = cross_entropy(hidden.view(*targets.shape, -1), self.head, targets)
         return losses, self.adapters.penalties()
 
@@ -154,12 +158,14 @@ def adapt(
     compiled: bool,
     native_code: bool | None = None,
     residual: int | None = None,
+    checkpointed: bool = False,
 ) -> AdaptedModel:
     """Inject adapters into a copy of ``base`` that shares all its weights; ``base`` itself stays as it is.
 
     ``compiled`` switches torch.compile on, ``native_code`` the compiled mixture (:mod:`comingle.adapters.native`, CPUs
     only, built once for each machine); None: with ``compiled``. Both switches hold for the whole process. ``residual``
-    is as in :func:`~comingle.adapters.inject.inject`.
+    is as in :func:`~comingle.adapters.inject.inject`. With ``checkpointed`` a layer keeps its input alone for the
+    backward pass and is computed once more there; such layers, and those of a quantised base, are not compiled.
 
     Raises:
         BaseModelError: the family or its head is not one that comingle can adapt.
@@ -171,13 +177,17 @@ def adapt(
     native.disable()
     if (compiled if native_code is None else native_code) and native.fits(base.device, base.dtype):
         native.enable(cache_folder() / "native")
-    if compiled:
+    layers = decoder_layers(network)
+    if checkpointed:
+        for layer in layers:
+            setattr(layer, "forward", _computed_twice(layer.forward))  # noqa: B010 (a method, not a Tensor)
+    elif compiled and not base.quantised:
         _keep_compiled_code()
         _forget_other_models(base.model, adapters)
         for mlp in adapters.experts.values():
             # The mixture brings its own fused kernels; tracing its autograd function as well would undo them.
             setattr(mlp, "forward", torch.compiler.disable(mlp.forward))  # noqa: B010 (a method, not a Tensor)
-        for layer in decoder_layers(network):
+        for layer in layers:
             layer.compile()
     return AdaptedModel(
         name=base.name,
@@ -204,6 +214,17 @@ def _keep_compiled_code() -> None:
 
 
 _KEEPS = "autograd_cache_allow_custom_autograd_functions"
+
+
+def _computed_twice(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return call
+
 
 _compiled_for: tuple[weakref.ref[nn.Module], Layout] | None = None
 

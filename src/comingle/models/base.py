@@ -22,7 +22,8 @@ class Base:
     `model` has no parameter that requires a gradient, is in evaluation mode (no dropout) and keeps no cache.
     `tokenizer` is None for a folder that holds none. `name` says which source was used and, for an alias or a hub
     name, holds no path of this machine. `dtype` is that of the weights. `origin` is the folder that they are from, or
-    the words that define random ones; None where only the model itself says what it is.
+    the words that define random ones; None where only the model itself says what it is. `quantised` says in how many
+    bits the linears of its decoder layers are kept, where these are fewer than those of `dtype`.
     """
 
     model: PreTrainedModel
@@ -31,6 +32,7 @@ class Base:
     dtype: torch.dtype
     device: torch.device
     origin: Path | str | None = None
+    quantised: str = ""
 
     @cached_property
     def digest(self) -> str:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Literal
 
 import psutil
 import torch
@@ -19,6 +21,7 @@ from comingle.models.families import PREFIX, about_parameters, parse_random, ran
 from comingle.models.folders import read_folder
 from comingle.models.hardware import fast_bf16, resolve_attention, resolve_device, resolve_dtype
 from comingle.models.head import Head, backbone, lm_head
+from comingle.models.quantised import quantise as pack
 from comingle.models.sources import ALIASES, locate
 
 __all__ = [
@@ -36,11 +39,20 @@ __all__ = [
 ]
 
 
-def load_base(name: str, *, dtype: str = "auto", device: str = "auto", attention: str = "auto", seed: int = 0) -> Base:
+def load_base(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    attention: str = "auto",
+    quantise: Literal["none", "8bit", "4bit"] = "none",
+    seed: int = 0,
+) -> Base:
     """The frozen model called `name`, in `dtype`, on `device`.
 
-    `seed` draws the weights of a ``random:`` base and means nothing to the others. Prints nothing; the logger
-    "comingle" says where the model came from.
+    With `quantise` its decoder layers' weights take 8 or 4 bits (:mod:`comingle.models.quantised`). `seed` draws the
+    weights of a ``random:`` base and means nothing to the others. Prints nothing; the logger "comingle" says where the
+    model came from.
 
     Raises:
         BaseModelError: not found, not loadable, not a causal language model, or an unknown dtype, device or attention.
@@ -58,8 +70,12 @@ def load_base(name: str, *, dtype: str = "auto", device: str = "auto", attention
             model, tokenizer = read_folder(location.folder, dtype=number, device=place, attention=style)
             source, origin = location.name, location.folder
         freeze(model, tokenizer)
+    bits = "" if quantise == "none" else quantise
+    if bits:
+        pack(model, bits, place)
     torch.nn.Module.to(model, place)
-    return Base(model=model, tokenizer=tokenizer, name=source, dtype=number, device=place, origin=origin)
+    found = Base(model=model, tokenizer=tokenizer, name=source, dtype=number, device=place, origin=origin)
+    return replace(found, quantised=bits)
 
 
 def _require_room(name: str) -> None:

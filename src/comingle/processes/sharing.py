@@ -23,7 +23,7 @@ from comingle.processes.launched import Place
 from comingle.processes.ranks import Ranks
 from comingle.processes.sharded import Sharded
 from comingle.recipes import Recipe
-from comingle.runs.settings import training_settings
+from comingle.runs.settings import fitted, training_settings
 
 
 def spans(users: int, processes: int, at_once: int) -> list[range]:
@@ -64,6 +64,7 @@ def build_sharded(recipe: Recipe, materials: Materials, ranks: Ranks) -> Sharded
     Raises:
         ComingleError: settings, data and base do not fit each other, or there are more processes than users.
     """
+    recipe = ranks.each(lambda: fitted(recipe, materials))
     method = make(recipe.method.name, **recipe.method.settings)
     training = training_settings(recipe, [user.name for user in materials.users])
     federation = ranks.each(lambda: _built(recipe, materials, method, training, ranks))

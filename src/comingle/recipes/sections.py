@@ -150,7 +150,8 @@ class RuntimeSection(Section):
     compile: Literal["auto"] | bool = "auto"
     threads: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
     shard_sums: Literal["reduced", "ordered"] = "reduced"
-    users_per_step: Count | None = Training.users_per_step
+    users_per_step: Literal["auto"] | Count | None = Training.users_per_step
+    gradient_checkpointing: bool = False
     micro_batch: Count | None = Training.micro_batch
     track: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
 
@@ -163,6 +164,7 @@ class Recipe(Section):
     """
 
     base: str = "smollm2-135m"
+    quantise: Literal["none", "8bit", "4bit"] = "none"
     method: MethodSection = MethodSection()
     seed: Annotated[int, Field(ge=0, strict=True)] = 0
     data: SerializeAsAny[DataSection]
@@ -218,6 +220,8 @@ class Recipe(Section):
         content = self.model_dump(mode="json", exclude=without)
         if not content["data"].get("train_on_valid"):  # runs of before there was a choice stay known
             content["data"].pop("train_on_valid", None)
+        if self.quantise == "none":
+            del content["quantise"]
         for section, key in ((content["adapters"], "rank"), (content["method"]["settings"], "specialists")):
             if key in section:
                 section[key] = self._by_name(section[key])

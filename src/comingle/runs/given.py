@@ -85,8 +85,14 @@ class Given:
             BaseModelError: it cannot be used.
         """
         runtime = recipe.runtime
-        load = partial(load_base, recipe.base) if self.loaded is None else partial(given_base, *self.loaded)
         self.check_base(recipe)
+        if self.loaded is not None and recipe.quantise != "none":
+            raise RecipeError(f"quantise: got {recipe.quantise!r} for a base that a program handed over; allowed: none")
+        load = (
+            partial(load_base, recipe.base, quantise=recipe.quantise)
+            if self.loaded is None
+            else partial(given_base, *self.loaded)
+        )
         return load(dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
 
 

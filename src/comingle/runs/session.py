@@ -39,7 +39,7 @@ from comingle.runs.defending import check_aggregation
 from comingle.runs.folders import open_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
-from comingle.runs.settings import privacy_of, training_settings
+from comingle.runs.settings import fitted, privacy_of, training_settings
 from comingle.runs.watching import boards, saving
 from comingle.transports.inprocess import InProcess, federate
 
@@ -145,6 +145,7 @@ def build(recipe: Recipe, materials: Materials) -> InProcess:
     Raises:
         ComingleError: settings, data and base do not fit each other.
     """
+    recipe = fitted(recipe, materials)
     method = make(recipe.method.name, **recipe.method.settings)
     training = training_settings(recipe, [user.name for user in materials.users])
     federation = federate(materials.kind.clients(recipe, materials, method, training))

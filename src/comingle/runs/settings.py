@@ -9,12 +9,30 @@ from typing import Any
 from comingle.engines.private import with_noise, with_sums
 from comingle.engines.settings import OptimizerSettings, Training
 from comingle.errors import RecipeError
+from comingle.kinds.base import Materials
 from comingle.kinds.language import as_settings
 from comingle.methods import make
+from comingle.plugins import require
 from comingle.privacy.secure.settings import Secure
 from comingle.privacy.settings import Privacy
 from comingle.recipes import Recipe
 from comingle.runs.defending import aggregation_of
+
+AUTO = "auto"
+
+
+def fitted(recipe: Recipe, materials: Materials) -> Recipe:
+    """The recipe with a pass that fits, where ``runtime.users_per_step: auto`` asks for one.
+
+    Raises:
+        RecipeError: none does.
+    """
+    if recipe.runtime.users_per_step != AUTO:
+        return recipe
+    chosen = require("comingle.plans", AUTO)(recipe, materials)
+    return recipe.with_changes(
+        {"runtime.users_per_step": chosen.users, "runtime.micro_batch": chosen.sequences}, where="runtime"
+    )
 
 
 def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
@@ -39,7 +57,7 @@ def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
             "participation": participation,
         },
         seed=recipe.seed,
-        users_per_step=recipe.runtime.users_per_step,
+        users_per_step=None if recipe.runtime.users_per_step == AUTO else recipe.runtime.users_per_step,
         micro_batch=recipe.runtime.micro_batch,
         evaluate=recipe.evaluation.model,
         evaluate_every=recipe.evaluation.every,

@@ -1,0 +1,225 @@
+"""Training speed on a GPU: many users over one base, beside the base alone, the chip's peak and the usual way.
+
+    python benchmarks/gpu.py --seconds 300 [--toy] [--shapes gpt2-124m,...] [--users 4,16,64,256] [--out FILE]
+
+For each shape and number of users one line of JSON as soon as it is measured, at the end a table for README.md:
+
+- ``tokens_per_s``: local steps of all users of ``comigs-1g1s``, bf16 where the device has it, batch 64 x 128 each;
+- ``of_base``: as a share of the frozen base alone, forward and backward, under the same settings and in turns;
+- ``of_peak``: FLOPs of matrix products that were computed, per second, as a share of the best product measured here;
+- ``mb_per_user``: what a further user costs for good (values, two moments); ``peak_gb`` what the device held at most;
+- ``usual``: how many times faster than `one_by_one.py` (users in turn, each expert a whole MLP), in float32 and bf16.
+
+What does not fit into the memory or the time is named with the reason. ``--toy`` is for machines without a GPU: the
+same code on shapes of two layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comingle.costing.counts import count_users
+from comingle.engines.local import train
+from comingle.engines.runtime import keep_buffers
+from comingle.errors import ComingleError
+from comingle.models.base import Base
+from comingle.models.language import load_base, resolve_device
+from comingle.transports.inprocess import federate
+from one_by_one import one_by_one
+from throughput import base_pass, clients_of, timed
+
+SHAPES = {
+    "gpt2-124m": {"family": "gpt2", "layers": 12, "dim": 768, "heads": 12, "vocab": 50257},
+    "smollm2-135m": {
+        "family": "llama", "layers": 30, "dim": 576, "heads": 9, "kv_heads": 3, "mlp": 1536, "vocab": 49152
+    },
+    "llama-1b": {
+        "family": "llama", "layers": 16, "dim": 2048, "heads": 32, "kv_heads": 8, "mlp": 8192, "vocab": 128256
+    },
+}  # fmt: skip
+"""As the models of these names, with random weights."""
+TOY = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "mlp": 128, "vocab": 300}
+USUAL_AT = 16
+TURNS, WARM = 3, 1
+
+
+def arguments() -> Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=300.0, help="in all; what does not fit is left out and named")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--users", default="")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    args.counts = [int(count) for count in (args.users or ("2,4" if args.toy else "4,16,64,256")).split(",")]
+    args.batch, args.ctx = (4, 16) if args.toy else (64, 128)
+    args.compile = not (args.no_compile or args.toy)
+    return args
+
+
+def name_of(shape: dict[str, Any], toy: bool) -> str:
+    sizes = {key: TOY[key] if toy else value for key, value in shape.items() if key != "family"}
+    return f"random:{shape['family']}?" + "&".join(f"{key}={value}" for key, value in sizes.items())
+
+
+def best_product(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """FLOPs a second of the best of some square products."""
+    one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    product = lambda: one @ other  # noqa: E731
+    for _ in range(3):
+        timed(product, time.perf_counter)
+    return 2 * size**3 / min(timed(product, time.perf_counter) for _ in range(10))
+
+
+@contextmanager
+def measured_memory(device: torch.device) -> Iterator[Callable[[], float | None]]:
+    """Within, the most that the device has held since, in GB; None where that is not known."""
+    if device.type != "cuda":
+        yield lambda: None
+        return
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    yield lambda: torch.cuda.max_memory_allocated(device) / 1e9
+
+
+def medians(steps: dict[str, Callable[[], object]], deadline: float) -> dict[str, list[float]]:
+    """Seconds of each step, in turns; fewer turns where time runs out."""
+    times: dict[str, list[float]] = {key: [] for key in steps}
+    for turn in range(WARM + TURNS):
+        began = time.perf_counter()
+        for key, step in steps.items():
+            seconds = timed(step, time.perf_counter)
+            if turn >= WARM:
+                times[key].append(seconds)
+        if turn >= WARM and time.perf_counter() + (time.perf_counter() - began) > deadline:
+            break
+    return times
+
+
+def settings(args: Namespace, shape: dict[str, Any], users: int) -> Namespace:
+    """What the functions of throughput.py are asked with."""
+    return Namespace(
+        users=users,
+        batch=args.batch,
+        ctx=args.ctx,
+        vocab=TOY["vocab"] if args.toy else shape["vocab"],
+        method="comigs-1g1s",
+        experts=2,
+        no_compile=not args.compile,
+        no_native=True,
+        users_per_step=None,
+        micro_batch=None,
+    )
+
+
+def measure(args: Namespace, shape: dict[str, Any], base: Base, users: int, peak: float, deadline: float) -> Any:
+    """One line of the table."""
+    given = settings(args, shape, users)
+    with measured_memory(base.device) as held:
+        clients = clients_of(given, base)
+        everybody, numbers = list(range(users)), iter(range(10_000))
+        alone = base_pass(given, base, clients.portions.users * clients.portions.sequences)
+        times = medians(
+            {"train": lambda: train(clients, everybody, next(numbers)), "base": alone},
+            deadline,
+        )
+        gigabytes = held()
+    (spent,) = count_users(federate(clients), ("anybody",))
+    tokens = users * args.batch * args.ctx
+    seconds = statistics.median(times["train"])
+    state = clients.state
+    return {
+        "users": users,
+        "users_per_step": clients.portions.users,
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "compiled": args.compile,
+        "tokens_per_s": round(tokens / seconds),
+        "of_base": round(statistics.median(b / t for b, t in zip(times["base"], times["train"], strict=True)), 3),
+        "of_peak": round(tokens / seconds * spent.training.total / peak, 4),
+        "mb_per_user": round((state.rows.nbytes + state.first.nbytes + state.second.nbytes) / users / 1e6, 2),
+        "peak_gb": None if gigabytes is None else round(gigabytes, 2),
+        "seconds": round(seconds, 4),
+    }
+
+
+def usual(args: Namespace, shape: dict[str, Any], users: int, seconds: float, dtype: str, device: str) -> float:
+    """How many times longer the usual way takes for the same."""
+    name = name_of(shape, args.toy)
+    vocab = TOY["vocab"] if args.toy else shape["vocab"]
+    sizes = {"users": 1, "batch": args.batch, "context": args.ctx, "vocab": vocab, "experts": 2}
+    step = one_by_one(name, **sizes, dtype=dtype, device=device)  # a user takes as long as any other
+    for _ in range(2):
+        timed(step, time.perf_counter)
+    return round(statistics.median(timed(step, time.perf_counter) for _ in range(5)) * users / seconds, 2)
+
+
+def lines(args: Namespace) -> Iterator[dict[str, Any]]:
+    """Everything that is measured, or why it was not."""
+    device = resolve_device(args.device)
+    ends = time.perf_counter() + args.seconds
+    loaded = load_base(name_of(SHAPES["gpt2-124m"], True), dtype=args.dtype, device=args.device)
+    peak = best_product(device, loaded.dtype, 512 if args.toy else 8192)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    yield {"device": where, "torch": torch.__version__, "best_product_tflops": round(peak / 1e12, 3)}
+    names = args.shapes.split(",")
+    for number, label in enumerate(names):
+        shape, share = SHAPES[label], (ends - time.perf_counter()) / (len(names) - number)
+        deadline, last = time.perf_counter() + share, 0.0
+        base = load_base(name_of(shape, args.toy), dtype=args.dtype, device=args.device)
+        for users in args.counts:
+            left = deadline - time.perf_counter()
+            if left < last:
+                yield {"shape": label, "users": users, "left_out": f"{left:.0f} s left, about {last:.0f} needed"}
+                continue
+            began = time.perf_counter()
+            try:
+                found = {"shape": label, **measure(args, shape, base, users, peak, deadline)}
+                if shape["family"] == "gpt2" and users == (args.counts[-1] if args.toy else USUAL_AT):
+                    kinds = dict.fromkeys(["float32", str(base.dtype).removeprefix("torch.")])
+                    found["usual"] = {k: usual(args, shape, users, found["seconds"], k, args.device) for k in kinds}
+                yield found
+            except (ComingleError, torch.OutOfMemoryError) as error:
+                yield {"shape": label, "users": users, "left_out": " ".join(str(error).split())[:200]}
+            more = args.counts[min(args.counts.index(users) + 1, len(args.counts) - 1)] / users
+            last = (time.perf_counter() - began) * (more + 1) / 2  # compiling takes as long for any number
+        del base
+        gc.collect()
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """As README.md has it."""
+    keys = ("shape", "users", "tokens_per_s", "of_base", "of_peak", "mb_per_user", "peak_gb", "usual")
+    whole = [{"tokens_per_s": line.get("left_out", ""), **line} for line in found]
+    rows = [[str(line.get(key, "")) for key in keys] for line in whole]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (keys, ["---"] * len(keys), *rows))
+
+
+def main() -> None:
+    args = arguments()
+    keep_buffers()
+    found = []
+    for line in lines(args):
+        print(json.dumps(line), flush=True)
+        found.append(line)
+    print(table([line for line in found if "shape" in line]), flush=True)
+    if args.out is not None:
+        args.out.write_text("".join(json.dumps(line) + "\n" for line in found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

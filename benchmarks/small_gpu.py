@@ -1,0 +1,97 @@
+"""What makes a base small: its weights in 8 or 4 bits, and gradient checkpointing. Memory, perplexity and time.
+
+    python benchmarks/small_gpu.py --base smollm2-135m --text FILE [--tokens 2048] [--batch 4] [--dtype float32]
+
+One JSON line for each: bytes of all weights, perplexity of the first tokens of the file in windows of 128 (the base
+alone, nothing is trained), and of one step of one user of ``comigs-1g1s`` on the CPU: bytes that live at most beside
+weights and adapters, and seconds of processor time (the median of three after one), with and without checkpointing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comingle.costing.memory import LiveBytes
+from comingle.data.pack import UserData
+from comingle.engines.client import Clients, batch_size
+from comingle.engines.local import train
+from comingle.engines.settings import Training
+from comingle.kinds.language import ExpertCounts
+from comingle.kinds.text.feed import TextFeed
+from comingle.methods import make
+from comingle.models.adapted import AdapterSettings, adapt
+from comingle.models.base import Base
+from comingle.models.language import load_base
+
+WINDOW = 128
+
+
+def perplexity(base: Base, tokens: torch.Tensor) -> float:
+    """Of windows by themselves, all but each one's first token."""
+    windows, losses = tokens[: len(tokens) // WINDOW * WINDOW].view(-1, WINDOW), []
+    with torch.no_grad():
+        for some in windows.split(4):
+            logits = base.model(input_ids=some.to(base.device)).logits[:, :-1].float()
+            losses.append(
+                torch.nn.functional.cross_entropy(logits.flatten(0, 1), some[:, 1:].flatten().to(base.device))
+            )
+    return math.exp(statistics.fmean(float(loss) for loss in losses))
+
+
+def step(base: Base, tokens: torch.Tensor, batch: int, *, checkpointed: bool) -> dict[str, Any]:
+    method = make("comigs-1g1s")
+    counts = ExpertCounts(generalists=1, specialists=(1,))
+    model = adapt(base, AdapterSettings(), counts, routed=True, compiled=False, checkpointed=checkpointed)
+    user = UserData(name="one", train=tokens.int(), valid=tokens.int(), test=tokens.int())
+    training = Training(rounds=9, local_steps=1, batch_size=batch, context=WINDOW, micro_batch=batch)
+    feed = TextFeed([user], training, batch_size(method, training, 1))
+    clients = Clients(model, method, training, trainers=[user], users=[user], feed=feed)
+    with LiveBytes() as live:
+        train(clients, [0], 0)
+    times = []
+    for number in range(1, 4):
+        began = time.process_time()
+        train(clients, [0], number)
+        times.append(time.process_time() - began)
+    return {"pass_mb": round(live.peak / 1e6, 1), "step_s": round(statistics.median(times), 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", default="smollm2-135m")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--dtype", default="float32")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    kinds: tuple[Any, ...] = ("none", "8bit", "4bit")
+    for bits in kinds:
+        base = load_base(args.base, dtype=args.dtype, device="cpu", quantise=bits)
+        assert base.tokenizer is not None
+        ids = base.tokenizer(args.text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
+        tokens = torch.tensor(ids[: args.tokens], dtype=torch.int64)
+        held = {id(t): t.nbytes for t in (*base.model.parameters(), *base.model.buffers())}
+        told = {
+            "base": base.name,
+            "quantise": bits,
+            "dtype": args.dtype,
+            "weights_mb": round(sum(held.values()) / 1e6, 1),
+        }
+        told["perplexity"] = round(perplexity(base, tokens), 3)
+        for checkpointed in (False, True):
+            found = step(base, tokens, args.batch, checkpointed=checkpointed)
+            told |= {f"{key}_checkpointed" if checkpointed else key: value for key, value in found.items()}
+        print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()

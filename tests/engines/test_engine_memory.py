@@ -1,0 +1,124 @@
+"""A pass that needs more memory than there is: said in one line with the setting to lower, and avoided by `auto`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from comingle.costing import fitting
+from comingle.costing.memory import LiveBytes
+from comingle.engines.local import train
+from comingle.engines.training import Portions
+from comingle.errors import RecipeError
+from comingle.methods import REGISTRY
+from comingle.recipes import load_recipe
+from comingle.runs.session import build, prepare
+
+DRIVER = Path(__file__).with_name("memory_driver.py")
+WIDE = {"base": "random:llama?layers=2&dim=128", "training.context": 64, "training.batch_size": 16}
+
+
+class Full(TorchDispatchMode):
+    """An allocator that has no block of more than so many bytes, as a full GPU says it."""
+
+    def __init__(self, most: int):
+        super().__init__()
+        self.most = most
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        floats = (t for t in tree_leaves(made) if isinstance(t, torch.Tensor) and t.is_floating_point())
+        if any(t.untyped_storage().nbytes() > self.most for t in floats):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return made
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of address space are Linux's")
+def test_a_machine_without_memory_names_the_setting(recipe_file: Path) -> None:
+    def played(*changes: str, most: int) -> subprocess.CompletedProcess[str]:
+        given = [f"{key}={value}" for key, value in WIDE.items()]
+        command = [sys.executable, str(DRIVER), str(recipe_file), str(most), *given, *changes]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **QUIET})
+
+    full = played("training.batch_size=512", "runtime.micro_batch=512", "runtime.users_per_step=3", most=150_000_000)
+    assert full.returncode == 2, full.stderr
+    said = "runtime: cpu has not the memory for a pass of 3 users with 512 sequences or samples each; "
+    assert full.stdout == said + "try runtime.users_per_step=1, or auto\n"
+    assert played("training.rounds=1", most=400_000_000).returncode == 0
+
+
+QUIET = {"COMINGLE_NO_TYPECHECK": "1", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, "a pass of 3 users with 2 sequences or samples each; try runtime.users_per_step=1, or auto"),
+        ({"runtime.users_per_step": 1}, "of 1 user with 2 sequences or samples each; try runtime.micro_batch=1"),
+        (
+            {"runtime.users_per_step": 1, "runtime.micro_batch": 1},
+            "with 1 sequences or samples each; try a smaller base, training.context or adapters.rank",
+        ),
+    ],
+)
+def test_a_full_gpu_names_what_is_next_to_lower(
+    federate: Callable[..., Any], changes: dict[str, Any], told: str
+) -> None:
+    federation = federate("comigs-1g1s", changes=changes)
+    with pytest.raises(RecipeError, match=told), Full(1000):
+        train(federation.clients, [0, 1, 2], 0)
+    with pytest.raises(RecipeError, match="has not the memory"), Full(1000):
+        federation.clients.evaluate()
+
+
+def test_other_mistakes_are_not_taken_for_memory(federate: Callable[..., Any]) -> None:
+    class Broken(Full):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise RuntimeError("shapes do not fit")
+
+    with pytest.raises(RuntimeError, match="shapes do not fit") as caught, Broken(0):
+        train(federate("fedavg").clients, [0], 0)
+    assert not isinstance(caught.value, RecipeError)
+
+
+def peak_of(recipe: Any, materials: Any) -> tuple[int, Portions]:
+    """Bytes that a round adds at most to what is there before, and in what portions it went."""
+    federation = build(recipe, materials)
+    with LiveBytes() as live:
+        train(federation.clients, [0, 1, 2], 0)
+    return live.peak, federation.clients.portions
+
+
+@pytest.mark.parametrize("name", ["comigs-1g1s", "floral"])
+def test_auto_finds_a_pass_that_fits(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    recipe = load_recipe(recipe_file).with_changes({**WIDE, "method": name, "training.local_steps": 1})
+    materials, automatic = prepare(recipe), recipe.with_changes({"runtime.users_per_step": "auto"})
+    whole, portions = peak_of(recipe, materials)
+    monkeypatch.setattr(fitting, "free_bytes", lambda device: 10**12)
+    assert peak_of(automatic, materials)[1] == portions
+    monkeypatch.setattr(fitting, "free_bytes", lambda device: whole // 2)
+    least, chosen = peak_of(automatic, materials)
+    assert least <= whole // 2
+    assert chosen.users * chosen.sequences < portions.users * portions.sequences
+    monkeypatch.setattr(fitting, "free_bytes", lambda device: 1000)
+    with pytest.raises(RecipeError, match=r"users_per_step: auto: needs .* GB, .* no smaller pass fits"):
+        build(automatic, materials)
+
+
+def test_auto_plans_for_every_kind_and_method(recipe_file: Path, federate_nets: Callable[..., Any]) -> None:
+    """What is not given is as large as without `auto`, wherever there is room."""
+    recipe = load_recipe(recipe_file).with_changes({"runtime.users_per_step": "auto"})
+    materials = prepare(recipe)
+    for name in ("centralized", "pretrained", "fdlora", "stacking"):
+        assert name in REGISTRY
+        assert build(recipe.with_changes({"method": name}), materials).clients.portions.users > 1
+    assert federate_nets("floral", changes={"runtime.users_per_step": "auto"}).clients.portions.users > 1

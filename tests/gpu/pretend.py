@@ -1,0 +1,204 @@
+"""A device that computes on the CPU and refuses what a GPU refuses: tensors of two devices in one operation.
+
+Where there is no GPU, most of what goes wrong on one still shows: a tensor that was left on the CPU. Within
+:func:`pretending` the device "cuda" exists. Its tensors are :class:`Pretended`, each around one on the CPU; operations
+on them run on the CPU and give such tensors again. What it cannot show: other kernels' rounding, formats that a GPU
+lacks, asynchronous copies, memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+GPU = torch.device("cuda", 0)
+_aten = torch.ops.aten
+_MOVES = {_aten.copy_.default, _aten._to_copy.default}
+_INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
+
+
+class Pretended(Tensor):
+    """A tensor that says it is on a GPU; ``held`` has its numbers."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, real: Tensor) -> Pretended:
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            real.shape,
+            strides=real.stride(),
+            storage_offset=real.storage_offset(),
+            dtype=real.dtype,
+            device=torch.device("cpu"),
+        )
+        made.held = real
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return GPU
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Pretended({self.held!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it on the CPU, once it is seen that all of it is here."""
+        kwargs = kwargs or {}
+        if not _Devices.backward:  # where torch's own formulas make zeros on a wrapper's device, the CPU
+            _refuse_mixed(func, args, kwargs)
+        device = kwargs.get("device")
+        inner = {k: torch.device("cpu") if k == "device" and v is not None else v for k, v in kwargs.items()}
+        done = func(*_real(args), **_real(inner))
+        if func in _MOVES and device is not None and torch.device(device).type == "cpu":
+            return done
+        return return_and_correct_aliasing(func, args, kwargs, _pretended(done))
+
+
+def _refuse_mixed(func: Any, args: Any, kwargs: Any) -> None:
+    if func in _MOVES:
+        return
+    given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+    if func in _INDEXED:  # places may be named on the CPU, but of a tensor on the CPU nowhere else
+        given = [t for t in (args[0], *args[2:3]) if isinstance(t, Tensor)] if isinstance(args[0], Pretended) else given
+    strangers = [t for t in given if not isinstance(t, Pretended) and t.numel() > 1]
+    alone = [t for t in given if not isinstance(t, Pretended) and t.numel() <= 1]
+    written = [arg.alias_info is not None and arg.alias_info.is_write for arg in func._schema.arguments]
+    spoilt = [t for t, writes in zip(args, written, strict=False) if writes and any(t is other for other in alone)]
+    if strangers or spoilt:
+        shape = tuple((strangers or spoilt)[0].shape)
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but {func} got cuda:0 and cpu (of shape {shape})"
+        )
+
+
+def _real(tree: Any) -> Any:
+    return tree_map_only(Pretended, lambda t: t.held, tree)
+
+
+def _pretended(tree: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: t if isinstance(t, Pretended) else Pretended(t), tree)
+
+
+class _Move(torch.autograd.Function):
+    """There or back, in a dtype; its gradient travels the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, dtype: torch.dtype | None, there: bool) -> Tensor:
+        ctx.dtype, ctx.back = t.dtype, isinstance(t, Pretended)
+        real = t.held if isinstance(t, Pretended) else t
+        moved = real.detach().to(dtype or real.dtype, copy=True)
+        return Pretended(moved) if there else moved
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return _Move.apply(grad, ctx.dtype, ctx.back), None, None
+
+
+class _Devices(TorchFunctionMode):
+    """The device "cuda" in all that is asked of torch by name."""
+
+    backward = False
+    """Whether gradients are being computed."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        gradients = func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+        if gradients and any(isinstance(t, Pretended) for t in tree_flatten((args, kwargs))[0]):
+            _Devices.backward = True
+            try:
+                return tree_map_only(Tensor, _there, func(*args, **kwargs))
+            finally:
+                _Devices.backward = False
+        if func == Tensor.device.__get__ and isinstance(_innermost(args[0]), Pretended):
+            return GPU
+        if func == Tensor.is_cuda.__get__ and isinstance(_innermost(args[0]), Pretended):
+            return True
+        if func in (Tensor.to, Tensor.cpu, Tensor.cuda):
+            return _to(func, args, kwargs)
+        if func in (Tensor.tolist, Tensor.numpy) and isinstance(args[0], Pretended):
+            if name == "numpy":
+                raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+            return args[0].held.tolist()
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            made = func(*_real(args), **{**_real(kwargs), "device": "cpu"})
+            if not isinstance(made, Tensor):  # what was asked for, taken apart
+                return func(*args, **kwargs)
+            wrapped = Pretended(made.detach())
+            return wrapped.requires_grad_() if made.requires_grad else wrapped
+        if kwargs.get("device") is not None and any(isinstance(a, Pretended) for a in args):
+            return func(*_real(args), **_real(kwargs))
+        return func(*args, **kwargs)
+
+
+def _innermost(t: Tensor) -> Tensor:
+    """What torch.vmap has wrapped."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    return t
+
+
+def _place(t: Tensor) -> torch.device:
+    return GPU if isinstance(_innermost(t), Pretended) else t.device
+
+
+def _there(t: Tensor) -> Tensor:
+    return t if isinstance(t, Pretended) or not t.numel() else Pretended(t)
+
+
+def _to(func: Any, args: Any, kwargs: Any) -> Tensor:
+    t, *rest = args
+    if func is Tensor.cpu:
+        place, dtype = torch.device("cpu"), None
+    elif func is Tensor.cuda:
+        place, dtype = GPU, None
+    elif rest and isinstance(rest[0], Tensor):
+        place, dtype = _place(rest[0]), rest[0].dtype
+    else:
+        kinds = [*rest, kwargs.get("dtype"), kwargs.get("device")]
+        dtype = next((k for k in kinds if isinstance(k, torch.dtype)), None)
+        named = next((k for k in kinds if isinstance(k, str | torch.device)), None)
+        place = _place(t) if named is None else torch.device(named)
+    there, is_there = place.type == "cuda", _place(t) == GPU
+    if place.type not in ("cpu", "cuda"):  # meta
+        return func(t.held if is_there else t, *rest, **kwargs)
+    if there == is_there:  # a cast, if anything
+        return t if dtype in (None, t.dtype) and not kwargs.get("copy") else Tensor.type(t, dtype)
+    if not t.requires_grad:  # as within torch.vmap, which has no rule for the move
+        moved = (t.held if isinstance(t, Pretended) else t).detach().to(dtype or t.dtype, copy=True)
+        return Pretended(moved) if there else moved
+    return _Move.apply(t, dtype, there)
+
+
+@contextmanager
+def pretending() -> Iterator[None]:
+    """Within, torch says that there is a GPU."""
+    with ExitStack() as stack:
+        for name, said in {
+            "is_available": True,
+            "device_count": 1,
+            "is_bf16_supported": True,
+            "mem_get_info": (2**33, 2**34),
+            "max_memory_allocated": 0,
+            "synchronize": None,
+        }.items():
+            stack.enter_context(patch.object(torch.cuda, name, lambda *_, said=said, **__: said))
+        stack.enter_context(_Devices())
+        before = torch.__future__.get_overwrite_module_params_on_conversion()
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, before)
+        yield
