@@ -20,6 +20,7 @@ from comingle.engines.steps import Steps
 from comingle.engines.training import Portions
 from comingle.methods.client import Phase
 from comingle.transports.inprocess import InProcess
+from comingle.trees import Tree, restrict
 
 TRACED_BATCHES = 2
 """From the second micro-batch on every further one does the same, with the sum of gradients at hand."""
@@ -127,13 +128,37 @@ def _worst_pass(stage: Rehearsal, rows: tuple[int, ...], portions: Portions) -> 
 def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps | None = None) -> tuple[int, int]:
     """Peak bytes of one optimiser step of a phase, micro-batches and update, and the bytes of its gradients."""
     steps, cohort = steps or stage.steps, stage.cohort(rows)
-    most = TRACED_BATCHES * steps.portions.sequences
-    drawn = empty_batch(stage, len(rows), min(stage.federation.clients.batch_size, most))
+    hidden = steps.noised is not None and steps.noised.applies(phase, steps.model.layout)
     with quietly(), LiveBytes() as live:
-        gradients = steps.gradient(cohort, drawn, phase)[1]
+        gradients = (_hidden if hidden else _plain)(stage, cohort, phase, steps)
         size = sum(gradient.nbytes for gradient in gradients.values())
         steps.descend(phase, cohort, gradients, 0)
     return live.peak, size
+
+
+def _plain(stage: Rehearsal, cohort: Cohort, phase: Phase, steps: Steps, names: Sequence[str] | None = None) -> Tree:
+    most = TRACED_BATCHES * steps.portions.sequences
+    drawn = empty_batch(stage, len(cohort.rows), min(stage.federation.clients.batch_size, most))
+    return steps.gradient(cohort, drawn, phase, names=names)[1]
+
+
+def _hidden(stage: Rehearsal, cohort: Cohort, phase: Phase, steps: Steps) -> Tree:
+    """As :meth:`comingle.engines.noised.Noised.step`: single examples' gradients beside those of what is a user's own.
+
+    Passes are full, whoever is drawn; the noise itself is of one user at a time, and no larger than the sums.
+    """
+    noised, model, users = steps.noised, steps.model, len(cohort.rows)
+    assert noised is not None
+    layout, leaves, copied = model.layout, noised.leaves(phase, model.layout), max(cohort.rows) >= steps.trainers
+    names = noised.alone(phase, layout, everything=copied)
+    own = _plain(stage, cohort, phase, steps, names) if names else Tree()
+    tensors, sums = restrict(model.tensors(cohort.part.rows), layout, layout.roles - noised.own(layout)), Tree()
+    for _ in range(TRACED_BATCHES):
+        drawn = empty_batch(stage, users, steps.portions.sequences)
+        found, _ = noised.sums_over(model, steps.feed, tensors, leaves, cohort.owners, drawn)
+        sums = {name: t + sums[name] if name in sums else t for name, t in found.items()}
+    made = {name: (t + torch.zeros_like(t)).to(cohort.part.rows.dtype) for name, t in sums.items()}
+    return noised.joined(layout, phase, own, made, range(users), users)
 
 
 @torch.no_grad()
