@@ -126,6 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of the real data sets")
     parser.add_argument("--datasets", default=",".join(METHODS))
+    parser.add_argument("--methods", help="of those that the table has; without it all")
     parser.add_argument("--epsilons", default=",".join(map(str, EPSILONS)))
     parser.add_argument("--clip", default="adaptive", help="a norm, or adaptive")
     parser.add_argument("--first-clip", type=float, help="where an adaptive norm begins, if not as recipes have it")
@@ -144,6 +145,7 @@ def main() -> None:
         for name in args.datasets.split(",")
         for seed in seeds
         for method in METHODS[name]
+        if args.methods is None or method in args.methods.split(",")
         for epsilon in epsilons
         if method != "local" or epsilon == math.inf  # it shares nothing, whatever epsilon is
     ]
