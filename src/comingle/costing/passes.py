@@ -128,21 +128,21 @@ def _worst_pass(stage: Rehearsal, rows: tuple[int, ...], portions: Portions) -> 
 def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps | None = None) -> tuple[int, int]:
     """Peak bytes of one optimiser step of a phase, micro-batches and update, and the bytes of its gradients."""
     steps, cohort = steps or stage.steps, stage.cohort(rows)
+    most = TRACED_BATCHES * steps.portions.sequences
+    drawn = empty_batch(stage, len(rows), min(stage.federation.clients.batch_size, most))
+    examples = empty_batch(stage, len(rows), steps.portions.sequences)
     hidden = steps.noised is not None and steps.noised.applies(phase, steps.model.layout)
     with quietly(), LiveBytes() as live:
-        gradients = (_hidden if hidden else _plain)(stage, cohort, phase, steps)
+        if hidden:
+            gradients = _hidden(cohort, phase, steps, drawn, examples)
+        else:
+            gradients = steps.gradient(cohort, drawn, phase)[1]
         size = sum(gradient.nbytes for gradient in gradients.values())
         steps.descend(phase, cohort, gradients, 0)
     return live.peak, size
 
 
-def _plain(stage: Rehearsal, cohort: Cohort, phase: Phase, steps: Steps, names: Sequence[str] | None = None) -> Tree:
-    most = TRACED_BATCHES * steps.portions.sequences
-    drawn = empty_batch(stage, len(cohort.rows), min(stage.federation.clients.batch_size, most))
-    return steps.gradient(cohort, drawn, phase, names=names)[1]
-
-
-def _hidden(stage: Rehearsal, cohort: Cohort, phase: Phase, steps: Steps) -> Tree:
+def _hidden(cohort: Cohort, phase: Phase, steps: Steps, drawn: Tensor, examples: Tensor) -> Tree:
     """As :meth:`comingle.engines.noised.Noised.step`: single examples' gradients beside those of what is a user's own.
 
     Passes are full, whoever is drawn; the noise itself is of one user at a time, and no larger than the sums.
@@ -151,11 +151,10 @@ def _hidden(stage: Rehearsal, cohort: Cohort, phase: Phase, steps: Steps) -> Tre
     assert noised is not None
     layout, leaves, copied = model.layout, noised.leaves(phase, model.layout), max(cohort.rows) >= steps.trainers
     names = noised.alone(phase, layout, everything=copied)
-    own = _plain(stage, cohort, phase, steps, names) if names else Tree()
+    own = steps.gradient(cohort, drawn, phase, names=names)[1] if names else Tree()
     tensors, sums = restrict(model.tensors(cohort.part.rows), layout, layout.roles - noised.own(layout)), Tree()
     for _ in range(TRACED_BATCHES):
-        drawn = empty_batch(stage, users, steps.portions.sequences)
-        found, _ = noised.sums_over(model, steps.feed, tensors, leaves, cohort.owners, drawn)
+        found, _ = noised.sums_over(model, steps.feed, tensors, leaves, cohort.owners, examples)
         sums = {name: t + sums[name] if name in sums else t for name, t in found.items()}
     made = {name: (t + torch.zeros_like(t)).to(cohort.part.rows.dtype) for name, t in sums.items()}
     return noised.joined(layout, phase, own, made, range(users), users)
