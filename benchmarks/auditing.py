@@ -21,7 +21,8 @@ from comingle.reports.audit import Audit
 from comingle.reports.significance import interval
 
 DOCUMENTS = 120
-CASES = {"none": None, "local, 4": ("local", 4.0), "central, 2": ("central", 2.0)}
+CASES = {"none": None, "local 4": ("local", 4.0), "central 2": ("central", 2.0), "example 1": ("example", 1.0)}
+"""Mechanisms with their noise multipliers."""
 
 
 def users_of(data: Path) -> dict[str, list[str]]:
@@ -69,6 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of the real data sets")
     parser.add_argument("--methods", default="fedavg,comigs-1g1s")
+    parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
@@ -77,7 +79,7 @@ def main() -> None:
     heads = ["method", "noise", "server: right, epsilon (promised)", "users", "AUC", "with references: server", "users"]
     print(f"| {' | '.join([*heads, 'bits in', 'bits out'])} |\n|" + "---|" * 9)
     for method in args.methods.split(","):
-        for case in CASES:
+        for case in args.cases.split(","):
             run = comingle.run(settings(args.data, args, case), users=users, method=method)
             found = comingle.audit(run, trials=args.trials, rounds=args.rounds, users=users)
             audits.append({"method": method, "noise": case, **found.as_dict()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 import comingle
-from comingle.audits.auditing import guess
+from comingle.audits.auditing import guess, shortened
 from comingle.audits.canaries import (
+    LONGEST,
     OWN,
     SERVER,
     USERS,
@@ -20,9 +22,12 @@ from comingle.audits.canaries import (
     published,
     run_trial,
     with_canary,
+    with_example,
 )
 from comingle.audits.membership import auc, found_at, infer, windows_of
 from comingle.audits.proving import least_epsilon
+from comingle.data.batches import fixed_windows
+from comingle.data.pack import UserData
 from comingle.errors import RunError
 from comingle.privacy.accounting import Release, epsilon
 from comingle.reports.audit import Audit, Membership, Proof, exposure, verdict
@@ -91,6 +96,66 @@ def test_with_noise_no_more_is_proven_than_the_account_allows(mechanism: str, no
     for proof in found.proofs:
         assert proof.epsilon <= (proof.upper or float("inf"))
         assert not proof.contradicts
+
+
+def of_examples(multiplier: float, steps: int, data: dict[str, Any] | None = None, **more: Any) -> Run:
+    """A run that hides single examples: windows of 17 tokens."""
+    pytest.importorskip("dp_accounting")
+    privacy = {"mechanism": "example", "noise_multiplier": multiplier, "clip_norm": 1.0, "delta": 1e-5}
+    privacy |= {"accountant": "rdp", **more}  # distributions of losses of hardly any noise take gigabytes
+    return trained("fedavg", steps=steps, privacy=privacy, **({} if data is None else {"data": data}))
+
+
+EIGHT = {"split": {"valid": 0.15, "test": 0.15}, "max_train_tokens": 8 * 17}
+"""So many examples that one of them can be found."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("noise", "found"), [(0.01, True), (8.0, False)])
+def test_of_single_examples_no_more_is_proven_than_the_account_allows(noise: float, found: bool) -> None:
+    """With hardly any noise an example is found, so the attack can find one; with some it is not."""
+    audit = comingle.audit(of_examples(noise, 16, EIGHT), trials=6, shadows=0, users=USERS_TEXT)
+    for proof in audit.proofs:
+        assert proof.upper is not None
+        assert not proof.contradicts
+    server = audit.proofs[0]
+    assert (server.view, server.coins) == (SERVER, 24)
+    assert (server.epsilon > 0.5) == found
+    assert "for one example that is replaced" in verdict(audit)[0]
+
+
+def test_what_is_promised_of_an_example_is_twice_the_account_of_the_user_with_fewest() -> None:
+    """Of rates, steps and noise: an example goes and another comes (group privacy of two)."""
+    run = of_examples(2.0, 3)
+    audit = comingle.audit(run, trials=1, shadows=0, users=USERS_TEXT)
+    fewest = min(-(-len(user.train) // 17) for user in run.federation.clients.trainers)
+    release = Release(noise=2.0, rate=8 / fewest)
+    parts = (1e-5 / 2**halvings for halvings in range(1, 60))
+    once = next(e for d in parts if (1 + math.exp(e := epsilon(release, 6, d, "rdp"))) * d <= 1e-5)
+    assert [proof.upper for proof in audit.proofs] == [pytest.approx(2 * once)] * 2
+    hidden = of_examples(2.0, 3, noise="reproducible")
+    assert [p.upper for p in comingle.audit(hidden, trials=1, shadows=0, users=USERS_TEXT).proofs] == [None, None]
+
+
+def test_short_runs_have_the_least_noise_of_any_user() -> None:
+    recipe = comingle.run(settings("fedavg", rounds=4), users=USERS_TEXT).recipe.with_changes(
+        {"privacy": {"mechanism": "example", "epsilon": 4.0}}
+    )
+    spent = {"noise_multiplier": 3.0, "noise_multipliers": {"ann": 3.0, "bob": 1.5}}
+    short = shortened(recipe, {"privacy": spent}, 2).privacy
+    assert short is not None
+    assert (short.noise_multiplier, short.epsilon) == (1.5, None)
+
+
+@pytest.mark.parametrize("context", [16, 40])
+def test_a_canary_among_single_examples_is_one_of_them(context: int) -> None:
+    stream = torch.randint(200, (500,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    user = UserData(name="ann", train=stream, valid=stream, test=stream)
+    canary = torch.arange(min(context, LONGEST) + 1) + 200
+    changed = with_example(user, canary, context, seed=0, trial=0)
+    old, new = (fixed_windows(one.train, context=context) for one in (user, changed))
+    (at,) = (old != new).any(1).nonzero().flatten().tolist()
+    assert torch.equal(new[at], canary.repeat(2)[: context + 1])
 
 
 def test_guesses_look_at_scores_alone() -> None:
@@ -285,11 +350,13 @@ def test_one_step_on_one_sample_gives_it_away() -> None:
     assert min(whole.errors) > 0.1
 
 
-@pytest.mark.parametrize("hidden", ["adam", "noise"])
+@pytest.mark.parametrize("hidden", ["adam", "noise", "noise of each step"])
 def test_where_inversion_fails_it_is_said(hidden: str) -> None:
     privacy = {"mechanism": "local", "noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-3}
-    if hidden == "noise":
+    if hidden != "adam":
         pytest.importorskip("dp_accounting")
+    if hidden == "noise of each step":
+        privacy["mechanism"] = "example"
     run = net_run() if hidden == "adam" else net_run(experts=SGD, privacy=privacy)
     found = comingle.audit(run, users=PICTURES)
     assert all(min(one.errors) > 0.3 for one in found.inversions)

@@ -37,7 +37,7 @@ def main() -> None:
     if "keep" in sys.argv[2:]:
         keep_buffers()
     base = load_base(recipe.base, dtype=recipe.runtime.dtype, device="cpu")
-    stream = torch.randint(200, (4 * recipe.training.context,), dtype=torch.int32)
+    stream = torch.randint(200, (16 * recipe.training.context,), dtype=torch.int32)
     users = [UserData(name=name, train=stream, valid=stream, test=stream) for name in recipe.data.users or {}]
     clients = build(recipe, Materials(kind=TEXT, base=base, users=tuple(users))).clients
     # One sequence first: the buffers of the matrix library belong to the process, not to the pass.

@@ -55,6 +55,7 @@ def measured(recipe: Recipe, folder: Path, *options: str) -> int:
     return int(done.stdout)
 
 
+HIDDEN = {"mechanism": "example", "noise_multiplier": 1.0, "noise": "reproducible", "accountant": "rdp"}
 GPT2 = "random:gpt2?layers=3&dim=256&heads=4&vocab=8192"
 CASES = {
     "small": recipe_of("random:gpt2?layers=1&dim=256&heads=4&vocab=4096", "comigs-1g1s"),
@@ -65,6 +66,8 @@ CASES = {
     "gated, many experts": recipe_of(
         "random:llama?layers=3&dim=256&heads=4&vocab=8192", {"name": "comigs-1gxs", "specialists": [1, 3]}
     ),
+    "single examples": recipe_of(GPT2, "comigs-1g1s", privacy=HIDDEN, **{"runtime.micro_batch": 4}),
+    "single examples, all shared": recipe_of(GPT2, "fedavg", privacy=HIDDEN, **{"runtime.micro_batch": 4}),
 }
 
 
@@ -165,6 +168,19 @@ def test_the_phase_that_trains_most_is_the_one_that_holds_most() -> None:
     stage = planned(recipe_of("random:llama", "comigs-1g1s"))
     experts, router = (step_peak(stage, (0, 1), phase)[0] for phase in stage.federation.clients.phases)
     assert memory(stage).pass_bytes == experts > router
+
+
+def test_gradients_of_single_examples_are_counted() -> None:
+    """In float64 as they are clipped, one of all that is shared for each example of a pass, and no fewer."""
+    small = {"training.batch_size": 4, "training.context": 16}
+    stage = planned(recipe_of("random:llama", "fedavg", privacy=HIDDEN, **small))
+    plain = planned(recipe_of("random:llama", "fedavg", **small))
+    layout, shared = stage.steps.model.layout, stage.federation.clients.method.shared
+    examples, columns = 2 * 4, int(layout.mask(shared).sum())
+    assert memory(stage).pass_bytes > memory(plain).pass_bytes
+    assert memory(stage).pass_bytes > examples * columns * (4 + 8)
+    fewer = planned(recipe_of("random:llama", "fedavg", privacy=HIDDEN, **small, **{"runtime.micro_batch": 1}))
+    assert memory(fewer).pass_bytes < memory(stage).pass_bytes / 2
 
 
 def test_without_training_a_pass_holds_less() -> None:

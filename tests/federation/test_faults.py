@@ -223,3 +223,66 @@ def let_go(federation: Federation, name: str) -> None:
 def kill(federation: Federation, name: str) -> None:
     for pid in (federation.nodes[name].service.pid, read_worker(federation.folder / "users" / name).pid):
         os.kill(pid, signal.SIGKILL)
+
+
+def tensors_of(run: Path) -> dict[str, torch.Tensor]:
+    found = load_file(list_checkpoints(run)[-1] / "state.safetensors")
+    return {name: t for name, t in found.items() if not name.startswith("server/")}
+
+
+def summed(folder: Path) -> Recipe:
+    """Two rounds of three users, whose server sees sums alone."""
+    changes: dict[str, Any] = {"privacy": {"mechanism": "none", "secure_aggregation": {}}}
+    changes |= {"evaluation.model": "exchanged", "training.experts.schedule": "constant"}
+    return recipe_of(folder, 2, ("ann", "bob", "cem")).with_changes(changes)
+
+
+def killed_in(step: str, lost: set[str], federation: Federation) -> list[dict[str, Any]]:
+    """The events of a run in whose second round these users are killed when they have been asked for a step."""
+    here = {"ann", "bob", "cem"}
+
+    def meanwhile() -> None:
+        for name in sorted(here & lost):
+            if (federation.folder / "users" / name / "waiting").exists():
+                here.remove(name)
+                kill(federation, name)
+
+    federation.run(here, meanwhile)
+    assert here == {"ann", "bob", "cem"} - lost
+    return list(read_events(federation.run_folder))
+
+
+@pytest.mark.parametrize("step", ["share", "mask"])
+def test_who_is_killed_before_its_mask_is_off_is_not_in_the_sum(step: str, tmp_path: Path) -> None:
+    """The others end in every bit as in one process without it in that round."""
+    recipe, patience = summed(tmp_path), Patience(round_timeout=15.0, join_timeout=120.0)
+    federation = Federation(tmp_path / "apart", recipe, patience, {"bob": {2: f"waits in {step}"}})
+    events = killed_in(step, {"bob"}, federation)
+    assert not [event for event in events if event["event"] == "no_sum"]
+    listed = recipe.with_changes({"training.participation": [["ann", "bob", "cem"], ["ann", "cem"]]})
+    api.run(listed, out=tmp_path / "together")
+    together = tensors_of(tmp_path / "together")
+    for at, name in ((0, "ann"), (2, "cem")):
+        (state,) = (federation.folder / "users" / name).glob("run-*")
+        mine = tensors_of(state)
+        assert [key for key, t in together.items() if not torch.equal(mine[key], t[at : at + 1])] == [], name
+
+
+def test_when_too_many_are_killed_nothing_is_summed_and_the_model_stays(tmp_path: Path) -> None:
+    recipe, patience = summed(tmp_path), Patience(round_timeout=15.0, join_timeout=120.0)
+    faults = {name: {2: "waits in mask"} for name in ("bob", "cem")}
+    federation = Federation(tmp_path / "apart", recipe, patience, faults)
+    (found,) = [e for e in killed_in("mask", {"bob", "cem"}, federation) if e["event"] == "no_sum"]
+    assert (found["round"], found["reason"]) == (
+        2,
+        "round 2: 1 of 3 users have masked; needed: 2; the round ends without a sum",
+    )
+    api.run(recipe.with_changes({"training.rounds": 1}), out=tmp_path / "together")
+    (state,) = (federation.folder / "users" / "ann").glob("run-*")
+    mine, together = tensors_of(state), tensors_of(tmp_path / "together")
+    shared = [name for name in together if name.startswith("user/") and "self_attn" in name]
+    assert shared
+    assert [name for name in shared if not torch.equal(mine[name][0], together[name][0])] == []
+    specialist = "user/layers.0.mlp.up.a"  # has gone on by a round
+    assert torch.equal(mine[specialist][0, 0], together[specialist][0, 0])
+    assert not torch.equal(mine[specialist][0, 1], together[specialist][0, 1])

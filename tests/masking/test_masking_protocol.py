@@ -183,6 +183,29 @@ def test_fewer_than_the_threshold_with_the_server_learn_nothing(monkeypatch: pyt
             assert shares.join(theirs | {6: completed(theirs, any_other, 6)}, 4) == any_other
 
 
+def test_colluders_and_the_server_see_the_sum_of_the_honest_and_nothing_of_one() -> None:
+    """Off each honest upload comes all that they know: its own mask, which was opened, and the masks that it has in
+    common with each of them. What is left is uniform, of one and of any two; of all three it is their sum."""
+    terms = terms_for(6, 4, entries=20_000)
+    rehearsal = Rehearsal(terms=terms, uploads={name: np.full(20_000, 7, "<u4") for name in terms.users})
+    rehearsal.total(LARGEST)
+    server, masked = rehearsal.server, masked_of(rehearsal)
+    colluders, honest = terms.users[:3], terms.users[3:]
+    left = {}
+    for name in honest:
+        known = keys.mask(server._secret_of(name), terms.entries, terms.word)
+        for other in colluders:
+            private = rehearsal.users[other]._secret("masking")
+            pair = pair_mask(private, server.roster[name][keys.KEY :], (other, name), terms)
+            known = known + pair if name < other else known - pair
+        left[name] = masked[name] - known
+    for count in (1, 2):
+        for names in itertools.combinations(honest, count):
+            together = np.sum([left[name] for name in names], 0, dtype="<u4")
+            assert p_uniform(together.view(np.uint8)) > SURELY
+    assert bool((np.sum([left[name] for name in honest], 0, dtype="<u4") == 21).all())
+
+
 def completed(held: dict[int, bytes], secret: bytes, point: int) -> bytes:
     """The share with which some others, of which one is missing, would be those of any secret."""
     known = {0: int.from_bytes(secret)} | {at: int.from_bytes(one) for at, one in held.items()}

@@ -33,6 +33,8 @@ CENTRAL = (
 )  # fmt: skip
 RIVALS = ("ditto", "fedbn", "fedper", "fedprox", "rolora")
 """The same of plug-ins, whose servers are plain means."""
+UNREPORTED = {"name": "floral", "clusters": 2, "report_mixture": False}
+"""FLoRAL whose users keep their mixture to themselves."""
 LOCAL = (*CENTRAL, "flexlora", "fedmerge", "fedmerge-fixed")
 TRAINED = tuple(name for name in CENTRAL if name not in ("fedem", "local-adaptor"))
 """Those that a language model has."""
@@ -118,12 +120,12 @@ def test_whatever_is_uploaded_the_published_model_moves_by_no_more(federate: Any
     assert distance(whole, without) <= 0.5 / 4 * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("method", CENTRAL)
+@pytest.mark.parametrize("method", [*CENTRAL, UNREPORTED], ids=str)
 def test_of_every_method_the_sum_is_bounded_whatever_is_uploaded(
-    federate: Any, federate_nets: Any, make_user: Any, method: str
+    federate: Any, federate_nets: Any, make_user: Any, method: Any
 ) -> None:
     """Weights, absences and wild uploads drawn by chance; each user who is there is taken away once."""
-    draw = torch.Generator().manual_seed(CENTRAL.index(method))
+    draw = torch.Generator().manual_seed([*CENTRAL, UNREPORTED].index(method))
     bound = 10.0 ** float(torch.randint(-4, 3, (), generator=draw))
     weighted = bool(torch.rand((), generator=draw) < 0.5)
     changes = {"privacy.noise_multiplier": 1.0, "privacy.clip_norm": bound, "privacy.accountant": "rdp"}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from comingle.audits.canaries import REFERENCES, SERVER, USERS, Trial, check_watchable, run_trial
+from comingle.audits.canaries import REFERENCES, SERVER, USERS, Trial, check_watchable, of_examples, run_trial
 from comingle.audits.inversion import invert
 from comingle.audits.membership import infer
 from comingle.audits.proving import least_epsilon
@@ -17,7 +17,7 @@ from comingle.audits.tokens import recover
 from comingle.comparing.trials import shortened as in_rounds
 from comingle.errors import RunError
 from comingle.kinds.base import Materials
-from comingle.privacy.accounting import release_of
+from comingle.privacy.accounting import Release, release_of
 from comingle.progress import LOADING, Reporter
 from comingle.recipes import Recipe
 from comingle.reports.audit import Audit, Proof, Recovery, exposure
@@ -119,19 +119,17 @@ def check_audited(run: Run) -> None:
     check_watchable(where, run.federation.clients.method)
     if run.recipe.data.kind not in KINDS:
         raise RunError(f"{where}: users have {run.recipe.data.label}; audited are runs of text or samples")
-    if run.recipe.privacy is not None and run.recipe.privacy.mechanism == "example":
-        told = "its account is of single examples, and a canary here is a quarter of a user's text"
-        raise RunError(f"{where}: {told} (privacy.mechanism: example); audit a run with central or local, or without")
     if run.recipe.privacy is not None and run.recipe.privacy.secure_aggregation is not None:
         told = "its server sees sums alone, which no attack here looks at; what users see is as without"
         raise RunError(f"{where}: {told} privacy.secure_aggregation: audit such a run")
 
 
 def shortened(recipe: Recipe, metrics: dict[str, Any], rounds: int) -> Recipe:
-    """The recipe in fewer rounds, with the noise that the run had, and evaluated once."""
+    """The recipe in fewer rounds, with the noise that the run had (the least of any user), and evaluated once."""
     changes = in_rounds(min(rounds, recipe.training.rounds)) | {"evaluation.model": "exchanged"}
     if (privacy := metrics.get("privacy")) is not None:
-        changes |= {"privacy.noise_multiplier": privacy["noise_multiplier"], "privacy.epsilon": None}
+        noise = min(privacy.get("noise_multipliers", {}).values(), default=privacy["noise_multiplier"])
+        changes |= {"privacy.noise_multiplier": noise, "privacy.epsilon": None}
     return recipe.with_changes(changes)
 
 
@@ -178,14 +176,19 @@ def prove(view: str, trials: Sequence[Trial], delta: float, upper: float | None)
 def promised(recipe: Recipe, names: Sequence[str], trials: Sequence[Trial], view: str) -> float | None:
     """What the account says of these short runs to who looks so, of a user whose text is replaced; None: nothing.
 
-    With ``mechanism: central`` the server is trusted, so uploads are not covered; with the seed as key nothing is.
+    Where single examples are hidden, of one of them that is replaced, of the user whose are hidden least. With
+    ``mechanism: central`` the server is trusted, so uploads are not covered; with the seed as key nothing is.
     """
     privacy = privacy_of(recipe)
     if privacy is None or privacy.noise == "reproducible" or (privacy.mechanism == "central" and view == SERVER):
         return None
     training = training_settings(recipe, names)
     assert training.privacy is not None
-    release = release_of(training.privacy, training.participation, len(names))
     count = max(trial.metrics["privacy"]["releases"] for trial in trials)
+    if of_examples(recipe):
+        rate = max(work.rate for trial in trials for work in trial.works.values())
+        release = Release(noise=training.privacy.multiplier, rate=rate)
+    else:
+        release = release_of(training.privacy, training.participation, len(names))
     replaced = privacy.mechanism == "local"
     return epsilon_of_replacing(release, count, privacy.delta, training.privacy.accountant, counted=replaced)

@@ -6,8 +6,9 @@ user's own tensors (specialists, routers) are nowhere among it; in their place s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from comingle.engines.state import draw
 from comingle.errors import RunError
 from comingle.kinds.base import Materials
 from comingle.methods.base import Method
+from comingle.privacy.examples import Work
+from comingle.privacy.ledger import Ledger
 from comingle.protocol.compression import expand
 from comingle.protocol.messages import Upload, fill_ranks
 from comingle.recipes import Recipe
@@ -31,7 +34,8 @@ from comingle.transports.inprocess import InProcess
 from comingle.trees import Tree, assign
 
 SHARE = 0.25
-"""Of a user's training text is its canary, where it is in: the worst case is what a bound is about."""
+"""Of a user's training text is its canary, where it is in: the worst case is what a bound is about. Where single
+examples are hidden it is one of them."""
 LONGEST = 32
 """Tokens of a canary that are predicted."""
 REFERENCES = 63
@@ -184,6 +188,14 @@ def with_canary(user: UserData, canary: Int[Tensor, " width"], *, seed: int, tri
     return replace(user, train=stream)
 
 
+def with_example(user: UserData, canary: Int[Tensor, " width"], context: int, *, seed: int, trial: int) -> UserData:
+    """The user with one of its examples, a window of ``context + 1`` tokens, replaced by its canary again and again."""
+    stream, window = user.train.clone(), min(context + 1, len(user.train))
+    place = int(torch.randint(len(stream) // window, (1,), generator=generator("audit", seed, trial, user.name)))
+    stream[place * window : (place + 1) * window] = canary.repeat(-(-window // len(canary)))[:window].to(stream)
+    return replace(user, train=stream)
+
+
 @dataclass(kw_only=True)
 class Sight:
     """What one run let be seen of its canaries: by viewer, each user's scores round by round; and the last ranks."""
@@ -220,12 +232,16 @@ class Sight:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One watched run: whose canary was in, scores by viewer, ranks, and the run's metrics."""
+    """One watched run: whose canary was in, scores by viewer, ranks, and the run's metrics.
+
+    ``works`` is what each user did where single examples were hidden.
+    """
 
     inside: Sequence[bool]
     scores: dict[str, list[float | None]]
     ranks: list[int]
     metrics: dict[str, Any]
+    works: Mapping[str, Work] = field(default_factory=dict)
 
 
 def run_trial(
@@ -238,8 +254,10 @@ def run_trial(
     vocabulary = int(base.model.config.vocab_size)
     kwargs = {"seed": recipe.seed, "trial": trial}
     canaries = draw_canaries(len(users), vocabulary=vocabulary, context=recipe.training.context, **kwargs)
+    context = recipe.training.context
+    put = partial(with_example, context=context) if of_examples(recipe) else with_canary
     people = tuple(
-        with_canary(user, canary, **kwargs) if inside else user
+        put(user, canary, **kwargs) if inside else user
         for user, canary, inside in zip(users, canaries.own, canaries.inside.tolist(), strict=True)
     )
     plain = build(own, replace(materials, users=people))
@@ -252,4 +270,10 @@ def run_trial(
         scores={who: sight.score(who) for who in (SERVER, USERS)},
         ranks=sight.ranks(),
         metrics=metrics,
+        works=guard.works() if isinstance(guard := plain.server.guard, Ledger) else {},
     )
+
+
+def of_examples(recipe: Recipe) -> bool:
+    """Whether single examples are hidden, so that a canary is one."""
+    return recipe.privacy is not None and recipe.privacy.mechanism == "example"

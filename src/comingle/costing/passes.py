@@ -20,6 +20,7 @@ from comingle.engines.steps import Steps
 from comingle.engines.training import Portions
 from comingle.methods.client import Phase
 from comingle.transports.inprocess import InProcess
+from comingle.trees import Tree, restrict
 
 TRACED_BATCHES = 2
 """From the second micro-batch on every further one does the same, with the sum of gradients at hand."""
@@ -129,11 +130,34 @@ def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps 
     steps, cohort = steps or stage.steps, stage.cohort(rows)
     most = TRACED_BATCHES * steps.portions.sequences
     drawn = empty_batch(stage, len(rows), min(stage.federation.clients.batch_size, most))
+    examples = empty_batch(stage, len(rows), steps.portions.sequences)
+    hidden = steps.noised is not None and steps.noised.applies(phase, steps.model.layout)
     with quietly(), LiveBytes() as live:
-        gradients = steps.gradient(cohort, drawn, phase)[1]
+        if hidden:
+            gradients = _hidden(cohort, phase, steps, drawn, examples)
+        else:
+            gradients = steps.gradient(cohort, drawn, phase)[1]
         size = sum(gradient.nbytes for gradient in gradients.values())
         steps.descend(phase, cohort, gradients, 0)
     return live.peak, size
+
+
+def _hidden(cohort: Cohort, phase: Phase, steps: Steps, drawn: Tensor, examples: Tensor) -> Tree:
+    """As :meth:`comingle.engines.noised.Noised.step`: single examples' gradients beside those of what is a user's own.
+
+    Passes are full, whoever is drawn; the noise itself is of one user at a time, and no larger than the sums.
+    """
+    noised, model, users = steps.noised, steps.model, len(cohort.rows)
+    assert noised is not None
+    layout, leaves, copied = model.layout, noised.leaves(phase, model.layout), max(cohort.rows) >= steps.trainers
+    names = noised.alone(phase, layout, everything=copied)
+    own = steps.gradient(cohort, drawn, phase, names=names)[1] if names else Tree()
+    tensors, sums = restrict(model.tensors(cohort.part.rows), layout, layout.roles - noised.own(layout)), Tree()
+    for _ in range(TRACED_BATCHES):
+        found, _ = noised.sums_over(model, steps.feed, tensors, leaves, cohort.owners, examples)
+        sums = {name: t + sums[name] if name in sums else t for name, t in found.items()}
+    made = {name: (t + torch.zeros_like(t)).to(cohort.part.rows.dtype) for name, t in sums.items()}
+    return noised.joined(layout, phase, own, made, range(users), users)
 
 
 @torch.no_grad()

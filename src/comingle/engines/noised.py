@@ -100,7 +100,7 @@ class Noised:
         found, shared = self.gradients(model, feed, portions, some, phase, place)
         if plain is None:
             losses[list(at)] = found
-        return losses, self._joined(model.layout, phase, own, shared, at, len(cohort.rows))
+        return losses, self.joined(model.layout, phase, own, shared, at, len(cohort.rows))
 
     def gradients(
         self, model: Model, feed: Feed, portions: Portions, cohort: Members, phase: Phase, place: Sequence[int]
@@ -133,17 +133,26 @@ class Noised:
     def clipped_sums(
         self, model: Model, feed: Feed, tensors: Tree, leaves: Sequence[str], cohort: Members, part: Int[Tensor, "u n"]
     ) -> tuple[Tree, Float[Tensor, " u"]]:
-        """The sum of each user's clipped gradients, float64, and of its losses, over examples of these numbers.
+        """The sum of each user's clipped gradients, float64, and of its losses, over examples of these numbers."""
+        drawn = feed.numbered(cohort.owners, part, cohort.round_number).to(cohort.part.rows.device)
+        return self.sums_over(model, feed, tensors, leaves, cohort.owners, drawn)
 
-        One pass: its rows are the users' examples, the first user's first.
-        """
-        users, count = part.shape
-        who = [owner for owner in cohort.owners for _ in range(count)]
+    def sums_over(
+        self,
+        model: Model,
+        feed: Feed,
+        tensors: Tree,
+        leaves: Sequence[str],
+        owners: Sequence[int],
+        drawn: Int[Tensor, "u n ..."],
+    ) -> tuple[Tree, Float[Tensor, " u"]]:
+        """The same over examples that were drawn: one pass, whose rows they are, the first user's first."""
+        users, count = drawn.shape[:2]
+        who = [owner for owner in owners for _ in range(count)]
         wide = {n: t.detach().repeat_interleave(count, 0) for n, t in tensors.items()}
         for name in leaves:
             wide[name].requires_grad_()
-        rows = feed.numbered(cohort.owners, part, cohort.round_number).flatten(0, 1).unsqueeze(1)
-        rows = rows.to(cohort.part.rows.device)
+        rows = drawn.flatten(0, 1).unsqueeze(1)
         batch: Any = feed.read("train", who, rows)
         losses = model.without(self.own(model.layout)).losses_of_each(wide, who, batch)
         means = losses.flatten(1).sum(1) / feed.counted(rows).clamp(min=1)
@@ -155,7 +164,7 @@ class Noised:
     def _shared(self, layout: Layout, rows: Float[Tensor, "users columns"]) -> Tree:
         return restrict(layout.views(rows), layout, self.method.shared)
 
-    def _joined(self, layout: Layout, phase: Phase, plain: Tree, noised: Tree, at: Sequence[int], users: int) -> Tree:
+    def joined(self, layout: Layout, phase: Phase, plain: Tree, noised: Tree, at: Sequence[int], users: int) -> Tree:
         """``plain`` gradients with ``noised`` ones, cut to shared entries, in their place for users ``at``."""
         whole = Tree()
         for slot in layout.only(phase.reached).slots:

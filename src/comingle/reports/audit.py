@@ -147,10 +147,12 @@ def verdict(audit: Audit) -> list[str]:
 def _proof_told(proof: Proof, audit: Audit) -> str:
     who = {"server": "The server", "users": "Whoever gets the shared model"}[proof.view]
     guessed = f"{proof.correct} of {proof.guesses} guesses right"
+    of_examples = audit.privacy is not None and audit.privacy["mechanism"] == "example"
+    replaced = "one example that is replaced" if of_examples else "text that is replaced"
     promise = (
         "nothing is promised here"
         if proof.upper is None
-        else f"the account promises at most {proof.upper:.2f} for text that is replaced"
+        else f"the account promises at most {proof.upper:.2f} for {replaced}"
     )
     if proof.contradicts:
         return (

@@ -1,5 +1,7 @@
 """The real worker of a user, but for its answers in some rounds: ``faults.json`` in its folder says in which, from 1.
 
+A fault is one of the answer to the task that has a round's training, or "FAULT in STEP" to the one that has that step.
+
 The user does its work and keeps it, as an honest one does; what leaves the process is something else, or leaves late.
 """
 
@@ -23,6 +25,8 @@ from comingle.transports.flower.worker import main
 
 GO = "go"
 """File in a user's folder for which it waits before it answers, where its fault is to wait."""
+WAITING = "waiting"
+"""And the one by which it says that it does."""
 WAITS_SECONDS = 120.0
 HUGE = 10**10
 
@@ -35,8 +39,11 @@ def load(user: User) -> Callable[[bytes], bytes]:
 
     def answer(request: bytes) -> bytes:
         task, honest = unpack_task(request), handle(request)
-        fault = faults.get(str(task.round + 1)) if "train" in task.todo else None
+        fault, _, step = faults.get(str(task.round + 1), "").partition(" in ")
+        if (step or "train") not in task.todo:
+            return honest
         if fault == "waits":
+            (user.state / WAITING).touch()
             until = time.monotonic() + WAITS_SECONDS
             while not (user.state / GO).exists() and time.monotonic() < until:
                 time.sleep(0.2)

@@ -226,6 +226,11 @@ def test_faults_are_one_line() -> None:
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"warmup_steps": -1}, "warmup_steps is -1"),
         ({"centre": True, "adaptor_server_rate": 0.5}, "centre with server rates"),
+        ({"report_mixture": False, "centre": True}, "report_mixture: false with centre true and server rates"),
+        (
+            {"report_mixture": False, "base_server_rate": 0.5},
+            "report_mixture: false with centre false and server rates",
+        ),
     ):
         with pytest.raises(RecipeError, match=said) as error:
             make("floral", **settings)
@@ -243,3 +248,20 @@ def test_optimal_routing_needs_true_clusters(federate: Any) -> None:
         federate("floral-optimal")
     with pytest.raises(RecipeError, match="whole models"):
         federate("ensemble")
+
+
+def test_unreported_mixtures_leave_a_plain_mean(federate_nets: Any) -> None:
+    """Of base and adaptors alike; users mix as they have learned to, and nothing but tensors is sent."""
+    kept = {}
+    for told in (True, False):
+        method = {"name": "floral", "clusters": 2, "report_mixture": told}
+        federation = federate_nets(method, changes=LINEAR | {"training.weighting": "uniform"})
+        local_round(federation, EVERYONE, 0)
+        upload = federation.clients.upload(EVERYONE, 1, {"loss": torch.ones(4)})
+        assert ("mixture" in upload.reports) == told
+        federation.server.aggregate(upload)
+        kept[told] = {name: federation.server.kept[f"model.{name}"].clone() for name in upload.tensors}
+    means = {name: t.mean(0) for name, t in upload.tensors.items()}
+    assert all(torch.allclose(kept[False][name], mean, atol=1e-12) for name, mean in means.items())
+    different = {name for name, t in kept[True].items() if not torch.allclose(t, kept[False][name], atol=1e-9)}
+    assert different == {"model.b", "model.bias"} & set(means) or different == {"model.a", "model.b", "model.bias"}

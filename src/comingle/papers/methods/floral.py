@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from comingle.errors import RecipeError
 from comingle.methods.base import Method
 from comingle.methods.client import ROUTERS, Cohort, Part, Phase
+from comingle.methods.server import Mean
 from comingle.methods.settings import CountOrNone, Models, NotNegative, Positive
 from comingle.papers.methods.mixtures import TRAINED, ClusterSteps, Entropic, client_mixture
 from comingle.routers.mixtures import ClientMixture
@@ -49,6 +50,7 @@ def floral(
     warmup_steps: CountOrNone = 0,
     base_server_rate: NotNegative = 1.0,
     adaptor_server_rate: NotNegative = 1.0,
+    report_mixture: bool = True,
 ) -> Method:
     """FLoRAL with learned routers: the base and C adaptor sets are federated, each user mixes the adaptors by itself.
 
@@ -59,7 +61,8 @@ def floral(
     as in eq. 36.  ``stateless``: users forget their router after each round, and learn it again, ``warmup_steps``
     router steps before the others.
     Server: base by p(k), adaptors by p(k|c) (eq. 2); it steps towards that mean by a rate, for each group.  ``centre``
-    as in eq. 37, under p(c).
+    as in eq. 37, under p(c).  Without ``report_mixture`` users keep their mixture to themselves, and the server takes
+    the adaptors' mean by p(k) too: no part of the paper, but a mean that privacy can bound.
     Differs from the paper: users report their mixture (C numbers) with each upload, which the server needs for p(k|c)
     and a secure aggregation could hide.  p(k) is ``training.weighting``, one setting for all methods that a recipe
     compares: equal shares by default, N_k of Algorithm 1 with ``samples`` (or ``tokens``), as the published recipes
@@ -71,6 +74,11 @@ def floral(
     rates = (base_server_rate, adaptor_server_rate)
     if centre and rates != (1.0, 1.0):
         raise RecipeError(f"method floral: centre with server rates {rates}; centring needs both to be 1")
+    if not report_mixture and (centre or rates != (1.0, 1.0)):
+        raise RecipeError(
+            f"method floral: report_mixture: false with centre {str(centre).lower()} and server rates {rates}; a plain "
+            "mean has neither centring nor rates other than 1"
+        )
     return client_mixture(
         "floral",
         ClientMixture(
@@ -78,7 +86,10 @@ def floral(
         ),
         phases=(Phase(roles=TRAINED | ROUTERS, optimizer="both"),),
         parts=(WarmUp(warmup_steps, forget=stateless),) if stateless or warmup_steps else (),
-        server=ClusterSteps(base_rate=base_server_rate, component_rate=adaptor_server_rate, centre=centre),
+        server=ClusterSteps(base_rate=base_server_rate, component_rate=adaptor_server_rate, centre=centre)
+        if report_mixture
+        else Mean(),
+        reports=report_mixture,
     )
 
 

@@ -28,13 +28,14 @@ def client_mixture(
     parts: Sequence[Part] = (),
     shared: frozenset[str] = SHARED,
     server: Server | None = None,
+    reports: bool = True,
 ) -> Method:
-    """A method whose users mix components; where they share them, they report the mixture."""
-    reports = (ReportMixture(mixture),) if ADAPTOR in shared else ()
+    """A method whose users mix components; where they share them, they report the mixture, unless it stays a secret."""
+    told = (ReportMixture(mixture),) if reports and ADAPTOR in shared else ()
     return Method(
         name=name,
         placement=Placement(shared=shared, mixture=mixture),
-        client=Client(phases=phases, parts=(*parts, *reports)),
+        client=Client(phases=phases, parts=(*parts, *told)),
         server=server or ClusterSteps(centre=mixture.centre),
         components="adaptor set" if mixture.of == "adaptors" else "model",
     )
