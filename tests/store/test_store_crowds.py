@@ -13,18 +13,20 @@ import pytest
 import torch
 
 from comingle.data.crowds import LOTS, Crowd, Numbered, Numbers, digest_names, drawn
+from comingle.data.pack import UserData
 from comingle.data.seeds import derive
 from comingle.engines.evaluations import sampled
 from comingle.engines.rounds import run_rounds
-from comingle.errors import DataError, RunError
+from comingle.errors import DataError, RecipeError, RunError
 from comingle.kinds.base import Materials
 from comingle.kinds.text.kind import KIND as TEXT
+from comingle.processes import sharing
 from comingle.recipes import load_recipe
 from comingle.records import sample_told
 from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.store.tokens import read_population, write_population
-from conftest import Federate, MakeUser
+from comingle.transports.inprocess import InProcess
 from resuming import StoppedError, final, stop_in_round_3
 
 NAMES = ["ann", "bob", "cem", "dag", "eva", "fay"]
@@ -63,7 +65,7 @@ def test_beyond_it_each_is_as_likely() -> None:
     assert all(abs(count - 2000) < 5 * 43 for count in counts)
 
 
-def test_a_sample_is_what_everybody_would_have_been(federate: Federate) -> None:
+def test_a_sample_is_what_everybody_would_have_been(federate: Callable[..., InProcess]) -> None:
     """The same scores as where all are evaluated, of those who were drawn; nobody else is told of."""
     whole = federate("comigs-1g1s", users=NAMES, changes=SAMPLE | {"evaluation.users": 6})
     some = federate("comigs-1g1s", users=NAMES, changes=SAMPLE)
@@ -86,7 +88,7 @@ def test_a_sample_is_what_everybody_would_have_been(federate: Federate) -> None:
     assert sampled(whole.clients, {name: {} for name in NAMES}, "perplexity") == {}
 
 
-def test_an_interval_holds_the_mean_of_all_as_often_as_it_says(federate: Federate) -> None:
+def test_an_interval_holds_the_mean_of_all_as_often_as_it_says(federate: Callable[..., InProcess]) -> None:
     clients = federate("local", users=[f"user-{i}" for i in range(60)]).clients
     draw, held = random.Random(1), 0
     population = [draw.gauss(3, 1) for _ in range(60)]
@@ -98,12 +100,12 @@ def test_an_interval_holds_the_mean_of_all_as_often_as_it_says(federate: Federat
 
 
 @pytest.fixture
-def crowd(tmp_path: Path, make_user: MakeUser) -> Crowd:
+def crowd(tmp_path: Path, make_user: Callable[..., UserData]) -> Crowd:
     assert write_population(tmp_path / "tokens", (make_user(name) for name in NAMES)) == 6
     return read_population(tmp_path / "tokens")
 
 
-def test_streams_are_read_as_they_were_written(crowd: Crowd, make_user: MakeUser) -> None:
+def test_streams_are_read_as_they_were_written(crowd: Crowd, make_user: Callable[..., UserData]) -> None:
     assert list(crowd.names) == NAMES
     for user in crowd:
         for split in ("train", "valid", "test"):
@@ -111,7 +113,7 @@ def test_streams_are_read_as_they_were_written(crowd: Crowd, make_user: MakeUser
 
 
 def test_a_run_of_a_crowd_is_one_of_its_users(
-    crowd: Crowd, make_user: MakeUser, tmp_path: Path, write_recipe: Callable[[Path], Path]
+    crowd: Crowd, make_user: Callable[..., UserData], tmp_path: Path, write_recipe: Callable[[Path], Path]
 ) -> None:
     """On disk, stopped and resumed, with users that are read when they take part; nothing lists them."""
     recipe = load_recipe(write_recipe(tmp_path / "project")).with_changes(
@@ -128,21 +130,24 @@ def test_a_run_of_a_crowd_is_one_of_its_users(
     assert not any(name in (tmp_path / "crowd" / "inputs.json").read_text() for name in NAMES)
     other = Materials(kind=TEXT, base=base, users=Crowd(crowd.names, crowd.make, digest="other"), unread=True)
     with pytest.raises(RunError, match="the users or their data changed since the run began"):
-        api.run(
-            recipe,
-            materials=Materials(kind=TEXT, base=base, users=other, unread=True),
-            out=tmp_path / "crowd",
-            resume=True,
-        )
+        api.run(recipe, materials=other, out=tmp_path / "crowd", resume=True)
 
 
-def test_a_population_that_is_torn_is_said(tmp_path: Path, make_user: MakeUser) -> None:
+def test_a_population_that_is_torn_is_said(tmp_path: Path, make_user: Callable[..., UserData]) -> None:
     write_population(tmp_path, [make_user("ann")])
     (tmp_path / "tokens.bin").write_bytes(b"\0" * 40)
     with pytest.raises(DataError, match=r"files that do not fit each other \(1 names, 4 spans, 10 tokens\)"):
         read_population(tmp_path)
     with pytest.raises(DataError, match="no population of token streams"):
         read_population(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("key", ["runtime.store", "evaluation.users"])
+def test_what_one_process_alone_has_is_refused_by_several(key: str, write_recipe: Any, tmp_path: Path) -> None:
+    value = "disk" if key == "runtime.store" else 3
+    recipe = load_recipe(write_recipe(tmp_path / "project")).with_changes({key: value})
+    with pytest.raises(RecipeError, match=f"{key}: got {value} for several processes; "):
+        sharing._check_whole(recipe)
 
 
 def test_names_are_known_by_their_digest() -> None:

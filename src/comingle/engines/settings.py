@@ -6,7 +6,7 @@ Recipes take their defaults from here, and are read without torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from comingle.privacy.settings import Privacy
 from comingle.protocol.formats import Format
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EVERYBODY = 1.0
 """As a fraction of the users."""
 
-MEMORY = "memory"
+MEMORY: Final = "memory"
 """Where users' tensors are, unless a recipe says otherwise."""
 
 
@@ -88,7 +88,7 @@ class Training:
     select: Literal["last", "best"] = "last"
     checkpoint_every: int = 5
     evaluate_users: int | None = None
-    store: str = MEMORY
+    store: Literal["memory", "disk", "disk-bf16"] = MEMORY
     seed: int = 0
     privacy: Privacy | None = None
     users: tuple[str, ...] = ()
