@@ -36,6 +36,7 @@ WORDS = {
     "comparing": "side by side, advice",
     "joining": "later users",
     "processes": "torch.distributed",
+    "store": "users on disk",
     "demo": "made-up users",
     "alone": "a recipe for one",
     "masking": "keys, shares, masks",

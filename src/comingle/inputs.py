@@ -16,6 +16,8 @@ from comingle.records import write_json
 
 INPUTS = "inputs.json"
 SPLITS = ("train", "valid", "test")
+POPULATION = "population"
+"""In the settings: how many users there are and digests of them all, where nobody holds a list of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,8 @@ def check_inputs(where: Path, was: Inputs, now: Inputs, *, pooled: str = "") -> 
         RunError: the base, the tokenizer or somebody's data changed; says what and whose.
     """
     check_base(where, was, now.base, now.tokenizer)
+    if was.settings.get(POPULATION) != now.settings.get(POPULATION):
+        raise RunError(f"{where}: the users or their data changed since the run began; {_ADVICE}")
     check_users(where, was, now)
     for name, of_user in now.users.items():
         for key, value in of_user.given.items():

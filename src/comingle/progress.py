@@ -15,7 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.engines.training import cohorts, participants
-from comingle.records import measure_of, number
+from comingle.privacy.accounting import sample_size
+from comingle.records import measure_of, number, sample_told
 from comingle.terminal import errors, printable
 
 LONG_SECONDS = 30.0
@@ -60,9 +61,12 @@ def reporting(*, quiet: bool = False) -> Iterator[Reporter]:
 def steps_before(clients: Clients) -> Callable[[int], int]:
     """How many local iterations of cohorts there are before a round; which of them have how many comes round again."""
     training, names = clients.training, clients.everybody
-    here = {trainer.name for trainer in clients.trainers}
-    period = len(training.participation) if isinstance(training.participation, Sequence) else 1
     copies, most, each = clients.method.placement.copies, clients.portions.users, clients.steps.local_steps
+    if isinstance(training.participation, float | int) and len(names) == len(clients.trainers):
+        whole = -(-sample_size(training.participation, len(names)) * copies // most) * each
+        return lambda rounds: rounds * whole
+    here = set(clients.names)
+    period = len(training.participation) if isinstance(training.participation, Sequence) else 1
     present = [[n for n in participants(training, r, names) if names[n] in here] for r in range(period)]
     steps = [len(cohorts(who * copies, most)) * each for who in present]
     return lambda rounds: rounds // period * sum(steps) + sum(steps[: rounds % period])
@@ -126,7 +130,8 @@ class Course:
 
 def _found(event: dict[str, Any]) -> str:
     measure = measure_of(event)
-    return f"{measure} {number(event[f'mean_test_{measure}'], measure)}"
+    sample = f" ({told})" if (told := sample_told(event)) else ""
+    return f"{measure} {number(event[f'mean_test_{measure}'], measure)}{sample}"
 
 
 # -------------------------------------------------------------------- nothing

@@ -143,6 +143,18 @@ def geometric_mean(values: Sequence[float | None]) -> float | None:
     return statistics.geometric_mean(known) if known and len(known) == len(values) else None
 
 
+def sample_told(record: dict[str, Any]) -> str:
+    """Of how many users a mean is, where not of all, and how far it may be from theirs; else nothing."""
+    if "sample" not in record:
+        return ""
+    sample, measure = record["sample"], measure_of(record)
+    told = f"mean of {sample['users']:,} of {sample['of']:,} users"
+    if sample["interval"] is None:
+        return told
+    low, high = (number(value, measure) for value in sample["interval"])
+    return f"{told}, 95% interval {low} to {high}"
+
+
 def describe_metrics(metrics: dict[str, Any]) -> str:
     """A run's metrics in half a line."""
     measure = measure_of(metrics)

@@ -14,7 +14,7 @@ from comingle.privacy.settings import Privacy
 from comingle.recipes import sections
 from comingle.robust.settings import Aggregation
 
-EVALUATION = {"every": "evaluate_every", "first": "evaluate_first", "model": "evaluate"}
+EVALUATION = {"every": "evaluate_every", "first": "evaluate_first", "model": "evaluate", "users": "evaluate_users"}
 PAIRS: dict[str, tuple[type[BaseModel], type, dict[str, str]]] = {
     "adapters": (sections.AdaptersSection, AdapterSettings, {}),
     "adapters.targets": (sections.TargetsSection, Targets, {}),

@@ -260,7 +260,7 @@ def run_trial(
         put(user, canary, **kwargs) if inside else user
         for user, canary, inside in zip(users, canaries.own, canaries.inside.tolist(), strict=True)
     )
-    plain = build(own, replace(materials, users=people))
+    plain = build(own, replace(materials, users=people), store="memory")
     scores = {who: [[] for _ in users] for who in (SERVER, USERS)}
     sight = Sight(attacker=Attacker(clients=plain.clients), canaries=canaries, scores=scores)
     federation = Watched(clients=plain.clients, server=plain.server, look=sight.look)

@@ -46,7 +46,7 @@ def invert(recipe: Recipe, materials: Materials, watch: Watch) -> list[Inversion
 
 
 def _attack(what: str, recipe: Recipe, materials: Materials, watch: Watch) -> Inversion:
-    plain = build(recipe, materials)
+    plain = build(recipe, materials, store="memory")
     names = first_layer(plain.clients.model.layout, plain.clients.method.shared)
     start = published(plain.server)
     found: dict[int, Tensor | None] = {}

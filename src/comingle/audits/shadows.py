@@ -107,7 +107,7 @@ def run_shadow(
     own = recipe.with_changes({"seed": recipe.seed + 1 + number})
     parts = halves(users, recipe.training.context, seed=recipe.seed, run=number)
     people = tuple(parts.of(at, user) for at, user in enumerate(users))
-    plain = build(own, replace(materials, users=people))
+    plain = build(own, replace(materials, users=people), store="memory")
     places = [scored(len(windows)) for windows in parts.windows]
     most = max(map(len, places))
     padded = [

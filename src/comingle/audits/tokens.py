@@ -48,7 +48,7 @@ def recover(recipe: Recipe, materials: Materials, watch: Watch) -> list[Recovery
 
     Empty where no factor that reads tokens is shared.
     """
-    names = token_factors(build(recipe, materials).clients)
+    names = token_factors(build(recipe, materials, store="memory").clients)
     if not names:
         return []
     second = {"training.rounds": 2, "evaluation.every": 2, "evaluation.first": False, "evaluation.model": "exchanged"}
@@ -76,7 +76,7 @@ def token_factors(clients: Clients) -> list[str]:
 
 
 def _attack(what: str, recipe: Recipe, materials: Materials, watch: Watch) -> Recovery:
-    plain = build(recipe, materials)
+    plain = build(recipe, materials, store="memory")
     names, seen, looked = token_factors(plain.clients), dict[int, Tree](), Looked()
 
     def look(who: str, users: Sequence[int], tensors: Tree) -> None:

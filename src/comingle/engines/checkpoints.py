@@ -26,13 +26,16 @@ from torch import Tensor
 from comingle.engines.checksums import SUMS, advise, list_checkpoints, resume_command, seal, verify
 from comingle.engines.clock import Clock
 from comingle.engines.server import LOWEST
-from comingle.engines.state import State
+from comingle.engines.state import State, Stored
 from comingle.errors import RunError
 from comingle.records import write_json
 from comingle.trees import Layout, Tree, flatten
 
-STATE = "state.safetensors"
-_ROWS, _SERVER, _BEST = "user/", "server/", "best/"
+STATE, SERVER = "state.safetensors", "server.safetensors"
+OF_SERVER = "server/"
+"""So begin the names of what the server keeps."""
+
+_ROWS, _SERVER, _BEST = "user/", OF_SERVER, "best/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +43,8 @@ class Progress:
     """How far a run has come. ``fingerprint`` names the recipe; ``events_bytes`` is the length of the event log.
 
     ``trainers`` are the names of those to whom the rows belong, in the rows' order. ``shards`` says how many of them
-    are in each file, where several processes have written it (:mod:`comingle.engines.shards`).
+    are in each file, where several processes have written it (:mod:`comingle.engines.shards`). Where users' tensors are
+    elsewhere, ``population`` stands for the names (:func:`comingle.data.crowds.digest_names`).
     """
 
     round: int
@@ -56,6 +60,7 @@ class Progress:
     told_download_bytes: int
     user_rounds: int
     shards: list[int] = field(default_factory=list)
+    population: str = ""
 
     @property
     def clock(self) -> Clock:
@@ -74,6 +79,7 @@ def progress_of(
     clock: Clock | None = None,
     events_bytes: int = 0,
     shards: Sequence[int] = (),
+    population: str = "",
 ) -> Progress:
     """How far a run has come after so many rounds; without a clock nothing has been counted."""
     counted = {key: getattr(clock or Clock(), key) for key in _COUNTED}
@@ -84,6 +90,7 @@ def progress_of(
         events_bytes=events_bytes,
         wall_seconds=clock.wall_seconds if clock is not None else 0.0,
         shards=list(shards),
+        population=population,
         **counted,
     )
 
@@ -97,7 +104,11 @@ def save_checkpoint(run: Path, layout: Layout, state: State, kept: Tree, progres
     folder, draft = places(run, progress.round)
     with written(folder, draft):
         draft.mkdir(parents=True)
-        write_tensors(draft / STATE, named(layout, state, kept))
+        if isinstance(state, Stored):
+            state.save(draft, list_checkpoints(run))
+            write_tensors(draft / SERVER, {OF_SERVER + name: t for name, t in kept.items()})
+        else:
+            write_tensors(draft / STATE, named(layout, state, kept))
         finish_checkpoint(draft, folder, progress)
     return folder
 
@@ -136,8 +147,9 @@ def write_tensors(path: Path, tensors: Tree) -> None:
 def finish_checkpoint(draft: Path, folder: Path, progress: Progress, lines: Sequence[bytes] | None = None) -> None:
     """The rest of a checkpoint whose tensors are on disk, before it gets its name; ``lines`` are their checksums."""
     content = asdict(progress)
-    if not progress.shards:
-        del content["shards"]
+    for key in ("shards", "population"):
+        if not content[key]:
+            del content[key]
     write_json(draft / "checkpoint.json", content)
     seal(draft, lines)
     for path in (draft / "checkpoint.json", draft / SUMS, draft):
@@ -266,4 +278,4 @@ def named(layout: Layout, state: State, server: Tree) -> dict[str, Tensor]:
 
 def personal_tensors(layout: Layout, state: State, row: int) -> dict[str, Tensor]:
     """One user's named tensors, ``(1, ...)`` each."""
-    return layout.views(state.rows[row : row + 1])
+    return layout.views(state.rows_of([row]))

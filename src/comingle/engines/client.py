@@ -7,31 +7,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from comingle.data.crowds import Numbers, drawn, names_of
 from comingle.engines.cohort import Cohort
 from comingle.engines.feeds import Feed
 from comingle.engines.noised import noised_steps
 from comingle.engines.private import shield_of
 from comingle.engines.scoring import AnyScore, Models, Scorer
-from comingle.engines.settings import Training
-from comingle.engines.state import State, initial_state, true_clusters
+from comingle.engines.settings import MEMORY, Training
+from comingle.engines.state import State, Stored, draw, initial_state, true_clusters
 from comingle.engines.steps import Steps
-from comingle.engines.training import Portions
+from comingle.engines.training import Portions, cohorts
 from comingle.errors import DataError
 from comingle.methods.base import Method
 from comingle.models.hardware import require_bytes
 from comingle.models.model import Model
+from comingle.plugins import require
 from comingle.privacy.users import without_bound
 from comingle.protocol.compression import RESIDUAL, compress_kept
 from comingle.protocol.messages import COUNT, LOSS, LOWEST, Download, Upload, fill_ranks, insert_own
 from comingle.protocol.wire import packed_bytes
 from comingle.trees import CLIENT_ROUTER, Tree, assign, restrict
+
+LISTED = 100
+"""Of so many users who were skipped events tell."""
+
+MESSAGES_AT_ONCE = 2**24
+"""Of so many numbers messages are made at once, where all users have one."""
 
 Population = Sequence[Any]
 """Users have a name, and what they train, validate and test on."""
@@ -64,10 +74,13 @@ class Clients:
         skipped: Mapping[str, str] = MappingProxyType({}),
     ):
         self.model, self.method, self.training = model, method, training
-        self.trainers, self.users, self.skipped = list(trainers), list(users), dict(skipped)
-        self.everybody = [trainer.name for trainer in trainers]  # where others have theirs elsewhere, they too
-        last = (method.placement.copies - 1) * len(trainers)
-        self.row_of = [last] * len(users) if method.placement.pooled else list(range(last, last + len(users)))
+        self.trainers, self.users, self.skipped = trainers, users, dict(skipped)
+        self.names = names_of(trainers)
+        self.numbers = Numbers(self.names)
+        self.everybody = self.names  # where others have theirs elsewhere, they too
+        self.rows = method.placement.copies * len(trainers)
+        last = self.rows - len(trainers)
+        self.row_of: Sequence[int] = [last] * len(users) if method.placement.pooled else range(last, last + len(users))
         self.batch_size = batch_size(method, training, len(users))
         self.stopped_after: int | None = None  # where the privacy budget allows no more rounds
         self.steps = Steps(model=model, method=method, training=training, trainers=len(trainers), source=feed)
@@ -77,7 +90,7 @@ class Clients:
         self.shares = bool(model.layout.mask(method.shared).any())
         self.shield = shield_of(training) if self.shares else None
         self.steps.noised = noised_steps(model, method, training) if self.shares else None
-        self.state = self._initial()
+        self.state = self._started()
         self.initial = self.state.rows.clone() if method.client.resets else self.state.rows[:0]
         self.resized()
         if training.select == "best":
@@ -96,24 +109,38 @@ class Clients:
         return self.steps.portions
 
     @property
-    def left_out(self) -> dict[str, dict[str, str]]:
-        """Who was skipped, as the start event and the metrics have it; nothing where nobody was."""
-        return {"skipped_users": self.skipped} if self.skipped else {}
+    def left_out(self) -> dict[str, Any]:
+        """Who was skipped, as the start event and the metrics have it, of many some; nothing where nobody was."""
+        shown = dict(islice(self.skipped.items(), LISTED))
+        more = {"skipped": len(self.skipped)} if len(shown) < len(self.skipped) else {}
+        return {"skipped_users": shown, **more} if shown else {}
 
     # ---------------------------------------------------------------- state
 
-    def _initial(self) -> State:
-        layout, method, copies = self.model.layout, self.method, self.method.placement.copies
-        names = [trainer.name for trainer in self.trainers]
-        what = f"method {method.name}: the trained tensors of {len(names)} users"
-        require_bytes(what, 4 * copies * len(names) * layout.columns)
+    def _started(self) -> State:
+        if self.training.store != MEMORY:
+            return require("comingle.stores", self.training.store)(self)
+        what = f"method {self.method.name}: the trained tensors of {len(self.trainers)} users"
+        advice = "; runtime.store: disk keeps those elsewhere who do not take part"
+        require_bytes(what, 4 * self.rows * self.model.layout.columns, advice)
+        return self.begin(range(self.rows))
+
+    @cached_property
+    def _first(self) -> Tensor:
+        return draw(self.model.layout, self.training.seed, "server")
+
+    def begin(self, rows: Sequence[int]) -> State:
+        """What some rows are before the first round: it follows from the seed and whose they are, and nothing else."""
+        layout, method, owners = self.model.layout, self.method, self.owners(rows)
+        names, model = [self.names[owner] for owner in owners], self.model.only(owners)
         state = initial_state(
             layout,
-            self.model.mask().repeat(copies, 1),
-            names=names * copies,
+            model.mask(),
+            names=names,
             local=layout.mask(method.client.trained) & ~layout.mask(method.shared),
-            ranks=self.model.ranks.repeat(copies),
+            ranks=model.ranks,
             seed=self.training.seed,
+            first=self._first,
             moments=self.training.experts.moments | self.training.router.moments,
             accumulates=method.client.accumulates,
             # Parameters and moments are float32 also over a bf16 base; a float64 base is for tests.
@@ -121,7 +148,7 @@ class Clients:
         )
         shared = restrict(layout.views(state.rows), layout, method.shared)
         for part in method.client.parts:
-            state.kept |= part.start(names * copies, self.training.seed) | part.start_like(shared)
+            state.kept |= part.start(names, self.training.seed) | part.start_like(shared)
         if self.training.uploads == "int8":
             state.kept |= {RESIDUAL + name: torch.zeros_like(t) for name, t in shared.items()}
         if self.shield is not None:
@@ -129,7 +156,7 @@ class Clients:
         if method.server.first_download:
             state.versions -= 1
         if (mixture := method.placement.mixture) is not None and mixture.optimal:
-            known = [getattr(trainer, "cluster", None) for trainer in self.trainers] * copies
+            known = [getattr(self.trainers[owner], "cluster", None) for owner in owners]
             layout.views(state.rows)[CLIENT_ROUTER].copy_(true_clusters(method.name, known, mixture.clusters))
         return state
 
@@ -147,12 +174,31 @@ class Clients:
 
     def resized(self) -> None:
         """Take note of the users' ranks, which are part of the state."""
+        if isinstance(self.state, Stored):
+            self.mask, ranks = self.model.only([0]).mask(), self.model.ranks
+            alike = isinstance(self.method.placement.specialists, int) and bool((ranks == ranks[0]).all())
+            self.padded = self._resizes or not (alike and bool(self.mask.all()))
+            return
         masks = [self.model.mask(r) for r in self.state.ranks.cpu().view(-1, len(self.trainers))]
         self.mask: Bool[Tensor, "rows columns"] = torch.cat(masks) if len(masks) > 1 else masks[0]
         self.padded = not bool(self.mask.all())
         if self.padded:
-            for rows in (self.state.rows, self.state.first, self.state.second):
-                rows.mul_(self.mask[:, : rows.shape[1]])
+            _cut(self.state, self.mask)
+
+    @property
+    def _resizes(self) -> bool:
+        return any(part.resizes for part in self.method.client.parts)
+
+    def cut(self, cohort: Cohort) -> None:
+        """Users whose ranks have changed have tensors as large as these; in memory :meth:`resized` does it for all."""
+        if self._resizes and isinstance(self.state, Stored):
+            _cut(cohort.part, self.masks(cohort.rows, cohort.part))
+
+    def masks(self, rows: Sequence[int], part: State) -> Bool[Tensor, "some columns"]:
+        """True where users really have a parameter; ``part`` is their state."""
+        if isinstance(self.state, Stored):
+            return self.model.only(self.owners(rows)).mask(part.ranks.cpu())
+        return self.mask[list(rows)]
 
     def owners(self, rows: Sequence[int]) -> list[int]:
         """The trainer to whom each row belongs."""
@@ -160,12 +206,40 @@ class Clients:
 
     def name(self, row: int) -> str:
         """Name of the trainer to whom a row belongs."""
-        return self.trainers[row % len(self.trainers)].name
+        return self.names[row % len(self.trainers)]
 
-    def numbers(self, names: Sequence[str]) -> list[int]:
-        """The trainers of these names."""
-        known = {trainer.name: i for i, trainer in enumerate(self.trainers)}
-        return [known[name] for name in names]
+    @property
+    def at_once(self) -> int:
+        """Of how many users messages are made at once, where there are more."""
+        users = self.portions.users
+        return users * max(1, MESSAGES_AT_ONCE // (users * self.model.layout.columns))
+
+    @cached_property
+    def scored(self) -> Sequence[int]:
+        """The users who are evaluated, by number: all, or those who were drawn once for the whole run."""
+        count = self.training.evaluate_users
+        if count is None or count >= len(self.everybody):
+            return range(len(self.users))
+        chosen = drawn(self.everybody, count, self.training.seed, "evaluation")
+        if len(self.everybody) == len(self.users):
+            return chosen
+        here = {name: i for i, name in enumerate(names_of(self.users))}
+        return [here[name] for name in (self.everybody[number] for number in chosen) if name in here]
+
+    @property
+    def scored_users(self) -> list[Any]:
+        """The same users themselves."""
+        return [self.users[number] for number in self.scored]
+
+    @property
+    def scored_rows(self) -> list[int]:
+        """The rows whose models they use."""
+        return [self.row_of[number] for number in self.scored]
+
+    @property
+    def scored_trainers(self) -> Sequence[int]:
+        """Those who train these models."""
+        return [0] if self.method.placement.pooled else self.scored
 
     def cohort(
         self, rows: list[int], round_number: int, *, looks_back: bool = False, state: State | None = None
@@ -179,7 +253,7 @@ class Clients:
             steps=self.steps,
             scorer=self.scorer,
             trainers=self.trainers,
-            initial=self.initial,
+            initial=self._began,
             layout=self.model.layout,
             rows=rows,
             owners=self.owners(rows),
@@ -187,14 +261,17 @@ class Clients:
             part=part,
             round_number=round_number,
             before=part.rows.clone() if looks_back else None,
-            mask=self.mask[rows] if self.padded else None,
+            mask=self.masks(rows, part) if self.padded else None,
         )
+
+    def _began(self, rows: Sequence[int]) -> Float[Tensor, "some columns"]:
+        return self.begin(rows).rows if isinstance(self.state, Stored) else self.initial[list(rows)]
 
     # ---------------------------------------------------------------- messages
 
     def behind(self, version: int, members: Sequence[int]) -> list[int]:
         """Whoever of these has not received what the server has had since ``version``."""
-        versions = self.state.versions[list(members)].tolist()
+        versions = self.state.received(members)
         return [member for member, received in zip(members, versions, strict=True) if received < version]
 
     @torch.no_grad()
@@ -236,17 +313,22 @@ class Clients:
 
         What rounding takes away is kept for their next upload, unless this one is only made so that it ``counts``.
         """
-        cohort = self.cohort(list(members), round_number, state=self.state.without_moments())
-        tensors = restrict(self.model.layout.views(self.state.rows), self.model.layout, self.method.shared)
-        copies = {name: t[list(members)] for name, t in tensors.items()}
+        state = self.state.without_moments()
+        cohort = self.cohort(list(members), round_number, state=state)
+        tensors = restrict(cohort.tensors, self.model.layout, self.method.shared)
+        copies = {name: t.clone() for name, t in tensors.items()}
         reports = losses if self.training.privacy is None else {}
         if self.shield is not None:
             amounts = [len(self.trainers[owner].train) for owner in cohort.owners]
             copies, reports = self.shield.protect(copies, cohort, amounts, round_number)
+        form, places = self.training.uploads, list(range(len(cohort.rows)))
+        sent = compress_kept(copies, form, cohort.kept, places, remembers=not counts)
+        if form == "int8" and not counts:
+            state.put(cohort.rows, cohort.part)
         return Upload(
             round=round_number,
-            users=tuple(self.trainers[member].name for member in members),
-            tensors=compress_kept(copies, self.training.uploads, self.state.kept, list(members), remembers=not counts),
+            users=tuple(cohort.names),
+            tensors=sent,
             ranks=cohort.ranks.cpu().clone(),
             reports={name: t.clone() for name, t in self._reports(cohort, members).items()} | reports,
         )
@@ -263,16 +345,17 @@ class Clients:
     @property
     def models(self) -> Models:
         """Everybody's tensors as they are now, by row."""
-        rows = self.state.rows
-        return Models(rows=lambda numbers: rows[list(numbers)], owners=self.owners(range(len(rows))))
+        owners = range(self.rows) if self.rows == len(self.trainers) else self.owners(range(self.rows))
+        return Models(rows=self.state.rows_of, owners=owners)
 
     def evaluate(self) -> Sequence[AnyScore]:
-        """Test score of every user with the model that it has now, and how much each of its experts said."""
-        return self.scorer.examine(self.models, [user.test for user in self.users], self.row_of)
+        """Test score of whoever is evaluated with the model that it has now, and how much each of its experts said."""
+        return self.scorer.examine(self.models, [user.test for user in self.scored_users], self.scored_rows)
 
     def validate(self) -> dict[str, float]:
-        """Mean loss in nats on the validation data of every user who has any."""
-        held = [(row, user) for row, user in zip(self.row_of, self.users, strict=True) if len(user.valid)]
+        """Mean loss in nats on the validation data of all who are evaluated and have any."""
+        pairs = zip(self.scored_rows, self.scored_users, strict=True)
+        held = [(row, user) for row, user in pairs if len(user.valid)]
         if not held:
             return {}
         scores = self.scorer.score(self.models, [user.valid for _, user in held], [row for row, _ in held])
@@ -292,17 +375,29 @@ class Clients:
             self.resized()
 
     def trainable_parameters(self) -> list[int]:
-        """Number of parameters that each user really trains."""
+        """Number of parameters that each user who is evaluated really trains."""
         trained = self.model.layout.mask(self.method.client.trained).to(self.mask.device)
-        rows = (self.mask & trained).sum(1).view(self.method.placement.copies, -1).sum(0).tolist()
-        return [rows[owner] for owner in self.owners(self.row_of)]
+        copies, counts = range(self.method.placement.copies), dict[int, int]()
+        for some in cohorts(self.scored_trainers, self.at_once):
+            rows = [copy * len(self.trainers) + trainer for copy in copies for trainer in some]
+            masks = self.masks(rows, self.state.without_moments().take(rows))
+            counts |= dict(zip(some, (masks & trained).sum(1).view(len(copies), -1).sum(0).tolist(), strict=True))
+        return [counts[owner] for owner in self.owners(self.scored_rows)]
 
     def upload_bytes(self) -> list[int]:
-        """Bytes that each user sends in an exchange in which it takes part; 0 where there is none."""
+        """Bytes that each of them sends in an exchange in which it takes part; 0 where there is none."""
         if not self.shares:
-            return [0] * len(self.users)
+            return [0] * len(self.scored)
         if (sums := self.training.sums) is not None:
-            return [sums.sent_bytes(self.name(row), self.model.layout.count(self.method.shared)) for row in self.row_of]
-        everybody = range(len(self.trainers))
-        sent = packed_bytes(self.upload(everybody, 1, {LOSS: torch.zeros(len(everybody))}, counts=True))
-        return [sent[owner] for owner in self.owners(self.row_of)]
+            size = self.model.layout.count(self.method.shared)
+            return [sums.sent_bytes(self.name(row), size) for row in self.scored_rows]
+        sent: dict[int, int] = {}
+        for some in cohorts(self.scored_trainers, self.at_once):
+            message = self.upload(some, 1, {LOSS: torch.zeros(len(some))}, counts=True)
+            sent |= dict(zip(some, packed_bytes(message), strict=True))
+        return [sent[owner] for owner in self.owners(self.scored_rows)]
+
+
+def _cut(state: State, mask: Bool[Tensor, "some columns"]) -> None:
+    for rows in (state.rows, state.first, state.second):
+        rows.mul_(mask[:, : rows.shape[1]])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +24,14 @@ from comingle.trees import CLIENT_ROUTER, Tree, assign
 class Cohort(Members):
     """Users, with what they take steps and are scored with.
 
-    ``trainers`` are all users, of whom these are some; ``initial`` is what all of them had before any training, for
+    ``trainers`` are all users, of whom these are some; ``initial`` gives what rows had before any training, for
     methods that ask for it.
     """
 
     steps: Steps
     scorer: Scorer
     trainers: Sequence[Any]
-    initial: Float[Tensor, "rows columns"]
+    initial: Callable[[Sequence[int]], Float[Tensor, "users columns"]]
 
     @property
     def copy(self) -> Int[Tensor, " users"]:
@@ -47,7 +47,7 @@ class Cohort(Members):
     def reset(self, roles: frozenset[str]) -> None:
         """Make the tensors of some roles what they were before any training."""
         columns = self.layout.mask(roles).to(self.part.rows.device)
-        self.part.rows[:, columns] = self.initial[self.rows][:, columns]
+        self.part.rows[:, columns] = self.initial(self.rows)[:, columns]
 
     def forget(self, roles: frozenset[str]) -> None:
         """Have optimisers forget what they remember of the tensors of some roles."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from scipy.special import stdtrit
 
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock, Federation
@@ -38,13 +41,13 @@ def evaluate(federation: Federation, done: int, observe: Observer) -> Sequence[A
             told["users"], measure_of(scores), done=done, iterations=done * clients.steps.local_steps
         )
         mixed = mixtures_told(clients, federation.server, told["mixtures"])
-        observe(event | mean_loss | told["routing"] | mixed)
+        observe(event | sampled(clients, told["users"], measure_of(scores)) | mean_loss | told["routing"] | mixed)
     return scores
 
 
 def _look(clients: Clients, done: int) -> tuple[Sequence[AnyScore], dict[str, float]]:
     """Scores of those who are here, and where the best round is selected their validation losses."""
-    settle(clients)
+    settle(clients, ends=done >= clients.training.rounds or len(clients.scored) == len(clients.users))
     with finetuned(clients, done):  # once for both
         scores, losses = clients.evaluate(), clients.validate() if clients.state.best else {}
     _check_finite(clients, scores, done)
@@ -53,7 +56,7 @@ def _look(clients: Clients, done: int) -> tuple[Sequence[AnyScore], dict[str, fl
 
 def _told_of(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Any]:
     """What an event tells of those who are here."""
-    users = {user.name: measured(score) for user, score in zip(clients.users, scores, strict=True)}
+    users = {user.name: measured(score) for user, score in zip(clients.scored_users, scores, strict=True)}
     return {"users": users, "routing": experts_event(clients, scores), "mixtures": own_mixtures(clients)}
 
 
@@ -75,10 +78,27 @@ def evaluation_event(
     return event | {f"mean_test_{measure}": mean_of(users, measure)} | geometric(of_users, measure)
 
 
+def sampled(clients: Clients, users: Mapping[str, Mapping[str, Any]], measure: str) -> dict[str, Any]:
+    """What is said where not everybody was evaluated: how many of how many, and a 95% interval for the mean of all.
+
+    ``mean -+ t s sqrt((1 - n/N) / n)``: Student's t, drawn without replacement (Cochran 1977, section 2.6).
+    """
+    count, population = len(users), len(clients.everybody)
+    if clients.method.placement.pooled or count >= population:
+        return {}
+    values = [of_user[f"test_{measure}"] for of_user in users.values()]
+    interval = None
+    if count > 1 and all(map(math.isfinite, values)):
+        error = statistics.stdev(values) * math.sqrt((1 - count / population) / count)
+        reach, mean = float(stdtrit(count - 1, 0.975)) * error, statistics.fmean(values)
+        interval = [mean - reach, mean + reach]
+    return {"sample": {"users": count, "of": population, "interval": interval}}
+
+
 def _check_finite(clients: Clients, scores: Sequence[AnyScore], done: int) -> None:
-    for user, row, score in zip(clients.users, clients.row_of, scores, strict=True):
+    for user, row, score in zip(clients.scored_users, clients.scored_rows, scores, strict=True):
         if not math.isfinite(score.mean_loss):
-            suspects = clients.steps.suspects(row, clients.state.rows[row]) if done else ()
+            suspects = clients.steps.suspects(row, clients.state.rows_of([row])[0]) if done else ()
             raise diverged(user.name, f"test loss is {score.mean_loss} after round {done}", suspects)
 
 
@@ -86,7 +106,7 @@ def experts_event(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, Any
     """For methods with routers: each user's experts, and for each layer their mean gates over the test text."""
     if not clients.scorer.routed:
         return {}
-    rows = zip(clients.users, clients.row_of, strict=True)
+    rows = zip(clients.scored_users, clients.scored_rows, strict=True)
     names = {user.name: clients.model.expert_names(row) for user, row in rows}
     by_user = {
         name: [[round(gate, 4) for gate in layer[: len(experts)]] for layer in score.expert_scores]
@@ -100,9 +120,9 @@ def users_routing(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, dic
     gates = experts_event(clients, scores).get("expert_scores", {})
     mixed = mixture_at_users(clients)
     of_users: dict[str, dict[str, Any]] = {name: {"gates": layers} for name, layers in gates.items()}
-    for user, mixture in zip(clients.users, [] if mixed is None else mixed.tolist(), strict=False):
+    for user, mixture in zip(clients.scored_users, [] if mixed is None else mixed.tolist(), strict=False):
         of_users.setdefault(user.name, {})["mixture"] = mixture
-    return {user.name: of_users.get(user.name, {}) for user in clients.users}
+    return {user.name: of_users.get(user.name, {}) for user in clients.scored_users}
 
 
 def measured(score: AnyScore) -> dict[str, float]:
@@ -158,7 +178,7 @@ def users_metrics(clients: Clients, scores: Sequence[AnyScore]) -> dict[str, dic
             "trainable_parameters": parameters[i],
             "upload_bytes_per_round": sent[i],
         }
-        for i, (user, score) in enumerate(zip(clients.users, scores, strict=True))
+        for i, (user, score) in enumerate(zip(clients.scored_users, scores, strict=True))
     }
 
 

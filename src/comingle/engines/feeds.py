@@ -34,7 +34,7 @@ class Feed(ABC):
     unit: str
     """What data is counted in."""
     training: Training
-    trainers: list[Any]
+    trainers: Sequence[Any]
     batch_size: int
 
     @abstractmethod

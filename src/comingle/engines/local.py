@@ -57,16 +57,20 @@ def _train(clients: Clients, members: Sequence[int], round_number: int, tick: Ti
     rejected: dict[int, str] = {}
     copies = range(method.placement.copies)
     working = [copy * len(clients.trainers) + member for copy in copies for member in members]
-    firsts = clients.state.rows[: len(clients.trainers)].clone() if method.client.looks_across else None
-    for rows in cohorts(working, clients.portions.users):
+    place = {member: i for i, member in enumerate(members)}
+    firsts = clients.state.rows_of(members) if method.client.looks_across else None
+    groups = cohorts(working, clients.portions.users)
+    for rows, following in zip(groups, [*groups[1:], []], strict=True):
         cohort = clients.cohort(rows, round_number, looks_back=method.client.looks_back)
-        cohort.across = None if firsts is None else firsts[cohort.owners]
+        clients.state.ahead(following)
+        cohort.across = None if firsts is None else firsts[[place[owner] for owner in cohort.owners]]
         steps = torch.tensor([clients.feed.steps(owner) for owner in cohort.owners])
         losses_of_steps = _work(clients, cohort, steps, tick)
         broken = find_broken(losses_of_steps, cohort.part.rows, round_number)
         _leave_out(clients, cohort, broken)
         for part in method.client.parts:
             part.end(cohort)
+        clients.cut(cohort)
         clients.state.put(rows, cohort.part)
         losses |= dict(zip(cohort.owners, (losses_of_steps.sum(0) / steps).tolist(), strict=True))
         rejected |= {cohort.owners[user]: what for user, what in broken.items()}
@@ -113,19 +117,25 @@ def finetuned(clients: Clients, done: int | None = None, members: Sequence[int] 
     clients.state = state.copy()
     clients.phases = [replace(phase, label=TUNING) for phase in phases]
     try:
-        everyone = range(len(clients.trainers))
         done = clients.chosen_round if done is None else done
-        train(clients, everyone if members is None else members, min(done, last))
+        train(clients, clients.scored_trainers if members is None else members, min(done, last))
         yield
     finally:
+        clients.state.release()
         clients.state, clients.phases = state, phases
 
 
 @torch.no_grad()
-def settle(clients: Clients) -> None:
-    """What follows from users' models as they are now, before they are scored; the same however often it is done."""
+def settle(clients: Clients, *, ends: bool = True) -> None:
+    """What follows from users' models as they are now, before they are scored; the same however often it is done.
+
+    Before the run ``ends``, it is of those who are scored.
+    """
     parts = [part for part in clients.method.client.parts if type(part).settle is not Part.settle]
-    for rows in cohorts(range(len(clients.state.rows)), clients.portions.users) if parts else ():
+    trainers, copies = len(clients.trainers), clients.method.placement.copies
+    some = range(trainers) if ends else clients.scored_trainers
+    everything = [copy * trainers + trainer for copy in range(copies) for trainer in some] if parts else []
+    for rows in cohorts(everything, clients.portions.users):
         cohort = clients.cohort(rows, clients.training.rounds, state=clients.state.without_moments())
         for part in parts:
             part.settle(cohort)
@@ -134,9 +144,11 @@ def settle(clients: Clients) -> None:
 
 def finish(clients: Clients) -> None:
     """What users do once, after the last exchange: their last copies become their models."""
-    users = len(clients.trainers)
-    everything = list(range(len(clients.state.rows)))
-    for part in clients.method.client.parts:
-        if part.finishes:
+    trainers, copies = len(clients.trainers), clients.method.placement.copies
+    parts = [part for part in clients.method.client.parts if part.finishes]
+    for some in cohorts(range(trainers), clients.at_once) if parts else ():
+        everything = [copy * trainers + trainer for copy in range(copies) for trainer in some]
+        for part in parts:
             cohort = clients.cohort(everything, clients.training.rounds)
-            clients.state.rows[-users:] = part.finish(cohort)
+            cohort.part.rows[-len(some) :] = part.finish(cohort)
+            clients.state.put(everything, cohort.part)

@@ -27,10 +27,10 @@ def mixtures(clients: Clients, server: ServerHalf) -> dict[str, Any]:
 def own_mixtures(clients: Clients) -> dict[str, dict[str, Any]]:
     """What that needs of each user who is here: its mixture, its true cluster, how much data it has."""
     known = mixture_at_users(clients)
-    rows = [None] * len(clients.users) if known is None else known.tolist()
+    rows = [None] * len(clients.scored) if known is None else known.tolist()
     return {
         user.name: {"mixture": row, "cluster": getattr(user, "cluster", None), "count": len(user.train)}
-        for user, row in zip(clients.users, rows, strict=True)
+        for user, row in zip(clients.scored_users, rows, strict=True)
     }
 
 
@@ -51,7 +51,7 @@ def mixtures_told(clients: Clients, server: ServerHalf, users: Mapping[str, Mapp
 def _known(server: ServerHalf, users: Mapping[str, Mapping[str, Any]]) -> Float[Tensor, "users clusters"] | None:
     """Everybody's mixture as the server knows it, else as users do."""
     if (merging := server.method.server.merging_weights(server.kept)) is not None:
-        return merging.double().cpu()
+        return merging[server.numbers(list(users))].double().cpu()
     rows = [of_user["mixture"] for of_user in users.values()]
     return None if None in rows else torch.tensor(rows, dtype=torch.float64)
 
@@ -82,9 +82,9 @@ def mixture_at_users(clients: Clients) -> Float[Tensor, "users clusters"] | None
     """The same, as far as users know it themselves."""
     mixture = clients.method.placement.mixture
     if mixture is not None:
-        theta = clients.model.layout.views(clients.state.rows)[CLIENT_ROUTER][clients.row_of]
+        theta = clients.model.layout.views(clients.state.rows_of(clients.scored_rows))[CLIENT_ROUTER]
         return mixture.shares(theta.double()).cpu()
-    chosen = [part.shares(clients.cohort(clients.row_of, 0)) for part in clients.method.client.parts]
+    chosen = [part.shares(clients.cohort(clients.scored_rows, 0)) for part in clients.method.client.parts]
     return next((shares.double().cpu() for shares in chosen if shares is not None), None)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from comingle.data.crowds import Numbers
 from comingle.engines.state import State
 from comingle.errors import RunError
 from comingle.trees import Tree
@@ -16,7 +17,7 @@ def reorder(state: State, was: Sequence[str], now: Sequence[str]) -> State:
     """A state whose users stand in the order ``was``, in the order ``now``; the names are the same."""
     if list(was) == list(now):
         return state
-    at = [was.index(name) for name in now]
+    at = Numbers(was)(now)
     copies = len(state.rows) // len(was)
     rows = [copy * len(was) + i for copy in range(copies) for i in at]
     by_user = state.tensors()
@@ -25,11 +26,11 @@ def reorder(state: State, was: Sequence[str], now: Sequence[str]) -> State:
 
 def reorder_kept(kept: Tree, was: Sequence[str], now: Sequence[str], by_user: Collection[str]) -> Tree:
     """What a server keeps, in another order of users; ``by_user`` names what has them on its leading dimension."""
-    return _taken(kept, by_user, [was.index(name) for name in now])
+    return kept if was is now else _taken(kept, by_user, Numbers(was)(now))
 
 
 def _taken(tensors: Tree, names: Collection[str], at: Sequence[int]) -> dict[str, Tensor]:
-    return {name: t[list(at)] if name in names else t for name, t in tensors.items()}
+    return {name: t[list(at)] if name in names and len(t) > 1 else t for name, t in tensors.items()}
 
 
 def check_names(where: Path, was: Sequence[str], now: Sequence[str]) -> None:
@@ -38,6 +39,8 @@ def check_names(where: Path, was: Sequence[str], now: Sequence[str]) -> None:
     Raises:
         RunError: somebody is new or gone; says who.
     """
+    if list(was) == list(now):
+        return
     for name in now:
         if name not in was:
             raise RunError(f"{where}: no user {name!r} in it; it has: {', '.join(was)}")

@@ -11,6 +11,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from comingle.data.batches import PAD
+from comingle.data.crowds import listed
 from comingle.data.samples import epoch
 from comingle.data.seeds import generator
 from comingle.engines.feeds import Feed
@@ -28,7 +29,7 @@ class PassFeed(Feed):
     unit = "samples"
 
     def __init__(self, trainers: Sequence[Any], training: Training, batch_size: int, *, least: int = 1):
-        self.trainers, self.training, self.batch_size, self.least = list(trainers), training, batch_size, least
+        self.trainers, self.training, self.batch_size, self.least = listed(trainers), training, batch_size, least
         self._order: dict[tuple[object, ...], Int64[Tensor, "steps batch"]] = {}
         self._round = -1
 

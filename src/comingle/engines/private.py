@@ -50,14 +50,14 @@ def _turns(training: Training) -> Counter[str]:
     return Counter(training.users[user] for members in rounds for user in members)
 
 
-def guard_of(training: Training, users: tuple[str, ...]) -> Guard | None:
+def guard_of(training: Training, users: Sequence[str]) -> Guard | None:
     """What the server does to them."""
     privacy = training.privacy
     if privacy is None or not privacy.noisy:
         return None
     if privacy.of_examples:
-        return Ledger(privacy=privacy, participation=training.participation, users=users, key="", works=dict)
-    return Guard(privacy=privacy, participation=training.participation, users=users, key=_key(training))
+        return Ledger(privacy=privacy, participation=training.participation, users=tuple(users), key="", works=dict)
+    return Guard(privacy=privacy, participation=training.participation, users=tuple(users), key=_key(training))
 
 
 def terms_of(training: Training, run: str, done: int, size: int) -> Terms:

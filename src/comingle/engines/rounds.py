@@ -59,7 +59,7 @@ def run_rounds(
     clients = federation.clients
     scores: Sequence[AnyScore] = ()
     training, guard = clients.training, federation.server.guard
-    everyone, rounds = range(len(clients.trainers)), training.rounds if clients.method.trains else 0
+    everyone, rounds = clients.scored_trainers, training.rounds if clients.method.trains else 0
     if rounds and first_round == 0 and training.evaluate_first:
         federation.download(everyone)
         scores = evaluate(federation, 0, observe)  # where every curve starts: the pretrained model
@@ -117,7 +117,7 @@ def _stop(federation: Federation, scores: Sequence[AnyScore], done: int, observe
     clients = federation.clients
     clients.stopped_after, finishes = done, False
     if counts_exchanged(clients.method, clients.training):
-        federation.download(range(len(clients.trainers)))
+        federation.download(clients.scored_trainers)
         federation.each(lambda: finish(clients))
         finishes = any(part.finishes for part in clients.method.client.parts)
     known = done % clients.training.evaluate_every == 0 and not finishes
@@ -198,10 +198,10 @@ def _gathered(federation: Federation, work: LocalRound, number: int, observe: Ob
 
 def _by_name(clients: Clients, work: LocalRound) -> dict[str, Any]:
     def named(values: dict[int, Any]) -> dict[str, Any]:
-        return {clients.trainers[member].name: value for member, value in values.items()}
+        return {clients.names[member]: value for member, value in values.items()}
 
     first = next(iter(work.rejected), None)
-    suspects = [] if first is None else list(clients.steps.suspects(first, clients.state.rows[first]))
+    suspects = [] if first is None else list(clients.steps.suspects(first, clients.state.rows_of([first])[0]))
     return {**asdict(work), "losses": named(work.losses), "rejected": named(work.rejected), "suspects": suspects}
 
 

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import fmean
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from comingle.data.crowds import LOTS, Numbers
 from comingle.engines.settings import Training
 from comingle.engines.training import participants, round_sizes
 from comingle.methods.base import Method
@@ -50,7 +52,7 @@ class ServerHalf:
 
     method: Method
     layout: Layout
-    users: tuple[str, ...]
+    users: Sequence[str]
     scales: Float[Tensor, " users"]
     ranks: Int[Tensor, " users"]
     weighted: bool
@@ -65,19 +67,34 @@ class ServerHalf:
     aggregation: Aggregation | None = None
     judged: Judged | None = None
 
+    @cached_property
+    def numbers(self) -> Numbers:
+        """The number of each of these names among all."""
+        return Numbers(self.users)
+
     @property
     def state(self) -> Tree:
         """Everything that it goes on from."""
         lowest = torch.tensor(self.lowest_loss, dtype=torch.float64)
         guarded = self.guard.state if self.guard is not None else {}
-        return {**self.kept, VERSION: torch.tensor(self.version), RANKS: self.ranks.clone(), LOWEST: lowest, **guarded}
+        return {**self.kept, VERSION: torch.tensor(self.version), RANKS: self._told_ranks, LOWEST: lowest, **guarded}
+
+    @property
+    def _told_ranks(self) -> Int[Tensor, " _"]:
+        """Of very many users who have the same rank for good, that one."""
+        alike = len(self.users) > LOTS and not any(part.resizes for part in self.method.client.parts)
+        return self.ranks[:1].clone() if alike and bool((self.ranks == self.ranks[0]).all()) else self.ranks.clone()
 
     def restore(self, state: Tree) -> None:
         """Go on from there."""
         if self.guard is not None:
             self.guard.restore(state)
         self.kept = {name: t for name, t in state.items() if name not in (VERSION, RANKS, LOWEST, COUNTS, BOUND)}
-        self.version, self.ranks, self.lowest_loss = int(state[VERSION]), state[RANKS].cpu(), float(state[LOWEST])
+        self.version, self.ranks, self.lowest_loss = (
+            int(state[VERSION]),
+            _of_all(state[RANKS], self.users),
+            float(state[LOWEST]),
+        )
 
     def answers(self, users: Sequence[str]) -> list[str]:
         """Those of some users for whom there is something; peers answer nobody who has sent nothing."""
@@ -115,7 +132,7 @@ class ServerHalf:
 
     def download(self, users: Sequence[str]) -> Download:
         """What these users get now."""
-        numbers = [self.users.index(user) for user in users]
+        numbers = self.numbers(users)
         senders = self.method.server.senders(self.kept)
         tensors = self.method.server.download(self.kept, numbers)
         if self.guard is not None and self.adaptive:
@@ -131,7 +148,7 @@ class ServerHalf:
     @torch.no_grad()
     def aggregate(self, upload: Upload) -> None:
         """Take in the uploads of a round."""
-        numbers = [self.users.index(user) for user in upload.users]
+        numbers = self.numbers(upload.users)
         tensors = fill_ranks(expand(upload.tensors, self.uploads), self.layout)
         if self.guard is not None and self.shares and self.guard.at_uploads:
             self.guard.charge(numbers)
@@ -154,14 +171,14 @@ class ServerHalf:
 
     def coefficients(self, names: Sequence[str], upload: Upload) -> Tree:
         """Where it :attr:`adds`, by what the uploads' tensors of these names are multiplied; looks at none of them."""
-        server, numbers = self.method.server, [self.users.index(user) for user in upload.users]
+        server, numbers = self.method.server, self.numbers(upload.users)
         assert isinstance(server, Mean)
         return server.coefficients(self._received(numbers, dict.fromkeys(names, torch.zeros(0)), upload))
 
     @torch.no_grad()
     def aggregate_weighted(self, sums: Tree, upload: Upload) -> None:
         """Take in weighted sums of a round's uploads, of which the rest is here."""
-        server, numbers = self.method.server, [self.users.index(user) for user in upload.users]
+        server, numbers = self.method.server, self.numbers(upload.users)
         assert isinstance(server, Mean)
         if self.guard is not None and self.shares:
             self.guard.charge(numbers)
@@ -174,7 +191,7 @@ class ServerHalf:
         """Take in the sum of what these users have uploaded in round ``done`` (from 1)."""
         assert self.sums is not None
         if self.guard is not None:
-            self.guard.charge([self.users.index(user) for user in users])
+            self.guard.charge(self.numbers(users))
         model = self.model
         mean = self.sums.mean(total, model, len(users), done)
         self.method.server.aggregate(self.kept, _of_nobody(model, mean))
@@ -259,6 +276,10 @@ class ServerHalf:
         """Weight of each upload in means: equal, or by the amount of training data."""
         counts = upload.reports[COUNT] if self.weighted else torch.ones(len(upload.users))
         return averaging_weights(counts)
+
+
+def _of_all(ranks: Int[Tensor, " _"], users: Sequence[str]) -> Int[Tensor, " users"]:
+    return ranks.cpu().expand(len(users)).clone()
 
 
 def _of_nobody(model: Tree, change: Tree) -> Received:

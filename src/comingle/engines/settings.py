@@ -6,7 +6,7 @@ Recipes take their defaults from here, and are read without torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from comingle.privacy.settings import Privacy
 from comingle.protocol.formats import Format
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 EVERYBODY = 1.0
 """As a fraction of the users."""
+
+MEMORY: Final = "memory"
+"""Where users' tensors are, unless a recipe says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,8 @@ class Training:
     (Algorithm 1 of CoMiGS returns that one), or "exchanged", after the exchange that ends the round. With
     ``evaluate_first`` there is an evaluation before any training too. ``select`` says with which round's models a run
     ends: the "last", or of those that were evaluated the "best", with the lowest validation loss, mean over users.
+    ``evaluate_users`` are drawn once for all evaluations; None: everybody is evaluated. ``store`` says where the
+    tensors of users are whom nobody works on, see :class:`comingle.engines.state.Stored`.
     ``privacy`` says what is done to uploads so that they reveal little of a user; its noise is known, but for that on
     single examples, which follows from how many rounds each of all ``users`` takes part in. ``sums`` is there where the
     server sees sums of uploads alone. ``aggregation`` says what it makes of uploads some of which may be hostile; None
@@ -82,6 +87,8 @@ class Training:
     evaluate_first: bool = True
     select: Literal["last", "best"] = "last"
     checkpoint_every: int = 5
+    evaluate_users: int | None = None
+    store: Literal["memory", "disk", "disk-bf16"] = MEMORY
     seed: int = 0
     privacy: Privacy | None = None
     users: tuple[str, ...] = ()

@@ -13,15 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from comingle.engines.checkpoints import STATE, Progress, named, read_tensors
+from comingle.engines.checkpoints import OF_SERVER, SERVER, STATE, Progress, named, read_tensors
 from comingle.engines.checksums import verify
 from comingle.engines.clock import Federation
 from comingle.engines.state import State
 from comingle.trees import Layout, Tree, flatten
-
-SERVER = "server.safetensors"
-OF_SERVER = "server/"
-"""So begin the names of what the server keeps."""
 
 _ROWS, _BEST, _BEST_ROUND = "user/", "best/", "best/round"
 
@@ -74,10 +70,11 @@ def load_server(folder: Path, progress: Progress, like: Tree, device: torch.devi
     Raises:
         RunError: the same.
     """
-    file = SERVER if progress.shards else STATE
+    apart = bool(progress.shards or progress.population)
+    file = SERVER if apart else STATE
     verify(folder, file)
     expected = {OF_SERVER + name: (tuple(t.shape), t.dtype) for name, t in like.items()}
-    found = read_tensors(folder / file, expected, device, besides=None if progress.shards else "")
+    found = read_tensors(folder / file, expected, device, besides=None if apart else "")
     return {name.removeprefix(OF_SERVER): t for name, t in found.items()}
 
 

@@ -52,14 +52,14 @@ def start_server(model: Model, method: Method, users: Sequence[str], training: T
     half = ServerHalf(
         method=method,
         layout=model.layout,
-        users=tuple(users),
+        users=users,
         scales=_of_each(model.scales, len(users)),
         ranks=_of_each(model.ranks, len(users)),
         weighted=training.weighting != "uniform" and privacy is None,
         uploads=uploads,
         clustered=clustered(model, method),
         centred=model.centre,
-        guard=guard_of(training, tuple(users)),
+        guard=guard_of(training, users),
         sums=training.sums,
         aggregation=training.aggregation,
     )

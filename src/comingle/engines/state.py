@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -62,6 +63,20 @@ class State:
         """The same tensors, to be changed in place, but for what optimisers remember: for all that takes no steps."""
         return replace(self, first=self.first[:, :0], second=self.second[:, :0])
 
+    def received(self, users: Sequence[int]) -> list[int]:
+        """After how many rounds the server had what each of these last downloaded."""
+        return self.versions[list(users)].tolist()
+
+    def rows_of(self, users: Sequence[int]) -> Float[Tensor, "some columns"]:
+        """A copy of these users' tensors alone, for a look; somebody may be there twice."""
+        return self.rows[list(users)]
+
+    def ahead(self, users: Sequence[int]) -> None:
+        """These will be taken next."""
+
+    def release(self) -> None:
+        """What :meth:`copy` has made is needed no more."""
+
     def remember(self, done: int) -> None:
         """Keep a copy of everybody's tensors as the best of all rounds, after ``done`` rounds."""
         copies = {name: t.clone() for name, t in self.tensors().items()}
@@ -84,6 +99,29 @@ class State:
             t[index] = part.tensors()[name]
 
 
+class Stored(State):
+    """Users' tensors that are elsewhere than in memory: ``rows`` and its like have no rows, ask :meth:`take`.
+
+    A package offers what makes one of a :class:`comingle.engines.client.Clients` under an entry point of the group
+    ``comingle.stores``, by the name that ``runtime.store`` has in a recipe.
+    """
+
+    def open(self, run: Path, *, anew: bool) -> None:
+        """Keep everything in a run's folder from now on, which is locked; ``anew`` forgets what lies there."""
+        raise NotImplementedError
+
+    def save(self, draft: Path, checkpoints: Sequence[Path]) -> None:
+        """Have all that users have outlive this process, and name it in a checkpoint's draft.
+
+        What the older ``checkpoints`` name that are there stays as it is.
+        """
+        raise NotImplementedError
+
+    def load(self, checkpoint: Path) -> None:
+        """Be as at a checkpoint."""
+        raise NotImplementedError
+
+
 _USERS = ("rows", "first", "second", "iterations", "router_steps", "ranks", "versions")
 _KEPT = "kept/"
 
@@ -104,14 +142,15 @@ def initial_state(
     moments: frozenset[str] = MOMENTS,
     accumulates: bool = False,
     dtype: torch.dtype = torch.float32,
+    first: Float[Tensor, " columns"] | None = None,
 ) -> State:
     """Every user's tensors before the first round.
 
     What is ``local`` is drawn from (seed, user, tensor); all else, shared or frozen, starts equal for all users.
     Padding is zero. Of the ``moments`` that no optimiser uses nothing is kept. With ``accumulates`` there is room for
-    gradients that phases leave to each other.
+    gradients that phases leave to each other. ``first`` is what all start with, where it has been drawn already.
     """
-    rows = draw(layout, seed, "server").repeat(len(names), 1)
+    rows = (draw(layout, seed, "server") if first is None else first).repeat(len(names), 1)
     for row, name in zip(rows, names, strict=True):
         row.copy_(torch.where(local, draw(layout, seed, name, only=local), row))
     rows = rows.to(mask.device, dtype) * mask

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from comingle.data.crowds import Crowd
 from comingle.data.seeds import generator
 from comingle.engines.faults import broke_first
 from comingle.engines.feeds import Feed
@@ -75,7 +76,9 @@ class Steps:
 
     @cached_property
     def _steps_here(self) -> int:
-        return max(self.feed.steps(i) for i in range(self.trainers))
+        everybody = self.feed.trainers
+        some = [everybody.largest] if isinstance(everybody, Crowd) else range(self.trainers)
+        return max(self.feed.steps(i) for i in some)
 
     @property
     def iterations(self) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-from comingle.data.seeds import derive
+from comingle.data.crowds import drawn
 from comingle.engines.settings import Training
 from comingle.errors import RecipeError
 from comingle.methods.base import Method
@@ -57,15 +58,14 @@ def portions(training: Training, device: torch.device, batch_size: int) -> Porti
 def participants(training: Training, round_number: int, users: Sequence[str]) -> list[int]:
     """Which of the users take part in this round (from 0), by number, in ascending order.
 
-    Each has a lot from (seed, round, name) and the lowest take part, so the draw does not depend on the users' order.
+    They are :func:`comingle.data.crowds.drawn`.
 
     Raises:
         RecipeError: a list names a user who does not exist.
     """
     if isinstance(training.participation, float | int):
         count = sample_size(training.participation, len(users))
-        lots = [derive(training.seed, round_number, "participation", name) for name in users]
-        return sorted(sorted(range(len(users)), key=lots.__getitem__)[:count])
+        return drawn(users, count, training.seed, round_number, "participation")
     chosen = training.participation[round_number % len(training.participation)]
     if wrong := [u for u in chosen if not 0 <= u < len(users)]:
         raise RecipeError(f"training.participation: user {wrong[0]}; allowed: 0 to {len(users) - 1}")
@@ -75,8 +75,9 @@ def participants(training: Training, round_number: int, users: Sequence[str]) ->
 def round_sizes(training: Training, users: Sequence[str]) -> set[int]:
     """How many of the users take part in a round: the numbers that occur."""
     listed = training.participation
-    rounds = 1 if isinstance(listed, float | int) else len(listed)
-    return {len(participants(training, number, users)) for number in range(rounds)}
+    if isinstance(listed, float | int):
+        return {sample_size(listed, len(users))}
+    return {len(participants(training, number, users)) for number in range(len(listed))}
 
 
 def counts_exchanged(method: Method, training: Training) -> bool:
@@ -90,6 +91,9 @@ def exchanged_after(method: Method, training: Training, shares: bool, done: int)
     return wanted and shares and method.server.exchanges(done)
 
 
-def cohorts(members: Sequence[int], size: int) -> list[list[int]]:
+T = TypeVar("T")
+
+
+def cohorts(members: Sequence[T], size: int) -> list[list[T]]:
     """Members in groups of at most ``size``."""
     return [list(members[i : i + size]) for i in range(0, len(members), size)]

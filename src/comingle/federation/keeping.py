@@ -34,7 +34,7 @@ def keep_model(home: Home, own: Own) -> Path:
         ComingleError: the data or the base cannot be read any more, or the disk does not take it.
     """
     recipe = _of_one_user(home, own)
-    federation = build(recipe, home.read)
+    federation = build(recipe, home.read, store="memory")
     clients = federation.clients
     _fill(clients, home.clients)
     with finetuned(clients):

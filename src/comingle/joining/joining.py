@@ -166,7 +166,7 @@ def join_run(
     with reporter.waiting(LOADING):
         materials = prepare(who.recipe, base=base, given=replace(given, users=who.handed))
     _check_alike(run, who, materials)
-    federation = build(who.recipe, materials)
+    federation = build(who.recipe, materials, store="memory")
     take(federation, run, rounds=who.recipe.training.rounds - who.tuned)
     clients = federation.clients
     told = clients.scorer.score(_sent_alone(clients), [clients.users[0].test], [0])
@@ -234,7 +234,7 @@ def take(federation: InProcess, run: Run, *, rounds: int) -> None:
 def _alone(who: Newcomer, materials: Materials, method: str, rounds: int, reporter: Reporter) -> dict[str, Any]:
     """What somebody gets without the federation, in as many rounds."""
     recipe = who.recipe.with_changes({"method": method, "training.rounds": rounds, "evaluation.first": False})
-    federation = build(recipe, materials)
+    federation = build(recipe, materials, store="memory")
     watching = [reporter.watch(federation.clients, f"{who.name} · {method}")]
     done = execute(federation, recipe, None, observers=watching)
     of_user = done.metrics["users"][who.name]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from comingle.data.crowds import listed
 from comingle.data.digests import digest_split
 from comingle.data.partition import Overlap, UserText, find_overlap
 from comingle.data.samples import SPLITS
@@ -37,7 +38,7 @@ class Materials:
 
     kind: Kind
     base: Base | None
-    users: tuple[Any, ...]
+    users: Sequence[Any]
     """Everybody: a name, and ``train``, ``valid`` and ``test`` with a length."""
     texts: tuple[UserText, ...] = ()
     """Everybody's documents, where they have any."""
@@ -67,9 +68,9 @@ class Materials:
         return range(len(self.users)) if self.here is None else self.here
 
     @property
-    def present(self) -> tuple[Any, ...]:
+    def present(self) -> Sequence[Any]:
         """The users whose data is on this machine."""
-        return tuple(self.users[number] for number in self.numbers)
+        return self.users if self.here is None else tuple(self.users[number] for number in self.numbers)
 
     def overlaps(self) -> list[Overlap]:
         """Users whose held-out documents also occur in their training text."""
@@ -146,9 +147,9 @@ class Kind(ABC):
         """One user named "everyone" that has what all have: the centralized baseline."""
         raise NotImplementedError
 
-    def trainers(self, materials: Materials, method: Method) -> tuple[list[Any], list[Any]]:
+    def trainers(self, materials: Materials, method: Method) -> tuple[Sequence[Any], Sequence[Any]]:
         """Everybody who is here, and those who train: all of them, or the one who has what all have."""
-        users = list(materials.present)
+        users = listed(materials.present)
         if not method.placement.pooled:
             return users, users
         if materials.unread:

@@ -100,14 +100,14 @@ def require_room(what: str, count: int, parameters: int, kind: str = "models") -
         )
 
 
-def require_bytes(what: str, needed: int) -> None:
+def require_bytes(what: str, needed: int, advice: str = "") -> None:
     """See that so many bytes fit into this machine's memory, with nothing else in it; ``what`` are they.
 
     Raises:
         RecipeError: they do not.
     """
     if needed > (there := psutil.virtual_memory().total):
-        raise RecipeError(f"{what} are {needed / 2**30:,.0f} GiB; this machine has {there / 2**30:,.0f}")
+        raise RecipeError(f"{what} are {needed / 2**30:,.0f} GiB; this machine has {there / 2**30:,.0f}{advice}")
 
 
 def fast_bf16(device: torch.device) -> bool:

@@ -5,10 +5,19 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from comingle.engines.checkpoints import Progress, finish_checkpoint, named, places, write_tensors, written
+from comingle.engines.checkpoints import (
+    OF_SERVER,
+    SERVER,
+    Progress,
+    finish_checkpoint,
+    named,
+    places,
+    write_tensors,
+    written,
+)
 from comingle.engines.checksums import line_of
 from comingle.engines.clock import Federation
-from comingle.engines.shards import OF_SERVER, SERVER, shard_file
+from comingle.engines.shards import shard_file
 
 
 def save_shards(federation: Federation, run: Path, number: int, progress: Progress) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from comingle.engines.settings import Training
+from comingle.engines.settings import MEMORY, Training
 from comingle.engines.starting import start_server
 from comingle.engines.training import cohorts
 from comingle.errors import RecipeError
@@ -64,6 +64,7 @@ def build_sharded(recipe: Recipe, materials: Materials, ranks: Ranks) -> Sharded
     Raises:
         ComingleError: settings, data and base do not fit each other, or there are more processes than users.
     """
+    _check_whole(recipe)
     recipe = ranks.each(lambda: fitted(recipe, materials))
     method = make(recipe.method.name, **recipe.method.settings)
     training = training_settings(recipe, [user.name for user in materials.users])
@@ -85,6 +86,18 @@ def build_sharded(recipe: Recipe, materials: Materials, ranks: Ranks) -> Sharded
     if not federation.leads:
         federation.server.kept = {}
     return federation
+
+
+def _check_whole(recipe: Recipe) -> None:
+    """Whether a recipe asks for nothing that one process alone has.
+
+    Raises:
+        RecipeError: it does.
+    """
+    if recipe.runtime.store != MEMORY:
+        raise RecipeError(f"runtime.store: got {recipe.runtime.store} for several processes; allowed: {MEMORY}")
+    if recipe.evaluation.users is not None:
+        raise RecipeError(f"evaluation.users: got {recipe.evaluation.users} for several processes; leave it out")
 
 
 def _built(recipe: Recipe, materials: Materials, method: Method, training: Training, ranks: Ranks) -> Sharded:

@@ -122,9 +122,11 @@ class TrainingSection(Section):
 
 class EvaluationSection(Section):
     """When the test text is scored, on which model (as it is after the local steps, or after the exchange), and which
-    round's models the run ends with: the last, or those whose validation loss was the lowest."""
+    round's models the run ends with: the last, or those whose validation loss was the lowest. ``users`` says how many
+    are evaluated, drawn once; all are without it."""
 
     every: Count = Training.evaluate_every
+    users: Count | None = Training.evaluate_users
     first: bool = Training.evaluate_first
     model: Literal["local", "exchanged"] = Training.evaluate
     select: Literal["last", "best"] = Training.select
@@ -150,6 +152,7 @@ class RuntimeSection(Section):
     compile: Literal["auto"] | bool = "auto"
     threads: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
     shard_sums: Literal["reduced", "ordered"] = "reduced"
+    store: Literal["memory", "disk", "disk-bf16"] = Training.store
     users_per_step: Literal["auto"] | Count | None = Training.users_per_step
     gradient_checkpointing: bool = False
     micro_batch: Count | None = Training.micro_batch
@@ -213,11 +216,13 @@ class Recipe(Section):
         Where the best of the evaluated rounds is selected, so does when models are evaluated. The order of the users
         does not: a value for each of them stands under the name.
         """
-        aside = {"select", "every", "first"} if self.evaluation.select == "last" else set[str]()
+        aside = {"select", "every", "first", "users"} if self.evaluation.select == "last" else set[str]()
         without: dict[str, Any] = {"runtime": True, "checkpoints": True, "evaluation": aside}
         without |= {} if self.privacy is not None else {"privacy": True}
         without |= {} if self.aggregation.rule != Aggregation.rule else {"aggregation": True}
         content = self.model_dump(mode="json", exclude=without)
+        if content.get("evaluation", {}).get("users", 0) is None:
+            del content["evaluation"]["users"]
         if not content["data"].get("train_on_valid"):  # runs of before there was a choice stay known
             content["data"].pop("train_on_valid", None)
         if self.quantise == "none":

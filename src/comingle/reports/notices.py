@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from comingle.records import sample_told
 from comingle.reports.runs import Entry
 
 
@@ -31,4 +32,6 @@ def notices(entries: Sequence[Entry]) -> list[str]:
         if run.metrics is None:
             last = run.evaluations[-1].round
             lines.append(f"{run.folder.name} has not finished: evaluated after round {last} of {run.planned_rounds}.")
+        elif sample := sample_told(run.metrics):
+            lines.append(f"{run.folder.name}: {sample}.")
     return lines

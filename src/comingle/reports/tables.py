@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from comingle.records import GEOMETRIC, geometric, measure_of, number, write_json, write_text
+from comingle.records import GEOMETRIC, geometric, measure_of, number, sample_told, write_json, write_text
 from comingle.reports import against
 from comingle.reports.comparisons import against_of, compare_runs
 from comingle.reports.crowds import (
@@ -71,6 +71,8 @@ def render_run(metrics: dict[str, Any], *, everybody: bool = False) -> Table:
     else:
         _add_crowd(table, metrics, measure)
     table.caption, table.caption_justify = words(_circumstances(metrics, unit), "table.caption"), "left"
+    if sample := sample_told(metrics):
+        table.caption.append(f"\n{sample}")
     if (chosen := metrics.get("selected_round", metrics["rounds"])) != metrics["rounds"]:
         told = f"\nmodels of round {chosen} of {metrics['rounds']}, whose validation loss is the lowest"
         table.caption.append(told)

@@ -19,7 +19,11 @@ from comingle.records import DRAFT, check_name, told_in_one_line, write_text
 NETWORK = ("flower", "users")
 """What a federation's processes keep in its run folder, before and besides the run itself."""
 
+SKIPPED = "skipped.json"
+"""In a run folder: who was left out for having too little, and what of."""
+
 RUN_FILES = (
+    SKIPPED,
     *NETWORK,
     "federation.json",
     "federation.yaml",
@@ -30,6 +34,7 @@ RUN_FILES = (
     "metrics.json",
     "joined.json",
     "checkpoints",
+    "store",
     "tensorboard",
     "report.html",
     "figures",

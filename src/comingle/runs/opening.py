@@ -6,8 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from comingle.errors import DataError
-from comingle.inputs import check_base, check_users, read_inputs
+from comingle.errors import DataError, RunError
+from comingle.inputs import POPULATION, check_base, check_users, read_inputs
 from comingle.kinds.base import Materials, kind_of, later
 from comingle.models.digests import digest_tokenizer
 from comingle.recipes import Recipe
@@ -26,6 +26,8 @@ def reopen(folder: Path, recipe: Recipe, given: Given = NOTHING) -> Materials:
         BaseModelError: the base cannot be used.
     """
     inputs = read_inputs(folder)
+    if POPULATION in inputs.settings:
+        raise RunError(f"{folder}: a program handed its users over, who are too many to be listed; resume it to go on")
     get_ready(recipe)
     kind = kind_of(recipe)
     given.check_base(recipe)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from comingle.data.crowds import names_of
 from comingle.data.samples import SPLITS
 from comingle.engines.checkpoints import personal_tensors
 from comingle.engines.local import finetuned
@@ -65,7 +66,7 @@ class Run:
     @property
     def users(self) -> list[str]:
         """Names of the users."""
-        return [user.name for user in self.federation.clients.users]
+        return list(names_of(self.federation.clients.users))
 
     def user(self, name: str) -> PersonalModel | PersonalNet:
         """The personal model of a user: one that generates text, or for a task's nets one that predicts.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from comingle.data.crowds import Crowd, digest_names, names_of
 from comingle.data.samples import SPLITS
 from comingle.engines.checkpoints import (
     Progress,
@@ -19,15 +20,17 @@ from comingle.engines.checkpoints import (
 )
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock
-from comingle.engines.evaluations import amounts, end_event, merged, start_event, summarise, users_metrics
+from comingle.engines.evaluations import amounts, end_event, merged, sampled, start_event, summarise, users_metrics
 from comingle.engines.events import EventLog, Observer
 from comingle.engines.naming import check_names, reorder_kept
 from comingle.engines.private import keep_key, key_of, set_key
 from comingle.engines.rounds import run_rounds
 from comingle.engines.runtime import keep_buffers
+from comingle.engines.settings import MEMORY
+from comingle.engines.state import Stored
 from comingle.engines.trackers import check_trackers
 from comingle.errors import DivergenceError, RunError
-from comingle.inputs import Inputs, UserInputs
+from comingle.inputs import POPULATION, Inputs, UserInputs
 from comingle.kinds.base import Materials, kind_of
 from comingle.methods import make
 from comingle.models.base import Base, digests_of
@@ -36,7 +39,7 @@ from comingle.recipes import Recipe
 from comingle.recipes.unused import changed, check_used
 from comingle.records import finite, write_json
 from comingle.runs.defending import check_aggregation
-from comingle.runs.folders import open_folder
+from comingle.runs.folders import SKIPPED, open_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
 from comingle.runs.settings import fitted, privacy_of, training_settings
@@ -122,6 +125,11 @@ def warn_unread(recipe: Recipe) -> None:
 
 def describe(materials: Materials, recipe: Recipe) -> Inputs:
     """What a run of the recipe has read, base and data, as digests that are taken once."""
+    kind, base, settings = materials.kind.name, digests_of(materials.base), materials.kind.settings(materials)
+    if isinstance(materials.users, Crowd):
+        names = digest_names(materials.users.names)
+        crowd = {"users": len(materials.users), "names": names, "data": materials.users.digest}
+        return Inputs(kind=kind, **base, users={}, settings=settings | {POPULATION: crowd})
     lists = {"adapters.rank": recipe.adapters.rank, "specialists": recipe.method.settings.get("specialists")}
     users = {
         user.name: UserInputs(
@@ -132,22 +140,22 @@ def describe(materials: Materials, recipe: Recipe) -> Inputs:
         )
         for i, user in zip(materials.numbers, materials.present, strict=True)
     }
-    settings = materials.kind.settings(materials)
-    return Inputs(kind=materials.kind.name, **digests_of(materials.base), users=users, settings=settings)
+    return Inputs(kind=kind, **base, users=users, settings=settings)
 
 
 # -------------------------------------------------------------------- build
 
 
-def build(recipe: Recipe, materials: Materials) -> InProcess:
-    """Both halves of a recipe's federation, before the first round.
+def build(recipe: Recipe, materials: Materials, *, store: str | None = None) -> InProcess:
+    """Both halves of a recipe's federation, before the first round; ``store`` in place of the recipe's.
 
     Raises:
         ComingleError: settings, data and base do not fit each other.
     """
     recipe = fitted(recipe, materials)
     method = make(recipe.method.name, **recipe.method.settings)
-    training = training_settings(recipe, [user.name for user in materials.users])
+    training = training_settings(recipe, names_of(materials.users))
+    training = replace(training, store=store or recipe.runtime.store)
     federation = federate(materials.kind.clients(recipe, materials, method, training))
     federation.server.check_rounds(training)
     return federation
@@ -207,6 +215,8 @@ def execute(
     """
     clock, start, kept, clients = Clock(), 0, 0, federation.clients
     _keep_key(federation, folder, anew=not resume)
+    if folder is not None and isinstance(clients.state, Stored):
+        clients.state.open(folder, anew=not (resume and list_checkpoints(folder)))
     if folder is not None and resume and federation.share(lambda: bool(list_checkpoints(folder))):
         progress = restore(federation, folder, recipe)
         start, kept, clock = progress.round, progress.events_bytes, progress.clock
@@ -222,7 +232,11 @@ def execute(
         for sink in sinks:
             sink(event)
 
-    has = merged(federation.gather(lambda: {user.name: amounts(user, clients.feed.unit) for user in clients.users}))
+    if folder is not None and clients.skipped and federation.leads:
+        write_json(folder / SKIPPED, clients.skipped)
+    has = merged(
+        federation.gather(lambda: {user.name: amounts(user, clients.feed.unit) for user in clients.scored_users})
+    )
     if (log is not None and log.size_bytes == 0) or start == 0:  # a log that was lost begins anew
         observe(start_event(clients.method, clients.training, clients.model.name, has) | clients.left_out)
     try:
@@ -230,6 +244,7 @@ def execute(
         scores = run_rounds(federation, observe=observe, checkpoint=writing, first_round=start, clock=clock)
         found = merged(federation.gather(lambda: users_metrics(clients, scores)))
         metrics = summarise(clients, scores, clock, found).as_dict() | clients.left_out | federation.server.account
+        metrics |= sampled(clients, found, metrics["measure"]) if federation.leads else {}
         observe(end_event(metrics))
     except DivergenceError as error:
         if folder is None or not (checkpoints := list_checkpoints(folder)):
@@ -266,13 +281,27 @@ def restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:
     newest, progress = federation.each(lambda: _newest(folder, recipe))
     clients, server = federation.clients, federation.server
     was, names = progress.trainers, clients.everybody
-    federation.each(lambda: check_names(newest, was, names))
+    if progress.population or isinstance(clients.state, Stored):
+        federation.each(lambda: _check_population(newest, progress, clients))
+        was = names
+    federation.each(lambda: check_names(newest, was, names) if was is not names else None)
     kept = federation.load(newest, progress)
     clients.resized()
     if federation.leads:
         server.restore(reorder_kept(kept, was, names, server.by_user))
     server.version = federation.share(lambda: server.version)
     return progress
+
+
+def _check_population(newest: Path, progress: Progress, clients: Clients) -> None:
+    """Whether a checkpoint whose tensors are elsewhere, or should be, is of these users in this order."""
+    if not (progress.population and isinstance(clients.state, Stored)):
+        kept, now = ("disk", MEMORY) if progress.population else (MEMORY, "disk")
+        raise RunError(
+            f"{newest}: written with runtime.store: {kept}; got {now}; a run goes on with what it began with"
+        )
+    if progress.population != digest_names(clients.everybody):
+        raise RunError(f"{newest}: of other users, or in another order; with runtime.store: disk both stay as they are")
 
 
 def _newest(folder: Path, recipe: Recipe) -> tuple[Path, Progress]:

@@ -64,6 +64,7 @@ def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
         evaluate_first=recipe.evaluation.first,
         select=recipe.evaluation.select,
         checkpoint_every=recipe.checkpoints.every,
+        evaluate_users=recipe.evaluation.users,
         privacy=privacy_of(recipe),
         aggregation=aggregation_of(recipe),
     )

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from comingle.data.crowds import digest_names
 from comingle.engines.checkpoints import progress_of, prune_checkpoints
 from comingle.engines.clock import Clock
 from comingle.engines.events import EventLog, tensorboard
 from comingle.engines.rounds import Checkpoint
+from comingle.engines.state import Stored
 from comingle.engines.trackers import TRACKERS, Tracked, Tracker
 from comingle.recipes import Recipe
 from comingle.transports.inprocess import InProcess
@@ -35,8 +37,14 @@ def saving(federation: InProcess, recipe: Recipe, folder: Path | None, log: Even
             return
         if log is not None:
             log.to_disk()
+        stored = isinstance(clients.state, Stored)
         progress = progress_of(
-            done, recipe.fingerprint, clients.everybody, clock=clock, events_bytes=log.size_bytes if log else 0
+            done,
+            recipe.fingerprint,
+            [] if stored else clients.everybody,
+            clock=clock,
+            events_bytes=log.size_bytes if log else 0,
+            population=digest_names(clients.everybody) if stored else "",
         )
         federation.save(folder, progress)
         federation.share(partial(prune_checkpoints, folder, recipe.checkpoints.keep))

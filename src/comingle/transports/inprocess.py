@@ -17,8 +17,10 @@ from comingle.engines.clock import Federation
 from comingle.engines.naming import reorder
 from comingle.engines.private import terms_of
 from comingle.engines.server import ServerHalf
-from comingle.engines.shards import load_parts
+from comingle.engines.shards import load_parts, load_server
 from comingle.engines.starting import start_server
+from comingle.engines.state import Stored
+from comingle.engines.training import cohorts
 from comingle.errors import NoSumError
 from comingle.privacy.ledger import Ledger
 from comingle.privacy.secure.quantising import as_words
@@ -75,6 +77,9 @@ class InProcess(Federation):
         if progress.shards:
             return load_parts(self, checkpoint, progress)
         clients = self.clients
+        if isinstance(clients.state, Stored):
+            clients.state.load(checkpoint)
+            return load_server(checkpoint, progress, self.server.state, clients.model.device)
         state, kept = load_checkpoint(checkpoint, clients.model.layout, clients.state, self.server.state)
         clients.state = reorder(state, progress.trainers, clients.everybody)
         return kept
@@ -82,9 +87,11 @@ class InProcess(Federation):
     def download(self, members: Sequence[int]) -> None:
         """Those of these users who are behind receive what the server has."""
         behind = self.clients.behind(self.server.version, members) if self.clients.shares else []
-        names = self.server.answers([self.clients.trainers[member].name for member in behind])
-        if not names:
-            return
+        names = self.server.answers([self.clients.names[member] for member in behind])
+        for some in cohorts(names, self.clients.at_once):
+            self._answer(some)
+
+    def _answer(self, names: Sequence[str]) -> None:
         message = self.server.download(names)
         self.download_bytes += sum(packed_bytes(message))
         self.clients.receive(_downloaded(message.split()) if self.serialise else message)
@@ -160,7 +167,7 @@ def federate(clients: Clients) -> InProcess:
     Raises:
         RecipeError: the method's server cannot serve such users.
     """
-    names = [trainer.name for trainer in clients.trainers]
+    names = clients.names
     server = start_server(clients.model, clients.method, names, clients.training)
     if isinstance(server.guard, Ledger) and (noised := clients.steps.noised) is not None:
         server.guard.works = lambda: noised.works(clients.feed)

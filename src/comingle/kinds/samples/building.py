@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from comingle.adapters.clustered import adaptor_size, floral
+from comingle.data.crowds import listed
 from comingle.data.samples import UserSamples, check, pool_samples
 from comingle.engines.client import Clients, batch_size
 from comingle.engines.settings import Training
@@ -49,8 +50,9 @@ def build_nets(
     """
     training = always_there(method, training)
     everybody, numbers = population, range(len(population.users)) if here is None else here
-    population = replace(population, users=tuple(population.users[number] for number in numbers))
-    users = list(population.users)
+    if here is not None:
+        population = replace(population, users=tuple(population.users[number] for number in numbers))
+    users = listed(population.users)
     if not unread:
         _check_users(population)
     model = net_model(recipe, everybody, method)
@@ -135,12 +137,11 @@ def _check_users(population: Population) -> None:
 
 def _check_clusters(population: Population, method: Method) -> None:
     """More components than true clusters are left without users, fewer would make two clusters one."""
+    mixture = method.placement.mixture
+    if mixture is None or not mixture.optimal:
+        return
     true = max((user.cluster for user in population.users if user.cluster is not None), default=-1) + 1
-    if (
-        method.placement.mixture is not None
-        and method.placement.mixture.optimal
-        and (got := method.placement.mixture.clusters) < true
-    ):
+    if (got := mixture.clusters) < true:
         raise RecipeError(f"method {method.name}: clusters is {got}; allowed: from {true}, the true clusters")
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from comingle.data.batches import PAD
+from comingle.data.crowds import Crowd
 from comingle.data.samples import SampleBank, Samples, UserSamples, bank_of
 from comingle.data.seeds import generator
 from comingle.engines.feeds import Predict
@@ -53,15 +54,18 @@ class SampleFeed(PassFeed):
     ):
         super().__init__(trainers, training, batch_size, least=least)
         self.loss, self.augment = loss, augment
+        self.like = {"device": device, "dtype": dtype}
+        self._scored: dict[tuple[int, ...], tuple[Sequence[Samples], SampleBank]] = {}
+        if isinstance(self.trainers, Crowd):
+            return
         for trainer in self.trainers:
             if len(trainer.train) < least:
                 got = f"{len(trainer.train)} train samples"
                 raise DataError(f"user {trainer.name!r}: {got}; batch norm needs at least {least} in a batch")
         self.banks = {
-            split: bank_of([trainer.split(split) for trainer in self.trainers], device=device, dtype=dtype)
+            split: bank_of([trainer.split(split) for trainer in self.trainers], **self.like)
             for split in ("train", "valid")
         }
-        self._scored: dict[tuple[int, ...], SampleBank] = {}
 
     def count(self, trainer: int, stream: Stream) -> int:
         """How many samples a trainer has."""
@@ -102,7 +106,11 @@ class SampleFeed(PassFeed):
         self, stream: Stream, trainers: Sequence[int], drawn: Int[Tensor, "users batch"]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs, targets and presence; train inputs are augmented, at random but the same for the same draw."""
-        inputs, targets, present = self.banks[stream].take(trainers, drawn)
+        if isinstance(self.trainers, Crowd):
+            bank = self._bank([self.trainers[trainer].split(stream) for trainer in trainers])
+            inputs, targets, present = bank.take(range(len(trainers)), drawn)
+        else:
+            inputs, targets, present = self.banks[stream].take(trainers, drawn)
         if self.augment is not None and stream == "train":
             inputs = torch.stack(
                 [self._augmented(*of_trainer) for of_trainer in zip(trainers, inputs, drawn, strict=True)]
@@ -169,7 +177,6 @@ class SampleFeed(PassFeed):
         """The sets in one tensor; the test and validation sets are asked for again and again, in turns."""
         key = tuple(id(part) for part in sets)
         if key not in self._scored:
-            like = self.banks["train"].inputs
             newest = dict(list(self._scored.items())[-1:])
-            self._scored = newest | {key: bank_of(sets, device=like.device, dtype=like.dtype)}
-        return self._scored[key]
+            self._scored = newest | {key: (sets, bank_of(sets, **self.like))}  # kept, or others might get their ids
+        return self._scored[key][1]

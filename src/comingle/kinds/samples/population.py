@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -19,7 +19,7 @@ MakeNet = Callable[..., nn.Module]
 class Population:
     """Everybody; ``classes`` is the number of the net's outputs: classes, or dimensions of a regression's target."""
 
-    users: tuple[UserSamples, ...]
+    users: Sequence[UserSamples]
     loss: str | Loss
     classes: int
     input_shape: tuple[int, ...]

@@ -10,6 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from comingle.data.batches import PAD, evaluation_windows, fixed_windows, random_windows
+from comingle.data.crowds import listed
 from comingle.data.pack import UserData
 from comingle.data.seeds import generator
 from comingle.engines.feeds import SCORED_PER_SLOT, Feed, Predict
@@ -26,7 +27,7 @@ class TextFeed(Feed):
     unit = "tokens"
 
     def __init__(self, trainers: Sequence[UserData], training: Training, batch_size: int):
-        self.trainers, self.training, self.batch_size = list(trainers), training, batch_size
+        self.trainers, self.training, self.batch_size = listed(trainers), training, batch_size
         window = training.context + 1
         require_bytes(f"training.batch_size: {batch_size:,} windows of {window:,} tokens", 8 * batch_size * window)
         self._cut: dict[int, Int[Tensor, "windows window"]] = {}

@@ -1,0 +1,212 @@
+"""What a population costs beside its cohort: memory and time of few and of many users with an equal cohort.
+
+``python benchmarks/population.py net`` (1,000 and 1,000,000 synthetic users of a small net, 1,000 of them a round) and
+``python benchmarks/population.py text --model FOLDER`` (1,000 and 100,000 users of a language model, 100 a round) print
+one JSON line each:
+
+- ``memory_ratio``: peak anonymous memory of a process with many users over that of one with few;
+- ``seconds_ratio``: processor seconds for each participant of a round, the first round left out, likewise;
+- ``start_s``: from the recipe to the first round; ``checkpoint_bytes``: of a checkpoint; ``store_bytes``: of users;
+- ``resumed``: whether the larger run, killed (SIGKILL) in its third round and resumed, ends as the one that was not.
+
+Every case is a process of its own; users' tensors are on disk (``runtime.store: disk``) and 50 users are evaluated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from comingle.data.crowds import Crowd, Numbered
+from comingle.data.pack import UserData
+from comingle.data.samples import Samples, UserSamples
+from comingle.data.seeds import generator
+from comingle.evaluation.losses import CROSS_ENTROPY
+from comingle.kinds.base import Materials
+from comingle.kinds.samples.kind import KIND as SAMPLES
+from comingle.kinds.samples.population import Population
+from comingle.kinds.text.kind import KIND as TEXT
+from comingle.models.language import load_base
+from comingle.recipes import parse_recipe
+from comingle.runs import api
+from comingle.store.tokens import read_population, write_population
+
+INPUTS, CLASSES, SAMPLES_EACH, TOKENS_EACH = 32, 10, 24, 400
+ROUNDS, EVALUATED = 4, 50
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file stands behind."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+class Peak(threading.Thread):
+    """Looks at memory again and again."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.bytes = 0
+
+    def run(self) -> None:
+        while True:
+            self.bytes = max(self.bytes, anonymous_bytes())
+            time.sleep(0.02)
+
+
+def net_user(number: int) -> UserSamples:
+    """A user whose classes follow from a linear map of its own, near that of all."""
+    common = torch.randn(INPUTS, CLASSES, generator=generator("population"))
+    draw = generator("population", number)
+    inputs = torch.randn(2 * SAMPLES_EACH, INPUTS, generator=draw)
+    targets = (inputs @ (common + 0.5 * torch.randn(INPUTS, CLASSES, generator=draw))).argmax(1)
+    parts = [Samples(inputs=inputs[a:b], targets=targets[a:b]) for a, b in ((0, 24), (24, 24), (24, 48))]
+    return UserSamples(name=f"user-{number}", train=parts[0], valid=parts[1], test=parts[2])
+
+
+def net_materials(users: int, cohort: int) -> Materials:
+    crowd = Crowd(Numbered("user-", users), net_user, digest="population", at_hand=cohort)
+    common = Population(users=crowd, loss=CROSS_ENTROPY, classes=CLASSES, input_shape=(INPUTS,), net="mlp")
+    return Materials(kind=SAMPLES, base=None, users=crowd, common=common, unread=True)
+
+
+def text_user(number: int) -> UserData:
+    tokens = torch.randint(3, 500, (TOKENS_EACH + 100,), generator=generator("population", number), dtype=torch.int32)
+    parts = tokens.split([TOKENS_EACH, 50, 50])
+    return UserData(name=f"user-{number}", train=parts[0], valid=parts[1], test=parts[2])
+
+
+def text_materials(users: int, folder: Path, recipe: Any) -> Materials:
+    base = load_base(recipe.base, device="cpu", dtype="float32")
+    return Materials(kind=TEXT, base=base, users=read_population(folder), unread=True)
+
+
+def recipe_of(kind: str, users: int, cohort: int, model: str) -> Any:
+    training = {"rounds": ROUNDS, "participation": cohort / users, "batch_size": 8}
+    content: dict[str, Any] = {
+        "data": {"users": {"somebody": "handed-over"}},
+        "evaluation": {"users": EVALUATED, "every": ROUNDS, "first": False},
+        "checkpoints": {"every": 1},
+        "runtime": {"device": "cpu", "dtype": "float32", "compile": False, "store": "disk", "threads": 1},
+    }
+    if kind == "net":
+        content |= {"method": "fedper", "data": {"kind": "samples", "users": {"somebody": "handed-over"}}}
+        content["runtime"]["users_per_step"] = 100
+    else:
+        content |= {"base": model, "method": "comigs-1g1s", "adapters": {"rank": 2}}
+        training |= {"local_steps": 2, "context": 32}
+        content["runtime"]["users_per_step"] = 10
+    return parse_recipe(content | {"training": training})
+
+
+def child(arguments: argparse.Namespace) -> None:
+    """One run, which may kill itself in its third round."""
+    began, peak = time.process_time(), Peak()
+    peak.start()
+    recipe = recipe_of(arguments.kind, arguments.users, arguments.cohort, arguments.model)
+    if arguments.kind == "net":
+        materials = net_materials(arguments.users, arguments.cohort)
+    else:
+        materials = text_materials(arguments.users, arguments.data, recipe)
+    marks: list[float] = []
+
+    def observe(event: dict[str, Any]) -> None:
+        if event["event"] == "step" and not event.get("evaluating"):
+            if not event["advance"]:
+                marks.append(time.process_time())
+            elif arguments.kill and event["round"] == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    done = api.run(recipe, materials=materials, out=arguments.out, resume=arguments.resume, observers=[observe])
+    clients = done.federation.clients
+    some = clients.state.take(list(clients.scored)).tensors() | done.federation.server.state
+    content = b"".join(t.numpy().tobytes() for _, t in sorted(some.items()))
+    newest = max((arguments.out / "checkpoints").iterdir())
+    found = {
+        "peak_bytes": peak.bytes,
+        "start_s": round(marks[0] - began, 2),
+        "seconds": float(np.diff(marks[1:]).mean()) / arguments.cohort if len(marks) > 2 else None,
+        "checkpoint_bytes": sum(path.stat().st_size for path in newest.iterdir()),
+        "store_bytes": sum(path.stat().st_size for path in (arguments.out / "store").iterdir()),
+        "interval": done.metrics["sample"]["interval"],
+        "digest": hashlib.sha256(content + json.dumps(done.metrics["users"]).encode()).hexdigest(),
+    }
+    print(json.dumps(found))
+
+
+def start(kind: str, users: int, cohort: int, model: str, place: Path, *flags: str) -> dict[str, Any] | None:
+    out = place / f"run-{users}{'-killed' if flags else ''}"
+    command = [sys.executable, __file__, kind, "--users", str(users), "--cohort", str(cohort), "--model", model]
+    command += ["--child", "--out", str(out), "--data", str(place / f"tokens-{users}"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == -signal.SIGKILL and "--kill" in flags:
+        return None
+    if done.returncode:
+        sys.exit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=["net", "text"])
+    parser.add_argument("--few", type=int, default=1000)
+    parser.add_argument("--users", type=int, help="how many there are in the larger population")
+    parser.add_argument("--cohort", type=int, help="how many of them take part in a round")
+    parser.add_argument("--model", default="random:llama", help="the language model of text users")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--kill", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(arguments)
+        return
+    kind, model = arguments.kind, arguments.model
+    many = arguments.users or (1_000_000 if kind == "net" else 100_000)
+    cohort = arguments.cohort or (1000 if kind == "net" else 100)
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        for users in (arguments.few, many) if kind == "text" else ():
+            write_population(place / f"tokens-{users}", map(text_user, range(users)))
+        small, large = (start(kind, users, cohort, model, place) for users in (arguments.few, many))
+        start(kind, many, cohort, model, place, "--kill")
+        again = start(kind, many, cohort, model, place, "--resume")
+    assert small is not None
+    assert large is not None
+    assert again is not None
+    print(
+        json.dumps(
+            {
+                "kind": kind,
+                "users": [arguments.few, many],
+                "cohort": cohort,
+                "memory_ratio": round(large["peak_bytes"] / small["peak_bytes"], 3),
+                "seconds_ratio": round(large["seconds"] / small["seconds"], 3),
+                "peak_MB": [round(one["peak_bytes"] / 1e6) for one in (small, large)],
+                "ms_per_participant": [round(1e3 * one["seconds"], 3) for one in (small, large)],
+                "start_s": [one["start_s"] for one in (small, large)],
+                "checkpoint_bytes": [one["checkpoint_bytes"] for one in (small, large)],
+                "store_bytes": [one["store_bytes"] for one in (small, large)],
+                "interval": large["interval"],
+                "resumed": again["digest"] == large["digest"],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

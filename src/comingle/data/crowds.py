@@ -1,0 +1,119 @@
+"""Populations of which nobody holds a list: users are made when somebody asks for them, by number or by name."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, overload
+
+from comingle.data.seeds import derive
+
+LOTS = 10_000
+"""Up to so many names each has a lot of its own in every draw; of more, numbers are drawn, which takes no longer."""
+
+
+class Numbered(Sequence[str]):
+    """Names that are numbers behind a prefix: ``user-0``, ``user-1`` and so on."""
+
+    def __init__(self, prefix: str, count: int):
+        self.prefix, self.size = prefix, count
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[str]: ...
+    def __getitem__(self, at: int | slice) -> str | Sequence[str]:
+        if isinstance(at, slice):
+            return [f"{self.prefix}{i}" for i in range(self.size)[at]]
+        return f"{self.prefix}{range(self.size)[at]}"
+
+    def index(self, value: str, start: int = 0, stop: int | None = None) -> int:
+        """The number in a name, which nobody looks for among the others.
+
+        Raises:
+            ValueError: nobody has it.
+        """
+        number = value.removeprefix(self.prefix)
+        if number.isdecimal() and value == f"{self.prefix}{int(number)}" and int(number) < self.size:
+            return int(number)
+        raise ValueError(f"no user {value!r}")
+
+    def __contains__(self, value: object) -> bool:
+        try:
+            return isinstance(value, str) and self.index(value) >= 0
+        except ValueError:
+            return False
+
+
+class Crowd(Sequence[Any]):
+    """Users by number, made when they are asked for; the last ``at_hand`` of them are kept.
+
+    ``digest`` says whether their data is the same; ``largest`` is the number of one of those who have most.
+    """
+
+    def __init__(
+        self, names: Sequence[str], make: Callable[[int], Any], *, digest: str, largest: int = 0, at_hand: int = 1024
+    ):
+        self.names, self.digest, self.largest, self.at_hand = names, digest, largest, at_hand
+        self.make = lru_cache(at_hand)(make)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return [self.make(i) for i in range(len(self))[at]]
+        return self.make(range(len(self))[at])
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.make, range(len(self)))
+
+
+def listed(users: Sequence[Any]) -> Sequence[Any]:
+    """The same as a list, but for a crowd."""
+    return users if isinstance(users, Crowd) else list(users)
+
+
+def names_of(users: Sequence[Any]) -> Sequence[str]:
+    """Everybody's name, in order."""
+    return users.names if isinstance(users, Crowd) else tuple(user.name for user in users)
+
+
+class Numbers:
+    """The number of each name, which is looked up and not searched for."""
+
+    def __init__(self, names: Sequence[str]):
+        self._names = names
+        self._known: Mapping[str, int] | None = None
+
+    def __call__(self, names: Sequence[str]) -> list[int]:
+        """Those of these names."""
+        if isinstance(self._names, Numbered):
+            return [self._names.index(name) for name in names]
+        if self._known is None:
+            self._known = {name: i for i, name in enumerate(self._names)}
+        return [self._known[name] for name in names]
+
+
+def drawn(names: Sequence[str], count: int, *purpose: str | int) -> list[int]:
+    """So many of these users, by number, in ascending order; each as likely.
+
+    Each has a lot from (purpose, name) and the lowest are drawn, so that the draw does not depend on the users' order;
+    of more than :data:`LOTS` numbers are drawn, and it does.
+    """
+    if len(names) > LOTS:
+        return sorted(random.Random(derive(*purpose)).sample(range(len(names)), count))
+    lots = [derive(*purpose, name) for name in names]
+    return sorted(sorted(range(len(names)), key=lots.__getitem__)[:count])
+
+
+def digest_names(names: Sequence[str]) -> str:
+    """By which the same names in the same order are known again."""
+    if isinstance(names, Numbered):
+        names = [names.prefix, str(len(names))]
+    return hashlib.sha256("\0".join(names).encode()).hexdigest()

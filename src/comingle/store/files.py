@@ -1,0 +1,94 @@
+"""A file of records of one size, which are written to places that nobody refers to any more.
+
+A place is never written twice between two checkpoints unless by the same row, and not at all while a checkpoint that is
+kept refers to it: so whatever a process is doing when it is killed, what the last checkpoint says is there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from comingle.store.records import check, seal
+
+
+class RecordFile:
+    """Records ``size_bytes`` long; ``path`` may be of a file that no folder has any more."""
+
+    def __init__(self, path: Path, size_bytes: int, *, writes: bool, lives: bool = True):
+        self.path, self.size_bytes = path, size_bytes
+        flags = (os.O_RDWR | os.O_CREAT if writes else os.O_RDONLY) | getattr(os, "O_NOFOLLOW", 0)
+        self._handle = os.open(path, flags, 0o600)
+        if not lives:
+            os.unlink(path)
+        self.end = 0
+        self.since = 0
+        """Which checkpoint was the last; places that were first written after it may be written again."""
+        self._born = np.zeros(0, dtype=np.int64)
+        self._free: deque[int] = deque()
+        self._left: deque[tuple[int, int]] = deque()
+
+    # ---------------------------------------------------------------- places
+
+    def place(self, before: int) -> int:
+        """Where a row is to be written that was at ``before``, -1 for nowhere."""
+        if before >= 0:
+            if self._born[before] > self.since:
+                return before
+            self._left.append((self.since, before))
+        at = self._free.popleft() if self._free else self.end
+        self.end = max(self.end, at + 1)
+        if at >= len(self._born):
+            self._born = np.concatenate([self._born, np.zeros(max(1024, len(self._born)), dtype=np.int64)])
+        self._born[at] = self.since + 1
+        return at
+
+    def keep(self, places: np.ndarray) -> None:
+        """Only these places are referred to."""
+        self.end = int(places.max(initial=-1)) + 1
+        self._born = np.zeros(self.end, dtype=np.int64)
+        used = np.zeros(self.end, dtype=bool)
+        used[places] = True
+        self._free, self._left, self.since = deque(np.flatnonzero(~used).tolist()), deque(), 0
+
+    def sealed(self, oldest: int) -> None:
+        """There was a checkpoint, and those before ``oldest`` (counted as in :attr:`since`) are there no more."""
+        self.since += 1
+        while self._left and self._left[0][0] < oldest:
+            self._free.append(self._left.popleft()[1])
+
+    # ---------------------------------------------------------------- bytes
+
+    def write(self, places: Sequence[int], records: np.ndarray) -> None:
+        """Records to places.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        for at, record in zip(places, records, strict=True):
+            seal(record)
+            content, done = record.data, 0
+            while done < self.size_bytes:
+                done += os.pwrite(self._handle, content[done:], at * self.size_bytes + done)
+
+    def read(self, places: Sequence[int], rows: Sequence[int], into: Sequence[np.ndarray]) -> None:
+        """Records of these rows.
+
+        Raises:
+            RunError: one is not what was written.
+        """
+        for at, row, record in zip(places, rows, into, strict=True):
+            os.preadv(self._handle, [record.data], at * self.size_bytes)
+            check(record, row, self.path)
+
+    def to_disk(self) -> None:
+        """Return when everything would outlive a power cut."""
+        os.fsync(self._handle)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._handle)

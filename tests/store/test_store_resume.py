@@ -1,0 +1,201 @@
+"""Users' tensors on disk outlive their process, whatever it was doing; what cannot be gone on with is one line."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from comingle.engines.checkpoints import list_checkpoints
+from comingle.errors import RunError
+from comingle.recipes import Recipe, load_recipe
+from comingle.runs import api
+from comingle.store import files
+from resuming import StoppedError, final, stop_in_round_3, told
+
+SETTINGS = {"training.participation": 0.6, "training.experts.clip_norm": 1.0, "runtime.store": "disk"}
+DRIVER = Path(__file__).parents[1] / "engines" / "kill_driver.py"
+MOMENTS = [
+    "in round 1",
+    "in round 3",
+    "half of the tensors written",
+    "written, not renamed",
+    "half of an old one deleted",
+]
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def recipe(stage: Path, write_recipe: Any) -> Path:
+    path = write_recipe(stage)
+    path.write_text(load_recipe(path).with_changes(SETTINGS).as_yaml())
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(recipe: Path, stage: Path) -> Path:
+    """The run that nothing interrupts."""
+    api.run(recipe, out=stage / "whole")
+    return stage / "whole"
+
+
+@pytest.fixture(scope="module")
+def killed(recipe: Path, stage: Path) -> Path:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(DRIVER), str(recipe), str(stage / "killed"), *MOMENTS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return stage / "killed"
+
+
+@pytest.fixture
+def stopped(recipe: Path, tmp_path: Path) -> Path:
+    """A run that stopped in its third round."""
+    with pytest.raises(StoppedError):
+        api.run(recipe, out=tmp_path / "run", observers=[stop_in_round_3])
+    return tmp_path / "run"
+
+
+def everything(folder: Path) -> dict[str, torch.Tensor]:
+    clients = api.load(folder).federation.clients
+    return clients.state.take(list(range(clients.rows))).tensors()
+
+
+def require_same(folder: Path, whole: Path) -> None:
+    assert final(folder) == final(whole)
+    assert told(folder) == told(whole)
+    expected, found = everything(whole), everything(folder)
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_a_run_on_disk_is_one_in_memory(recipe: Path, whole: Path, stage: Path) -> None:
+    memory = stage / "memory"
+    api.run(load_recipe(recipe).with_changes({"runtime.store": "memory"}), out=memory)
+    require_same(memory, whole)
+    assert not (memory / "store").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed after a fork")
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(recipe: Path, whole: Path, killed: Path, moment: str) -> None:
+    folder = killed / moment
+    assert not (folder / "metrics.json").exists()
+    api.run(recipe, out=folder, resume=True)
+    require_same(folder, whole)
+
+
+def test_a_checkpoint_names_nobody_and_holds_no_rows(whole: Path) -> None:
+    newest = list_checkpoints(whole)[-1]
+    assert json.loads((newest / "checkpoint.json").read_text())["trainers"] == []
+    assert sum(path.stat().st_size for path in newest.iterdir()) < (whole / "store" / "params.bin").stat().st_size
+
+
+def test_places_are_used_again(recipe: Path, tmp_path: Path) -> None:
+    """The file holds what two checkpoints and the round between them have, however many rounds there are."""
+    sizes = []
+    for rounds in (4, 12):
+        api.run(load_recipe(recipe).with_changes({"training.rounds": rounds}), out=tmp_path / str(rounds))
+        sizes.append((tmp_path / str(rounds) / "store" / "params.bin").stat().st_size)
+    assert sizes[1] <= sizes[0] * 1.5
+
+
+def test_opening_a_run_changes_nothing_of_it(whole: Path) -> None:
+    before = {path.name: path.read_bytes() for path in (whole / "store").iterdir()}
+    opened = api.load(whole)
+    clients = opened.federation.clients
+    part = clients.state.take([0, 1])
+    part.rows += 1
+    clients.state.put([0, 1], part)
+    assert torch.equal(clients.state.take([0, 1]).rows, part.rows)
+    assert {path.name: path.read_bytes() for path in (whole / "store").iterdir()} == before
+
+
+# ---------------------------------------------------------------- faults
+
+
+def resumed(recipe: Path | Recipe, folder: Path) -> str:
+    with pytest.raises(RunError) as caught:
+        api.run(recipe, out=folder, resume=True)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(
+    recipe: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, left = os.pwrite, [12]
+
+    def write(*args: Any) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(*args)
+
+    folder = tmp_path / "full"
+    monkeypatch.setattr(files.os, "pwrite", write)
+    with pytest.raises(
+        RunError, match=r"store: cannot be written to: No space left on device; .* --resume .*full` goes"
+    ):
+        api.run(recipe, out=folder)
+    monkeypatch.undo()
+    assert list_checkpoints(folder)
+    api.run(recipe, out=folder, resume=True)
+    require_same(folder, whole)
+
+
+def test_a_store_of_another_recipe_is_refused(recipe: Path, stopped: Path) -> None:
+    other = load_recipe(recipe).with_changes({"adapters.rank": 3})
+    assert "belongs to another recipe" in resumed(other, stopped)
+
+
+def test_a_store_of_another_run_is_refused(recipe: Path, stopped: Path, whole: Path) -> None:
+    shutil.rmtree(stopped / "store")
+    shutil.copytree(whole / "store", stopped / "store")
+    assert "store: of another run than round-0002" in resumed(recipe, stopped)
+
+
+def test_a_store_that_is_gone_is_said(recipe: Path, stopped: Path) -> None:
+    (stopped / "store" / "moments.bin").unlink()
+    assert "moments.bin: no such file; restore it" in resumed(recipe, stopped)
+    shutil.rmtree(stopped / "store")
+    assert "store.json: no such file" in resumed(recipe, stopped)
+
+
+def test_a_damaged_record_is_told_of(recipe: Path, stopped: Path) -> None:
+    path = stopped / "store" / "params.bin"
+    content = bytearray(path.read_bytes())
+    content[40::997] = bytes(len(content[40::997]))
+    path.write_bytes(content)
+    assert "params.bin: damaged, the record of row" in resumed(recipe, stopped)
+
+
+def test_going_on_elsewhere_than_where_it_began_is_refused(recipe: Path, stopped: Path) -> None:
+    memory = load_recipe(recipe).with_changes({"runtime.store": "memory"})
+    assert "written with runtime.store: disk; got memory" in resumed(memory, stopped)
+    rounded = load_recipe(recipe).with_changes({"runtime.store": "disk-bf16"})
+    assert "of another recipe or runtime.store" in resumed(rounded, stopped)
+
+
+def test_moments_may_be_rounded(recipe: Path, whole: Path, tmp_path: Path) -> None:
+    """Half as large; the model is near, and goes on where it stopped as if nothing had happened."""
+    rounded = load_recipe(recipe).with_changes({"runtime.store": "disk-bf16"})
+    api.run(rounded, out=tmp_path / "rounded")
+    with pytest.raises(StoppedError):
+        api.run(rounded, out=tmp_path / "stopped", observers=[stop_in_round_3])
+    api.run(rounded, out=tmp_path / "stopped", resume=True)
+    require_same(tmp_path / "stopped", tmp_path / "rounded")
+    exact, near = final(whole)["mean_test_perplexity"], final(tmp_path / "rounded")["mean_test_perplexity"]
+    assert near != exact
+    assert near == pytest.approx(exact, rel=0.02)
