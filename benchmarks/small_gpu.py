@@ -21,9 +21,10 @@ import torch
 
 from comingle.costing.memory import LiveBytes
 from comingle.data.pack import UserData
-from comingle.engines.client import Clients, batch_size
+from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.engines.settings import Training
+from comingle.engines.users import batch_size
 from comingle.kinds.language import ExpertCounts
 from comingle.kinds.text.feed import TextFeed
 from comingle.methods import make

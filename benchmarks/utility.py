@@ -82,8 +82,9 @@ def measure(name: str, method: str, epsilon: float, args: argparse.Namespace) ->
         recipe["privacy"] = {"clip_norm": clip, "epsilon": epsilon, "noise": "reproducible", "accountant": "rdp"}
         recipe["privacy"]["mechanism"] = args.mechanism
         recipe["privacy"] |= {} if args.first_clip is None else {"first_clip_norm": args.first_clip}
+        recipe["privacy"] |= {} if args.clip_rate is None else {"clip_rate": args.clip_rate}
     found: dict[str, Any] = {"data": name, "method": method, "epsilon": epsilon, "seed": args.seed}
-    found |= {"clip": clip, "first_clip": args.first_clip, "rounds": args.rounds, "mechanism": args.mechanism}
+    found |= {"clip": clip, "first_clip": args.first_clip, "clip_rate": args.clip_rate, "rounds": args.rounds, "mechanism": args.mechanism}
     started = time.perf_counter()
     try:
         chosen = UNREPORTED.get(method, method)
@@ -117,7 +118,7 @@ def _cell(found: list[dict[str, Any]]) -> str:
 def of_run(one: dict[str, Any], args: argparse.Namespace) -> bool:
     """Whether a result is of the same rounds and, where there is noise, clip norm and mechanism."""
     alike = str(one["clip"]) == args.kept_clip and one["mechanism"] == args.mechanism
-    alike = alike and one.get("first_clip") == args.first_clip
+    alike = alike and (one.get("first_clip"), one.get("clip_rate")) == (args.first_clip, args.clip_rate)
     return one["rounds"] == args.rounds and (math.isinf(one["epsilon"]) or alike)
 
 
@@ -130,6 +131,7 @@ def main() -> None:
     parser.add_argument("--epsilons", default=",".join(map(str, EPSILONS)))
     parser.add_argument("--clip", default="adaptive", help="a norm, or adaptive")
     parser.add_argument("--first-clip", type=float, help="where an adaptive norm begins, if not as recipes have it")
+    parser.add_argument("--clip-rate", type=float, help="step size of an adaptive norm, if not as recipes have it")
     parser.add_argument("--mechanism", default="central", choices=("central", "local", "example"))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seeds", default="0")

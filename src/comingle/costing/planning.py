@@ -22,8 +22,9 @@ from comingle.costing.stacked import Base as BaseFlops
 from comingle.costing.stacked import count_stacked, text_load
 from comingle.costing.summaries import check_count, summarise, with_method, with_privacy
 from comingle.data.pack import UserData
-from comingle.engines.client import Clients, batch_size
+from comingle.engines.client import Clients
 from comingle.engines.training import portions
+from comingle.engines.users import batch_size
 from comingle.errors import DataError, RecipeError
 from comingle.kinds.base import kind_of
 from comingle.kinds.language import adapt_base

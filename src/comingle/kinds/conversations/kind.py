@@ -11,8 +11,9 @@ from comingle.data.batches import PAD
 from comingle.data.partition import UserText
 from comingle.data.records import field_of, read_records
 from comingle.data.samples import SPLITS
-from comingle.engines.client import Clients, batch_size
+from comingle.engines.client import Clients
 from comingle.engines.settings import Training
+from comingle.engines.users import batch_size
 from comingle.errors import DataError
 from comingle.kinds.base import LoadBase, Materials, always_there, count_trainers
 from comingle.kinds.conversations.checking import count_here

@@ -12,8 +12,9 @@ import torch
 from comingle.adapters.clustered import adaptor_size, floral
 from comingle.data.crowds import listed
 from comingle.data.samples import UserSamples, check, pool_samples
-from comingle.engines.client import Clients, batch_size
+from comingle.engines.client import Clients
 from comingle.engines.settings import Training
+from comingle.engines.users import batch_size
 from comingle.errors import DataError, RecipeError
 from comingle.kinds.base import always_there, later
 from comingle.kinds.language import ADAPTOR_SETS, NETS

@@ -8,8 +8,9 @@ from typing import Any, cast
 from comingle.data.pack import UserData, check, pool
 from comingle.data.partition import UserText, mix_held_out
 from comingle.data.sources import read_dataset
-from comingle.engines.client import Clients, batch_size
+from comingle.engines.client import Clients
 from comingle.engines.settings import Training
+from comingle.engines.users import batch_size
 from comingle.errors import DataError, RecipeError
 from comingle.kinds.base import Kind, LoadBase, Materials, always_there, count_trainers
 from comingle.kinds.language import check_on_language, language_model
