@@ -84,7 +84,8 @@ def measure(name: str, method: str, epsilon: float, args: argparse.Namespace) ->
         recipe["privacy"] |= {} if args.first_clip is None else {"first_clip_norm": args.first_clip}
         recipe["privacy"] |= {} if args.clip_rate is None else {"clip_rate": args.clip_rate}
     found: dict[str, Any] = {"data": name, "method": method, "epsilon": epsilon, "seed": args.seed}
-    found |= {"clip": clip, "first_clip": args.first_clip, "clip_rate": args.clip_rate, "rounds": args.rounds, "mechanism": args.mechanism}
+    found |= {"clip": clip, "first_clip": args.first_clip, "clip_rate": args.clip_rate}
+    found |= {"rounds": args.rounds, "mechanism": args.mechanism}
     started = time.perf_counter()
     try:
         chosen = UNREPORTED.get(method, method)
