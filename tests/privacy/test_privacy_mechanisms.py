@@ -326,9 +326,10 @@ def test_an_adaptive_bound_finds_the_quantile(federate: Any) -> None:
 
 
 @pytest.mark.parametrize("median", [0.05, 0.3, 2.0, 20.0])
-def test_its_defaults_find_a_median_in_few_rounds(federate: Any, median: float) -> None:
-    """Forty users with norms around it, and noise: from the default start and rate, in eight rounds."""
-    guard = private(federate, clip_norm="adaptive", noise_multiplier=1.0).server.guard
+def test_a_start_and_a_rate_of_one_find_a_median_in_few_rounds(federate: Any, median: float) -> None:
+    """Forty users with norms around it, and noise, in eight rounds."""
+    begun = {"first_clip_norm": 1.0, "clip_rate": 1.0}
+    guard = private(federate, clip_norm="adaptive", noise_multiplier=1.0, **begun).server.guard
     assert guard is not None
     draw, ends = torch.Generator().manual_seed(0), []
     for number in range(16):
@@ -339,7 +340,8 @@ def test_its_defaults_find_a_median_in_few_rounds(federate: Any, median: float) 
 
 
 def test_no_noise_makes_a_longer_step_than_the_rate(federate: Any) -> None:
-    guard = private(federate, clip_norm="adaptive", noise_multiplier=1e4, clip_quantile=0.3).server.guard
+    settings = {"clip_rate": 1.0, "clip_quantile": 0.3}
+    guard = private(federate, clip_norm="adaptive", noise_multiplier=1e4, **settings).server.guard
     assert guard is not None
     steps = []
     for number in range(50):

@@ -25,7 +25,7 @@ class Privacy:
     ``clip_norm`` bounds the L2 norm of a user's change; "adaptive" follows ``clip_quantile`` of the users' norms, from
     ``first_clip_norm`` on, with steps of ``clip_rate`` (Andrew et al. 2021, whose values they are; a norm grows tenfold
     in 23 rounds at most). The noise's deviation is ``noise_multiplier`` times the clip norm. Without it the whole run
-    spends ``epsilon``; with it the run stops before ``epsilon`` is exceeded. ``sampling`` says how a fraction of the users is
+    spends ``epsilon``; with it the run stops before it is exceeded. ``sampling`` says how a fraction of the users is
     drawn: each by itself ("poisson"), or so many ("fixed"). ``weight_cap`` is the amount of data from which on a user
     has the full weight, where ``training.weighting`` is not uniform. ``noise`` is "secret", or for simulations
     "reproducible" from the seed.
