@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install -c constraints.txt
 
-.PHONY: demo test unit laws test-slow test-gpu lowest check dist bench docs clean
+.PHONY: demo test unit laws typed test-slow test-gpu lowest check dist bench docs clean
 
 $(VENV)/base: pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (PyTorch and transformers: some minutes on a first run)"
@@ -45,14 +45,17 @@ PROGRAMS := tests/docs tests/examples tests/cli tests/papers/reproduce tests/pap
 # Every method in turn.
 LAWS := tests/laws tests/methods
 
-# The rooms one by one, tensors' shapes above all: every annotation of what they call is checked as they run.
+# The rooms one by one.
 unit: $(VENV)/dev
-	$(PYTEST) tests $(PROGRAMS:%=--ignore=%) $(LAWS:%=--ignore=%)
+	COMINGLE_NO_TYPECHECK=$${COMINGLE_NO_TYPECHECK:-1} $(PYTEST) tests $(PROGRAMS:%=--ignore=%) $(LAWS:%=--ignore=%)
 
-# Twice as fast without those checks; before a release, and after a change of annotations in cli, reports, costing or
-# papers, which no unit test calls: make laws COMINGLE_NO_TYPECHECK=0.
 laws: $(VENV)/dev
 	COMINGLE_NO_TYPECHECK=$${COMINGLE_NO_TYPECHECK:-1} $(PYTEST) $(PROGRAMS) $(LAWS)
+
+# The same as unit, with every annotation of what is called checked as it runs, tensors' shapes above all, which takes
+# twice as long: after a change of signatures, and in CI. Of what no unit test calls: make laws COMINGLE_NO_TYPECHECK=0.
+typed:
+	$(MAKE) unit COMINGLE_NO_TYPECHECK=0
 
 # torch.compile cannot trace the run-time checks of annotations, which the other tests make.
 test-slow: $(VENV)/dev $(VENV)/demo

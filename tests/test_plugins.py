@@ -149,6 +149,7 @@ def test_an_installed_method_is_listed_found_and_run_as_the_cores_are(
     assert json.loads((out / "metrics.json").read_text())["users"] == json.loads(json.dumps(plain.metrics["users"]))
 
 
+@pytest.mark.slow
 def test_an_installed_net_is_trained(site: Site, tmp_path: Path) -> None:
     site.install("net-package", {"comingle.nets": {"narrow": "net_code:narrow"}}, net_code=NETWORK)
     recipe = tmp_path / "net.yaml"

@@ -36,6 +36,7 @@ def test_a_step_of_sgd_gives_all_tokens_of_a_window_away() -> None:
     assert max(whole.tokens) > max(short.tokens)
 
 
+@pytest.mark.slow
 def test_noise_hides_them() -> None:
     pytest.importorskip("dp_accounting")
     privacy = {"mechanism": "local", "noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-5}

@@ -59,6 +59,7 @@ def test_those_who_are_left_out_cost_nothing(comingle: Any, recipe_file: Path) -
     assert 2 * metrics["upload_bytes_per_user_round"] == found["methods"][0]["users"][0]["upload_bytes"]
 
 
+@pytest.mark.slow
 def test_without_conversations_a_number_of_users_is_enough(comingle: Any, recipe_file: Path) -> None:
     (recipe_file.parent / "chats.jsonl").unlink()
     run, cost = (comingle(verb, recipe_file) for verb in ("run", "cost"))

@@ -24,6 +24,7 @@ def net_recipe(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_task_is_counted_in_samples(comingle: Any, net_recipe: Path) -> None:
     answer = comingle("cost", net_recipe, "--method", "floral,centralized")
     assert (answer.code, answer.err) == (0, "")

@@ -88,6 +88,7 @@ def test_a_number_that_a_launcher_contradicts_is_refused(
     assert (silent.code, silent.err) == (2, "")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_processes_and_leaves_a_run_that_goes_on(
     run: Callable[..., list[str]], others: list[psutil.Process], tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def test_compare_says_which_run_it_is_at(comingle: Any, recipe_file: Path, tmp_p
 SMOKE = ("reproduce", "comigs/table1", "--scale", "smoke", "--columns", "multilingual", "--methods", "pretrained,local")
 
 
+@pytest.mark.slow
 def test_reproduce_says_a_line_a_round(comingle: Any, tmp_path: Path) -> None:
     options = (*SMOKE, "--jobs", 1)
     answer = comingle(*options, "--out", tmp_path / "out")

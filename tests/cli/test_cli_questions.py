@@ -55,6 +55,7 @@ def test_the_preview_counts_questions_and_their_tokens(comingle: Any, recipe: Pa
         assert shortest < int(row[4]) < longest
 
 
+@pytest.mark.slow
 def test_methods_are_compared_by_accuracy_and_reported_with_rouge(comingle: Any, recipe: Path) -> None:
     out = recipe.parent / "out"
     found = comingle("compare", recipe, "--methods", "local,fedavg,comigs-1g1s", "--seeds", 0, "--out", out)
@@ -110,6 +111,7 @@ def test_mistakes_are_said_in_one_line(comingle: Any, recipe: Path, verb: str, c
     assert not (recipe.parent / "runs").exists()
 
 
+@pytest.mark.slow
 def test_questions_cost_at_most_what_text_does(comingle: Any, recipe: Path) -> None:
     """Four questions a user in batches of four, twice a round; who has everybody's has twice as many."""
     changes = ("--set", "training.local_epochs=2", "--json")

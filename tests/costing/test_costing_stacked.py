@@ -256,6 +256,7 @@ def test_a_mixtures_step_without_data_holds_what_a_real_one_does(federate: Any) 
     assert step_peak(stage, users, phase)[0] == pytest.approx(live.peak, rel=0.02)
 
 
+@pytest.mark.slow
 def test_experts_and_mixtures_stand_in_one_plan() -> None:
     found = plan(text_recipe("floral", "random:llama?layers=1"), ["floral", "fedavg"]).as_dict()
     mixture, experts = (method["users"][0] for method in found["methods"])

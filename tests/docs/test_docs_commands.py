@@ -175,6 +175,7 @@ for code in json.load(sys.stdin):
 """
 
 
+@pytest.mark.slow
 def test_the_python_examples_run_as_they_are_printed(tmp_path: Path) -> None:
     """Those of a page one after the other, both pages in one process: importing takes longest."""
     pages = [shown(README, "python"), shown(DOCS / "python.md", "python")]

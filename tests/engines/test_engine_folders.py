@@ -110,6 +110,7 @@ def test_a_second_process_is_told_who_writes(
     assert run.metrics["users"] == api.run(recipe).metrics["users"]
 
 
+@pytest.mark.slow
 def test_compare_and_reproduce_are_refused_too(
     comingle: Any, recipe_file: Path, tmp_path: Path, writer: subprocess.Popen[str]
 ) -> None:
@@ -120,6 +121,7 @@ def test_compare_and_reproduce_are_refused_too(
     assert f"process {writer.pid} on" in answer.err
 
 
+@pytest.mark.slow
 def test_two_at_once_are_one_and_a_refusal(recipe_file: Path, tmp_path: Path) -> None:
     """Both pass the first check before either writes: only the lock keeps them apart."""
     folder = tmp_path / "run"

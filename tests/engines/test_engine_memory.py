@@ -42,6 +42,7 @@ class Full(TorchDispatchMode):
         return made
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of address space are Linux's")
 def test_a_machine_without_memory_names_the_setting(recipe_file: Path) -> None:
     def played(*changes: str, most: int) -> subprocess.CompletedProcess[str]:
@@ -98,7 +99,7 @@ def peak_of(recipe: Any, materials: Any) -> tuple[int, Portions]:
     return live.peak, federation.clients.portions
 
 
-@pytest.mark.parametrize("name", ["comigs-1g1s", "floral"])
+@pytest.mark.parametrize("name", ["comigs-1g1s", pytest.param("floral", marks=pytest.mark.slow)])
 def test_auto_finds_a_pass_that_fits(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     recipe = load_recipe(recipe_file).with_changes({**WIDE, "method": name, "training.local_steps": 1})
     materials, automatic = prepare(recipe), recipe.with_changes({"runtime.users_per_step": "auto"})
@@ -114,6 +115,7 @@ def test_auto_finds_a_pass_that_fits(recipe_file: Path, monkeypatch: pytest.Monk
         build(automatic, materials)
 
 
+@pytest.mark.slow
 def test_auto_plans_for_every_kind_and_method(recipe_file: Path, federate_nets: Callable[..., Any]) -> None:
     """What is not given is as large as without `auto`, wherever there is room."""
     recipe = load_recipe(recipe_file).with_changes({"runtime.users_per_step": "auto"})

@@ -84,6 +84,7 @@ def test_who_does_not_agree_tells_none_of_it(
         assert shown(server, comingle).count("cem: generalist" if key == "expert_scores" else "each user's mixture")
 
 
+@pytest.mark.slow
 def test_of_users_who_all_keep_it_to_themselves_there_is_nothing(
     tmp_path: Path, comingle: Callable[..., CliAnswer]
 ) -> None:

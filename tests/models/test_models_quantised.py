@@ -121,6 +121,7 @@ def test_checkpointing_changes_no_bit_and_keeps_less(recipe_file: Path) -> None:
     assert peaks[1] < 0.6 * peaks[0]
 
 
+@pytest.mark.slow
 def test_a_plan_sees_what_checkpointing_saves(recipe_file: Path) -> None:
     from comingle.costing import plan
 

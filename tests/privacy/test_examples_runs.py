@@ -153,6 +153,7 @@ def scores(metrics: dict[str, Any]) -> dict[str, float]:
 # -------------------------------------------------------------------- before training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sets", [{"noise_multiplier": 1.5}, {"epsilon": 4.0, "noise_multiplier": None}], ids=str)
 def test_cost_says_what_a_run_spends(comingle: Any, tmp_path: Path, sets: dict[str, Any]) -> None:
     content = recipe(tmp_path, **sets)

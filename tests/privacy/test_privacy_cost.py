@@ -30,6 +30,7 @@ def test_what_it_says_is_what_a_run_spends(comingle: Any, recipe_file: Path) -> 
     }
 
 
+@pytest.mark.slow
 def test_there_and_back(comingle: Any, recipe_file: Path) -> None:
     noise = found(comingle, recipe_file, "privacy.epsilon=4")["noise_multiplier"]
     assert found(comingle, recipe_file, f"privacy.noise_multiplier={noise}")["epsilon"] == pytest.approx(4, rel=1e-3)

@@ -285,6 +285,7 @@ def test_without_privacy_a_recipe_is_what_it_was(tmp_path: Path) -> None:
 # -------------------------------------------------------------------- seen by people
 
 
+@pytest.mark.slow
 def test_epsilon_stands_beside_accuracy(tmp_path: Path) -> None:
     """In the page and in the server's table; what is sent without privacy has no bound."""
     from comingle.reports.page import render_page

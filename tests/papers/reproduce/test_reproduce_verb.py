@@ -78,6 +78,7 @@ def test_the_field_is_held_to_two_budgets() -> None:
             assert sent == pytest.approx(costs["fedavg", column][1], rel=0.1), row
 
 
+@pytest.mark.slow
 def test_a_table_of_tasks_runs_beside_the_public_code(comingle: Any, tmp_path: Path) -> None:
     answer = comingle("reproduce", "floral/table3", "--scale", "smoke", "--out", tmp_path)
     assert answer.code == 0, answer.err
@@ -100,6 +101,7 @@ def test_a_table_of_tasks_runs_beside_the_public_code(comingle: Any, tmp_path: P
     assert text.count("\n| ") == 9
 
 
+@pytest.mark.slow
 def test_the_leak_and_the_control_run_beside_the_clean_runs(comingle: Any, tmp_path: Path) -> None:
     """Local training takes no turns, so clean and leak are one run; everything else is another number."""
     columns = ["ag-news", "ag-news-leak", "ag-news-control"]
