@@ -72,7 +72,10 @@ def test_of_users_who_tell_all_events_say_what_they_say_of_one_process(
 
 
 @pytest.mark.parametrize("tells", ["scores", "losses", "nothing", None])
-@pytest.mark.parametrize(("name", "key"), [("comigs-1g1s", "expert_scores"), ("floral", "mixtures")])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("comigs-1g1s", "expert_scores"), pytest.param("floral", "mixtures", marks=pytest.mark.slow)],
+)
 def test_who_does_not_agree_tells_none_of_it(
     name: str, key: str, tells: Tells | None, tmp_path: Path, comingle: Callable[..., CliAnswer]
 ) -> None:

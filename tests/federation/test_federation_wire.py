@@ -99,13 +99,14 @@ def run(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, tells: Tells =
     return channel, watch
 
 
-METHODS = ("comigs-1g1s", "fdlora", "pcl", "floral", "fedsa-lora", "stacking")
+METHODS = ("comigs-1g1s", "pcl", "floral", "fedsa-lora", "fdlora", "stacking")
 
 
 @pytest.mark.parametrize(
     ("name", "tells"),
     [
-        *((name, "all") for name in METHODS),
+        *((name, "all") for name in METHODS[:4]),
+        *(pytest.param(name, "all", marks=pytest.mark.slow) for name in METHODS[4:]),
         ("comigs-1g1s", "scores"),
         ("floral", "scores"),
         ("comigs-1g1s", "losses"),

@@ -130,7 +130,7 @@ def test_a_run_or_a_user_that_is_not_there(runs: Path, typed: Any, arguments: li
     assert answer.err.rstrip("\n").endswith(told)
 
 
-@pytest.mark.parametrize("compiled", ["auto", False])
+@pytest.mark.parametrize("compiled", [pytest.param("auto", marks=pytest.mark.slow), False])
 def test_a_base_that_is_large_enough_is_served_by_compiled_code(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Any
 ) -> None:
