@@ -49,6 +49,7 @@ def test_json_has_what_a_run_then_counts(comingle: Any, recipe_file: Path) -> No
     assert found["comigs_1g1s_minus_fedavg"][-1]["true"] < 0
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_comes_with_advice_that_helps(
     comingle: Any, recipe_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

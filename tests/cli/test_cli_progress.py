@@ -34,6 +34,7 @@ def losses_of(run: Path) -> list[float]:
     return [sum(losses) / len(losses) for losses in rounds]
 
 
+@pytest.mark.slow
 def test_a_process_without_a_terminal_says_a_line_a_round(recipe_file: Path, tmp_path: Path) -> None:
     command = [*COMINGLE, "run", str(recipe_file), "--out", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -99,7 +99,8 @@ def peak_of(recipe: Any, materials: Any) -> tuple[int, Portions]:
     return live.peak, federation.clients.portions
 
 
-@pytest.mark.parametrize("name", ["comigs-1g1s", pytest.param("floral", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["comigs-1g1s", "floral"])
 def test_auto_finds_a_pass_that_fits(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     recipe = load_recipe(recipe_file).with_changes({**WIDE, "method": name, "training.local_steps": 1})
     materials, automatic = prepare(recipe), recipe.with_changes({"runtime.users_per_step": "auto"})

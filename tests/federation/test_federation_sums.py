@@ -201,6 +201,7 @@ class Stopping(Direct):
             yield from super().exchange({name: task}, timeout=timeout)
 
 
+@pytest.mark.slow
 def test_a_server_and_users_that_stop_at_every_exchange_end_with_the_same(tmp_path: Path) -> None:
     content = recipe(tmp_path, users=2)
     _, whole = federated(content, tmp_path / "whole")

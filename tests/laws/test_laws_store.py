@@ -38,6 +38,7 @@ def test_on_disk_is_in_memory(federated: dict[str, Any], federate: Callable[...,
     require_equal(memory, disk)
 
 
+@pytest.mark.slow
 def test_nets_on_disk_are_nets_in_memory(netted: dict[str, Any], federate_nets: Callable[..., InProcess]) -> None:
     memory, disk = (federate_nets(netted, changes=ABSENT | {"runtime.store": store}) for store in ("memory", "disk"))
     require_equal(memory, disk)

@@ -84,6 +84,7 @@ def played(tmp_path_factory: pytest.TempPathFactory, write_recipe: Callable[[Pat
     return play(folder, write_recipe(folder / "project"), runs)
 
 
+@pytest.mark.slow
 def test_three_processes_leave_behind_what_one_does(played: Played) -> None:
     """Tensors of users and server, events and metrics, to the last bit."""
     assert played.codes["comigs-3"] == [[0, 0, 0]]

@@ -66,6 +66,7 @@ def come_and_go(
     assert not engine.cache.begins
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "dtype"),
     [("comigs-1g1s", "float32"), ("comigs-1g1s", "bfloat16"), ("fedavg", "float32"), ("floral", "float32")],

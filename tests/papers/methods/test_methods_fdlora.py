@@ -87,7 +87,7 @@ def test_fusion_is_never_worse_than_either_copy(federate: Any, monkeypatch: pyte
 def test_a_run_ends_with_fused_models_and_scores_them(federate: Any) -> None:
     federation = federate("fdlora")
     scores = run_rounds(federation, observe=lambda event: None)
-    assert federation.clients.row_of == [3, 4, 5]
+    assert list(federation.clients.row_of) == [3, 4, 5]
     for user, score in enumerate(scores):
         assert score.loss_nats == pytest.approx(
             federation.clients.scorer.score(

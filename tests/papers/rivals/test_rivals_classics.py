@@ -58,7 +58,7 @@ def test_ditto_is_algorithm_1(federate_nets: Any) -> None:
             personal[user] = descended(hand, personal[user], user, number, near(0.4, at))
         model = hand.mean({user: descended(hand, at, user, number, lambda g, own: g) for user in members})
     same(played(federation, ROUNDS), [*[model] * 4, *personal])
-    assert federation.clients.row_of == [4, 5, 6, 7]
+    assert list(federation.clients.row_of) == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(
