@@ -63,6 +63,7 @@ def marked(recipe_file: Path) -> Path:
     return recipe_file
 
 
+@pytest.mark.slow
 def test_a_user_called_like_markup_is_called_so_everywhere(comingle: Any, marked: Path, tmp_path: Path) -> None:
     place = tmp_path / "[bold]runs[/]"
     for command in (

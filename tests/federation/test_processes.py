@@ -102,6 +102,7 @@ def wait_until(true: Callable[[], bool], seconds: float = 20) -> bool:
 BOTH = {"ada": "ada", "bob": "bob"}
 
 
+@pytest.mark.slow
 def test_rounds_with_the_same_workers_throughout(federation: Federation) -> None:
     federation.run(rounds=3, request="who")
     assert federation.replies() == [BOTH] * 3

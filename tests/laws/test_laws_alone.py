@@ -55,7 +55,8 @@ def test_a_cohort_equals_its_users_trained_alone(federate: Any, federated: dict[
             torch.testing.assert_close(found[key], expected[key], **EXACT, msg=f"{name}: {key}")
 
 
-@pytest.mark.parametrize("users_per_step", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("users_per_step", [1, 2])
 def test_users_per_step_changes_nothing(federate: Any, trained: dict[str, Any], users_per_step: int) -> None:
     rounds = 3 - users_per_step  # the second round, after an exchange, is worth its time once
     whole = federate(trained, changes=SHORT)

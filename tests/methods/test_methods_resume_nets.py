@@ -34,6 +34,7 @@ def images(folder: Path) -> dict[str, Any]:
     return {"data.task": {"name": "cifar10", "users": 4, "clusters": 2, "path": str(folder)}, "training.batch_size": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["batch norm", "augmentation"])
 @pytest.mark.parametrize("name", METHODS)
 def test_resuming_is_exact(name: str, task: str, tmp_path: Path) -> None:

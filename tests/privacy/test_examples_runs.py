@@ -212,8 +212,8 @@ def test_a_resumed_run_is_the_run(tmp_path: Path, method: str, kept: str, monkey
     [
         ("comigs-1g1s", {}),
         ("fedavg", {"training__participation": 0.6, "training__uploads": "int8"}),
-        ("fdlora", {}),
-        ("fedmerge", {"epsilon": 2.0, "noise_multiplier": None}),
+        pytest.param("fdlora", {}, marks=pytest.mark.slow),
+        pytest.param("fedmerge", {"epsilon": 2.0, "noise_multiplier": None}, marks=pytest.mark.slow),
     ],
 )
 def test_users_elsewhere_end_with_the_same(tmp_path: Path, method: str, settings: dict[str, Any]) -> None:

@@ -30,6 +30,9 @@ SHORT = {
 KILLED = -9
 
 
+pytestmark = pytest.mark.slow
+
+
 @dataclass(frozen=True)
 class Played:
     """Runs by name, below one folder; how their processes ended, and what they said."""
@@ -84,7 +87,6 @@ def played(tmp_path_factory: pytest.TempPathFactory, write_recipe: Callable[[Pat
     return play(folder, write_recipe(folder / "project"), runs)
 
 
-@pytest.mark.slow
 def test_three_processes_leave_behind_what_one_does(played: Played) -> None:
     """Tensors of users and server, events and metrics, to the last bit."""
     assert played.codes["comigs-3"] == [[0, 0, 0]]
@@ -185,7 +187,6 @@ CASES = {
 }
 
 
-@pytest.mark.slow
 def test_methods_and_settings_are_those_of_one_process(tmp_path: Path, write_recipe: Callable[[Path], Path]) -> None:
     runs = {f"{name}-{n}": [go(n, sets)] for name, sets in CASES.items() for n in (1, 2)}
     runs |= {f"comigs-{n}": [go(n, {})] for n in (1, 2, 4)}
@@ -201,7 +202,6 @@ def test_methods_and_settings_are_those_of_one_process(tmp_path: Path, write_rec
         assert unequal(played["comigs-1"], played[f"comigs-{n}"]) == []
 
 
-@pytest.mark.slow
 def test_nets_are_those_of_one_process(tmp_path: Path) -> None:
     recipe = tmp_path / "nets.yaml"
     recipe.write_text(

@@ -91,6 +91,7 @@ def test_every_method_speaks_as_alone(people: Any, method: str) -> None:
     come_and_go(mine, Engine(mine, rows=5), lambda i: {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "qwen3", "mistral", "gemma3", "opt"])
 def test_every_family_speaks_as_alone(people: Any, family: str) -> None:
     mine = people(base=f"random:{family}")
