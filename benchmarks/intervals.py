@@ -87,7 +87,7 @@ def coverage(case: tuple[int, int, float, float, float, bool], populations: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--populations", type=int, default=1000)
     populations = parser.parse_args().populations
     warnings.simplefilter("ignore")  # scipy says where resamples are all alike

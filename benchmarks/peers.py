@@ -12,6 +12,7 @@ round) and ``times``, how many times faster comingle is, the median over turns i
 - ``nets``: FedAvg of 784-200-10 on MNIST, 300 users, batch 32, SGD, against pfl-research's simulation in float32.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse

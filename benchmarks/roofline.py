@@ -27,6 +27,7 @@ from clocks import add_clock, clock_of
 from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.engines.runtime import keep_buffers
+from comingle.models.language import load_base
 from throughput import base_pass, clients_of, timed
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -71,8 +72,9 @@ def measure(shape: dict[str, int], method: str, iters: int, clock: Callable[[], 
     rest = {"method": method, "experts": 2, "ctx": CONTEXT, "dtype": "bfloat16", "device": "cpu"}
     switches = {"users_per_step": None, "micro_batch": None, "no_compile": False, "no_native": False}
     args = argparse.Namespace(**shape, **rest, **switches)
-    clients, products = clients_of(args, name), Products()
-    base = base_pass(args, name, clients.portions.users * clients.portions.sequences)
+    clients, products = clients_of(args, load_base(name, dtype=args.dtype, device=args.device)), Products()
+    alone = load_base(name, dtype=args.dtype, device=args.device)
+    base = base_pass(args, alone, clients.portions.users * clients.portions.sequences)
     tokens, flops = shape["users"] * shape["batch"] * CONTEXT, product_flops(clients)
     turns: list[tuple[float, float, float]] = []
     for number in range(iters + 2):  # the first two compile and warm up

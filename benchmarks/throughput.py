@@ -17,6 +17,7 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -106,7 +107,8 @@ def base_pass(args: argparse.Namespace, base: Base, sequences: int) -> Callable[
     if not args.no_compile:
         for layer in decoder_layers(base.model):
             layer.compile()
-    table = base.model.get_input_embeddings().weight.detach().clone().requires_grad_()
+    model: Any = base.model
+    table = model.get_input_embeddings().weight.detach().clone().requires_grad_()
     tokens = torch.randint(args.vocab, (args.users * args.batch, args.ctx + 1), device=base.device)
 
     def step() -> None:

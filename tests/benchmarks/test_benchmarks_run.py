@@ -1,0 +1,36 @@
+"""Benchmarks that nobody runs every day still run, at toy size; ``make check`` reads their types."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+SHAPE = {"layers": 1, "dim": 32, "heads": 2, "vocab": 300, "users": 2, "batch": 2}
+
+
+def printed(script: str) -> dict[str, Any]:
+    """The line of JSON that a script prints, run where benchmarks lie."""
+    done = subprocess.run([sys.executable, "-c", script], cwd=FOLDER, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_the_roofline_measures_each_shape() -> None:
+    start = "import sys, roofline; sys.argv = ['roofline.py', '--shapes', 'toy', '--iters', '1']; "
+    found = printed(start + f"roofline.SHAPES['toy'] = {SHAPE}; roofline.main()")["toy"]
+    assert found["limit_tokens_per_s"] > found["tokens_per_s"] > 0
+    assert 0 <= found["roofline_share"] < 1  # of products too small to keep a processor busy
+    assert found["adapter_efficiency"] > 0
+
+
+@pytest.mark.slow
+def test_answers_are_the_same_together() -> None:
+    shape = ["--users", "2", "--questions", "2", "--prompt", "8", "--new", "4", "--repeats", "1"]
+    assert printed(f"import sys, answering; sys.argv = ['answering.py', *{shape}]; answering.main()")["ratio"] > 0
