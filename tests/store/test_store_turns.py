@@ -17,6 +17,7 @@ import torch
 
 from comingle.data.answers import Answers
 from comingle.data.crowds import Crowd, names_of
+from comingle.data.partition import UserText
 from comingle.data.samples import SPLITS
 from comingle.errors import ComingleError, RunError, require_user
 from comingle.kinds.base import Materials
@@ -25,6 +26,7 @@ from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.store import opening
 from comingle.store.grouping import Spool
+from comingle.store.mixing import Mixture
 from comingle.store.names import Names, NamesWriter
 from resuming import StoppedError, final, stop_in_round_3
 
@@ -140,8 +142,35 @@ def test_samples_in_arrays(tmp_path: Path, loss: str | None) -> None:
     assert replace(memory.common, users=()) == replace(disk.common, users=())
 
 
-def test_what_looks_at_all_users_at_once_is_read_as_ever(files: dict[str, str]) -> None:
-    assert isinstance(prepare(recipe_of({"users": files, "held_out": "mixture"})).users, tuple)
+def test_a_mixture_of_everybodys_held_out_text(files: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    """Who has too little text of their own gives none; who has then too little of the mixture is refused."""
+    pytest.importorskip("datasets")
+    data = {"users": files, "held_out": "mixture", "max_test_tokens": {"bob": 60}}
+    assert len(require_same(data).users[1].test) == 60
+    require_same(data | {"train_on_valid": True, "split": {"valid": 0.2, "test": 0.2}})
+    small = Path(files["ann"]).with_name("small.jsonl")
+    write_rows(small, {"eve": ["x"]}, "text")
+    with_eve = data | {"users": {"eve": str(small), **files}}
+    caplog.clear()
+    skipping = require_same(with_eve | {"on_small_user": "skip"})
+    assert list(names_of(skipping.users)) == ["ann", "bob", "cem", "dag"]
+    assert len({line for line in caplog.messages if "left out" in line}) == 1  # by both stores, in the same words
+    told = []
+    for store in ("memory", "disk"):
+        with pytest.raises(ComingleError) as caught:
+            api.run(recipe_of(with_eve, store))
+        told.append(str(caught.value))
+        with pytest.raises(ComingleError) as caught:
+            api.run(recipe_of(data, store, method="comigs-1g1s", training={"rounds": 1, "context": 2000}))
+        told.append(str(caught.value))
+    assert told[:2] == told[2:]
+
+
+def test_a_mixture_trains_as_in_memory(files: dict[str, str], tmp_path: Path) -> None:
+    for store in ("memory", "disk"):
+        api.run(recipe_of({"users": files, "held_out": "mixture"}, store), out=tmp_path / store)
+    assert final(tmp_path / "memory") == final(tmp_path / "disk")
+    assert not [*tmp_path.rglob("*.pieces"), *tmp_path.rglob("rows.bin")]  # no text is left in the cache
 
 
 # ---------------------------------------------------------------- who has too little
@@ -339,3 +368,22 @@ def test_names_are_found_in_files(tmp_path: Path) -> None:
         twice.add(name)
     with pytest.raises(ComingleError, match="user 'ann' twice"):
         twice.finish()
+
+
+def test_a_mixture_is_made_without_a_list_of_all(tmp_path: Path) -> None:
+    """Of 40,000 bytes of held-out text each, and of what is trained on, one user's are in memory at a time."""
+
+    def peak(users: int) -> int:
+        mixture = Mixture(tmp_path, seed=0)
+        tracemalloc.start()
+        for i in range(users):
+            train, *held_out = (tuple(f"{i} {split} {n:05d}" * 100 for n in range(20)) for split in SPLITS)
+            mixture.add(UserText(name=f"user {i}", train=train, valid=held_out[0], test=held_out[1]))
+        assert sum(len(text().test) > users // 2 for _, text in mixture.texts()) == users
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        mixture.remove()
+        return most
+
+    few, many = peak(10), peak(40)
+    assert (many - few) / 30 < 4000
