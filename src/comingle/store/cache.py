@@ -41,8 +41,8 @@ def populated(recipe: Recipe, turns: Turns[Any], write: Callable[[Path], None]) 
     Raises:
         DataError: the cache cannot be written to.
     """
-    states = [*_states(turns.sources())]
-    if None in states:
+    states = _digest(_states(turns.sources()))
+    if states is None:
         folder = Path(tempfile.mkdtemp(prefix="comingle-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         write(folder)
@@ -62,6 +62,16 @@ def populated(recipe: Recipe, turns: Turns[Any], write: Callable[[Path], None]) 
     return target
 
 
+def _digest(states: Iterator[list[Any] | None]) -> str | None:
+    """Of as many as there may be; None where there is one of what is no file."""
+    digest = hashlib.sha256()
+    for state in states:
+        if state is None:
+            return None
+        digest.update(json.dumps(state).encode())
+    return digest.hexdigest()
+
+
 def _states(sources: list[str]) -> Iterator[list[Any] | None]:
     """By which a source is known again; None for what is no file or folder."""
     for source in sources:
@@ -71,6 +81,7 @@ def _states(sources: list[str]) -> Iterator[list[Any] | None]:
         elif path.is_dir():
             for place, folders, files in os.walk(path):
                 folders.sort()
+                yield [place]  # an empty folder may be a class
                 yield from (_state(Path(place) / name) for name in sorted(files))
         else:
             yield _state(path)
