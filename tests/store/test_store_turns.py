@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import tracemalloc
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 
 from comingle.data.answers import Answers
 from comingle.data.crowds import Crowd, names_of
@@ -335,6 +337,27 @@ def test_what_is_torn_is_written_anew(files: dict[str, str], written: list[Path]
     assert isinstance(again, Crowd)
     assert len(written) == 2
     assert again.digest == first.digest
+
+
+def test_what_two_processes_delete_at_once_is_deleted(
+    files: dict[str, str], own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process deletes what this one is looking at, or is about to use it."""
+    gone, used, old = (own_cache / "populations" / name for name in ("gone", "used", "old"))
+    for place in (used, old):
+        place.mkdir(parents=True)
+        (place / "about.json").write_text("{}")
+        os.utime(place / "about.json", (0, 0))
+    original = Path.glob
+
+    def glob(where: Path, pattern: str) -> Any:
+        late = [gone / "about.json"] if "about" in pattern else [where / "gone.partial-1"]
+        return iter([*late, *original(where, pattern)])
+
+    monkeypatch.setattr(Path, "glob", glob)
+    with FileLock(own_cache / "populations" / "used.lock"):
+        prepare(recipe_of({"users": files, "max_test_tokens": 30}))
+    assert (used.exists(), old.exists()) == (True, False)
 
 
 @pytest.mark.slow

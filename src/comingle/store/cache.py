@@ -15,11 +15,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from comingle.errors import DataError
 from comingle.models.cache import cache_folder, make_once
@@ -54,7 +55,7 @@ def populated(recipe: Recipe, turns: Turns[Any], write: Callable[[Path], None]) 
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         with FileLock(home / f"{target.name}.lock"):
             make_once(target, write)
-        os.utime(target / ABOUT)
+            os.utime(target / ABOUT)
         _sweep(home)
     except OSError as error:
         told = f"{home}: cannot be written to: {error.strerror}; COMINGLE_CACHE names another place for it"
@@ -95,5 +96,7 @@ def _state(path: Path) -> list[Any]:
 def _sweep(home: Path) -> None:
     """Delete what nobody has used for long."""
     for about in home.glob(f"*/{ABOUT}"):
-        if time.time() - about.stat().st_mtime > _DAYS_UNUSED * 86400:
-            shutil.rmtree(about.parent, ignore_errors=True)
+        # Another process may have been quicker, or be about to use it.
+        with suppress(FileNotFoundError, Timeout), FileLock(home / f"{about.parent.name}.lock", blocking=False):
+            if time.time() - about.stat().st_mtime > _DAYS_UNUSED * 86400:
+                shutil.rmtree(about.parent, ignore_errors=True)
