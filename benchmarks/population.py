@@ -88,7 +88,7 @@ def net_materials(users: int, cohort: int) -> Materials:
 
 
 def text_user(number: int) -> UserData:
-    tokens = torch.randint(3, 500, (TOKENS_EACH + 100,), generator=generator("population", number), dtype=torch.int32)
+    tokens = torch.randint(3, 256, (TOKENS_EACH + 100,), generator=generator("population", number), dtype=torch.int32)
     parts = tokens.split([TOKENS_EACH, 50, 50])
     return UserData(name=f"user-{number}", train=parts[0], valid=parts[1], test=parts[2])
 

@@ -45,9 +45,16 @@ _HOMES = {
 __all__ = ["ComingleError", "Recipe", "__version__", "advise", "audit", "compare", "floral", "join", "load", "run"]
 
 
+def _home(name: str) -> str:
+    """Where a name is; in one of several processes that a launcher has started, a run is one of all of them."""
+    from comingle.processes.launched import find_place
+
+    return "comingle.processes.api" if name == "run" and find_place() is not None else _HOMES[name]
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'comingle' has no attribute {name!r}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress not found")  # of tqdm, in a notebook without widgets
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        return getattr(importlib.import_module(_home(name)), name)

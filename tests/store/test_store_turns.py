@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import tracemalloc
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,17 +16,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 
 from comingle.data.answers import Answers
 from comingle.data.crowds import Crowd, names_of
-from comingle.data.samples import SPLITS
+from comingle.data.partition import UserText
+from comingle.data.samples import SPLITS, UserSamples
 from comingle.errors import ComingleError, RunError, require_user
 from comingle.kinds.base import Materials
 from comingle.recipes import Recipe, parse_recipe
 from comingle.runs import api
 from comingle.runs.session import prepare
-from comingle.store import opening
+from comingle.store import arrays, opening
 from comingle.store.grouping import Spool
+from comingle.store.mixing import Mixture
 from comingle.store.names import Names, NamesWriter
 from resuming import StoppedError, final, stop_in_round_3
 
@@ -135,13 +140,114 @@ def test_samples_in_arrays(tmp_path: Path, loss: str | None) -> None:
         np.savez(tmp_path / f"{name}.npz", **arrays)
     data = {"kind": "samples", "users": {name: str(tmp_path / f"{name}.npz") for name in ("ann", "bob")}}
     data |= {"loss": loss} if loss else {}
-    memory, disk = both(data)
-    require_same(data)
-    assert replace(memory.common, users=()) == replace(disk.common, users=())
+    for more in ({}, {"classes": 5}):
+        memory, disk = both(data | more)
+        require_same(data | more)
+        assert replace(memory.common, users=()) == replace(disk.common, users=())
 
 
-def test_what_looks_at_all_users_at_once_is_read_as_ever(files: dict[str, str]) -> None:
-    assert isinstance(prepare(recipe_of({"users": files, "held_out": "mixture"})).users, tuple)
+def paint(folder: Path, classes: Mapping[str, int], count: int = 8, size: tuple[int, int] = (5, 4)) -> str:
+    """Images in one colour each; a class without images is one too."""
+    image = pytest.importorskip("PIL.Image")
+    for name, value in classes.items():
+        (folder / name).mkdir(parents=True)
+        for i in range(count if value else 0):
+            image.new("RGB", size, (value, i, 255 - value)).save(folder / name / f"{i}.png")
+    return str(folder)
+
+
+def test_folders_of_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Classes are those of all users, whoever is read first."""
+    users: dict[str, Any] = {
+        "ann": paint(tmp_path / "ann", {"cat": 10, "owl": 90}),
+        "bob": paint(tmp_path / "bob", {"ape": 50, "cat": 20, "dog": 0}),
+        "cem": {split: paint(tmp_path / "cem" / split, {"owl": 70, "cat": 30}) for split in ("train", "test")},
+    }
+    data = {"kind": "samples", "users": users}
+    for more in ({}, {"image_size": [3, 6], "grayscale": True}, {"classes": ["owl", "cat", "fox", "ape", "dog"]}):
+        caplog.clear()
+        memory, disk = both(data | more)
+        assert replace(memory.common, users=()) == replace(disk.common, users=())
+        lines = [line for line in caplog.messages if "lack some" in line]
+        assert (len(lines), len({*lines})) == (2, 1)
+        require_same(data | more)
+    for store in ("memory", "disk"):
+        api.run(recipe_of(data, store), out=tmp_path / store)
+    assert final(tmp_path / "memory") == final(tmp_path / "disk")
+
+
+def test_folders_of_images_are_refused_in_the_same_words(tmp_path: Path) -> None:
+    np.savez(tmp_path / "dag.npz", inputs=np.zeros((9, 5), dtype=np.float32), targets=np.arange(9) % 2)
+    ann, dag = paint(tmp_path / "ann", {"cat": 10, "owl": 90}), str(tmp_path / "dag.npz")
+    for data in (
+        {"users": {"ann": ann, "dag": dag}},
+        {"users": {"dag": dag}, "grayscale": True},
+        {"users": {"ann": ann}, "classes": ["cat", "dog"]},
+        {"users": {"ann": ann, "bob": str(tmp_path / "nowhere")}},
+        {"users": {"ann": ann, "bob": paint(tmp_path / "bob", {"cat": 10}, size=(7, 4))}},
+    ):
+        told = []
+        for store in ("memory", "disk"):
+            with pytest.raises(ComingleError) as caught:
+                api.run(recipe_of({"kind": "samples", **data}, store))
+            told.append(str(caught.value))
+        assert told[0] == told[1]
+
+
+def test_a_new_class_is_seen_though_it_has_no_images(tmp_path: Path) -> None:
+    data = {"kind": "samples", "users": {"ann": paint(tmp_path / "ann", {"cat": 10, "owl": 90})}}
+    assert require_same(data).common.labels == ("cat", "owl")
+    (tmp_path / "ann" / "dog").mkdir()
+    assert require_same(data).common.labels == ("cat", "dog", "owl")
+
+
+def test_one_user_with_images_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the first, to whose shapes those of the others are held."""
+    users = {f"user {i}": paint(tmp_path / str(i), {"cat": 10, "owl": 90}) for i in range(6)}
+    alive, most = weakref.WeakSet[Any](), list[int]()
+    original = arrays.part
+
+    def part(*args: Any, **more: Any) -> UserSamples:
+        user = original(*args, **more)
+        alive.add(user.train.inputs)
+        most.append(len(alive))
+        return user
+
+    monkeypatch.setattr(arrays, "part", part)
+    prepare(recipe_of({"kind": "samples", "users": users}))
+    assert len(most) == 6
+    assert max(most) <= 3
+
+
+def test_a_mixture_of_everybodys_held_out_text(files: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    """Who has too little text of their own gives none; who has then too little of the mixture is refused."""
+    pytest.importorskip("datasets")
+    data = {"users": files, "held_out": "mixture", "max_test_tokens": {"bob": 60}}
+    assert len(require_same(data).users[1].test) == 60
+    require_same(data | {"train_on_valid": True, "split": {"valid": 0.2, "test": 0.2}})
+    small = Path(files["ann"]).with_name("small.jsonl")
+    write_rows(small, {"eve": ["x"]}, "text")
+    with_eve = data | {"users": {"eve": str(small), **files}}
+    caplog.clear()
+    skipping = require_same(with_eve | {"on_small_user": "skip"})
+    assert list(names_of(skipping.users)) == ["ann", "bob", "cem", "dag"]
+    assert len({line for line in caplog.messages if "left out" in line}) == 1  # by both stores, in the same words
+    told = []
+    for store in ("memory", "disk"):
+        with pytest.raises(ComingleError) as caught:
+            api.run(recipe_of(with_eve, store))
+        told.append(str(caught.value))
+        with pytest.raises(ComingleError) as caught:
+            api.run(recipe_of(data, store, method="comigs-1g1s", training={"rounds": 1, "context": 2000}))
+        told.append(str(caught.value))
+    assert told[:2] == told[2:]
+
+
+def test_a_mixture_trains_as_in_memory(files: dict[str, str], tmp_path: Path) -> None:
+    for store in ("memory", "disk"):
+        api.run(recipe_of({"users": files, "held_out": "mixture"}, store), out=tmp_path / store)
+    assert final(tmp_path / "memory") == final(tmp_path / "disk")
+    assert not [*tmp_path.rglob("*.pieces"), *tmp_path.rglob("rows.bin")]  # no text is left in the cache
 
 
 # ---------------------------------------------------------------- who has too little
@@ -231,6 +337,27 @@ def test_what_is_torn_is_written_anew(files: dict[str, str], written: list[Path]
     assert isinstance(again, Crowd)
     assert len(written) == 2
     assert again.digest == first.digest
+
+
+def test_what_two_processes_delete_at_once_is_deleted(
+    files: dict[str, str], own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process deletes what this one is looking at, or is about to use it."""
+    gone, used, old = (own_cache / "populations" / name for name in ("gone", "used", "old"))
+    for place in (used, old):
+        place.mkdir(parents=True)
+        (place / "about.json").write_text("{}")
+        os.utime(place / "about.json", (0, 0))
+    original = Path.glob
+
+    def glob(where: Path, pattern: str) -> Any:
+        late = [gone / "about.json"] if "about" in pattern else [where / "gone.partial-1"]
+        return iter([*late, *original(where, pattern)])
+
+    monkeypatch.setattr(Path, "glob", glob)
+    with FileLock(own_cache / "populations" / "used.lock"):
+        prepare(recipe_of({"users": files, "max_test_tokens": 30}))
+    assert (used.exists(), old.exists()) == (True, False)
 
 
 @pytest.mark.slow
@@ -339,3 +466,22 @@ def test_names_are_found_in_files(tmp_path: Path) -> None:
         twice.add(name)
     with pytest.raises(ComingleError, match="user 'ann' twice"):
         twice.finish()
+
+
+def test_a_mixture_is_made_without_a_list_of_all(tmp_path: Path) -> None:
+    """Of 40,000 bytes of held-out text each, and of what is trained on, one user's are in memory at a time."""
+
+    def peak(users: int) -> int:
+        mixture = Mixture(tmp_path, seed=0)
+        tracemalloc.start()
+        for i in range(users):
+            train, *held_out = (tuple(f"{i} {split} {n:05d}" * 100 for n in range(20)) for split in SPLITS)
+            mixture.add(UserText(name=f"user {i}", train=train, valid=held_out[0], test=held_out[1]))
+        assert sum(len(text().test) > users // 2 for _, text in mixture.texts()) == users
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        mixture.remove()
+        return most
+
+    few, many = peak(10), peak(40)
+    assert (many - few) / 30 < 4000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,8 +16,8 @@ from comingle.data.pack import LISTED
 from comingle.errors import RankLostError
 from comingle.kinds.base import Materials
 from comingle.processes.launched import LOST, PARENT, Place
-from comingle.processes.ranks import Ranks, joined
-from comingle.processes.sharing import build_sharded, check_device, share_out, spans, take_threads
+from comingle.processes.ranks import joined
+from comingle.processes.sharing import build_sharded, read_shared
 from comingle.progress import LOADING, reporting
 from comingle.runs.folders import check_folder
 from comingle.runs.session import build, prepare, run_in, warn_unread
@@ -27,7 +26,6 @@ from comingle.terminal import errors, words
 if TYPE_CHECKING:
     from comingle.engines.client import Clients
     from comingle.engines.events import Observer
-    from comingle.recipes import Recipe
     from comingle.runs.results import Run
 
 T = TypeVar("T")
@@ -78,7 +76,7 @@ def train_here(
                     return [reporter.watch(clients)]
 
                 with reporter.waiting(LOADING):
-                    materials = _read(recipe, ranks)
+                    materials = prepare(recipe) if ranks is None else read_shared(recipe, ranks)
                     warn_overlaps(materials)
                 if leads:
                     warn_unread(recipe)
@@ -93,18 +91,3 @@ def train_here(
 
 def _alone(work: Callable[[], T]) -> T:
     return work()
-
-
-def _read(recipe: Recipe, ranks: Ranks | None) -> Materials:
-    """The base and the users' data; of several processes, of the users of this one."""
-    if ranks is None:
-        return prepare(recipe)
-    if not ranks.leads:
-        logging.getLogger("comingle").setLevel(logging.ERROR)  # one speaks for all
-    ranks.each(lambda: check_device(recipe, ranks.place))
-    take_threads(recipe, ranks.place)
-    materials = ranks.each(lambda: prepare(recipe))
-    at_once = recipe.runtime.users_per_step
-    at_once = at_once if isinstance(at_once, int) else 1
-    mine = ranks.each(lambda: spans(len(materials.users), ranks.size, at_once)[ranks.rank])
-    return share_out(materials, mine)

@@ -10,6 +10,7 @@ import torch
 from comingle.adapters.clustered import FloralModel, floral, roles
 from comingle.adapters.inject import ROUTER
 from comingle.adapters.lora import init_zero, lora_scale
+from comingle.data.crowds import names_of
 from comingle.engines.client import Clients
 from comingle.kinds.language import check_on_language
 from comingle.kinds.samples.building import build_nets
@@ -35,7 +36,7 @@ def bare_nets(recipe: Recipe, population: Population) -> InProcess:
         RecipeError: as :func:`comingle.kinds.samples.building.build_nets`.
     """
     method = make(recipe.method.name, **recipe.method.settings)
-    training = training_settings(recipe, [user.name for user in population.users])
+    training = training_settings(recipe, names_of(population.users))
     if method.placement.pooled:
         return federate(build_nets(recipe, population, method, training))
     clusters = max(1, len({user.cluster for user in population.users}))  # with fewer there would be other clusters

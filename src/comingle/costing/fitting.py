@@ -8,7 +8,9 @@ from typing import Any
 from comingle.costing.nets import rehearse_nets
 from comingle.costing.passes import Rehearsal, memory
 from comingle.costing.planning import rehearse_text
+from comingle.costing.reading import as_long
 from comingle.costing.summaries import NONE_FITS, smaller_pass, with_method
+from comingle.data.crowds import Crowd, names_of
 from comingle.engines.training import Portions
 from comingle.errors import RecipeError
 from comingle.kinds.base import Materials, kind_of
@@ -44,12 +46,10 @@ def fit(recipe: Recipe, materials: Materials) -> Portions:
 
 
 def _rehearsed(recipe: Recipe, materials: Materials, participation: Any) -> Rehearsal:
-    kind, users = kind_of(recipe), materials.users
-    if materials.here is not None:  # of several processes
-        users = tuple(users[number] for number in materials.here)
+    kind, users = kind_of(recipe), materials.present  # here, of several processes
     if kind.read_for_costs:
         return rehearse_nets(recipe, replace(materials.common, users=users), participation)
-    names = tuple(user.name for user in users)
-    (as_text,), _, _ = kind.as_text([recipe], len(names))
+    names = tuple(names_of(users))
+    (as_text,) = as_long(kind, [recipe], users) if isinstance(users, Crowd) else kind.as_text([recipe], len(names))[0]
     assert materials.base is not None
     return rehearse_text(as_text, materials.base, names, participation)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from comingle.costing.passes import Rehearsal, rehearse
 from comingle.costing.records import MethodCost, Plan
 from comingle.costing.stacked import Base, Load, count_stacked, measured_base
 from comingle.costing.summaries import check_count, largest_round, summarise, with_method, with_privacy
+from comingle.data.crowds import Crowd, names_of
 from comingle.data.samples import SPLITS
 from comingle.engines.client import Clients
 from comingle.engines.settings import EVERYBODY
@@ -41,7 +43,7 @@ def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation
     plain = rehearse_nets(with_method(recipes[0], "fedavg"), population)
     clients = plain.federation.clients
     base, free = measured_base(plain), free_bytes(clients.model.device)
-    names = tuple(user.name for user in population.users)
+    names = tuple(names_of(population.users))
     costs = [
         with_privacy(net_cost(recipe, population, base, free, participation), recipe, names, participation)
         for recipe in recipes
@@ -83,26 +85,34 @@ def rehearse_nets(recipe: Recipe, population: Population, participation: Any = E
         present=largest_round(participation, len(population.users)),
         store=recipe.runtime.store,
         data_bytes=data_bytes(population, clients.model.dtype),
+        reads_cohorts=isinstance(population.users, Crowd),
         process_bytes=process_size,
     )
 
 
 def loads_of(clients: Clients, population: Population) -> dict[str, Load]:
     """Every user's local work by name; a pooled one has it all."""
-    users = {user.name: user for user in population.users}
+    users: Iterable[tuple[str, Any]] = ((user.name, user) for user in population.users)
     if clients.method.placement.pooled:
-        users = {f"all {len(population.users)} users as one": clients.trainers[0]}
-    loads = {}
-    for name, user in users.items():
+        users = [(f"all {len(population.users)} users as one", clients.trainers[0])]
+    loads, known = dict[str, Load](), dict[Load, Load]()
+    for name, user in users:
         sizes, swept = clients.feed.batch_sizes(user)
-        loads[name] = Load(sizes=sizes, epochs=clients.training.local_epochs, sweeps=len(swept), swept=sum(swept))
+        load = Load(sizes=sizes, epochs=clients.training.local_epochs, sweeps=len(swept), swept=sum(swept))
+        loads[name] = known.setdefault(load, load)
     return loads
 
 
 def data_bytes(population: Population, dtype: torch.dtype) -> int:
-    """Everybody's samples, once as they were read and once as batches are gathered from them."""
-    total = 0
-    for part in (user.split(split) for user in population.users for split in SPLITS):
+    """Everybody's samples, once as they were read and once as batches are gathered from them.
+
+    Of those who lie in a file sizes are known: all splits have the shapes of the first user's.
+    """
+    users, total = population.users, 0
+    if isinstance(users, Crowd) and users.sizes is not None:
+        one = data_bytes(replace(population, users=[users[0]]), dtype)
+        return int(one * users.sizes.sum() / users.sizes[0].sum())
+    for part in (user.split(split) for user in users for split in SPLITS):
         total += part.inputs.nbytes + part.targets.nbytes + part.inputs.numel() * dtype.itemsize
         total += part.targets.numel() * (dtype if part.targets.is_floating_point() else part.targets.dtype).itemsize
     return total

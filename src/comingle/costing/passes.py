@@ -35,8 +35,8 @@ class Rehearsal:
 
     ``trainers`` is their true number, of whom at most ``present`` take part in a round, ``store`` where they are kept,
     ``checkpointed`` whether layers are computed twice.
-    ``data_bytes`` is what is kept of their samples, ``process_bytes`` what a process holds in any case, ``known`` what
-    has been found out about passes.
+    ``data_bytes`` is what is kept of their samples, with ``reads_cohorts`` of those alone who train; ``process_bytes``
+    is what a process holds in any case, ``known`` what has been found out about passes.
     """
 
     federation: InProcess
@@ -48,6 +48,7 @@ class Rehearsal:
     store: str = MEMORY
     checkpointed: bool = False
     data_bytes: int = 0
+    reads_cohorts: bool = False
     process_bytes: int = 0
     known: dict[tuple[tuple[int, ...], Portions], tuple[int, int]] = field(default_factory=dict)
 
@@ -73,6 +74,7 @@ def rehearse(
     store: str = MEMORY,
     checkpointed: bool = False,
     data_bytes: int = 0,
+    reads_cohorts: bool = False,
     process_bytes: int = 0,
 ) -> Rehearsal:
     """Put fakes in the place of everything frozen, in place, and of samples."""
@@ -91,6 +93,7 @@ def rehearse(
         checkpointed=checkpointed,
         weights_bytes=size,
         data_bytes=data_bytes,
+        reads_cohorts=reads_cohorts,
         process_bytes=process_bytes,
     )
 
@@ -117,7 +120,7 @@ def memory(stage: Rehearsal, *, alone: bool = False, portions: Portions | None =
         gradients_bytes=gradients + left,
         activations_bytes=peak - gradients,
         allocator_bytes=int(gaps * max(peak, exchange)),
-        data_bytes=stage.data_bytes // (stage.trainers if alone else 1),
+        data_bytes=_data_bytes(stage, 1 if alone else chosen.users if stage.reads_cohorts else stage.trainers),
         process_bytes=stage.process_bytes,
         exchange_bytes=exchange,
     )
@@ -156,6 +159,11 @@ def _exchange_bytes(stage: Rehearsal, *, alone: bool) -> int:
     user = user_bytes(clients.state, stage.store)
     evaluated = min(clients.at_once, clients.training.evaluate_users or stage.trainers)
     return max(stage.present * (live.peak + taken_bytes(user)), evaluated * received_bytes(user))
+
+
+def _data_bytes(stage: Rehearsal, users: int) -> int:
+    """Of so many of those whose samples there are."""
+    return stage.data_bytes * min(users, stage.trainers) // stage.trainers
 
 
 def _server_bytes(federation: InProcess, share: float) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ from comingle.costing.footprint import process_bytes
 from comingle.costing.nets import plan_nets
 from comingle.costing.paper import Account, Difference, Sizes, table3
 from comingle.costing.passes import Rehearsal, rehearse
+from comingle.costing.reading import as_text
 from comingle.costing.records import MethodCost, Plan
 from comingle.costing.skeleton import load_skeleton
 from comingle.costing.stacked import Base as BaseFlops
@@ -69,13 +71,13 @@ def plan(
     check_count(users)
     _check_given(recipe, users)
     _check_examples(recipe, users)
-    whole = recipes
-    recipes, small, note = kind.as_text(recipes, users)
+    whole, runtime = recipes, recipe.runtime
+    about = {"dtype": runtime.dtype, "device": runtime.device, "attention": runtime.attention}
+    skeleton = cache(partial(load_skeleton, recipe.base, **about, quantise=recipe.quantise))
+    recipes, small, note = as_text(kind, recipes, users, skeleton)
     recipe = recipes[0]
     names = tuple(name for name in user_names(recipe, users) if name not in small)
-    runtime = recipe.runtime
-    about = {"dtype": runtime.dtype, "device": runtime.device, "attention": runtime.attention}
-    base = load_skeleton(recipe.base, **about, quantise=recipe.quantise)
+    base = skeleton()
     free, training = free_bytes(base.device), recipe.training
     costs = [
         with_privacy(method_cost(one, base, names, free, present), one, names, present, whole=was)

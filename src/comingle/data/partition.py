@@ -14,7 +14,7 @@ from jaxtyping import UInt64
 
 from comingle.data.seeds import derive
 from comingle.data.shingles import hash_shingles, split_words
-from comingle.errors import DataError, NoTextError, did_you_mean
+from comingle.errors import DataError, NoTextError, did_you_mean, list_names
 
 # A longer line is a paragraph or a minified file: a cut goes through it instead of around it.
 _LONG_LINE_CHARACTERS = 1000
@@ -163,29 +163,41 @@ def _repeated(documents: Sequence[str], texts: set[str], shingles: UInt64[np.nda
 
 def _mix(parts: Mapping[str, Sequence[str]], *, split: str, seed: int) -> dict[str, tuple[str, ...]]:
     """The mixture of every user, out of equal shares of what each user gives."""
-    sizes = {name: sum(map(len, documents)) for name, documents in parts.items()}
-    if not any(sizes.values()):
+    quota = quota_of({name: sum(map(len, documents)) for name, documents in parts.items()}, split)
+    if not quota:
         return dict.fromkeys(parts, ())
-    quota = min(sizes.values())
-    if quota == 0:
-        empty = ", ".join(name for name, size in sizes.items() if size == 0)
-        raise DataError(f"users to mix: no {split} documents from: {empty}; every user must give some")
     names = sorted(parts)
-    shares = {name: _deal(_shuffle(parts[name], "mix", split, seed, name), quota, len(names)) for name in names}
-    return {name: _take_turns({giver: shares[giver][index] for giver in names}) for index, name in enumerate(names)}
+    shares = {name: deal(parts[name], quota, len(names), split, seed, name) for name in names}
+    return {name: take_turns({giver: shares[giver][index] for giver in names}) for index, name in enumerate(names)}
 
 
-def _deal(documents: Sequence[str], characters: int, parts: int) -> list[list[str]]:
-    """Consecutive parts, equal within a line, of the first ``characters``; what comes after them is left out."""
+def quota_of(sizes: Mapping[str, int], split: str) -> int:
+    """How many characters each user gives, of whom these have so many; 0 where nobody has any.
+
+    Raises:
+        DataError: some have none, and others have.
+    """
+    quota = min(sizes.values(), default=0)
+    if quota == 0 and any(sizes.values()):
+        empty = list_names(name for name, size in sizes.items() if size == 0)
+        raise DataError(f"users to mix: no {split} documents from: {empty}; every user must give some")
+    return quota
+
+
+def deal(documents: Sequence[str], quota: int, parts: int, split: str, seed: int, name: str) -> list[list[str]]:
+    """What a user called ``name`` gives of a split to each of the mixtures, in an order of its own.
+
+    They are consecutive parts, equal within a line, of the first ``quota`` characters; what comes after is left out.
+    """
     dealt: list[list[str]] = []
-    rest = list(documents)
+    rest = _shuffle(documents, "mix", split, seed, name)
     for index in range(parts, -1, -1):
-        rest, part = _cut(rest, characters * index // parts)
+        rest, part = _cut(rest, quota * index // parts)
         dealt.insert(0, part)
     return dealt[:-1]
 
 
-def _take_turns(shares: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+def take_turns(shares: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """All documents, each placed by how much of its own giver's share comes before it."""
     placed: list[tuple[int, str, str]] = []
     for giver, documents in shares.items():

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 # A partial folder this old belongs to a process that was killed.
@@ -56,5 +57,6 @@ def _publish(partial: Path, target: Path) -> None:
 
 def _sweep(target: Path) -> None:
     for left in target.parent.glob(f"{target.name}.partial-*"):
-        if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
-            shutil.rmtree(left, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process has been quicker
+            if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ PATIENCE = timedelta(hours=6)
 """So long one process waits for another that is still there; one that has ended is noticed at once."""
 
 _SHOWN = 200
+_JOINED = count()
 _GLOO = "gloo"
 _BOTH = "cpu:gloo,cuda:nccl"
 
@@ -198,8 +200,8 @@ def joined(place: Place) -> Iterator[Ranks]:
     url = f"file://{place.meeting}" if place.meeting else "env://"
     with _told():
         store, rank, size = next(rendezvous(url, place.rank, place.size))
-        # A launcher's second attempt may find the addresses of its first in the same store.
-        store = PrefixStore(f"comingle/{place.restarts}", store)
+        # A launcher's second attempt, or a program's second run, may find the addresses of the first in the same store.
+        store = PrefixStore(f"comingle/{place.restarts}/{next(_JOINED)}", store)
         backend = _BOTH if torch.cuda.is_available() else _GLOO
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -25,7 +26,26 @@ from comingle.processes.launched import Place
 from comingle.processes.ranks import Ranks
 from comingle.processes.sharded import Sharded
 from comingle.recipes import Recipe
+from comingle.runs.given import NOTHING, Given
+from comingle.runs.session import prepare
 from comingle.runs.settings import fitted, training_settings
+
+
+def read_shared(recipe: Recipe, ranks: Ranks, given: Given = NOTHING, materials: Materials | None = None) -> Materials:
+    """The base and the data of this process's users; ``materials`` are those of all, where they are at hand.
+
+    Raises:
+        ComingleError: as :func:`comingle.runs.session.prepare`, or there are more processes than users or GPUs.
+    """
+    if not ranks.leads:
+        logging.getLogger("comingle").setLevel(logging.ERROR)  # one speaks for all
+    ranks.each(lambda: check_device(recipe, ranks.place))
+    take_threads(recipe, ranks.place)
+    everybody = ranks.each(lambda: materials or prepare(recipe, given=given))
+    at_once = recipe.runtime.users_per_step
+    at_once = at_once if isinstance(at_once, int) else 1
+    mine = ranks.each(lambda: spans(len(everybody.users), ranks.size, at_once)[ranks.rank])
+    return share_out(everybody, mine)
 
 
 def spans(users: int, processes: int, at_once: int) -> list[range]:

@@ -1,10 +1,9 @@
-"""Users with samples in ``.npz`` files, read in turn."""
+"""Users with samples, read in turn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from comingle.data.crowds import Crowd
@@ -13,43 +12,41 @@ from comingle.data.splits import told_unseen, unseen_labels
 from comingle.errors import DataError
 from comingle.evaluation.losses import CROSS_ENTROPY, MSE, Loss, find_loss
 from comingle.kinds.base import Materials
-from comingle.kinds.samples.folders import Look
 from comingle.kinds.samples.kind import SamplesKind, as_real, section, usual_net
 from comingle.kinds.samples.parting import part
 from comingle.kinds.samples.population import Population
-from comingle.kinds.samples.reading import read_source
-from comingle.kinds.samples.section import SamplesSection
-from comingle.models.base import Base
+from comingle.kinds.samples.reading import look_of, numbered, read_source
 from comingle.recipes import Recipe
 from comingle.store.grouping import Spool
-from comingle.store.turns import Some, Turns, in_turn
+from comingle.store.turns import Some, Turns
 
 _ANY = 2**62
 """Classes, where their number is not known before all samples have been read."""
 
 
 class SampleTurns(Turns[tuple[str, Mapping[str, Samples]]]):
-    """Arrays; whether targets are classes or numbers is what those of the first user are."""
+    """Samples; whether targets are classes or numbers is what those of the first user are."""
 
     nothing, too_little, skips = "samples", "too few samples", False
 
     def __init__(self, kind: SamplesKind, recipe: Recipe):
         self.kind, self.data, self.seed = kind, section(recipe), recipe.seed
+        self.look, self.labels = look_of(self.data), tuple[str, ...]()
         self.first: UserSamples | None = None
         self.whole, self.most, self.users, self.unseen = False, 0, 0, Some()
 
     def sources(self) -> list[str]:
-        """Files."""
-        return [path for one in (self.data.users or {}).values() for path in _paths(one)]
+        """Files and folders."""
+        return [path for one in (self.data.users or {}).values() for path in paths_of(one)]
 
     def readers(self, spool: Spool) -> Iterator[tuple[str, Callable[[], tuple[str, Mapping[str, Samples]]]]]:
-        """One file after another."""
+        """One user after another."""
         for name, source in (self.data.users or {}).items():
             yield name, partial(self._read, name, source)
 
     def _read(self, name: str, source: Any) -> tuple[str, Mapping[str, Samples]]:
-        found = read_source(f"user {name!r}", source, Look(size=None, grey=False))
-        return name, {split: one for split, one in found.items() if isinstance(one, Samples)}
+        found = read_source(f"user {name!r}", source, self.look)
+        return name, numbered(self.data, name, found, self.labels)
 
     def nobody(self, name: str) -> tuple[str, Mapping[str, Samples]]:
         """Nobody is without samples."""
@@ -67,7 +64,7 @@ class SampleTurns(Turns[tuple[str, Mapping[str, Samples]]]):
             self.whole = _is_whole(user)
         user = as_real(user) if self.whole and not self.loss(self.whole).classes and _is_whole(user) else user
         users = [user] if self.first is None else [self.first, user]
-        check(users, classes=(self.data.outputs or _ANY) if self.loss(self.whole).classes else None)
+        check(users, classes=(len(self.labels) or self.data.outputs or _ANY) if self.loss(self.whole).classes else None)
         self.first, self.users = self.first or user, self.users + 1
         if self.loss(self.whole).classes:
             parts = (one.targets for one in (user.train, user.valid, user.test) if len(one))
@@ -92,7 +89,8 @@ class SampleTurns(Turns[tuple[str, Mapping[str, Samples]]]):
         """Shapes, how many outputs a net has, and who is tested on labels that are not trained on."""
         assert self.first is not None
         train, classes = self.first.train, self.loss(self.whole).classes
-        outputs = (self.data.outputs or max(1, self.most)) if classes else train.targets.shape[-1]
+        named = max(len(self.labels), self.data.outputs or 0)
+        outputs = (named or max(1, self.most)) if classes else train.targets.shape[-1]
         told = [told_unseen(self.unseen.first, self.unseen.count, self.users)] if self.unseen.count else []
         return {"shape": list(train.inputs.shape[1:]), "outputs": outputs, "whole": self.whole}, told
 
@@ -105,6 +103,7 @@ class SampleTurns(Turns[tuple[str, Mapping[str, Samples]]]):
             classes=about["outputs"],
             input_shape=shape,
             net=usual_net(shape),
+            labels=self.labels,
         )
         return Materials(kind=self.kind, base=None, users=users, common=common, unread=True)
 
@@ -113,14 +112,6 @@ def _is_whole(user: UserSamples) -> bool:
     return not any(part.targets.is_floating_point() for part in (user.train, user.test))
 
 
-def _paths(source: Any) -> list[str]:
+def paths_of(source: Any) -> list[str]:
+    """Where one user's samples are."""
     return [path for path in (source.path, source.train, source.valid, source.test) if path is not None]
-
-
-@in_turn.register
-def _of_samples(kind: SamplesKind, recipe: Recipe, base: Base | None, validates: bool) -> Turns[Any] | None:
-    """Folders of images have the classes of all users together, who are read at once."""
-    data: SamplesSection = section(recipe)
-    paths = [path for one in (data.users or {}).values() for path in _paths(one)]
-    files = all(Path(path).suffix.lower() == ".npz" for path in paths) and data.image_size is None
-    return SampleTurns(kind, recipe) if paths and files and not data.grayscale and data.classes is None else None

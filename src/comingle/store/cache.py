@@ -15,11 +15,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from comingle.errors import DataError
 from comingle.models.cache import cache_folder, make_once
@@ -41,8 +42,8 @@ def populated(recipe: Recipe, turns: Turns[Any], write: Callable[[Path], None]) 
     Raises:
         DataError: the cache cannot be written to.
     """
-    states = [*_states(turns.sources())]
-    if None in states:
+    states = _digest(_states(turns.sources()))
+    if states is None:
         folder = Path(tempfile.mkdtemp(prefix="comingle-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         write(folder)
@@ -54,12 +55,22 @@ def populated(recipe: Recipe, turns: Turns[Any], write: Callable[[Path], None]) 
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         with FileLock(home / f"{target.name}.lock"):
             make_once(target, write)
-        os.utime(target / ABOUT)
+            os.utime(target / ABOUT)
         _sweep(home)
     except OSError as error:
         told = f"{home}: cannot be written to: {error.strerror}; COMINGLE_CACHE names another place for it"
         raise DataError(told) from None
     return target
+
+
+def _digest(states: Iterator[list[Any] | None]) -> str | None:
+    """Of as many as there may be; None where there is one of what is no file."""
+    digest = hashlib.sha256()
+    for state in states:
+        if state is None:
+            return None
+        digest.update(json.dumps(state).encode())
+    return digest.hexdigest()
 
 
 def _states(sources: list[str]) -> Iterator[list[Any] | None]:
@@ -71,6 +82,7 @@ def _states(sources: list[str]) -> Iterator[list[Any] | None]:
         elif path.is_dir():
             for place, folders, files in os.walk(path):
                 folders.sort()
+                yield [place]  # an empty folder may be a class
                 yield from (_state(Path(place) / name) for name in sorted(files))
         else:
             yield _state(path)
@@ -84,5 +96,7 @@ def _state(path: Path) -> list[Any]:
 def _sweep(home: Path) -> None:
     """Delete what nobody has used for long."""
     for about in home.glob(f"*/{ABOUT}"):
-        if time.time() - about.stat().st_mtime > _DAYS_UNUSED * 86400:
-            shutil.rmtree(about.parent, ignore_errors=True)
+        # Another process may have been quicker, or be about to use it.
+        with suppress(FileNotFoundError, Timeout), FileLock(home / f"{about.parent.name}.lock", blocking=False):
+            if time.time() - about.stat().st_mtime > _DAYS_UNUSED * 86400:
+                shutil.rmtree(about.parent, ignore_errors=True)

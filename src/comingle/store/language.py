@@ -27,7 +27,7 @@ from comingle.kinds.conversations.reading import (
     wanted_users,
 )
 from comingle.kinds.language import tokenizer_of
-from comingle.kinds.text.kind import TextKind, section
+from comingle.kinds.text.kind import TextKind
 from comingle.kinds.text.reading import LIMITS, limits_of, options_of, split_group, user_readers
 from comingle.models.base import Base
 from comingle.models.digests import digest_tokenizer
@@ -118,6 +118,10 @@ class TextTurns(_OfLanguage, Turns[UserText]):
         """Three streams of tokens, cut to the recipe's limits."""
         self.compare(read)
         self.strangers.discard(read.name)
+        return self.packed(read)
+
+    def packed(self, read: UserText) -> UserData:
+        """The streams alone."""
         user = pack(read, self.tokenizer, **limits_of(self.data, read.name))
         return with_validation(user) if self.data.train_on_valid else user
 
@@ -190,15 +194,6 @@ class ConversationTurns(_OfLanguage, Turns[UserConversations]):
     def end(self) -> tuple[dict[str, Any], list[str]]:
         """How many conversations were too long, and whose are trained on that are held out."""
         return {}, [*filter(None, [self.encoder.told]), *self.overlapping()]
-
-
-@in_turn.register
-def _of_text(kind: TextKind, recipe: Recipe, base: Base | None, validates: bool) -> Turns[Any] | None:
-    """Where everybody is tested on a mixture of all, all of it has to be there."""
-    data = section(recipe)
-    if base is None or data.given or data.held_out == "mixture":
-        return None
-    return TextTurns(kind, recipe, base, validates)
 
 
 @in_turn.register

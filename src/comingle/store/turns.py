@@ -88,6 +88,20 @@ class Turns(ABC, Generic[Read]):
     def lack(self, user: Any) -> Any:
         """What the user has too little of, a text or what has one as ``what``; None where it is enough."""
 
+    def before(self, folder: Path) -> Iterator[Turns[Any]]:
+        """By what all are read, from end to end, before anybody's data is known: where it follows from that of others.
+
+        What it writes below ``folder`` is there until :meth:`close`.
+        """
+        yield from ()
+
+    def close(self) -> None:
+        """Nothing more is asked for, be it that all are read or that somebody cannot be."""
+
+    def keep(self, writer: PopulationWriter, read: Read, user: Any) -> None:
+        """Write down one who has enough."""
+        writer.add(user)
+
     @abstractmethod
     def refused(self, small: Some, users: int) -> DataError:
         """What is said where some have too little, and are not to be left out."""
@@ -118,19 +132,22 @@ def write_in_turn(turns: Turns[Any], folder: Path) -> None:
         DataError: a source cannot be read, or somebody has too little and is not to be left out.
     """
     with PopulationWriter(folder) as writer, open(folder / SKIPPED, "w", encoding="utf-8") as skipped:
-        users, small, more, told = _written(turns, writer, Spool(folder), skipped)
-        if small.count:
-            told = [
-                f"{small.count} of {users} users are left out, as they have {turns.too_little}: {small.told}",
-                *told,
-            ]
-        writer.finish({"told": told, "skipped": small.count, **more})
+        left_out, told = 0, list[str]()
+        try:
+            for one in (*turns.before(folder), turns):
+                users, small = _written(one, writer, Spool(folder), skipped)
+                left_out += small.count
+                if small.count:
+                    lack = f"as they have {turns.too_little}: {small.told}"
+                    told.append(f"{small.count} of {users} users are left out, {lack}")
+        finally:
+            turns.close()
+        more, said = turns.end()
+        writer.finish({"told": [*told, *said], "skipped": left_out, **more})
 
 
-def _written(
-    turns: Turns[Any], writer: PopulationWriter, spool: Spool, skipped: TextIO
-) -> tuple[int, Some, dict[str, Any], list[str]]:
-    """How many there were, who was left out, and what :meth:`Turns.end` has said."""
+def _written(turns: Turns[Any], writer: PopulationWriter, spool: Spool, skipped: TextIO) -> tuple[int, Some]:
+    """How many there were, and who was left out."""
     users, empty, small = 0, Some(), Some()
     for name, read in turns.readers(spool):
         users += 1
@@ -144,10 +161,10 @@ def _written(
             small.add(name, lack)
             skipped.write(json.dumps([name, getattr(lack, "what", lack)]) + "\n")
         elif turns.skips or not (empty.count or small.count):  # else there is no run, but who is named
-            writer.add(user)
+            turns.keep(writer, found, user)
     spool.remove()
     _check(turns, empty, small, users)
-    return users, small, *turns.end()
+    return users, small
 
 
 def _check(turns: Turns[Any], empty: Some, small: Some, users: int) -> None:

@@ -43,6 +43,11 @@ def find_splits(folder: Path) -> dict[str, Path]:
     return found if {"train", "test"} <= found.keys() else {"train": folder}
 
 
+def class_folders(folder: Path) -> list[Path]:
+    """The subfolders, one for each class."""
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
 def read_folder(folder: Path, look: Look) -> Pictures:
     """All images of a folder, class after class, each by the name of its subfolder.
 
@@ -51,8 +56,7 @@ def read_folder(folder: Path, look: Look) -> Pictures:
     """
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; it should hold a subfolder of images for each class")
-    classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    if not classes:
+    if not (classes := class_folders(folder)):
         raise DataError(f"{folder}: no folders in it; allowed: a subfolder of images for each class")
     files = [path for of_class in classes for path in _images_of(of_class)]
     if not files:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,17 +30,18 @@ def read_users(section: SamplesSection, seed: int) -> tuple[tuple[UserSamples, .
         DataError: a source is missing or unreadable, or they do not fit each other.
     """
     assert section.users is not None
-    size = section.image_size
-    look = Look(size=(size, size) if isinstance(size, int) else size, grey=section.grayscale)
+    look = look_of(section)
     found = {name: read_source(f"user {name!r}", source, look) for name, source in section.users.items()}
     labels = _classes(found, section.labels)
-    if labels and (other := next((name for name, splits in found.items() if not _are_pictures(splits)), None)):
-        raise DataError(f"user {other!r}: an .npz file, but others have folders of images; give all the same")
-    if not labels and (size is not None or section.grayscale):
-        raise DataError("data.image_size and grayscale are for folders of images; the users have .npz files")
     shares = {"valid": section.split.valid, "test": section.split.test, "seed": seed}
-    users = {name: {s: _samples(one, labels) for s, one in splits.items()} for name, splits in found.items()}
+    users = {name: numbered(section, name, splits, labels) for name, splits in found.items()}
     return tuple(part(name, splits, **shares) for name, splits in users.items()), labels
+
+
+def look_of(section: SamplesSection) -> Look:
+    """How a recipe's images are read."""
+    size = section.image_size
+    return Look(size=(size, size) if isinstance(size, int) else size, grey=section.grayscale)
 
 
 def read_source(where: str, source: SampleSource, look: Look) -> dict[str, Samples | Pictures]:
@@ -99,10 +100,6 @@ def read_npz(path: Path, where: str) -> dict[str, Samples]:
     )
 
 
-def _are_pictures(splits: Mapping[str, Samples | Pictures]) -> bool:
-    return all(isinstance(one, Pictures) for one in splits.values())
-
-
 def _classes(found: Mapping[str, Mapping[str, Samples | Pictures]], named: tuple[str, ...]) -> tuple[str, ...]:
     """The classes ``named``, or else those of all users together; who lacks some is said.
 
@@ -116,22 +113,43 @@ def _classes(found: Mapping[str, Mapping[str, Samples | Pictures]], named: tuple
     union = sorted(set().union(*own.values()))
     if named and union:
         for name, has in own.items():
-            if more := sorted(has - set(named)):
-                raise DataError(f"user {name!r}: class {more[0]!r}; allowed: data.classes, {list_names(named)}")
+            check_named(name, has, named)
         union = list(named)
     lacking = {name: missing for name, has in own.items() if (missing := [one for one in union if one not in has])}
     if lacking:
-        name, missing = next(iter(lacking.items()))
-        logger.warning(
-            "%d classes are those of all users together: %s; %d of %d users lack some, as %r lacks %s",
-            len(union),
-            list_names(union),
-            len(lacking),
-            len(own),
-            name,
-            list_names(missing),
-        )
+        logger.warning("%s", told_lacking(union, next(iter(lacking.items())), len(lacking), len(own)))
     return tuple(union)
+
+
+def check_named(name: str, has: Collection[str], named: Collection[str]) -> None:
+    """Whether a user's classes are among those that are named.
+
+    Raises:
+        DataError: one is not.
+    """
+    if more := sorted(set(has) - set(named)):
+        raise DataError(f"user {name!r}: class {more[0]!r}; allowed: data.classes, {list_names(named)}")
+
+
+def told_lacking(classes: Sequence[str], first: tuple[str, Sequence[str]], lacking: int, users: int) -> str:
+    """That some users lack classes; ``first`` is one of these with what it lacks."""
+    some = f"{lacking} of {users} users lack some, as {first[0]!r} lacks {list_names(first[1])}"
+    return f"{len(classes)} classes are those of all users together: {list_names(classes)}; {some}"
+
+
+def numbered(
+    section: SamplesSection, name: str, splits: Mapping[str, Samples | Pictures], labels: Sequence[str]
+) -> dict[str, Samples]:
+    """A user's samples, with the numbers of their classes among ``labels``, which there are for images alone.
+
+    Raises:
+        DataError: there are images and arrays, or settings for images where there are none.
+    """
+    if labels and any(isinstance(one, Samples) for one in splits.values()):
+        raise DataError(f"user {name!r}: an .npz file, but others have folders of images; give all the same")
+    if not labels and (section.image_size is not None or section.grayscale):
+        raise DataError("data.image_size and grayscale are for folders of images; the users have .npz files")
+    return {split: _samples(one, labels) for split, one in splits.items()}
 
 
 def _samples(one: Samples | Pictures, labels: Sequence[str]) -> Samples:

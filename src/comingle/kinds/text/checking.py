@@ -27,16 +27,21 @@ def check_texts(recipe: Recipe, data: TextSection, validates: bool) -> tuple[set
         DataError: text that a run would refuse.
         RecipeError: a limit for somebody who is no user.
     """
+    here, note = found_here(data)
+    texts = read_users(data, recipe.seed) if here else []
+    tokenizer = tokenizer_here(recipe.base)
+    if not here or tokenizer is None:
+        return set(), note
+    return _check_lengths(recipe, data, texts, tokenizer, validates), ""
+
+
+def found_here(data: TextSection) -> tuple[bool, str]:
+    """Whether text is looked at, which is here and of users named one by one; else maybe a note."""
     sources = _sources(data)
     if not sources or any(is_named(source) for source in sources):
-        return set(), ""
-    if not all(os.path.exists(os.path.expanduser(source)) for source in sources):
-        return set(), ABSENT_NOTE
-    texts = read_users(data, recipe.seed)
-    tokenizer = tokenizer_here(recipe.base)
-    if tokenizer is None:
-        return set(), ""
-    return _check_lengths(recipe, data, texts, tokenizer, validates), ""
+        return False, ""
+    here = all(os.path.exists(os.path.expanduser(source)) for source in sources)
+    return here, "" if here else ABSENT_NOTE
 
 
 def _check_lengths(

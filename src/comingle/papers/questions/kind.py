@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 from comingle.kinds.base import LoadBase, Materials
 from comingle.kinds.conversations.kind import AnswersKind, as_steps
 from comingle.kinds.language import tokenizer_of
+from comingle.models.base import Base
 from comingle.papers.questions.section import QuestionsDataSection, QuestionsSection
 from comingle.papers.questions.sets import QUESTIONS, choose_languages, make_questions
+from comingle.papers.questions.turns import QuestionTurns
 from comingle.recipes import Recipe
+from comingle.store.turns import Turns, in_turn
 
 NOTE = "Questions are not read: they count as long as the context, the most that training on them can cost."
 
@@ -48,6 +51,11 @@ class QuestionsKind(AnswersKind):
 def section(recipe: Recipe) -> QuestionsSection:
     """The recipe's questions."""
     return cast(QuestionsDataSection, recipe.data).questions
+
+
+@in_turn.register
+def _in_turn(kind: QuestionsKind, recipe: Recipe, base: Base | None, validates: bool) -> Turns[Any] | None:
+    return None if base is None else QuestionTurns(kind, recipe, section(recipe), base, validates)
 
 
 KIND = QuestionsKind()

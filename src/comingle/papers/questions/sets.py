@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -36,6 +36,9 @@ MEASURES = ("accuracy", "rouge1", "loss")
 
 Found = dict[str, dict[str, Question]]
 """Every language's questions by their names, which are the same in all languages."""
+
+Parts = tuple[Sequence[int], Sequence[int], Sequence[int]]
+"""The numbers of questions to train on, to validate on and to test on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,24 +109,17 @@ def make_questions(
         DataError: unreadable rows, a question without text or answer, or too few that are short enough.
     """
     wanted = choose_languages(name, languages)
-    setting = QUESTIONS[name]
-    by_language = _read(name, setting, path, wanted)
-    keys = _shared_keys(name, by_language)
+    by_language: Found = {language: {} for language in wanted}
+    for language, key, question in iterate_questions(name, path, wanted):
+        by_language[language][key] = question
+    keys = shared_keys(by_language)
     encoded = {who: encode([questions[key] for key in keys], tokenizer) for who, questions in by_language.items()}
-    short = [i for i in range(len(keys)) if all(len(questions[i]) <= context for questions in encoded.values())]
-    if len(short) < len(keys):
-        logger.info(
-            "%s: %d of %d questions are longer than %d tokens", name, len(keys) - len(short), len(keys), context
-        )
-    train, test = train or setting.train, test or setting.test
-    _check_counts(name, wanted, len(short), len(keys), context, train, valid, test)
-    order = torch.randperm(len(short), generator=generator(seed, "questions", name))
-    numbers = [short[place] for place in order.tolist()]
-    ends = (train, train + valid, len(numbers) if test is None else train + valid + test)
-    parts = numbers[: ends[0]], numbers[ends[0] : ends[1]], numbers[ends[1] : ends[2]]
-    end: Any = tokenizer.eos_token_id
-    settings = {"measures": MEASURES if setting.labels else MEASURES[1:], "ends": (end,)}
-    return tuple(_user(who, questions, parts, settings, train_on_prompts) for who, questions in encoded.items())
+    short = [all(len(questions[i]) <= context for questions in encoded.values()) for i in range(len(keys))]
+    parts = draw_parts(name, wanted, short, context=context, seed=seed, train=train, valid=valid, test=test)
+    return tuple(
+        user_of(name, who, questions, parts, tokenizer, train_on_prompts=train_on_prompts)
+        for who, questions in encoded.items()
+    )
 
 
 def choose_languages(name: str, languages: Sequence[str] | None) -> tuple[str, ...]:
@@ -143,15 +139,43 @@ def choose_languages(name: str, languages: Sequence[str] | None) -> tuple[str, .
     return tuple(languages or known)
 
 
-def _shared_keys(name: str, by_language: Found) -> list[str]:
-    """Of which questions there is one in every language, in the order of the first."""
-    shared = set.intersection(*(set(questions) for questions in by_language.values()))
-    keys = [key for key in next(iter(by_language.values())) if key in shared]
-    if not keys:
+def shared_keys(by_language: Mapping[str, Collection[str]]) -> list[str]:
+    """Which questions there are in every language, in the order of the first."""
+    shared = set.intersection(*(set(keys) for keys in by_language.values()))
+    return [key for key in next(iter(by_language.values())) if key in shared]
+
+
+def draw_parts(
+    name: str,
+    wanted: Sequence[str],
+    short: Sequence[bool],
+    *,
+    context: int,
+    seed: int,
+    train: int | None,
+    valid: int,
+    test: int | None,
+) -> Parts:
+    """Which questions are trained on, validated on and tested on, of those that are ``short`` enough in all languages.
+
+    Raises:
+        DataError: they are too few.
+    """
+    if not short:
         raise DataError(
-            f"{name}: no question is there in each of {', '.join(by_language)}; allowed: one id in all languages"
+            f"{name}: no question is there in each of {', '.join(wanted)}; allowed: one id in all languages"
         )
-    return keys
+    few, many = sum(short), len(short)
+    if few < many:
+        logger.info("%s: %d of %d questions are longer than %d tokens", name, many - few, many, context)
+    setting = QUESTIONS[name]
+    train, test = train or setting.train, test or setting.test
+    _check_counts(name, wanted, few, many, context, train, valid, test)
+    order = torch.randperm(few, generator=generator(seed, "questions", name))
+    fitting = [number for number, fits in enumerate(short) if fits]
+    numbers = [fitting[place] for place in order.tolist()]
+    ends = (train, train + valid, len(numbers) if test is None else train + valid + test)
+    return numbers[: ends[0]], numbers[ends[0] : ends[1]], numbers[ends[1] : ends[2]]
 
 
 def _check_counts(
@@ -165,56 +189,70 @@ def _check_counts(
         )
 
 
-def _user(
+def user_of(
     name: str,
-    encoded: Sequence[Encoded],
-    parts: Sequence[Sequence[int]],
-    settings: Mapping[str, Any],
-    prompts: bool,
+    who: str,
+    encoded: Mapping[int, Encoded] | Sequence[Encoded],
+    parts: Parts,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    train_on_prompts: bool,
 ) -> UserAnswers:
-    limit = max(encoded[number].longest for part in parts for number in part)
+    """The user of a language, of whose questions those of ``parts`` are ``encoded``."""
+    measures, end = MEASURES if QUESTIONS[name].labels else MEASURES[1:], tokenizer.eos_token_id
     chosen = [[encoded[number] for number in part] for part in parts]
+    limit = max(one.longest for part in chosen for one in part)
     train, valid, test = (
-        as_answers(part, limit=limit, prompts=prompts and i == 0, **settings) for i, part in enumerate(chosen)
+        as_answers(part, limit=limit, prompts=train_on_prompts and i == 0, measures=measures, ends=(cast(int, end),))
+        for i, part in enumerate(chosen)
     )
-    return UserAnswers(name=name, train=train, valid=valid, test=test)
+    return UserAnswers(name=who, train=train, valid=valid, test=test)
 
 
 # -------------------------------------------------------------------- reading
 
 
-def _read(name: str, setting: QuestionSet, path: str | Path | None, languages: Sequence[str]) -> Found:
-    """The questions of each language, in the order of the languages.
+def source_of(name: str, path: str | Path | None) -> Path | str:
+    """The file of a set, or its name on the hub.
+
+    Raises:
+        DataError: no such file or folder.
+    """
+    folder = Path(os.environ.get(FOLDER_VARIABLE) or "-").expanduser() / name
+    source = path if path is not None else folder if folder.is_dir() else QUESTIONS[name].hub
+    if str(source).startswith(HUB_PREFIX):
+        return str(source)
+    return _find_file(name, Path(source).expanduser())
+
+
+def iterate_questions(
+    name: str, path: str | Path | None, languages: Sequence[str]
+) -> Iterator[tuple[str, str, Question]]:
+    """Language, id and question of all that there are in these languages, in the order in which they are read.
 
     Raises:
         DataError: no such source, rows that are not of this set, a question twice, or a language without any.
     """
-    folder = Path(os.environ.get(FOLDER_VARIABLE) or "-").expanduser() / name
-    source = path if path is not None else folder if folder.is_dir() else setting.hub
-    by_language: Found = {language: {} for language in languages}
-    if str(source).startswith(HUB_PREFIX):
-        rows = _hub_rows(name, str(source), setting, languages, asked_for=path is not None)
-    else:
-        source = _find_file(name, Path(source).expanduser())
+    setting, source = QUESTIONS[name], source_of(name, path)
+    if isinstance(source, Path):
         rows = read_json_lines(source)
+    else:
+        rows = _hub_rows(name, source, setting, languages, asked_for=path is not None)
+    seen = {language: set[str]() for language in languages}
     for place, row in rows:
-        if (questions := by_language.get(str(row.get("lang")))) is None:
+        if (keys := seen.get(str(language := row.get("lang")))) is None:
             continue
         try:
-            _note(questions, QUESTIONS_OF[name](row, setting.instruction))
+            for key, question in QUESTIONS_OF[name](row, setting.instruction):
+                if key in keys:
+                    raise ValueError(f"id {key!r} has been there before; allowed: once in a language")
+                keys.add(key)
+                yield str(language), key, question
         except ValueError as error:
             raise DataError(f"{source}: {place} is no row of {name}: {error}") from None
-    for language, questions in by_language.items():
-        if not questions:
+    for language, keys in seen.items():
+        if not keys:
             raise DataError(f"{source}: no row in language {language!r}; every user needs some")
-    return by_language
-
-
-def _note(questions: dict[str, Question], more: Iterator[tuple[str, Question]]) -> None:
-    for key, question in more:
-        if key in questions:
-            raise ValueError(f"id {key!r} has been there before; allowed: once in a language")
-        questions[key] = question
 
 
 def _find_file(name: str, path: Path) -> Path:

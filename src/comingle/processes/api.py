@@ -1,0 +1,76 @@
+"""``comingle.run`` in a program that a launcher has started several times: one run of all of its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from comingle.engines.client import Clients
+from comingle.engines.events import Observer
+from comingle.errors import RunError
+from comingle.kinds.base import Materials
+from comingle.processes.launched import find_place
+from comingle.processes.ranks import joined
+from comingle.processes.sharing import build_sharded, read_shared
+from comingle.progress import LOADING, reporting
+from comingle.runs import api
+from comingle.runs.folders import check_folder
+from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
+from comingle.runs.results import Run
+from comingle.runs.session import run_in, warn_unread
+
+
+def run(
+    recipe: AnyRecipe | None = None,
+    *,
+    users: Mapping[str, Any] | None = None,
+    base: AnyBase | None = None,
+    method: AnyMethod | None = None,
+    loss: Loss | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+    observers: Sequence[Observer] = (),
+    materials: Materials | None = None,
+    progress: bool = False,
+    **changes: Any,
+) -> Run:
+    """As :func:`comingle.runs.api.run`, by every process of a program, with the same arguments.
+
+    Users are shared out, the first process writes the folder ``out`` and calls the observers. Each opens it when all
+    have ended, and returns the whole run. A launcher's second attempt goes on with what its first has written.
+
+    Raises:
+        ComingleError: whatever the user can correct, in one line, at the first process; the others end silently.
+    """
+    place = find_place()
+    if place is None:
+        more: dict[str, Any] = {"users": users, "base": base, "method": method, "loss": loss, "materials": materials}
+        more |= {"out": out, "resume": resume, "force": force, "observers": observers, "progress": progress}
+        return api.run(recipe, **more, **changes)
+    if out is None:
+        raise RunError(f"out: got none, in one of {place.size} processes; give out=FOLDER, which all of them see")
+    folder, given = Path(out), given_of(users, base, method, loss)
+    with joined(place) as ranks, lending([method]) as [named]:
+        read = ranks.each(lambda: recipe_with(recipe, given, base=base, method=named, changes=changes))
+        if place.restarts and (folder / "recipe.yaml").exists():
+            resume, force = True, False  # as the launcher's processes before these have begun it
+        ranks.each(lambda: check_folder(folder, read, resume=resume, force=force) if place.leads else None)
+        with reporting(quiet=not (progress and place.leads)) as reporter:
+            with reporter.waiting(LOADING):
+                here = read_shared(read, ranks, given, materials)
+
+            def watch(clients: Clients) -> list[Observer]:
+                warn_unread(read)
+                return [*observers, reporter.watch(clients)]
+
+            building = partial(build_sharded, ranks=ranks)
+            run_in(folder, read, here, resume=resume, force=force, observers=watch, building=building)
+    return api.load(folder, users=users, base=_handed(base), method=method, loss=loss)
+
+
+def _handed(base: AnyBase | None) -> AnyBase | None:
+    """What a run folder does not know by its name."""
+    return None if isinstance(base, str) else base

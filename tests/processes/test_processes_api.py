@@ -1,0 +1,62 @@
+"""``comingle.run`` in a program that torchrun starts in several processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import comingle
+from comingle.errors import RunError
+from comingle.processes import api as together
+from comingle.runs import api
+
+SCRIPT = """
+import sys
+import comingle
+
+texts = {name: [f"{name} counts {n} of {n}." for n in range(60)] for name in ("ada", "ben", "cem")}
+options = {
+    "base": "random:llama?layers=1&dim=32",
+    "training": {"rounds": 2, "local_steps": 1, "context": 32},
+    "runtime": {"device": "cpu", "dtype": "float32", "users_per_step": 1, "threads": 1, "shard_sums": "ordered"},
+}
+for seed in (0, 1):
+    run = comingle.run(options, users=texts, method="fedavg", seed=seed, out=f"{sys.argv[1]}/{seed}")
+    print(seed, *sorted(run.metrics["users"]), run.user("cem").name, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_of_two_processes_runs_what_one_does(tmp_path: Path) -> None:
+    """Twice, one run after the other; each process has the whole of both."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launcher = {"one": [], "two": ["-m", "torch.distributed.run", "--nproc-per-node", "2"]}
+    for name, options in launcher.items():
+        command = [sys.executable, *options, str(tmp_path / "script.py"), str(tmp_path / name)]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr
+        told = sorted(line for line in done.stdout.splitlines() if line)
+        count = 1 if name == "one" else 2
+        assert told == sorted([f"{seed} ada ben cem cem" for seed in (0, 1)] * count)
+    for seed in "01":
+        one, two = (json.loads((tmp_path / name / seed / "metrics.json").read_text()) for name in launcher)
+        assert one["users"] == two["users"]
+
+
+def test_the_environment_says_which_run_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert comingle.run is api.run
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for key, value in launched.items():
+        monkeypatch.setenv(key, value)
+    assert comingle.run is together.run
+    assert comingle.load is api.load
+    with pytest.raises(RunError, match="out: got none, in one of 2 processes; give out=FOLDER, which all of them see"):
+        comingle.run({})
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    assert comingle.run is api.run
