@@ -207,10 +207,10 @@ def test_a_folder_is_kept_unless_it_may_be_replaced(trained: Callable[..., Run],
 def test_of_models_trained_apart_the_shared_one_is_told_alone(trained: Callable[..., Run], tmp_path: Path) -> None:
     """It is FedAvg's, in the score too, and not half of a mixture with an own model that has learnt nothing."""
     told = {}
-    for method in ("stacking", "fedavg"):
-        folder = trained(method).folder
+    for method in ({"name": "stacking", "temperatures": True}, {"name": "fedavg"}):
+        folder, name = trained(method).folder, method["name"]
         assert folder is not None
-        told[method] = join(folder, name="eve", data=texts(9), out=tmp_path / method).rows
+        told[name] = join(folder, name="eve", data=texts(9), out=tmp_path / name).rows
     assert told["stacking"]["shared"] == pytest.approx(told["fedavg"]["shared"], rel=1e-6)
     assert told["stacking"]["shared"]["test_perplexity"] != pytest.approx(
         told["stacking"]["pretrained"]["test_perplexity"]

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from comingle.data.batches import PAD, evaluation_windows, inputs_of
+from comingle.data.pack import UserData
 from comingle.engines.local import settle
 from comingle.engines.rounds import run_rounds
 from comingle.errors import DataError, RecipeError
@@ -144,23 +146,27 @@ def test_nets_are_refused_in_one_line(federate_nets: Any) -> None:
         federate_nets("stacking")
 
 
-def test_what_it_says_is_the_mixtures_likeliest_token_after_token(federate: Any) -> None:
+@pytest.mark.parametrize("powers", [None, [[2.0, 0.5], [0.7, 3.0], [1.0, 1.5]]])
+def test_what_it_says_is_the_mixtures_likeliest_token_after_token(federate: Any, powers: Any) -> None:
     """Without a cache, from probabilities of two models by themselves; several users and prompts in one pass."""
-    both, *alone = (federate(name, changes={"training.experts.learning_rate": 0.05}) for name in NAMES)
+    names = ({"name": "stacking", "temperatures": powers is not None}, *NAMES[1:])
+    both, *alone = (federate(name, changes={"training.experts.learning_rate": 0.05}) for name in names)
     for federation in (both, *alone):
         run_rounds(federation, observe=lambda event: None)
     clients, draw = both.clients, torch.Generator().manual_seed(2)
-    clients.model.layout.views(clients.state.rows)[CLIENT_ROUTER].copy_(
-        torch.tensor([[0.7, 0.3], [0.2, 0.8], [0.5, 0.5]]).log()
-    )
+    router = torch.tensor([[0.7, 0.3], [0.2, 0.8], [0.5, 0.5]]).log()
+    router = router if powers is None else torch.cat([router, torch.tensor(powers).log()], 1)
+    clients.model.layout.views(clients.state.rows)[CLIENT_ROUTER].copy_(router)
     prompts = torch.randint(256, (3, 2, 5), generator=draw)
     said = clients.scorer.generate(clients.models, EVERYONE, prompts, 6)
     for user, weight in enumerate((0.7, 0.2, 0.5)):
+        a, b = (1.0, 1.0) if powers is None else powers[user]
         for prompt, tokens in zip(prompts[user], said[user], strict=True):
             text = prompt
             for token in tokens.tolist():
                 shared, own = (next_token(one, user, text) for one in alone)
-                assert token == int((weight * shared + (1 - weight) * own).argmax())
+                mixed = weight * shared**a / (shared**a).sum() + (1 - weight) * own**b / (own**b).sum()
+                assert token == int(mixed.argmax())
                 text = torch.cat([text, torch.tensor([token])])
 
 
@@ -187,3 +193,84 @@ def test_no_weights_can_hold_it_and_that_is_one_line(federate: Any, tmp_path: Pa
     )
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "folder").exists()
+
+
+# ---------------------------------------------------------------- temperatures
+
+
+@pytest.fixture(scope="module")
+def tempered(federate: Any) -> Any:
+    """Two finished runs, with temperatures and without, of users one of whom has seen its validation text."""
+    changes = {"training.experts.learning_rate": 0.05, "training.rounds": 3}
+    known = torch.randint(256, (60,), generator=torch.Generator().manual_seed(5), dtype=torch.int32)
+    ann = UserData(name="ann", train=known, valid=known[:50], test=known[:17])
+    found = [
+        federate({"name": "stacking", "temperatures": on}, users=(ann, "bob", "cem"), changes=changes)
+        for on in (True, False)
+    ]
+    for federation in found:
+        run_rounds(federation, observe=lambda event: None)
+    return found
+
+
+def of_validation_text(federation: Any, user: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities ``(models, tokens, vocab)`` under both of a user's models, and the tokens that came."""
+    clients = federation.clients
+    windows = evaluation_windows(clients.users[user].valid, context=clients.training.context)
+    clients.model.bind(clients.model.tensors(clients.state.rows[[user]]), [user])
+    found = clients.model.inner.network(input_ids=inputs_of(windows).repeat(2, 1), use_cache=False).logits
+    here = windows[:, 1:] != PAD
+    return found.detach().double().unflatten(0, (2, -1))[:, here].log_softmax(-1), windows[:, 1:][here]
+
+
+def tempered_losses(models: torch.Tensor, said: torch.Tensor, powers: Any) -> torch.Tensor:
+    """``-log (p^a / sum p^a)`` of the tokens that came, for both models."""
+    scaled = (models * torch.as_tensor(powers, dtype=torch.float64).view(2, 1, 1)).log_softmax(-1)
+    return -scaled.gather(2, said.expand(2, -1).unsqueeze(2)).squeeze(2)
+
+
+def test_powers_are_the_likeliest_of_a_fine_grid_and_weights_come_after_them(tempered: Any) -> None:
+    """Against logits of the whole network and every power of a grid; within what eight halvings leave open."""
+    clients = tempered[0].clients
+    numbers = clients.model.layout.views(clients.state.rows)[CLIENT_ROUTER].double()
+    grid = torch.linspace(-math.log(4), math.log(4), 801, dtype=torch.float64).exp()
+    beyond = []
+    for user in EVERYONE:
+        models, said = of_validation_text(tempered[0], user)
+        sums = torch.stack([tempered_losses(models, said, [a, a]).sum(1) for a in grid])
+        wanted = grid[sums.argmin(0)]
+        torch.testing.assert_close(numbers[user, 2:].exp(), wanted, rtol=0.012, atol=0)
+        beyond += [a for a in wanted.tolist() if 0.3 < a < 3.5 and abs(a - 1) > 0.05]
+        lost = tempered_losses(models, said, numbers[user, 2:].exp())
+        torch.testing.assert_close(numbers[user, :2].softmax(0)[0], likeliest(lost.unsqueeze(0))[0], rtol=0, atol=1e-5)
+    assert beyond  # somebody's temperature is neither 1 nor the last that is allowed
+
+
+def test_on_validation_text_nobody_loses_more_than_with_the_better_model_and_its_temperature(tempered: Any) -> None:
+    scores = tempered[0].clients.validate()
+    clients = tempered[0].clients
+    powers = clients.model.layout.views(clients.state.rows)[CLIENT_ROUTER][:, 2:].double().exp()
+    for user, name in enumerate(scores):
+        models, said = of_validation_text(tempered[0], user)
+        own, plain = (tempered_losses(models, said, a).mean(1) for a in (powers[user], [1.0, 1.0]))
+        assert bool((own <= plain + 1e-7).all())  # rows are float32
+        assert scores[name] <= float(own.min()) + 1e-7
+        found = tempered_losses(models, said, powers[user]).unsqueeze(0)
+        weights = clients.model.layout.views(clients.state.rows)[CLIENT_ROUTER][user, :2].double().softmax(0)
+        assert scores[name] == pytest.approx(float(mix_losses(found, weights.unsqueeze(0)).mean()), rel=1e-6)
+
+
+def test_temperatures_train_nothing_and_leave_out_nothing(tempered: Any) -> None:
+    """The models are those without, in every bit; what is sent is as long; and so are the powers, settled again."""
+    views = [one.clients.model.layout.views(one.clients.state.rows) for one in tempered]
+    for name, tensor in views[1].items():
+        assert name == CLIENT_ROUTER or torch.equal(views[0][name], tensor)
+    assert tempered[0].clients.upload_bytes() == tempered[1].clients.upload_bytes()
+    before = views[0][CLIENT_ROUTER].clone()
+    settle(tempered[0].clients)
+    assert torch.equal(tempered[0].clients.model.layout.views(tempered[0].clients.state.rows)[CLIENT_ROUTER], before)
+
+
+def test_a_head_that_caps_what_it_says_has_no_temperature(federate: Any) -> None:
+    with pytest.raises(RecipeError, match=r"^method.temperatures: got true, and the head of base 'random:gemma2'.*"):
+        federate({"name": "stacking", "temperatures": True}, base="random:gemma2")

@@ -18,12 +18,17 @@ from commands import comingle as comingle
 People = Callable[..., dict[str, PersonalModel]]
 
 
+SETTINGS = {"stacking": {"name": "stacking", "temperatures": True}}
+"""Of methods that speak in more ways than by default."""
+
+
 @pytest.fixture(scope="session")
 def people(federate: Any) -> People:
     """Ann, Bob and Cem of a federation, by name."""
 
     @cache
-    def make(method: str = "comigs-1g1s", base: str = "random:llama", dtype: str = "float32") -> dict[str, Any]:
+    def make(name: str = "comigs-1g1s", base: str = "random:llama", dtype: str = "float32") -> dict[str, Any]:
+        method = SETTINGS.get(name, name)
         sim = federate(method, base=base, dtype=dtype)
         rows, draw = sim.clients.state.rows, torch.Generator().manual_seed(1)
         noise = torch.randn(rows.shape, generator=draw, dtype=torch.float64)

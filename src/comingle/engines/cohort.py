@@ -20,6 +20,7 @@ from comingle.engines.steps import Steps
 from comingle.engines.sweeps import Losses, TrainSweep
 from comingle.engines.training import cohorts
 from comingle.methods.client import Phase
+from comingle.routers.mixtures import Powers
 from comingle.trees import CLIENT_ROUTER, Tree, assign
 
 
@@ -121,15 +122,14 @@ class Cohort(Members):
         scores = self.scorer.score(Models(rows=rows, owners=owners), sets, range(len(pairs)))
         return torch.tensor([score.mean_loss for score in scores], dtype=torch.float64).view(-1, count)
 
-    @torch.no_grad()
-    def held_out_losses(self) -> Float[Tensor, "users clusters losses"]:
+    def held_out_losses(self, powers: Powers = None) -> Float[Tensor, "users clusters losses"]:
         """Every loss in nats on each user's validation data under each component, filled up with zeros."""
         model, feed, tensors = self.steps.model, self.steps.feed, self.steps.tensors(self.part.rows)
-        device, found = self.part.rows.device, []
+        device, found, taken = self.part.rows.device, [], {} if powers is None else dict[str, Any](powers=powers)
         for drawn in feed.held_out(self.owners):
             for part in drawn.to(device).split(self.steps.portions.sequences, dim=1):
                 batch: Any = feed.read("valid", self.owners, part)
-                found.append(model.component_losses(tensors, self.owners, batch).flatten(2).double())
+                found.append(model.component_losses(tensors, self.owners, batch, **taken).flatten(2).double())
         return torch.cat(found, 2)
 
     @torch.no_grad()

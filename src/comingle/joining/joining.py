@@ -198,7 +198,7 @@ def _sent_alone(clients: Clients) -> Models:
     if mixture is None or not mixture.trains_apart:
         return models
     rows = clients.state.rows.clone()
-    clients.model.layout.views(rows)[CLIENT_ROUTER][:, clients.method.placement.generalists :] = NEVER
+    clients.model.layout.views(rows)[CLIENT_ROUTER][:, clients.method.placement.generalists : mixture.clusters] = NEVER
     return replace(models, rows=lambda numbers: rows[list(numbers)])
 
 

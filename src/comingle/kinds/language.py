@@ -57,15 +57,13 @@ def check_on_language(recipe: Recipe, method: Method) -> None:
     if BASE in {role.partition(".")[0] for role in needs}:
         what = ", ".join(sorted(needs))
         raise RecipeError(f"method {method.name}: is about {what}, and a language model's base is frozen; {_FOR_NETS}")
-    if method.placement.mixture is None:
+    if (mixture := method.placement.mixture) is None or mixture.trains_apart:
         return
-    if method.placement.mixture.trains_apart:
-        return
-    if method.placement.mixture.of != "adaptors":
+    if mixture.of != "adaptors":
         raise RecipeError(f"method {method.name}: mixes whole models, which are small nets; {_FOR_NETS}")
-    if method.placement.mixture.optimal:
+    if mixture.optimal:
         raise RecipeError(f"method {method.name}: needs users whose true clusters are known, as in made tasks")
-    if method.placement.mixture.centre:
+    if mixture.centre:
         raise RecipeError(f"method {method.name}: centre moves a mean into the base, which is frozen; leave it out")
     if not isinstance(rank := recipe.adapters.rank, int):
         raise RecipeError(f"method {method.name}: adapters.rank is {rank}; components have one rank for all users")
@@ -97,7 +95,6 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens
     if compiled == "auto":
         compiled = method.trains and tokens * base.model.num_parameters() >= COMPILE_FROM
     placement = method.placement
-    checkpointed = recipe.runtime.gradient_checkpointing
     model = adapt(
         base,
         settings,
@@ -106,7 +103,7 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens
         gating=placement.gating,
         compiled=bool(compiled),
         residual=placement.residual,
-        checkpointed=checkpointed,
+        checkpointed=recipe.runtime.gradient_checkpointing,
     )
     if mixture is None:
         return model

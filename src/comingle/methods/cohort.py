@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.adapters.inject import ROUTER
+from comingle.routers.mixtures import Powers
 from comingle.trees import Tree
 
 Stream = Literal["train", "valid"]
@@ -139,8 +140,11 @@ class Cohort(ABC):
         """Mean validation loss in nats under each of its ``models (users, models, *shape)``."""
 
     @abstractmethod
-    def held_out_losses(self) -> Float[Tensor, "users clusters losses"]:
-        """Every loss in nats on each user's validation data under each component, filled up with zeros."""
+    def held_out_losses(self, powers: Powers = None) -> Float[Tensor, "users clusters losses"]:
+        """Every loss in nats on each user's validation data under each component, filled up with zeros.
+
+        With ``powers`` under each taken to its own, in which the losses are differentiable.
+        """
 
     @abstractmethod
     def router_directions(self, instances: int) -> Tree:

@@ -34,6 +34,9 @@ from comingle.models.quantised import giving_back, packed_parameters
 from comingle.routers.settings import Gating
 from comingle.trees import Layout, Tree
 
+Windows = Int[Tensor, "users batch window"]
+"""Tokens, one more in each window than are predicted."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedModel(Model):
@@ -80,25 +83,28 @@ class AdaptedModel(Model):
         self,
         tensors: Tree,
         users: Sequence[int],
-        batch: Int[Tensor, "users batch window"],
+        batch: Windows,
         *,
         train: bool = False,
         shares: Any = None,
+        powers: Float[Tensor, " users"] | None = None,
     ) -> tuple[Float[Tensor, "users batch context"], Float[Tensor, " users"] | float]:
         """Next-token loss in nats at every position, and each user's load-balancing penalty.
 
         ``batch`` holds windows of context + 1 tokens; a negative target carries no loss. Row i of ``tensors`` and of
         ``batch`` belongs to user ``users[i]``, who may occupy several. ``train`` changes nothing: there is no dropout.
+        ``powers`` multiply each row's logits, and are for heads without bias and cap.
         """
         self.adapters.bind(tensors, users)
         inputs, targets = inputs_of(batch), batch[..., 1:]
         with giving_back() if self.base.quantised else nullcontext():
             hidden = self.backbone(input_ids=inputs.flatten(0, 1), use_cache=False).last_hidden_state
-        losses = cross_entropy(hidden.view(*targets.shape, -1), self.head, targets)
-        return losses, self.adapters.penalties()
+        hidden = hidden.view(*targets.shape, -1)
+        hidden = hidden if powers is None else hidden * powers.to(hidden).view(-1, 1, 1, 1)
+        return cross_entropy(hidden, self.head, targets), self.adapters.penalties()
 
     def losses_of_each(
-        self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"]
+        self, tensors: Tree, users: Sequence[int], batch: Windows
     ) -> Float[Tensor, "users batch context"]:
         """Every place is predicted, and those without a target are left out afterwards."""
         shown = torch.where(batch < 0, hide(batch), batch).clamp(min=0)
@@ -108,9 +114,7 @@ class AdaptedModel(Model):
         """Nothing here is random."""
         return nullcontext()
 
-    def predict(
-        self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"]
-    ) -> Float[Tensor, "users batch context"]:
+    def predict(self, tensors: Tree, users: Sequence[int], batch: Windows) -> Float[Tensor, "users batch context"]:
         """The losses alone, which is all that perplexity is made of."""
         return self.losses(tensors, users, batch)[0]
 
@@ -140,7 +144,7 @@ class AdaptedModel(Model):
             yield lambda: watching.gates(self.adapters)
 
     @torch.no_grad()
-    def router_inputs(self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"]) -> Tree:
+    def router_inputs(self, tensors: Tree, users: Sequence[int], batch: Windows) -> Tree:
         """What reaches each MLP there."""
         self.adapters.bind({n: t for n, t in tensors.items() if not n.endswith(f".{ROUTER}")}, users)
         with watching.overheard(self.adapters) as read, torch.compiler.set_stance("force_eager"):

@@ -14,18 +14,23 @@ from torch import Tensor
 
 from comingle.adapters.inject import GENERALIST, ROUTER, SPECIALIST
 from comingle.adapters.lora import init_zero
-from comingle.models.adapted import AdaptedModel
+from comingle.errors import RecipeError
+from comingle.models.adapted import AdaptedModel, Windows
 from comingle.models.base import Base
 from comingle.models.greedy import continue_greedily
 from comingle.models.model import Model
 from comingle.models.pretrained import PreTrainedModel
-from comingle.routers.mixtures import ClientMixture, mix_losses, mix_probabilities
+from comingle.routers.mixtures import ClientMixture, Powers, mix_losses, mix_probabilities
 from comingle.trees import CLIENT_ROUTER, Init, Layout, Slot, Tree
 
 WHY_NOT_ONE = (
     "several whole models whose predictions are mixed, which no weights and no format can hold; allowed: generate, "
     "score, comingle chat and comingle serve"
 )
+
+
+Mixing = tuple[Float[Tensor, "users clusters"], Powers]
+"""Each user's weights of components, and the powers to which their probabilities are taken, if not to the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +69,7 @@ class EnsembleModel(Model):
         """Of each component as of a model by itself."""
         alone, count = self.inner.mask(ranks), self.mixture.clusters
         slots = alone.split([slot.size for slot in self.inner.layout.slots], 1)
-        router = torch.ones_like(alone[:, :count])
+        router = alone.new_ones(len(alone), self.mixture.numbers)
         return torch.cat([*(mask.repeat(1, count) for mask in slots), router], 1)
 
     def only(self, users: Sequence[int]) -> EnsembleModel:
@@ -78,38 +83,37 @@ class EnsembleModel(Model):
     # ---------------------------------------------------------------- passes
 
     def component_losses(
-        self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"], *, train: bool = False
+        self, tensors: Tree, users: Sequence[int], batch: Windows, *, train: bool = False, powers: Powers = None
     ) -> Float[Tensor, "users clusters batch context"]:
-        """One pass each: in the last bit, what a component has by itself."""
+        """One pass each: in the last bit, what a component has by itself, or to its power."""
         parts = [self._component(tensors, number) for number in range(self.mixture.clusters)]
-        return torch.stack([self.inner.losses(part, users, batch, train=train)[0] for part in parts], 1)
+        own = [None] * len(parts) if powers is None else powers.unbind(1)
+        alone = [self.inner.losses(t, users, batch, powers=p)[0] for t, p in zip(parts, own, strict=True)]
+        return torch.stack(alone, 1)
 
     def _component(self, tensors: Tree, number: int) -> Tree:
         return {name: t[:, number].contiguous() for name, t in tensors.items() if name != CLIENT_ROUTER}
 
     def losses(
-        self,
-        tensors: Tree,
-        users: Sequence[int],
-        batch: Int[Tensor, "users batch window"],
-        *,
-        train: bool = False,
-        shares: Any = None,
+        self, tensors: Tree, users: Sequence[int], batch: Windows, *, train: bool = False, shares: Any = None
     ) -> tuple[Float[Tensor, "users batch context"], float]:
-        """What the mixture loses; the gradient of each component is that of its own loss, as if it were alone."""
+        """What the mixture loses, without powers; a component's gradient is that of its loss, as if it were alone."""
         losses = self.component_losses(tensors, users, batch, train=train)
         mixed, alone = mix_losses(losses.detach(), self.shares(tensors).detach()), losses.sum(1)
         return mixed + (alone - alone.detach()), 0.0
 
-    def predict(
-        self, tensors: Tree, users: Sequence[int], batch: Int[Tensor, "users batch window"]
-    ) -> Float[Tensor, "users batch context"]:
+    def predict(self, tensors: Tree, users: Sequence[int], batch: Windows) -> Float[Tensor, "users batch context"]:
         """What the mixture loses."""
-        return mix_losses(self.component_losses(tensors, users, batch), self.shares(tensors))
+        shares, powers = self.mixing(tensors)
+        return mix_losses(self.component_losses(tensors, users, batch, powers=powers), shares)
 
     def shares(self, tensors: Tree) -> Float[Tensor, "users clusters"]:
         """Each user's mixture."""
         return self.mixture.shares(tensors[CLIENT_ROUTER])
+
+    def mixing(self, tensors: Tree) -> Mixing:
+        """Each user's mixture, and the powers of what is mixed."""
+        return self.shares(tensors), self.mixture.powers(tensors[CLIENT_ROUTER])
 
     @torch.no_grad()
     def generate(
@@ -123,10 +127,10 @@ class EnsembleModel(Model):
     @contextmanager
     def speaking(self, tensors: Tree, users: Sequence[int]) -> Iterator[PreTrainedModel]:
         """The causal language model; within, it computes what these users' mixtures do, user by user in its batch."""
-        network, shares = self.inner.network, self.shares(tensors)
+        network, mixing = self.inner.network, self.mixing(tensors)
         self.bind(tensors, users)
         before = vars(network).get("forward")
-        mix_forward(network, lambda: shares)
+        mix_forward(network, lambda: mixing)
         try:
             yield network
         finally:
@@ -146,7 +150,7 @@ class EnsembleModel(Model):
         return replace(self, inner=inner), size
 
 
-def mix_forward(network: PreTrainedModel, shares: Callable[[], Float[Tensor, "users clusters"]]) -> None:
+def mix_forward(network: PreTrainedModel, mixing: Callable[[], Mixing]) -> None:
     """Have a causal language model's logits be those of a mixture of components' probabilities.
 
     It is called with each user's texts, and passes these on for every component; keys and values of all of a text's
@@ -158,7 +162,7 @@ def mix_forward(network: PreTrainedModel, shares: Callable[[], Float[Tensor, "us
 
     @wraps(forward)
     def mixed(*, input_ids: Int[Tensor, "n width"], past_key_values: Any = None, **options: Any) -> Any:
-        weights = shares()
+        weights, powers = mixing()
         (users, count), texts = weights.shape, len(input_ids)
 
         def spread(t: Tensor) -> Tensor:
@@ -170,6 +174,7 @@ def mix_forward(network: PreTrainedModel, shares: Callable[[], Float[Tensor, "us
         cache = None if past_key_values is None else FoldedCache(past_key_values, users, count)
         out = forward(input_ids=spread(input_ids), past_key_values=cache, **options | wide)
         logits = out.logits.float().unflatten(0, (users, count, -1))
+        logits = logits if powers is None else logits * powers.float().view(users, count, 1, 1, 1)
         out.logits = mix_probabilities(logits.flatten(2, 3), weights.float()).view(texts, -1, logits.shape[-1])
         out.past_key_values = past_key_values
         return out
@@ -182,28 +187,25 @@ PER_TEXT = ("attention_mask", "position_ids")
 
 
 def ensemble(inner: AdaptedModel, mixture: ClientMixture, *, generalists: int, specialists: int) -> EnsembleModel:
-    """Components like ``inner``, the shared ones first; the first of either kind starts as ``inner`` does."""
+    """Components like ``inner``, the shared ones first; the first of either kind starts as ``inner`` does.
+
+    Raises:
+        RecipeError: they are to have temperatures, and there is more to the head than a product.
+    """
+    if mixture.tempered and (inner.head.bias is not None or inner.head.softcap is not None):
+        what = f"the head of base {inner.name!r} adds a bias or caps what it says"
+        raise RecipeError(f"method.temperatures: got true, and {what}; allowed: false, or another base")
     assert generalists + specialists == mixture.clusters
     numbers = [*range(generalists), *range(specialists)]
     roles = (GENERALIST,) * generalists + (SPECIALIST,) * specialists
     slots = [
-        Slot(
-            name=slot.name,
-            shape=(mixture.clusters, *slot.shape),
-            roles=roles,
-            init=_side_by_side(slot.init, numbers),
-            factor=slot.factor,
-        )
-        for slot in inner.layout.slots
+        replace(s, shape=(mixture.clusters, *s.shape), roles=roles, init=_side_by_side(s.init, numbers))
+        for s in inner.layout.slots
     ]
-    router = Slot(name=CLIENT_ROUTER, shape=(mixture.clusters,), roles=(ROUTER,), init=init_zero)
+    router = Slot(name=CLIENT_ROUTER, shape=(mixture.numbers,), roles=(ROUTER,), init=init_zero)
+    layout = Layout(slots=(*slots, router))
     return EnsembleModel(
-        name=inner.name,
-        layout=Layout(slots=(*slots, router)),
-        device=inner.device,
-        dtype=inner.dtype,
-        inner=inner,
-        mixture=mixture,
+        name=inner.name, layout=layout, device=inner.device, dtype=inner.dtype, inner=inner, mixture=mixture
     )
 
 

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from comingle.trees import CLIENT_ROUTER, Tree
 
+Powers = Float[Tensor, "*users clusters"] | None
+"""To which components' probabilities are taken, each one over a temperature; None: to the first."""
+
 NEVER = -1e4
 """A logit whose share of a softmax beside zero is exactly zero."""
 
@@ -24,7 +27,8 @@ class ClientMixture:
     on their losses (MFL: each component descends on its own, and pi weighs it in the aggregation), on the losses of
     each sample, in shares of which pi is the mean (FedEM), or on their predictions (each component descends on its own
     loss, as if it were alone, and pi weighs probabilities). Of predictions, the placement says how many components are
-    shared and how many a user's own, and each has ``experts`` averaged LoRA experts in every MLP of a language model.
+    shared and how many a user's own, and each has ``experts`` averaged LoRA experts in every MLP of a language model;
+    with ``tempered`` each is taken to a power of the user's, whose logarithms stand behind the router's logits.
     With ``optimal`` each user's vector is one-hot at its true cluster. With ``per_layer`` a user has a vector for each
     adapted layer, of adaptors that are mixed in the weights. ``temperature`` divides the router's logits and
     ``noise`` is the deviation of what is added to them in training. ``precondition`` (FLoRAL eq. 36) and ``centre``
@@ -35,6 +39,7 @@ class ClientMixture:
     of: Literal["adaptors", "models"] = "adaptors"
     at: Literal["weights", "outputs", "losses", "samples", "predictions"] = "weights"
     experts: int = 1
+    tempered: bool = False
     optimal: bool = False
     per_layer: bool = False
     temperature: float = 1.0
@@ -52,9 +57,18 @@ class ClientMixture:
         """Whether components are whole models that know nothing of each other until they predict."""
         return self.at == "predictions"
 
-    def shares(self, theta: Float[Tensor, "*users clusters"]) -> Float[Tensor, "*users clusters"]:
+    @property
+    def numbers(self) -> int:
+        """How many a router has for each layer, or for all."""
+        return self.clusters * (1 + self.tempered)
+
+    def shares(self, theta: Float[Tensor, "*users numbers"]) -> Float[Tensor, "*users clusters"]:
         """The vector pi that router logits stand for, without noise."""
-        return softmax_mixture(theta, self.temperature)
+        return softmax_mixture(theta[..., : self.clusters], self.temperature)
+
+    def powers(self, theta: Float[Tensor, "*users numbers"]) -> Powers:
+        """What stands behind the logits."""
+        return theta[..., self.clusters :].exp() if self.tempered else None
 
 
 def mix_probabilities(

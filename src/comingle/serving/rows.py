@@ -114,15 +114,15 @@ class EnsembleRows(Rows):
         super().__init__(people, most)
         self.model = cast(EnsembleModel, next(iter(people.values())).model)
         self.numbers = {name: person.row for name, person in people.items()}
-        self.network, self.shares = self.model.inner.network, torch.empty(0)
-        mix_forward(self.network, lambda: self.shares)
+        self.network, self.mixing = self.model.inner.network, (torch.empty(0, 0), None)
+        mix_forward(self.network, lambda: self.mixing)
 
     def _tree(self, person: PersonalModel) -> Tree:
         return person.tensors
 
     def _bind(self, tensors: Tree, names: Sequence[str]) -> None:
         self.model.bind(tensors, [self.numbers[name] for name in names])
-        self.shares = self.model.shares(tensors)
+        self.mixing = self.model.mixing(tensors)
 
 
 KINDS: dict[type, type[Rows]] = {
