@@ -104,18 +104,51 @@ def test_a_mixture(
     close(got, expected.detach(), dtype)
 
 
-def test_a_row_is_what_it_is_alone(library: Path) -> None:
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_row_is_what_it_is_alone(library: Path, turned: bool) -> None:
     """Bit for bit, in whatever company and with however many threads."""
     x, a, b = drawn(7, 1, 50).float(), drawn(7, 4, 50).float(), drawn(7, 4, 90).float()
-    weights = (drawn(90, 50).float(), None)
+    weights = (drawn(50, 90).float().t() if turned else drawn(90, 50).float(), None)
     with torch.no_grad():
-        together = decoding.linear(weights, x, 7, (a, b), 0.5)
+        together = decoding.linear(weights, x, (a, b), 0.5)
         for row in range(7):
             one = slice(row, row + 1)
-            assert torch.equal(decoding.linear(weights, x[one], 1, (a[one], b[one]), 0.5), together[one])
+            assert torch.equal(decoding.linear(weights, x[one], (a[one], b[one]), 0.5), together[one])
         torch.set_num_threads(3)
-        assert torch.equal(decoding.linear(weights, x, 7, (a, b), 0.5), together)
+        assert torch.equal(decoding.linear(weights, x, (a, b), 0.5), together)
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_weights_that_lie_turned(library: Path, dtype: torch.dtype) -> None:
+    """As GPT-2 has them; whole chunks of outputs, and what is left over of the last."""
+    x, weight, bias = drawn(6, 1, 33), drawn(33, 150, seed=1), drawn(150, seed=2)
+    with torch.no_grad():
+        got = decoding.linear((weight.to(dtype).t(), bias.to(dtype)), x.to(dtype))
+    close(got, x @ weight + bias, dtype)
+
+
+def test_texts_of_one_user_share_its_adapters(library: Path) -> None:
+    """Bit for bit as if each text had a copy of them."""
+    x, a, b = drawn(6, 1, 33).float(), drawn(2, 4, 33).float(), drawn(2, 4, 70, seed=1).float()
+    linear = nn.Linear(33, 70)
+    linear.weight.data = drawn(70, 33).float()
+    lora = LoraLinear(linear, scale=0.5)
+    block = RoutedMLP(first={"up": linear}, last=nn.Linear(70, 33), act="gelu", scale=0.5, mix="output")
+    factors = {"up": (a, b), "down": (drawn(2, 4, 70).float(), drawn(2, 4, 33, seed=3).float())}
+    gates = drawn(6, 2).softmax(-1).float()
+    with torch.no_grad():
+        got = []
+        for copies in (1, 3):
+            lora.factors = (a.repeat_interleave(copies, 0), b.repeat_interleave(copies, 0))
+            wide = {
+                n: [f.unflatten(1, (2, 2)).repeat_interleave(copies, 0) for f in pair] for n, pair in factors.items()
+            }
+            block.factors = {n: (of[0], of[1]) for n, of in wide.items()}
+            block.router.forward = lambda x: gates.view(*x.shape[:2], 2)  # type: ignore[method-assign]
+            got.append((lora(x), block(x)))
+    for one, other in zip(*got, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_what_it_is_not_for(library: Path) -> None:
@@ -123,8 +156,10 @@ def test_what_it_is_not_for(library: Path) -> None:
     assert not decoding.fits(x, 4, weight)  # a gradient may be wanted
     with torch.no_grad():
         assert decoding.fits(x, 4, weight)
-        assert not decoding.fits(x, 2, weight)  # two tokens for each row
-        assert not decoding.fits(x, 4, weight.t())
+        assert decoding.fits(x, 2, weight)  # two texts of each user
+        assert not decoding.fits(x.bfloat16(), 2, weight.bfloat16())
+        assert not decoding.fits(x.view(2, 2, 8), 2, weight)  # two tokens of each text
+        assert not decoding.fits(x, 4, drawn(8, 16).float()[:, ::2])
         assert not decoding.fits(x, 4, weight.bfloat16())
         assert not decoding.fits(x.double(), 4, weight.double())
         assert not decoding.fits(torch.zeros(65, 1, 8), 65, weight)

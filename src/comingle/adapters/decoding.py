@@ -1,4 +1,4 @@
-"""Native code for what generates: one token for each of a few rows, every row with adapters of its own.
+"""Native code for what generates: one token for each of a few rows, every user's rows with its own adapters.
 
 A step of a few rows reads all weights for little arithmetic. ``mixture_rows.h`` reads each of them once for all rows
 and does what the adapters add on the way, where PyTorch's products take twice as long for eight rows as for one, and a
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from comingle.adapters import kernels, native
 
 Factors = tuple[Tensor, Tensor]
-"""A ``(rows, ..., rank, d_in)`` and B ``(rows, ..., rank, d_out)``."""
+"""A ``(users, ..., rank, d_in)`` and B ``(users, ..., rank, d_out)``; rows are user-major, as many of each."""
 Weights = tuple[Tensor, Tensor | None]
-"""A linear's weight ``(d_out, d_in)`` and bias."""
+"""A linear's weight ``(d_out, d_in)``, which may lie turned in memory, and bias."""
 
 MOST_ROWS = 64
 """With more, PyTorch's products are faster."""
@@ -30,7 +30,7 @@ class _Linear(ctypes.Structure):
 
     _fields_ = (
         *[(n, ctypes.c_void_p) for n in ("weight", "bias", "a", "b")],
-        *[(n, ctypes.c_int64) for n in ("d_in", "d_out", "ranks")],
+        *[(n, ctypes.c_int64) for n in ("d_in", "d_out", "ranks", "turned")],
     )
 
 
@@ -38,7 +38,7 @@ class _Rows(ctypes.Structure):
     """``struct Rows``."""
 
     _fields_ = (
-        *[(n, ctypes.c_int64) for n in ("rows", "experts", "firsts", "act", "bf16", "threads")],
+        *[(n, ctypes.c_int64) for n in ("rows", "share", "experts", "firsts", "act", "bf16", "threads")],
         ("scale", ctypes.c_float),
         ("first", _Linear * 2),
         ("last", _Linear),
@@ -46,26 +46,30 @@ class _Rows(ctypes.Structure):
     )
 
 
-def fits(x: Float[Tensor, "*batch width"], rows: int, *weights: Tensor) -> bool:
-    """Whether ``x`` is one token for each of a few rows, and the native code is in use and made for such tensors."""
+def fits(x: Float[Tensor, "*batch width"], users: int, *weights: Tensor) -> bool:
+    """Whether ``x`` is one token for each of a few rows, and the native code is in use and made for such tensors.
+
+    In bfloat16 a user's rows are one: of more, PyTorch's products are as fast.
+    """
+    rows = x.shape[:-1].numel()
     return (
-        x.numel() == rows * x.shape[-1]
+        (rows == users or (x.shape[-2] == 1 and x.dtype == torch.float32))
         and 0 < rows <= MOST_ROWS
         and native.is_enabled()
         and not torch.is_grad_enabled()
         and native.fits(x.device, x.dtype)
-        and all(weight.is_contiguous() and weight.dtype == x.dtype for weight in weights)
+        and all((w.is_contiguous() or w.t().is_contiguous()) and w.dtype == x.dtype for w in weights)
     )
 
 
 def linear(
-    weights: Weights, x: Float[Tensor, "*batch d_in"], rows: int, factors: Factors | None = None, scale: float = 1.0
+    weights: Weights, x: Float[Tensor, "*batch d_in"], factors: Factors | None = None, scale: float = 1.0
 ) -> Float[Tensor, "*batch d_out"]:
     """``W x_r + b + s B_r (A_r x_r)`` for each row r."""
     call, x = _Rows(scale=scale), x.contiguous()
     kept = _describe(call.last, weights, factors)
     y = x.new_empty(*x.shape[:-1], weights[0].shape[0])
-    _run(call, x, y, rows)
+    _run(call, x, y, 0 if factors is None else len(factors[0]))
     del kept
     return y
 
@@ -73,11 +77,11 @@ def linear(
 def experts(
     act: kernels.Activation,
     scale: float,
-    x: Float[Tensor, "rows 1 width"],
-    gates: Float[Tensor, "rows 1 experts"],
+    x: Float[Tensor, "users n width"],
+    gates: Float[Tensor, "users n experts"],
     first: Sequence[tuple[Weights, Factors]],
     last: tuple[Weights, Factors],
-) -> Float[Tensor, "rows 1 width"]:
+) -> Float[Tensor, "users n width"]:
     """The mixture of :mod:`comingle.adapters.experts` (``mix: output``) for each row."""
     call, x, gates = _Rows(scale=scale), x.contiguous(), gates.contiguous()
     assert gates.dtype == torch.float32
@@ -85,7 +89,7 @@ def experts(
     call.firsts, call.experts, call.act = len(first), gates.shape[-1], native.ACTIVATIONS[act]
     call.gates = gates.data_ptr()
     y = torch.empty_like(x)
-    _run(call, x, y, len(x))
+    _run(call, x, y, len(last[1][0]))
     del kept
     return y
 
@@ -94,7 +98,7 @@ def _describe(to: _Linear, weights: Weights, factors: Factors | None) -> list[Te
     """Fill in a linear; what is returned has to live until the call is over."""
     (weight, bias), kept = weights, []
     to.weight, to.bias = weight.data_ptr(), None if bias is None else bias.data_ptr()
-    to.d_out, to.d_in = weight.shape
+    (to.d_out, to.d_in), to.turned = weight.shape, not weight.is_contiguous()
     if factors is not None:
         kept = [factor.contiguous() for factor in factors]
         to.a, to.b = (factor.data_ptr() for factor in kept)
@@ -102,8 +106,9 @@ def _describe(to: _Linear, weights: Weights, factors: Factors | None) -> list[Te
     return kept
 
 
-def _run(call: _Rows, x: Tensor, y: Tensor, rows: int) -> None:
-    call.rows, call.threads, call.bf16 = rows, torch.get_num_threads(), x.dtype == torch.bfloat16
+def _run(call: _Rows, x: Tensor, y: Tensor, users: int) -> None:
+    call.rows, call.threads, call.bf16 = x.shape[:-1].numel(), torch.get_num_threads(), x.dtype == torch.bfloat16
+    call.share = call.rows // (users or call.rows)
     call.x, call.y = x.data_ptr(), y.data_ptr()
     library = native.library()
     assert library is not None
@@ -119,7 +124,6 @@ class RowsLinear(nn.Linear):
 
     def forward(self, input: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """``W x + b``."""
-        rows = input.shape[:-1].numel()
-        if fits(input, rows, self.weight):
-            return linear((self.weight, self.bias), input, rows)
+        if fits(input, input.shape[:-1].numel(), self.weight):
+            return linear((self.weight, self.bias), input)
         return super().forward(input)

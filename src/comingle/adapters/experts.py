@@ -55,7 +55,7 @@ class RoutedMLP(nn.Module):
         """Mixture of the users' experts; rows of ``x`` are user-major."""
         users = self.factors["down"][0].shape[0]
         tokens = x.reshape(users, -1, x.shape[-1])
-        if self.mix == "output" and self._decodes(tokens):
+        if self.mix == "output" and self._decodes(x, users):
             return self._mix_rows(tokens).view(x.shape)
         if self.mix == "output" and native.supports(tokens, self.act, self.factors["down"][0].shape[-2]):
             return self._mix_natively(tokens).view(x.shape)
@@ -63,13 +63,13 @@ class RoutedMLP(nn.Module):
         mixed = self._mix_linears(tokens, gates) if self.mix == "linear" else self._mix_outputs(tokens, gates)
         return mixed.view(x.shape)
 
-    def _decodes(self, x: Tokens) -> bool:
+    def _decodes(self, x: Float[Tensor, "*batch width"], users: int) -> bool:
         linears = (*self.first.values(), self.last)
         known = self.act in native.ACTIVATIONS
-        return known and decoding.fits(x, len(x), *(base_weight(linear)[0] for linear in linears))
+        return known and decoding.fits(x, users, *(base_weight(linear)[0] for linear in linears))
 
     def _mix_rows(self, x: Tokens) -> Tokens:
-        """:meth:`_mix_outputs` of one token for each user."""
+        """:meth:`_mix_outputs` of one token for each of a few texts."""
         a_and_b = {name: (a.to(x.dtype), b.to(x.dtype)) for name, (a, b) in self.factors.items()}
         first = [(base_weight(linear), a_and_b[name]) for name, linear in self.first.items()]
         return decoding.experts(

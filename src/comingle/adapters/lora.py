@@ -95,6 +95,6 @@ class LoraLinear(nn.Module):
         a, b = (f.to(x.dtype) for f in self.factors)
         weight, bias = base_weight(self.linear)
         if decoding.fits(x, a.shape[0], weight):
-            return decoding.linear((weight, bias), x, a.shape[0], (a, b), self.scale)
+            return decoding.linear((weight, bias), x, (a, b), self.scale)
         y = self.linear(x)
         return y + low_rank(x.reshape(a.shape[0], -1, x.shape[-1]), a, b, self.scale).view(y.shape)

@@ -6,20 +6,22 @@
 //
 // Weights are read once for all rows, which is what such a step takes: a task is a chunk of a linear's outputs. What a
 // row comes to depends neither on the other rows nor on the number of threads: each sum has an order of its own.
+// `share` rows in turn have the same adapters: texts of one user that are continued together.
 #pragma once
 
 #include "mixture_tile.h"
 
 extern "C" {
-// A linear with its LoRA: weight (d_out, d_in), a (rows, ranks, d_in), b (rows, ranks, d_out); ranks may be 0.
+// A linear with its LoRA: weight (d_out, d_in), where `turned` (d_in, d_out) in memory, a (rows / share, ranks, d_in),
+// b (rows / share, ranks, d_out); ranks may be 0.
 struct RowsLinear {
     const void *weight, *bias, *a, *b;
-    int64_t d_in, d_out, ranks;
+    int64_t d_in, d_out, ranks, turned;
 };
 
 // Of a linear alone, `last` is it. Of experts, `first` has those that read x; ranks are experts times rank there.
 struct Rows {
-    int64_t rows, experts, firsts, act, bf16, threads;
+    int64_t rows, share, experts, firsts, act, bf16, threads;
     float scale;
     RowsLinear first[2], last;
     const void* x;
@@ -88,6 +90,22 @@ void dots_of_rows(const X* x, int64_t rows, const S* w, int64_t width, float* ou
     for (; r < rows; ++r) dots<1, O>(x + r * width, w, width, out + r * CHUNK);
 }
 
+// The same with `w` turned: CHUNK outputs side by side, and inputs `stride` apart.
+template <int R, class X, class S>
+void sums_of_inputs(const X* x, const S* w, int64_t stride, int64_t width, float* out) {
+    V sums[R][CHUNK / LANES] = {};
+    for (int64_t k = 0; k < width; ++k) {
+#pragma GCC unroll 4
+        for (int c = 0; c < CHUNK / LANES; ++c) {
+            const V column = load(w + k * stride + c * LANES);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) sums[r][c] += widen(x[r * width + k]) * column;
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < CHUNK / LANES; ++c) store(out + r * CHUNK + c * LANES, sums[r][c]);
+}
+
 template <class S>
 struct Step {
     const Rows& m;
@@ -98,8 +116,9 @@ struct Step {
         const int64_t share = l.ranks ? l.ranks / sets : 1;
 #pragma omp for
         for (int64_t i = 0; i < m.rows * l.ranks; ++i) {
-            const int64_t r = i / l.ranks, set = i % l.ranks / share;
-            dots<1, 1>(x + (r * sets + set) * l.d_in, (const S*)l.a + i * l.d_in, l.d_in, z + i);
+            const int64_t r = i / l.ranks, k = i % l.ranks;
+            const S* a = (const S*)l.a + (r / m.share * l.ranks + k) * l.d_in;
+            dots<1, 1>(x + (r * sets + k / share) * l.d_in, a, l.d_in, z + i);
             z[i] *= m.scale;
         }
     }
@@ -107,19 +126,41 @@ struct Step {
     // One chunk of W x + b for all rows, as (rows, CHUNK).
     template <class X>
     void chunk(const RowsLinear& l, const X* x, int64_t column, int64_t columns, float* out) const {
-        const S* w = (const S*)l.weight + column * l.d_in;
-        int64_t o = 0;
-        for (; o + BLOCK <= columns; o += BLOCK) dots_of_rows<BLOCK>(x, m.rows, w + o * l.d_in, l.d_in, out + o);
-        for (; o < columns; ++o) dots_of_rows<1>(x, m.rows, w + o * l.d_in, l.d_in, out + o);
+        if (l.turned)
+            turned(l, x, column, columns, out);
+        else {
+            const S* w = (const S*)l.weight + column * l.d_in;
+            int64_t o = 0;
+            for (; o + BLOCK <= columns; o += BLOCK) dots_of_rows<BLOCK>(x, m.rows, w + o * l.d_in, l.d_in, out + o);
+            for (; o < columns; ++o) dots_of_rows<1>(x, m.rows, w + o * l.d_in, l.d_in, out + o);
+        }
         if (!l.bias) return;
         for (int64_t r = 0; r < m.rows; ++r)
             for (int64_t c = 0; c < columns; ++c) out[r * CHUNK + c] += widen(((const S*)l.bias)[column + c]);
     }
 
+    template <class X>
+    void turned(const RowsLinear& l, const X* x, int64_t column, int64_t columns, float* out) const {
+        const S* w = (const S*)l.weight + column;
+        if (columns < CHUNK) {  // the last one, if it is not whole
+            for (int64_t r = 0; r < m.rows; ++r)
+                for (int64_t c = 0; c < columns; ++c) {
+                    float sum = 0.f;
+                    for (int64_t k = 0; k < l.d_in; ++k) sum += widen(x[r * l.d_in + k]) * widen(w[k * l.d_out + c]);
+                    out[r * CHUNK + c] = sum;
+                }
+            return;
+        }
+        int64_t r = 0;
+        for (; r + BLOCK <= m.rows; r += BLOCK)
+            sums_of_inputs<BLOCK>(x + r * l.d_in, w, l.d_out, l.d_in, out + r * CHUNK);
+        for (; r < m.rows; ++r) sums_of_inputs<1>(x + r * l.d_in, w, l.d_out, l.d_in, out + r * CHUNK);
+    }
+
     // `v` plus ranks [from, to) of B_r^T z_r, at `count` columns from `column` on.
     V lora(const RowsLinear& l, const float* z, int64_t r, int64_t from, int64_t to, int64_t column, int64_t count, V v) const {
-        for (int64_t k = r * l.ranks + from; k < r * l.ranks + to; ++k)
-            v += z[k] * load_upto((const S*)l.b + k * l.d_out + column, count);
+        const S* b = (const S*)l.b + r / m.share * l.ranks * l.d_out + column;
+        for (int64_t k = from; k < to; ++k) v += z[r * l.ranks + k] * load_upto(b + k * l.d_out, count);
         return v;
     }
 
