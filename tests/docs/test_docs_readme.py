@@ -19,6 +19,7 @@ from comingle.methods import REGISTRY, make, settings_of
 from comingle.methods.base import Method
 from comingle.methods.client import Part
 from comingle.papers.methods.mixtures import Entropic
+from comingle.papers.rivals.feddpa import Near
 from comingle.recipes import Recipe
 from comingle.recipes.data import kinds, load_section
 
@@ -72,7 +73,7 @@ def trained_on(method: Method) -> str:
         return "set from each component's loss"
     if any(type(part).settle is not Part.settle for part in method.client.parts):
         near = ": how near a text is to it says how much a user's own expert counts"
-        by_similarity = method.placement.gating == "similarity"
+        by_similarity = method.placement.gating == Near()
         return "set from training text" + near if by_similarity else "set from validation text"
     router = [phase for phase in method.client.phases if "router" in phase.roles]
     if not router:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from comingle.papers.rivals.feddpa import Near
 from comingle.routers.penalties import balance_penalty
 from comingle.routers.settings import Balance
-from comingle.routers.token import Router, gate, init_router, similarity_gates, uniform_gates
+from comingle.routers.token import Router, gate, init_router, uniform_gates
 
 UNEVEN = torch.tensor([[True, False, False], [True, True, False], [True, True, True]])
 
@@ -137,7 +138,7 @@ def test_gates_by_similarity_are_mean_cosines_and_the_first_expert_has_the_rest(
     others = torch.randn(3, 2, 4, 5, generator=draw, dtype=torch.float64) + 0.8  # four vectors for each expert
     unit = others / others.norm(dim=-1, keepdim=True)
     router = Router()
-    router.gating, router.present, router.weight = "similarity", UNEVEN, 1.5 * unit.mean(2)
+    router.gating, router.present, router.weight = Near(), UNEVEN, 1.5 * unit.mean(2)
     gates, seen = router(x), set()
     for user in range(3):
         for token in range(9):
@@ -153,5 +154,7 @@ def test_gates_by_similarity_are_mean_cosines_and_the_first_expert_has_the_rest(
 
 
 def test_nothing_is_similar_to_a_zero() -> None:
-    gates = similarity_gates(torch.zeros(1, 2, 1), torch.zeros(1, 2, 4), torch.ones(1, 2, dtype=torch.bool))
+    router = Router()
+    router.present = torch.ones(1, 2, dtype=torch.bool)
+    gates = Near()(router, torch.zeros(1, 2, 1), torch.zeros(1, 2, 4))
     assert gates.tolist() == [[[1.0, 0.0], [1.0, 0.0]]]

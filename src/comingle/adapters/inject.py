@@ -97,7 +97,7 @@ class Adapters:
         present = self.present[list(users)].to(device)
         for name, mlp in self.experts.items():
             mlp.factors = {k: factors_of(tensors, f"{name}.{k}", mlp.scale) for k in (*mlp.first, "down")}
-            mlp.router.weight = tensors.get(f"{name}.router")
+            mlp.router.weight, mlp.router.keys = tensors.get(f"{name}.router"), mlp.factors["up"][0]
             mlp.router.present = present
             mlp.router.penalty = None  # of the last pass, and this one may have no router
 
@@ -124,7 +124,8 @@ class Adapters:
         users = len(ranks)
         if slot.name.endswith(".router"):
             competing = self.present & (self.present.sum(1, keepdim=True) > 1)
-            return competing[:, -slot.shape[0] :].unsqueeze(-1).expand(users, *slot.shape)
+            rows = competing[:, -slot.shape[0] :] if slot.shape[0] <= self.present.shape[1] else competing[:, :1]
+            return rows.unsqueeze(-1).expand(users, *slot.shape)
         if slot.roles[0] == RESIDUAL:
             there = self.present if len(slot.shape) > 2 else torch.ones(users, dtype=torch.bool)
             return there.view(*there.shape, 1, 1).expand(users, *slot.shape)
@@ -156,14 +157,14 @@ def inject(
     counts: ExpertCounts,
     *,
     routed: bool,
-    gating: Gating = "softmax",
+    gating: Gating | None = None,
     residual: int | None = None,
 ) -> Adapters:
     """Replace the targets of every decoder layer of ``model`` by adapters, in place.
 
-    A router exists where ``routed`` and some user has more than one expert; ``gating`` says how it weighs them. What
-    weighs by similarity begins with no direction, so that the first expert has all. ``residual`` is the rank of what
-    stands frozen beside each LoRA (:mod:`comingle.adapters.residual`), None for nothing.
+    A router exists where ``routed`` and some user has more than one expert; ``gating`` says how it weighs them, where a
+    softmax over logits does not. ``residual`` is the rank of what stands frozen beside each LoRA
+    (:mod:`comingle.adapters.residual`), None for nothing.
 
     Raises:
         BaseModelError: unknown family, or targets or an activation that it cannot adapt.
@@ -192,7 +193,7 @@ def inject(
     # All A, all B, all routers, so that whatever a phase trains is one run of columns.
     slots = [_a_slot(*linear) for linear in linears] + [_b_slot(*linear) for linear in linears]
     if routed and counts.width > 1:
-        slots += [_router_slot(name, mlp, counts, gating) for name, mlp in experts.items()]
+        slots += [_router_slot(name, mlp, counts.width, rank) for name, mlp in experts.items()]
     if residual is not None:
         slots += residual_slots(
             [(name, linear, len(lead[:-1]) * counts.width) for name, linear, lead, _ in linears], residual
@@ -309,8 +310,7 @@ def _b_slot(name: str, linear: nn.Module, lead: tuple[int, ...], roles: tuple[st
     return Slot(name=f"{name}.b", shape=(*lead, width), roles=roles, init=init_zero, factor="b")
 
 
-def _router_slot(name: str, mlp: RoutedMLP, counts: ExpertCounts, gating: Gating) -> Slot:
-    width = base_weight(mlp.first["up"])[0].shape[1]
-    # By similarity the first expert has what the others leave, and no direction of its own.
-    rows, init = (counts.width, init_router) if gating == "softmax" else (counts.width - 1, init_zero)
+def _router_slot(name: str, mlp: RoutedMLP, experts: int, rank: int) -> Slot:
+    width, gating = base_weight(mlp.first["up"])[0].shape[1], mlp.router.gating
+    rows, init = (experts, init_router) if gating is None else gating.start(experts, rank, width)
     return Slot(name=f"{name}.router", shape=(rows, width), roles=(ROUTER,) * rows, init=init)

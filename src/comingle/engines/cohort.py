@@ -133,14 +133,14 @@ class Cohort(Members):
         return torch.cat(found, 2)
 
     @torch.no_grad()
-    def router_directions(self, instances: int) -> Tree:
+    def router_directions(self, instances: int, *, whole: bool = False) -> Tree:
         """Of users without training data zeros."""
         found = {n: torch.zeros_like(t[:, 0]) for n, t in self.tensors.items() if n.endswith(f".{ROUTER}")}
         for some, owners in self._with_data():
             tensors, seen = self.steps.tensors(self.part.rows[some]), self.part.rows.new_zeros(len(some), 1)
             for drawn in self._instances(owners, instances):
                 for part in drawn.split(self.steps.portions.sequences, dim=1):
-                    for name, x in self.steps.model.router_inputs(tensors, owners, part).items():
+                    for name, x in self.steps.model.router_inputs(tensors, owners, part, whole=whole).items():
                         found[name][some] += F.normalize(x.to(found[name]), dim=-1).sum(1)
                 seen += (drawn != PAD).any(-1).sum(1, keepdim=True)
             for t in found.values():

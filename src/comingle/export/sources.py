@@ -57,7 +57,7 @@ def unlike_any(source: Source) -> str:
     mlps = source.model.adapters.experts.values() if isinstance(source.model, AdaptedModel) else ()
     if any(mlp.mix == "linear" for mlp in mlps):
         return "mixed inside every linear"
-    return "weighed by similarity" if any(mlp.router.gating == "similarity" for mlp in mlps) else ""
+    return next((str(mlp.router.gating) for mlp in mlps if mlp.router.gating is not None), "")
 
 
 def changes_of(source: Source) -> list[Change]:

@@ -30,8 +30,8 @@ class Placement:
     """Experts of a user's own in each MLP: one number for all users, or one for each."""
     routed: bool = False
     """Whether a router mixes the experts, token by token."""
-    gating: Gating = "softmax"
-    """How it weighs them: by a softmax, or by similarity to directions that a part sets (nothing else trains them)."""
+    gating: Gating | None = None
+    """How it weighs them, where a softmax over logits does not."""
     gated: bool = False
     """Where nets are trained whole: a user has a shared and a local one, and a gate."""
     mixture: ClientMixture | None = None

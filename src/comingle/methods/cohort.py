@@ -147,10 +147,11 @@ class Cohort(ABC):
         """
 
     @abstractmethod
-    def router_directions(self, instances: int) -> Tree:
+    def router_directions(self, instances: int, *, whole: bool = False) -> Tree:
         """The mean of the unit vectors along what each token-level router reads, experts averaged, at the end of the
         prompts of random training instances (of whole windows where nothing is a prompt), the same at each call:
-        ``(users, width)`` by the names of the routers' tensors. Only for language models with routers."""
+        ``(users, width)`` by the names of the routers' tensors. With ``whole`` along the mean of what it reads of each
+        window, all of it. Only for language models with routers."""
 
     @abstractmethod
     def copies(self) -> Float[Tensor, "copies users columns"]:

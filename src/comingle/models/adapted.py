@@ -144,13 +144,17 @@ class AdaptedModel(Model):
             yield lambda: watching.gates(self.adapters)
 
     @torch.no_grad()
-    def router_inputs(self, tensors: Tree, users: Sequence[int], batch: Windows) -> Tree:
+    def router_inputs(self, tensors: Tree, users: Sequence[int], batch: Windows, *, whole: bool = False) -> Tree:
         """What reaches each MLP there."""
         self.adapters.bind({n: t for n, t in tensors.items() if not n.endswith(f".{ROUTER}")}, users)
         with watching.overheard(self.adapters) as read, torch.compiler.set_stance("force_eager"):
             self.backbone(input_ids=inputs_of(batch).flatten(0, 1), use_cache=False)
         at, real = prompt_ends(batch)[..., None, None], (batch != PAD).any(-1, keepdim=True)
         wide = {name: x.view(*batch.shape[:2], batch.shape[2] - 1, -1) for name, x in read.items()}
+        if whole:
+            there = (batch[..., :-1] != PAD).double()
+            shares = there / there.sum(-1, keepdim=True).clamp(min=1)
+            return {n: torch.einsum("ubt,ubtw->ubw", shares.to(x), x) for n, x in wide.items()}
         return {n: x.gather(2, at.expand(-1, -1, 1, x.shape[-1])).squeeze(2) * real for n, x in wide.items()}
 
     def expert_names(self, user: int) -> list[str]:
@@ -171,7 +175,7 @@ def adapt(
     *,
     routed: bool,
     compiled: bool,
-    gating: Gating = "softmax",
+    gating: Gating | None = None,
     native_code: bool | None = None,
     residual: int | None = None,
     checkpointed: bool = False,

@@ -106,9 +106,10 @@ class Model(ABC):
         """What a user's experts are called; only where tokens are routed."""
         raise NotImplementedError(f"{self.name}: no experts")
 
-    def router_inputs(self, tensors: Tree, users: Sequence[int], batch: Any) -> Tree:
+    def router_inputs(self, tensors: Tree, users: Sequence[int], batch: Any, *, whole: bool = False) -> Tree:
         """What each token-level router reads at the end of every window's prompt, ``(users, batch, width)``, while
-        experts are averaged; by the names of the routers' tensors, and zeros for a window that is none."""
+        experts are averaged; by the names of the routers' tensors, and zeros for a window that is none. With ``whole``
+        the mean over all of the window."""
         raise NotImplementedError(f"{self.name}: no routers")
 
     # ---------------------------------------------------------------- client-level mixtures

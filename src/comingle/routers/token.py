@@ -1,6 +1,6 @@
 """The token-level router: one bias-free linear map per block and user.
 
-``p_j(x) = softmax over the top k of (phi x)_j`` (CoMiGS eq. 1, App. B), or by similarity (:func:`similarity_gates`).
+``p_j(x) = softmax over the top k of (phi x)_j`` (CoMiGS eq. 1, App. B), or as a method weighs experts (``gating``).
 Logits may come from bf16 products; gates are float32 at least, because those that nearly tie decide between experts.
 """
 
@@ -34,22 +34,6 @@ def gate(
     return logits.masked_fill(~picks, -torch.inf).softmax(-1), picks
 
 
-def similarity_gates(
-    logits: Float[Tensor, "users n others"],
-    x: Float[Tensor, "users n width"],
-    present: Bool[Tensor, "users experts"],
-) -> Float[Tensor, "users n experts"]:
-    """``p_j = (phi x)_j / |x|`` of each expert but the first, between 0 and 1; the first has what they leave of 1.
-
-    phi has no row for the first. With ``phi_j`` the mean of unit vectors that is the mean cosine of x with them. Where
-    the others would come to more than 1 they share it.
-    """
-    length = x.to(logits.dtype).norm(dim=-1, keepdim=True).clamp(min=torch.finfo(logits.dtype).tiny)
-    others = (logits / length).clamp(0, 1) * present[:, None, 1:]
-    others = others / others.sum(-1, keepdim=True).clamp(min=1)
-    return torch.cat([1 - others.sum(-1, keepdim=True), others], -1)
-
-
 def uniform_gates(present: Bool[Tensor, "users experts"]) -> Float[Tensor, "users experts"]:
     """What a method without a router uses: the average of the experts that a user has."""
     return present.double() / present.sum(-1, keepdim=True)
@@ -58,14 +42,16 @@ def uniform_gates(present: Bool[Tensor, "users experts"]) -> Float[Tensor, "user
 class Router(nn.Module):
     """One block's router; everything is bound before a forward pass.
 
-    ``weight`` is ``(users, experts, width)``, by similarity without the first expert, or None (then the experts are
-    averaged), ``present`` marks the experts that each user has. After a forward pass ``penalty`` holds each user's
+    ``weight`` is ``(users, experts, width)``, of as many rows as a method's own ``gating`` has, or None (then the
+    experts are averaged), ``present`` marks the experts that each user has, ``keys`` are their LoRA's A that read what
+    the router reads, ``(users, experts, rank, width)``. After a forward pass ``penalty`` holds each user's
     load-balancing penalty ``(users,)``, and, where ``watched``, ``gates`` the pass's gates ``(users, n, experts)``.
     """
 
     weight: Tensor | None = None
     present: Tensor
-    gating: Gating = "softmax"
+    keys: Tensor
+    gating: Gating | None = None
     top_k: int = 2
     balance: Balance = "none"
     penalty: Tensor | None = None
@@ -84,8 +70,8 @@ class Router(nn.Module):
         self, logits: Float[Tensor, "users n _"], x: Float[Tensor, "users n width"]
     ) -> Float[Tensor, "users n experts"]:
         """Gates out of logits that somebody has computed from ``x``, as many as :attr:`weight` has rows."""
-        if self.gating == "similarity":
-            gates = similarity_gates(logits, x, self.present)
+        if self.gating is not None:
+            gates = self.gating(self, logits, x)
         else:
             gates, picks = gate(logits, self.present, self.top_k)
             self.penalty = balance_penalty(logits, picks, self.present, self.balance) if self.balances else None

@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
 from comingle.adapters.inject import ATTENTION, GENERALIST, ROUTER, SPECIALIST
+from comingle.adapters.lora import init_zero
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import ROUTERS, Client, Cohort, Part, Phase
 from comingle.methods.server import Mean
 from comingle.methods.settings import Count, Range
-from comingle.trees import lora_pairs
+from comingle.routers.token import Router
+from comingle.trees import Init, lora_pairs
 
 GLOBAL = frozenset({ATTENTION, GENERALIST})
 
@@ -47,10 +53,35 @@ def feddpa(
         client = Client(phases=(everybodys,), tuning=(own,), finetunes=True, parts=(FromGlobal(), similarity))
     return Method(
         name="feddpa",
-        placement=Placement(specialists=1, routed=True, gating="similarity", shared=GLOBAL),
+        placement=Placement(specialists=1, routed=True, gating=Near(), shared=GLOBAL),
         client=client,
         server=Mean(),
     )
+
+
+@dataclass(frozen=True)
+class Near:
+    """Weighs by how near what a router reads is to directions that it holds."""
+
+    def __str__(self) -> str:
+        return "weighed by similarity"
+
+    def start(self, experts: int, rank: int, width: int) -> tuple[int, Init]:
+        """The first expert has what the others leave, and no direction of its own; without any it has all."""
+        return experts - 1, init_zero
+
+    def __call__(
+        self, router: Router, products: Float[Tensor, "users n others"], x: Float[Tensor, "users n width"]
+    ) -> Float[Tensor, "users n experts"]:
+        """``p_j = (phi x)_j / |x|`` of each expert but the first, between 0 and 1; the first has what they leave of 1.
+
+        With ``phi_j`` the mean of unit vectors that is the mean cosine of x with them. Where the others would come to
+        more than 1 they share it.
+        """
+        length = x.to(products.dtype).norm(dim=-1, keepdim=True).clamp(min=torch.finfo(products.dtype).tiny)
+        others = (products / length).clamp(0, 1) * router.present[:, None, 1:]
+        others = others / others.sum(-1, keepdim=True).clamp(min=1)
+        return torch.cat([1 - others.sum(-1, keepdim=True), others], -1)
 
 
 class FromGlobal(Part):
