@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Gating(Protocol):
     """A method's own way of weighing experts, of all of a model's routers alike; ``str`` says it in words."""
 
@@ -13,7 +14,6 @@ class Gating(Protocol):
 
         Of no more rows than experts, the last experts' in order, users have those of experts that they have.
         """
-        ...
 
     def __call__(self, router: Any, products: Any, x: Any) -> Any:
         """Gates ``(users, n, experts)`` that sum to one, of ``x (users, n, width)`` and its products with all rows."""
