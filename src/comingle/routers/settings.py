@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Gating(Protocol):
     """A method's own way of weighing experts, of all of a model's routers alike; ``str`` says it in words."""
 
