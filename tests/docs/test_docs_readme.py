@@ -100,7 +100,7 @@ def test_the_table_of_methods_is_complete_and_true() -> None:
         placement, trained = method.placement, method.client.trained
         private = attends(trained - method.shared) or placement.copies > 1
         assert ("attention" in local) == (private and not placement.pooled), name
-        assert ("router" in local) == ("router" in trained or rerouted(method)), name
+        assert ("router" in local) == ("router" in trained - method.shared or rerouted(method)), name
         if placement.mixture is not None:
             assert (f"{placement.mixture.clusters} " in shared) == (placement.mixture.clusters > 1), name
         elif name != "comigs" and method.shared and not placement.needs:  # nets have no experts

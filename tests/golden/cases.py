@@ -27,6 +27,7 @@ TEXT_ONLY = (
     "local-moe",
     "fedavg-moe",
     "fedalt",
+    "fedamole",
     "feddpa",
     "fedex-lora",
     "flora-stacking",

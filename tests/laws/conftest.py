@@ -29,6 +29,7 @@ NETS_ONLY = {"floral-optimal", "ensemble", "ensemble-optimal", "mfl", "fml", "fe
 CASES = {
     **{name: _with_short_period(name) for name in REGISTRY if name not in NETS_ONLY},
     "ifca": {"name": "ifca", "models": 2},
+    "fedamole": {"name": "fedamole", "experts": 3, "choices": 2, "most": 3},
     "comigs, specialists 0 1 2": _with_short_period("comigs", specialists=[0, 1, 2]),
     "comigs, 1 expert": _with_short_period("comigs", specialists=0),
     "comigs, gradients accumulated": _with_short_period("comigs", specialists=[0, 1, 2], accumulate_gradients=True),

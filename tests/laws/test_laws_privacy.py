@@ -24,8 +24,8 @@ SHORT = {"training.local_steps": 3}
 FACTORS = {"ffa-lora": (".b",), "fedsa-lora": (".a",)}
 """What travels of each LoRA, where that is not both factors."""
 
-MEANT_FOR_OTHERS = {"fedalt"}
-"""Whose users send what is their own, for means that the others get."""
+MEANT_FOR_OTHERS = {"fedalt": {SPECIALIST}, "fedamole": {SPECIALIST, ROUTER}}
+"""Roles that others keep to themselves and these methods' users send, for means that the others get."""
 
 AT_HOME = {"fedper": "layers.0.mlp"}
 """Which tensors stay with their user although their role travels, by how their names begin."""
@@ -102,18 +102,19 @@ def test_only_shared_roles_are_uploaded(federate: Any, method: dict[str, Any]) -
     uploads = sent_by(federation).tensors
     first_copy = federation.clients.state.rows[: len(federation.clients.trainers)]
     expected, roles = {}, {name.partition(".")[0] for name in federation.clients.method.shared}
-    sent = {SPECIALIST} if method["name"] in MEANT_FOR_OTHERS else set()
+    sent = MEANT_FOR_OTHERS.get(method["name"], set())
     assert roles <= {ATTENTION, GENERALIST, "base", "statistics"} | sent
     for slot in federation.clients.model.layout.slots:
         name = federation.clients.method.name
-        travels = slot.name[-2:] in FACTORS.get(name, (".a", ".b")) and not slot.name.startswith(AT_HOME.get(name, "?"))
+        factors = (*FACTORS.get(name, (".a", ".b")), *([".router"] if ROUTER in sent else []))
+        travels = slot.name.endswith(factors) and not slot.name.startswith(AT_HOME.get(name, "?"))
         places = [i for i, role in enumerate(slot.roles) if travels and role in roles]
         if places:
             tensor = federation.clients.model.layout.views(first_copy)[slot.name]
             expected[slot.name] = tensor if slot.roles == (ATTENTION,) else tensor[:, places]
     assert uploads.keys() == expected.keys()
     assert all(torch.equal(uploads[name], expected[name]) for name in expected)
-    assert not any(name.endswith(".router") for name in uploads)
+    assert any(name.endswith(".router") for name in uploads) == (ROUTER in sent)
 
 
 def test_bytes_counted_are_bytes_sent(federate: Any, method: dict[str, Any]) -> None:
@@ -186,7 +187,7 @@ def test_a_method_shares_only_what_it_trains(federate: Any, method: dict[str, An
         for roles in (federation.clients.method.client.trained, federation.clients.method.shared)
     )
     assert not (shared & ~trained).any()
-    local = {ROUTER} if method["name"] in MEANT_FOR_OTHERS else {SPECIALIST, ROUTER}
+    local = {SPECIALIST, ROUTER} - MEANT_FOR_OTHERS.get(method["name"], set())
     assert not (shared & federation.clients.model.layout.mask(local)).any()
 
 

@@ -34,6 +34,8 @@ OTHER: dict[str, Any] = {
     "weights": "random",
     "exchange_from": 2,
     "exchange_every": 2,
+    "experts": 6,
+    "choices": 1,
 }
 """Values where the rule of :func:`other` would not do."""
 

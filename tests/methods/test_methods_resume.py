@@ -23,7 +23,11 @@ METHODS = {
 }
 
 
-SLOW = {"feddpa": {"name": "feddpa"}, "feddpa, afterwards": {"name": "feddpa", "afterwards": True}}
+SLOW = {
+    "fedamole": {"name": "fedamole", "most": 7},
+    "feddpa": {"name": "feddpa"},
+    "feddpa, afterwards": {"name": "feddpa", "afterwards": True},
+}
 
 
 @pytest.fixture(
@@ -33,7 +37,7 @@ SLOW = {"feddpa": {"name": "feddpa"}, "feddpa, afterwards": {"name": "feddpa", "
 def recipe(request: pytest.FixtureRequest, recipe_file: Path) -> Recipe:
     changes = {
         "method": request.param,
-        "adapters.rank": 4 if "models" in request.param else [4, 4, 2],
+        "adapters.rank": 4 if {"models", "most"} & request.param.keys() else [4, 4, 2],
         "training.participation": 0.6,
         "training.experts.learning_rate": 0.05,
     }
@@ -51,7 +55,7 @@ def test_resuming_is_exact(recipe: Recipe, tmp_path: Path) -> None:
     assert all(torch.equal(state[name], tensors[name]) for name in tensors)
     if recipe.method.name == "hetlora":
         assert state["ranks"].tolist() != [4, 4, 2]
-    if recipe.method.name in ("fdlora", "fedmerge", "ifca"):
+    if recipe.method.name in ("fdlora", "fedamole", "fedmerge", "ifca"):
         assert any(name.startswith("server/") for name in state)
 
 

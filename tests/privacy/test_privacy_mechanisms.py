@@ -398,7 +398,7 @@ def test_every_method_says_what_applies_to_it() -> None:
     }
     nothing = {name for name in REGISTRY if not make(name).shared and not make(name).placement.pooled}
     assert accepted["central"] == {*CENTRAL, *RIVALS} | nothing
-    assert accepted["local"] == {*LOCAL, *RIVALS, "fedex-lora", "momentum-clustering", "sdflora"} | nothing
+    assert accepted["local"] == {*LOCAL, *RIVALS, "fedamole", "fedex-lora", "momentum-clustering", "sdflora"} | nothing
 
 
 @pytest.mark.parametrize(

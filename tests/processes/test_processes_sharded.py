@@ -183,6 +183,7 @@ CASES = {
     "stacking": {"method": "stacking"},
     "scaffold": {"method": "scaffold"},
     "fedalt": {"method": "fedalt"},
+    "fedamole": {"method": "fedamole"},
     "feddpa": {"method": "feddpa"},
     "alone": {"method": "local"},
 }

@@ -130,6 +130,13 @@ class Shape:
             # In every known layout the output projection is the last of the attention's linears.
             *reads, writes = [linear(n, m.linear) for n, m in adapters.attention.items() if n.startswith(layer)]
             router = entries.get(f"{name}.router", 0)
+            trains_router = router > 0 and f"{name}.router" in trained
+            if router and (beside := getattr(mlp.router.gating, "multiplies", None)) is not None:
+                router += beside(
+                    int(adapters.present[self.row % len(self.clients.trainers)].sum()),
+                    entries[f"{name}.up.a"],
+                    base_weight(mlp.first["up"])[0].shape[1],
+                )
             blocks.append(
                 Block(
                     reads=tuple(reads),
@@ -138,7 +145,7 @@ class Shape:
                     first=tuple(linear(f"{name}.{key}", inner) for key, inner in mlp.first.items()),
                     last=linear(f"{name}.down", mlp.last),
                     router=router,
-                    trains_router=router > 0 and f"{name}.router" in trained,
+                    trains_router=trains_router,
                     whole=mlp.mix == "output",
                     parallel=self._parallel(),
                 )

@@ -42,6 +42,7 @@ ORDER = (
     "stacking",
     "ditto",
     "fedalt",
+    "fedamole",
     "fedbn",
     "feddpa",
     "fedex-lora",

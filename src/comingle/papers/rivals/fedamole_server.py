@@ -1,0 +1,182 @@
+"""The server of FedAMoLE: all domain experts, who has which, and the integer program that decides it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from comingle.adapters.inject import ROUTER
+from comingle.adapters.lora import init_a
+from comingle.data.seeds import generator
+from comingle.errors import RecipeError
+from comingle.methods.server import MODEL, NEVER, Received, Server, ServerSetup, model_of, weighted_sums
+from comingle.trees import Tree
+
+EXPERTS, PLACES, TOKENS, EMBEDDINGS = "experts.", "places", "tokens", "embeddings"
+PER_USER = 3
+"""Domain experts, where their number is left open: the public code has 30 for 10 users."""
+LEAST = 2
+"""Domain experts of each user, where there are enough."""
+
+
+def keys_of(tensors: Tree, router: str) -> Float[Tensor, "users most rank width"]:
+    """The domain experts' A that read what a router reads."""
+    return tensors[router.removesuffix(ROUTER) + "up.a"][:, 1:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assigning(Server):
+    """Keeps what all have, every domain expert, and who has which: ``places (users, layers, most)`` hold their numbers,
+    and how many there are for none. ``tokens`` and ``embeddings`` are the means that users have told."""
+
+    experts: int
+    choices: int
+    most: int
+    stands: bool = False
+    kind = "stack"
+    by_user = frozenset({PLACES, TOKENS})
+    one_rank = True
+    first_download = True
+
+    def start(self, setup: ServerSetup) -> Tree:
+        """Experts begin differently, and at users drawn at random, as what nobody has told yet is.
+
+        Raises:
+            RecipeError: more experts for each user than it may have, or fewer than one.
+        """
+        users, layers = len(setup.users), layers_of(setup.models)
+        experts = self.experts or PER_USER * users
+        chosen = experts * min(self.choices, users)
+        if users > 1 and not users <= chosen <= users * self.most:
+            raise RecipeError(
+                f"method fedamole: {experts} experts, each of which chooses {min(self.choices, users)} of {users} "
+                f"users, are {chosen} in all; allowed: {users} to {users * self.most} (method.experts, choices, most)"
+            )
+        kept: Tree = {}
+        for name, t in setup.models.items():
+            kept[MODEL + name] = t[0, :1].clone() if t.dim() == 4 else t[0].clone()
+            if t.dim() == 4:
+                drawn = init_a((experts, *t.shape[2:]), generator(setup.seed, name, "experts"))
+                kept[EXPERTS + name] = drawn.to(t) if name.endswith(".a") else torch.zeros_like(drawn).to(t)
+        own = next(t for name, t in kept.items() if name.startswith(EXPERTS))
+        size = (len(layers), own.shape[-2])
+        drawn = [torch.randn(size, generator=generator(setup.seed, name, "tokens")) for name in setup.users]
+        kept[TOKENS] = torch.stack(drawn).to(own)
+        drawn = [torch.randn(size, generator=generator(setup.seed, e, "embeddings")) for e in range(experts)]
+        kept[EMBEDDINGS] = torch.stack(drawn, 1).to(own)
+        everybody = range(users)
+        kept[PLACES] = torch.stack([self.assign(fit(kept, layer, everybody)) for layer in range(len(layers))], 1)
+        return kept
+
+    def download(self, kept: Tree, users: Sequence[int]) -> Tree:
+        """What all have, and each user's domain experts; nothing is told."""
+        sent, places = {}, kept[PLACES][list(users)]
+        rank = kept[TOKENS].shape[-1]
+        for name, t in model_of(kept).items():
+            own = t.expand(len(users), *t.shape)
+            if name.endswith(ROUTER):
+                own = torch.cat([own[:, :rank], torch.zeros_like(own[:, rank:])], 1)
+            elif EXPERTS + name in kept:
+                pool = torch.cat([kept[EXPERTS + name], torch.zeros_like(t)])
+                own = torch.cat([own, pool[places[:, layers_of(model_of(kept)).index(layer_of(name))]]], 1)
+            sent[name] = own.unsqueeze(1)
+        return sent
+
+    def aggregate(self, kept: Tree, received: Received) -> None:
+        """Means, then a new assignment; once it stands, that of the round's users alone."""
+        users, layers = list(received.users), layers_of(model_of(kept))
+        all_have = {n: t[:, :1] if EXPERTS + n in kept else t for n, t in received.tensors.items()}
+        sums = {} if self.stands else weighted_sums(all_have, dict.fromkeys(all_have, received.weights))
+        for name, t in sums.items():
+            kept[MODEL + name].copy_(t)
+        for number, layer in enumerate(layers):
+            had = kept[PLACES][users, number]
+            told = told_in(received.tensors[f"{layer}{ROUTER}"], kept[TOKENS].shape[-1], self.most)
+            kept[TOKENS][users, number] = told[:, 0].to(kept[TOKENS])
+            if not self.stands:
+                move_means(kept[EMBEDDINGS][number], told[:, 1:], had, received.weights)
+                for name in (n for n in received.tensors if layer_of(n) == layer and EXPERTS + n in kept):
+                    move_means(kept[EXPERTS + name], received.tensors[name][:, 1:], had, received.weights)
+            whose = users if self.stands else list(range(len(kept[PLACES])))
+            kept[PLACES][whose, number] = self.assign(fit(kept, number, whose))
+
+    def assign(self, found: Float[Tensor, "experts users"]) -> Int[Tensor, "users most"]:
+        """The numbers of each user's experts, by how well they fit; of a user who is alone those that fit best."""
+        experts, users = found.shape
+        if users == 1:
+            chosen = torch.zeros_like(found, dtype=torch.bool)
+            chosen[found[:, 0].argsort(descending=True, stable=True)[: self.most]] = True
+        else:
+            chosen = choose(found.double().softmax(1), min(self.choices, users), self.most)
+        numbers = torch.arange(experts, device=found.device).unsqueeze(1)
+        listed = torch.where(chosen, numbers, experts).T.sort(1).values
+        return torch.nn.functional.pad(listed, (0, self.most), value=experts)[:, : self.most]
+
+    def settled(self) -> Assigning:
+        """Experts stand; who joins tells one round's means, takes what fits, and goes on alone."""
+        return replace(self, stands=True, exchange_every=NEVER)
+
+
+def fit(kept: Tree, layer: int, users: Sequence[int]) -> Float[Tensor, "experts users"]:
+    """``(mean of A_e x)^T (mean of T x) / sqrt(rank)``."""
+    tokens = kept[TOKENS][list(users), layer]
+    return kept[EMBEDDINGS][layer] @ tokens.T / math.sqrt(tokens.shape[1])
+
+
+def layer_of(name: str) -> str:
+    """The MLP that a tensor is of, as "layers.0.mlp."."""
+    return name[: name.rfind("mlp.") + 4] if "mlp." in name else ""
+
+
+def layers_of(tensors: Tree) -> list[str]:
+    """All MLPs."""
+    return [name.removesuffix(ROUTER) for name in tensors if name.endswith(f".{ROUTER}")]
+
+
+def told_in(router: Float[Tensor, "users rows width"], rank: int, most: int) -> Float[Tensor, "users told rank"]:
+    """The means of T x and of each A_e x, out of the rows below T."""
+    return router[:, rank:].flatten(1)[:, : (1 + most) * rank].unflatten(1, (1 + most, rank))
+
+
+def move_means(
+    kept: Float[Tensor, "experts ..."],
+    sent: Float[Tensor, "users most ..."],
+    had: Int[Tensor, "users most"],
+    weights: Float[Tensor, " users"],
+) -> None:
+    """Each expert becomes the weighted mean of what those who had it have sent; without any it stays."""
+    flat = had.flatten()
+    counts = flat.bincount(minlength=len(kept) + 1)[: len(kept)]
+    places = torch.arange(int(counts.max()), device=kept.device)
+    rows = flat.argsort(stable=True)[((counts.cumsum(0) - counts).unsqueeze(1) + places).clamp(max=len(flat) - 1)]
+    shares = weights.to(kept).repeat_interleave(had.shape[1])[rows] * (places < counts.unsqueeze(1))
+    shares = shares / shares.sum(1, keepdim=True).clamp(min=torch.finfo(kept.dtype).tiny)
+    mean = torch.einsum("eh,eh...->e...", shares, sent.flatten(0, 1)[rows].to(kept))
+    kept.copy_(torch.where((counts > 0).view(-1, *[1] * (kept.dim() - 1)), mean, kept))
+
+
+def choose(scores: Float[Tensor, "experts users"], choices: int, most: int) -> Bool[Tensor, "experts users"]:
+    """Who chooses whom, so that the sum of the chosen scores is largest (RSEA, an integer program)."""
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import eye_array, kron
+
+    experts, users = scores.shape
+    least = min(LEAST, experts * choices // users)
+    gain = (scores - scores.mean()).flatten().cpu().numpy()  # the same for all, and of a size that solvers like
+    result = milp(
+        -gain / max(float(np.abs(gain).max()), 1e-300),
+        integrality=np.ones(gain.size),
+        bounds=Bounds(0, 1),
+        constraints=[
+            LinearConstraint(kron(eye_array(experts), np.ones((1, users))), choices, choices),
+            LinearConstraint(kron(np.ones((1, experts)), eye_array(users)), least, most),
+        ],
+    )
+    assert result.success, result.message
+    return torch.from_numpy(result.x > 0.5).view(experts, users).to(scores.device)
