@@ -25,7 +25,7 @@ METHODS = {
     "fedmerge": {"name": "fedmerge", "models": 2},
     "fdlora": {"name": "fdlora", "fusion_steps": 3},
     "floral": {"name": "floral", "clusters": 2},
-    "stacking": {"name": "stacking"},
+    "stacking": {"name": "stacking", "temperatures": True},
     "centralized": {"name": "centralized"},
     "pretrained": {"name": "pretrained"},
 }

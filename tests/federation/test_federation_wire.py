@@ -77,6 +77,7 @@ def run(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, tells: Tells =
     """A federation of three, with all that went to and fro, and what everybody had whenever anything was sent."""
     best = {"evaluation__select": "best", "evaluation__every": 1, "training__weighting": "tokens"}
     content = tiny(folder, name, users=3, training__rounds=3, training__local_steps=2, **best)
+    content |= {"method": SETTINGS.get(name, content["method"])}
     plan, nodes = nodes_of(parse_recipe(content), folder / "run")
     nodes = {name: Node(node.folder, node.own.model_copy(update={"tells": tells})) for name, node in nodes.items()}
     watch, upload, receive = Watch(), Clients.upload, Clients.receive
@@ -99,6 +100,7 @@ def run(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, tells: Tells =
     return channel, watch
 
 
+SETTINGS = {"stacking": {"name": "stacking", "temperatures": True}}
 METHODS = ("comigs-1g1s", "pcl", "floral", "fedsa-lora", "fdlora", "stacking", "feddpa")
 
 

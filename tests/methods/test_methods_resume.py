@@ -18,7 +18,7 @@ METHODS = {
     "fedmerge": {"name": "fedmerge", "models": 3, "proximal": 0.01},
     "ifca": {"name": "ifca", "models": 2},
     "fedavg+": {"name": "fedavg+"},
-    "stacking": {"name": "stacking"},
+    "stacking": {"name": "stacking", "temperatures": True},
     "comigs": {"name": "comigs", "accumulate_gradients": True, "router_every": 3, "router_steps": 1},
 }
 
