@@ -20,6 +20,7 @@ from comingle.engines.settings import MEMORY
 from comingle.engines.state import GRADIENTS
 from comingle.engines.steps import Steps
 from comingle.engines.training import Portions
+from comingle.layers import native
 from comingle.methods.client import Phase
 from comingle.protocol.messages import LOSS
 from comingle.transports.inprocess import InProcess
@@ -195,7 +196,7 @@ def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps 
     drawn = empty_batch(stage, len(rows), min(stage.federation.clients.batch_size, most))
     examples = empty_batch(stage, len(rows), steps.portions.sequences)
     hidden = steps.noised is not None and steps.noised.applies(phase, steps.model.layout)
-    with quietly(), LiveBytes() as live:
+    with quietly(), native.telling(), LiveBytes() as live:
         if hidden:
             gradients = _hidden(cohort, phase, steps, drawn, examples)
         else:
@@ -229,7 +230,7 @@ def _evaluation_peak(stage: Rehearsal, rows: Sequence[int], steps: Steps) -> int
     clients = stage.federation.clients
     count = steps.feed.scored_at_once(clients.users, steps.portions)
     inputs = empty_inputs(stage, len(rows), count)
-    with quietly(), LiveBytes() as live:
+    with quietly(), native.telling(), LiveBytes() as live:
         Scorer(steps=steps).predict(clients.models, rows, inputs)
     return live.peak
 
