@@ -269,6 +269,7 @@ def test_experts_and_mixtures_stand_in_one_plan() -> None:
     assert found["comigs_1g1s_minus_fedavg"]
 
 
+@pytest.mark.slow
 def test_native_code_without_data_takes_what_a_real_step_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tensors; under vmap, which short runs have, a step takes others. FLOPs are the same."""
     images(tmp_path, 24)
