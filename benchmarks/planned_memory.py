@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"]
@@ -66,13 +67,26 @@ CASES = {
         "training": {"rounds": 2, "batch_size": 40},
         "runtime": {"device": "cpu", "threads": 1},
     },
+    "convolutions": {
+        "method": "fedavg",
+        "base": "net:resnet9",
+        "data": {"kind": "samples", "users": {f"user{i}": f"user{i}.npz" for i in range(10)}},
+        "training": {"rounds": 20, "batch_size": 32},
+        "evaluation": {"every": 10},
+        "runtime": {"device": "cpu", "threads": 1},
+    },
 }
+CASES["convolutions, vmap"] = {**CASES["convolutions"], "runtime": {"device": "cpu", "threads": 1, "compile": False}}
 
 
 def write_case(case: str, folder: Path) -> Path:
-    """The recipe of a case, with made-up text beside it."""
+    """The recipe of a case, with made-up text or images beside it."""
     draw = random.Random(case)
-    for name in CASES[case]["data"].get("users", {}):
+    for name, path in CASES[case]["data"].get("users", {}).items():
+        if path.endswith(".npz"):
+            pixels = np.random.default_rng(0).integers(0, 256, (80, 32, 32, 3), dtype=np.uint8)
+            np.savez(folder / path, x=pixels, y=np.arange(80) % 10)
+            continue
         paragraphs = (" ".join(draw.choices(WORDS, k=40)) for _ in range(60))
         (folder / f"{name}.txt").write_text("\n\n".join(paragraphs), encoding="utf-8")
     path = folder / "recipe.yaml"

@@ -25,6 +25,7 @@ from comingle.costing.stacked import count_stacked, measured_base, text_load
 from comingle.costing.summaries import with_method
 from comingle.data.samples import SPLITS
 from comingle.engines.local import train
+from comingle.layers import native
 from comingle.methods import make
 from comingle.models.base import Base
 from comingle.models.nets import make_net
@@ -266,3 +267,28 @@ def test_experts_and_mixtures_stand_in_one_plan() -> None:
     assert mixture["forward_flops_per_token"]["base"] == experts["forward_flops_per_token"]["base"]
     assert mixture["training_flops_per_round"]["base"] == experts["training_flops_per_round"]["base"]
     assert found["comigs_1g1s_minus_fedavg"]
+
+
+@pytest.mark.slow
+def test_native_code_without_data_takes_what_a_real_step_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors; under vmap, which short runs have, a step takes others. FLOPs are the same."""
+    images(tmp_path, 24)
+    task = {"name": "cifar10", "users": 2, "clusters": 2, "path": str(tmp_path)}
+    recipe = task_recipe("fedavg", **{"data.task": task, "training.batch_size": 12, "runtime.threads": 1})
+    found, costs = {}, {}
+    for rounds in (19, 20):
+        recipe = recipe.with_changes({"training.rounds": rounds})
+        real = build(recipe, prepare(recipe)).clients
+        phase, users = real.phases[-1], [0, 1]
+        cohort, drawn = real.cohort(users, 0), torch.zeros(2, 12, dtype=torch.int64)
+        with LiveBytes() as live:
+            _, gradients = real.steps.gradient(cohort, drawn, phase)
+            real.steps.descend(phase, cohort, gradients, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "_room", lambda *_: None)  # which is not PyTorch's
+            told, _ = step_peak(rehearse(build(recipe, prepare(recipe)), 2), users, phase)
+        assert told == live.peak
+        found[rounds], costs[rounds] = live.peak, task_costs(recipe)[0].round.total
+    if native.supports(torch.empty(0)):
+        assert found[20] != found[19]
+    assert costs[20] == costs[19]

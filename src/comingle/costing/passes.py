@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -195,7 +195,7 @@ def step_peak(stage: Rehearsal, rows: Sequence[int], phase: Phase, steps: Steps 
     drawn = empty_batch(stage, len(rows), min(stage.federation.clients.batch_size, most))
     examples = empty_batch(stage, len(rows), steps.portions.sequences)
     hidden = steps.noised is not None and steps.noised.applies(phase, steps.model.layout)
-    with quietly(), LiveBytes() as live:
+    with quietly(), _telling(stage), LiveBytes() as live:
         if hidden:
             gradients = _hidden(cohort, phase, steps, drawn, examples)
         else:
@@ -229,7 +229,7 @@ def _evaluation_peak(stage: Rehearsal, rows: Sequence[int], steps: Steps) -> int
     clients = stage.federation.clients
     count = steps.feed.scored_at_once(clients.users, steps.portions)
     inputs = empty_inputs(stage, len(rows), count)
-    with quietly(), LiveBytes() as live:
+    with quietly(), _telling(stage), LiveBytes() as live:
         Scorer(steps=steps).predict(clients.models, rows, inputs)
     return live.peak
 
@@ -242,6 +242,12 @@ def empty_batch(stage: Rehearsal, users: int, count: int) -> Int[Tensor, "users 
 def empty_inputs(stage: Rehearsal, users: int, count: int) -> Int[Tensor, "users count _"] | Float[Tensor, "users ..."]:
     """What :meth:`Scorer.predict` takes, without data."""
     return stage.steps.feed.blank_inputs(users, count, lambda meta: stage.fakes.of(meta, stage.steps.model.device))
+
+
+def _telling(stage: Rehearsal) -> AbstractContextManager[None]:
+    """Within, the form that a net has takes tensors without data, where it can be asked what it takes."""
+    form = getattr(stage.steps.model, "form", None)
+    return getattr(form, "telling", nullcontext)()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from comingle.costing.stored import Writes, store_bytes, user_bytes
 from comingle.engines.settings import MEMORY
 from comingle.engines.training import Portions, round_sizes
 from comingle.errors import RecipeError
+from comingle.kinds.base import kind_of
 from comingle.methods import make, settings_beside
 from comingle.privacy.accounting import sample_size
 from comingle.privacy.ledger import Ledger
@@ -32,12 +33,13 @@ _USERS, _SEQUENCES = "runtime.users_per_step", "runtime.micro_batch"
 def with_method(recipe: Recipe, name: str, for_all: Mapping[str, Any] = MappingProxyType({})) -> Recipe:
     """The recipe with another method and its defaults; ``for_all`` are settings for whichever method has them.
 
-    Who takes part in which round does not change what a round costs one user.
+    Who takes part in which round does not change what a round costs one user. Language models are not compiled.
     """
     settings = settings_beside(name, recipe.method.name, recipe.method.settings, for_all)
-    return recipe.with_changes(
-        {"method": {"name": name, **settings}, "training.participation": 1.0, "runtime.compile": False}
-    )
+    changes: dict[str, Any] = {"method": {"name": name, **settings}, "training.participation": 1.0}
+    if not kind_of(recipe).read_for_costs:  # compiled code for nets takes what is known, and little time
+        changes["runtime.compile"] = False
+    return recipe.with_changes(changes)
 
 
 def with_privacy(

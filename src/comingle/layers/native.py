@@ -7,6 +7,8 @@ image is a lane, and lanes behind the images fill vectors up.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ LARGEST_POOL = 15
 NO_NORM, BATCH_NORM, GROUP_NORM = range(3)
 
 _library: ctypes.CDLL | None = None
+_tells = False
 
 
 class Step(ctypes.Structure):
@@ -57,13 +60,33 @@ def fits(tensor: Tensor) -> bool:
 
 def supports(x: Tensor) -> bool:
     """Whether the native code is there, and made for such samples."""
-    plain = type(x) is Tensor  # one that stands for another has no memory to read
+    plain = _tells or type(x) is Tensor  # one that stands for another has no memory to read
     return _library is not None and plain and fits(x)
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """Within, tensors that stand for others are taken too: nothing is computed, all that a step takes is taken."""
+    global _tells
+    before, _tells = _tells, True
+    try:
+        yield
+    finally:
+        _tells = before
 
 
 def run(name: str, step: Step, dtype: torch.dtype, **tensors: Tensor | None) -> None:
     """``forward`` or ``backward`` of a step, on tensors that lie as its structure says."""
     assert _library is not None
+    if _tells:
+        _room(step, next(t for t in tensors.values() if t is not None))
+        return
     for key, tensor in tensors.items():
         setattr(step, key, None if tensor is None else tensor.data_ptr())
     getattr(_library, f"{name}_{DTYPES[dtype]}")(ctypes.byref(step))
+
+
+def _room(step: Step, like: Tensor) -> None:
+    """Take and leave what native code takes besides: ``for_each_user`` of layers.cpp, at most."""
+    each = step.high * step.wide * step.outputs * step.lanes * (1 if step.norm == NO_NORM else 2)
+    like.new_empty(min(step.threads, step.users), each)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -103,6 +104,10 @@ class Chained:
     def takes(self, inputs: Tensor) -> bool:
         """Whether native code is made for such inputs ``(users, batch, ...)``, and faster."""
         return native.supports(inputs) and inputs.shape[1] >= FEWEST
+
+    def telling(self) -> AbstractContextManager[None]:
+        """Within, it takes tensors without data and makes what takes as much room: costs are counted so."""
+        return native.telling()
 
     def _chained(self, net: nn.Module) -> nn.Module:
         if type(net) is nn.Sequential:

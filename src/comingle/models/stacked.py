@@ -210,8 +210,8 @@ class StackedModel(Model):
 
     def _run_alone(self, train: bool, tensors: Tree, inputs: Tensor) -> Float[Tensor, "users batch ..."]:
         """Outputs of one net of each user's own."""
-        if self._form is not None and self._form.takes(inputs):
-            return self._form(tensors, inputs, train=train)
+        if self.form is not None and self.form.takes(inputs):
+            return self.form(tensors, inputs, train=train)
         if not self._folds:
             return self._run(train, self._call, tensors, inputs)
         self.net.train(train)
@@ -219,7 +219,8 @@ class StackedModel(Model):
             return self._call(tensors, inputs.flatten(0, 1)).unflatten(0, inputs.shape[:2])
 
     @cached_property
-    def _form(self) -> Form | None:
+    def form(self) -> Form | None:
+        """In which all users' nets run at once; None under ``vmap``."""
         forms = (make(self.net) for make in FORMS.values()) if self.compiled else ()
         return next((form for form in forms if form is not None), None)
 
