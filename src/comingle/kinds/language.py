@@ -22,9 +22,10 @@ from comingle.models.pretrained import PreTrainedTokenizerBase
 from comingle.recipes import Recipe
 from comingle.trees import BASE
 
-COMPILE_FROM = 5e12
+COMPILE_FROM, OVERHEAD = 5e12, 8e6
 """``compile: auto`` compiles from this many training tokens times base parameters on: below, it takes longer than it
-saves. Compiling takes some tens of seconds whatever the model; SmolLM2-135M gets there with 37,000 tokens."""
+saves. Compiling takes some tens of seconds whatever the model; SmolLM2-135M gets there with 35,000 tokens. What a token
+takes of any model, and compiled code saves most of, counts as ``OVERHEAD`` parameters: stories260K gets there with 610,000."""
 
 NETS = "net:"
 """How a recipe's ``base`` names a net, as "net:mlp"."""
@@ -93,7 +94,7 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens
         counts = ExpertCounts(generalists=mixture.experts, specialists=(0,) * trainers)
     compiled = recipe.runtime.compile
     if compiled == "auto":
-        compiled = method.trains and tokens * base.model.num_parameters() >= COMPILE_FROM
+        compiled = method.trains and tokens * (base.model.num_parameters() + OVERHEAD) >= COMPILE_FROM
     placement = method.placement
     model = adapt(
         base,

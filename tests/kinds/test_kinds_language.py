@@ -1,0 +1,36 @@
+"""``runtime.compile: auto``: compiled where a run is long enough to pay for it, and not before."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from comingle.kinds import language
+from comingle.methods import make
+from comingle.models.language import load_base
+from comingle.recipes import parse_recipe
+
+SMALL, LARGER = "random:llama?layers=5&dim=64", "random:llama?layers=4&dim=256&mlp=1024&vocab=8192"
+
+
+@pytest.mark.parametrize(
+    ("base", "tokens", "compiles"),
+    [(SMALL, 300_000, False), (SMALL, 900_000, True), (LARGER, 100_000, False), (LARGER, 500_000, True)],
+)
+def test_auto_compiles_from_where_it_was_measured_to_pay(
+    base: str, tokens: int, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def adapt(*_: Any, compiled: bool, **__: Any) -> Any:
+        asked.append(compiled)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(language, "adapt", adapt)
+    recipe = parse_recipe({"base": base, "method": "fedavg", "data": {"users": {"a": "a.txt", "b": "b.txt"}}})
+    loaded = load_base(base, dtype="float32", device="cpu")
+    language.adapt_base(recipe, loaded, make("fedavg"), trainers=2, tokens=tokens)
+    language.adapt_base(recipe, loaded, make("pretrained"), trainers=2, tokens=tokens)
+    assert asked == [compiles, False]  # what does not train is never worth it
