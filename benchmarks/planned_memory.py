@@ -70,10 +70,9 @@ CASES = {
     "convolutions": {
         "method": "fedavg",
         "base": "net:resnet9",
-        "data": {"kind": "samples", "users": {f"user{i}": f"user{i}.npz" for i in range(10)}},
-        "training": {"rounds": 20, "batch_size": 32},
-        "evaluation": {"every": 10},
-        "runtime": {"device": "cpu", "threads": 1},
+        "data": {"kind": "samples", "users": {f"user{i}": f"user{i}.npz" for i in range(20)}},
+        "training": {"rounds": 3, "batch_size": 64},
+        "runtime": {"device": "cpu", "threads": 1, "compile": True},
     },
 }
 CASES["convolutions, vmap"] = {**CASES["convolutions"], "runtime": {"device": "cpu", "threads": 1, "compile": False}}
