@@ -227,9 +227,9 @@ class Gated(AdaptedModel):
 class GatedText(TextKind):
     """Text for models that are gated."""
 
-    def model(self, *args: Any) -> Model:
+    def model(self, *args: Any, **named: Any) -> Model:
         """The method's, with a gate behind all else."""
-        model = super().model(*args)
+        model = super().model(*args, **named)
         slot = Slot(name=GATE, shape=(1,), roles=(ROUTER,), init=init_zero)
         fields: dict[str, Any] = {**vars(model), "layout": Layout(slots=(*model.layout.slots, slot))}
         return Gated(**fields)

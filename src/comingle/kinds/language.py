@@ -24,8 +24,9 @@ from comingle.trees import BASE
 
 COMPILE_FROM, OVERHEAD = 5e12, 8e6
 """``compile: auto`` compiles from this many training tokens times base parameters on: below, it takes longer than it
-saves. Compiling takes some tens of seconds whatever the model; SmolLM2-135M gets there with 35,000 tokens. What a token
-takes of any model, and compiled code saves most of, counts as ``OVERHEAD`` parameters: stories260K gets there with 610,000."""
+saves. Compiling takes some tens of seconds whatever the model; SmolLM2-135M gets there with 35,000 tokens. What
+a token takes of any model, and compiled code saves most of, counts as ``OVERHEAD`` parameters: stories260K gets there
+with 610,000."""
 
 NETS = "net:"
 """How a recipe's ``base`` names a net, as "net:mlp"."""

@@ -14,6 +14,7 @@ class Gating(Protocol):
 
         Of no more rows than experts, the last experts' in order, users have those of experts that they have.
         """
+        ...
 
     def __call__(self, router: Any, products: Any, x: Any) -> Any:
         """Gates ``(users, n, experts)`` that sum to one, of ``x (users, n, width)`` and its products with all rows."""

@@ -99,12 +99,4 @@ class TextFeed(Feed):
     ) -> list[Score]:
         """Losses of whole streams, in one exact pass over each."""
         batch, slots = portions.slots(SCORED_PER_SLOT)
-        return score_streams(
-            predict,
-            sets,
-            rows,
-            context=self.training.context,
-            batch=batch,
-            slots=slots,
-            gates=gates,
-        )
+        return score_streams(predict, sets, rows, context=self.training.context, batch=batch, slots=slots, gates=gates)
