@@ -32,7 +32,7 @@ from torch import Tensor
 
 import comingle
 from comingle.data.batches import PAD, evaluation_windows, inputs_of
-from comingle.methods.stacking import likeliest
+from comingle.methods.likelihood import likeliest
 from comingle.models.ensembles import EnsembleModel
 from comingle.runs.results import Run
 

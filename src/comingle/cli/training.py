@@ -67,8 +67,8 @@ def train_here(
             each = _alone if ranks is None else ranks.each
             recipe = each(lambda: read_recipe(path, sets, seed))
             folder = out or default_folder(path, recipe.method.name, recipe.seed)
-            if place is not None and place.restarts and (folder / "recipe.yaml").exists():
-                resume, force = True, False  # as the launcher's processes before these have begun it
+            if place is not None and place.has_begun(folder):
+                resume, force = True, False
             each(lambda: check_folder(folder, recipe, resume=resume, force=force) if leads else None)
             with reporting(quiet=quiet or not leads) as reporter:
 

@@ -46,17 +46,14 @@ def run(
         ComingleError: whatever the user can correct, in one line, at the first process; the others end silently.
     """
     place = find_place()
-    if place is None:
-        more: dict[str, Any] = {"users": users, "base": base, "method": method, "loss": loss, "materials": materials}
-        more |= {"out": out, "resume": resume, "force": force, "observers": observers, "progress": progress}
-        return api.run(recipe, **more, **changes)
+    assert place is not None, "comingle.run of one process is another"
     if out is None:
         raise RunError(f"out: got none, in one of {place.size} processes; give out=FOLDER, which all of them see")
     folder, given = Path(out), given_of(users, base, method, loss)
     with joined(place) as ranks, lending([method]) as [named]:
         read = ranks.each(lambda: recipe_with(recipe, given, base=base, method=named, changes=changes))
-        if place.restarts and (folder / "recipe.yaml").exists():
-            resume, force = True, False  # as the launcher's processes before these have begun it
+        if place.has_begun(folder):
+            resume, force = True, False
         ranks.each(lambda: check_folder(folder, read, resume=resume, force=force) if place.leads else None)
         with reporting(quiet=not (progress and place.leads)) as reporter:
             with reporter.waiting(LOADING):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from comingle.data.crowds import Crowd
@@ -12,13 +13,15 @@ from comingle.data.splits import told_unseen, unseen_labels
 from comingle.errors import DataError
 from comingle.evaluation.losses import CROSS_ENTROPY, MSE, Loss, find_loss
 from comingle.kinds.base import Materials
+from comingle.kinds.samples.folders import class_folders, find_splits
 from comingle.kinds.samples.kind import SamplesKind, as_real, section, usual_net
 from comingle.kinds.samples.parting import part
 from comingle.kinds.samples.population import Population
-from comingle.kinds.samples.reading import look_of, numbered, read_source
+from comingle.kinds.samples.reading import look_of, numbered, read_source, shared_classes
+from comingle.models.base import Base
 from comingle.recipes import Recipe
 from comingle.store.grouping import Spool
-from comingle.store.turns import Some, Turns
+from comingle.store.turns import Some, Turns, in_turn
 
 _ANY = 2**62
 """Classes, where their number is not known before all samples have been read."""
@@ -31,16 +34,18 @@ class SampleTurns(Turns[tuple[str, Mapping[str, Samples]]]):
 
     def __init__(self, kind: SamplesKind, recipe: Recipe):
         self.kind, self.data, self.seed = kind, section(recipe), recipe.seed
-        self.look, self.labels = look_of(self.data), tuple[str, ...]()
+        self.look, self.labels, self.lacking = look_of(self.data), tuple[str, ...](), ""
         self.first: UserSamples | None = None
         self.whole, self.most, self.users, self.unseen = False, 0, 0, Some()
 
     def sources(self) -> list[str]:
         """Files and folders."""
-        return [path for one in (self.data.users or {}).values() for path in paths_of(one)]
+        return [path for one in (self.data.users or {}).values() for path in _paths(one)]
 
     def readers(self, spool: Spool) -> Iterator[tuple[str, Callable[[], tuple[str, Mapping[str, Samples]]]]]:
-        """One user after another."""
+        """One user after another, when everybody's classes are known."""
+        own = ((name, _classes_in(source)) for name, source in (self.data.users or {}).items())
+        self.labels, self.lacking = shared_classes(own, self.data.labels)
         for name, source in (self.data.users or {}).items():
             yield name, partial(self._read, name, source)
 
@@ -86,13 +91,15 @@ class SampleTurns(Turns[tuple[str, Mapping[str, Samples]]]):
         raise AssertionError(small.told)
 
     def end(self) -> tuple[dict[str, Any], list[str]]:
-        """Shapes, how many outputs a net has, and who is tested on labels that are not trained on."""
+        """Shapes, outputs and classes; who lacks some of these, and who is tested on labels that are not trained on."""
         assert self.first is not None
         train, classes = self.first.train, self.loss(self.whole).classes
         named = max(len(self.labels), self.data.outputs or 0)
         outputs = (named or max(1, self.most)) if classes else train.targets.shape[-1]
-        told = [told_unseen(self.unseen.first, self.unseen.count, self.users)] if self.unseen.count else []
-        return {"shape": list(train.inputs.shape[1:]), "outputs": outputs, "whole": self.whole}, told
+        told = [self.lacking] if self.lacking else []
+        told += [told_unseen(self.unseen.first, self.unseen.count, self.users)] if self.unseen.count else []
+        about = {"outputs": outputs, "whole": self.whole, "labels": list(self.labels)}
+        return {"shape": list(train.inputs.shape[1:]), **about}, told
 
     def materials(self, users: Crowd, about: dict[str, Any]) -> Materials:
         """Users who are read when they are asked for, and what they have in common."""
@@ -103,7 +110,7 @@ class SampleTurns(Turns[tuple[str, Mapping[str, Samples]]]):
             classes=about["outputs"],
             input_shape=shape,
             net=usual_net(shape),
-            labels=self.labels,
+            labels=tuple(about["labels"]),
         )
         return Materials(kind=self.kind, base=None, users=users, common=common, unread=True)
 
@@ -112,6 +119,18 @@ def _is_whole(user: UserSamples) -> bool:
     return not any(part.targets.is_floating_point() for part in (user.train, user.test))
 
 
-def paths_of(source: Any) -> list[str]:
+def _paths(source: Any) -> list[str]:
     """Where one user's samples are."""
     return [path for path in (source.path, source.train, source.valid, source.test) if path is not None]
+
+
+def _classes_in(source: Any) -> set[str]:
+    """By the names of folders alone; none where there is no folder, which reading it says better."""
+    folders = [Path(path).expanduser() for path in _paths(source)]
+    splits = [split for folder in folders if folder.is_dir() for split in find_splits(folder).values()]
+    return {one.name for split in splits for one in class_folders(split)}
+
+
+@in_turn.register
+def _of_samples(kind: SamplesKind, recipe: Recipe, base: Base | None, validates: bool) -> Turns[Any] | None:
+    return SampleTurns(kind, recipe) if section(recipe).users else None

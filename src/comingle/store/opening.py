@@ -19,7 +19,7 @@ from comingle.engines.state import MOMENTS
 from comingle.errors import DataError, RecipeError
 from comingle.kinds.base import Kind, LoadBase, Materials
 from comingle.recipes import Recipe
-from comingle.store import images, language, mixing  # noqa: F401 (kinds whose users are read in turn)
+from comingle.store import arrays, language, mixing  # noqa: F401 (kinds whose users are read in turn)
 from comingle.store.cache import populated
 from comingle.store.disk import OnDisk
 from comingle.store.folder import FOLDER

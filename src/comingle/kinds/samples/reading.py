@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,9 @@ def read_users(section: SamplesSection, seed: int) -> tuple[tuple[UserSamples, .
     assert section.users is not None
     look = look_of(section)
     found = {name: read_source(f"user {name!r}", source, look) for name, source in section.users.items()}
-    labels = _classes(found, section.labels)
+    labels, lacking = shared_classes(((name, _classes_of(splits)) for name, splits in found.items()), section.labels)
+    if lacking:
+        logger.warning("%s", lacking)
     shares = {"valid": section.split.valid, "test": section.split.test, "seed": seed}
     users = {name: numbered(section, name, splits, labels) for name, splits in found.items()}
     return tuple(part(name, splits, **shares) for name, splits in users.items()), labels
@@ -100,41 +102,32 @@ def read_npz(path: Path, where: str) -> dict[str, Samples]:
     )
 
 
-def _classes(found: Mapping[str, Mapping[str, Samples | Pictures]], named: tuple[str, ...]) -> tuple[str, ...]:
-    """The classes ``named``, or else those of all users together; who lacks some is said.
+def shared_classes(own: Iterable[tuple[str, Collection[str]]], named: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+    """The classes ``named``, or else those of all users together, none where nobody has any; and who lacks some.
+
+    Of each user a number alone is kept.
 
     Raises:
         DataError: somebody has one that is not among those named.
     """
-    own = {
-        name: {label for one in splits.values() if isinstance(one, Pictures) for label in one.classes}
-        for name, splits in found.items()
-    }
-    union = sorted(set().union(*own.values()))
-    if named and union:
-        for name, has in own.items():
-            check_named(name, has, named)
-        union = list(named)
-    lacking = {name: missing for name, has in own.items() if (missing := [one for one in union if one not in has])}
-    if lacking:
-        logger.warning("%s", told_lacking(union, next(iter(lacking.items())), len(lacking), len(own)))
-    return tuple(union)
+    bits, masks = {label: 1 << place for place, label in enumerate(named)}, dict[str, int]()
+    for name, has in own:
+        if named and (more := sorted(set(has) - set(named))):
+            raise DataError(f"user {name!r}: class {more[0]!r}; allowed: data.classes, {list_names(named)}")
+        masks[name] = sum(bits.setdefault(label, 1 << len(bits)) for label in set(has))
+    if not any(masks.values()):
+        return (), ""
+    classes = named or tuple(sorted(bits))
+    lacking = [name for name, mask in masks.items() if mask != sum(bits.values())]
+    if not lacking:
+        return classes, ""
+    missing = list_names(label for label in classes if not masks[lacking[0]] & bits[label])
+    some = f"{len(lacking)} of {len(masks)} users lack some, as {lacking[0]!r} lacks {missing}"
+    return classes, f"{len(classes)} classes are those of all users together: {list_names(classes)}; {some}"
 
 
-def check_named(name: str, has: Collection[str], named: Collection[str]) -> None:
-    """Whether a user's classes are among those that are named.
-
-    Raises:
-        DataError: one is not.
-    """
-    if more := sorted(set(has) - set(named)):
-        raise DataError(f"user {name!r}: class {more[0]!r}; allowed: data.classes, {list_names(named)}")
-
-
-def told_lacking(classes: Sequence[str], first: tuple[str, Sequence[str]], lacking: int, users: int) -> str:
-    """That some users lack classes; ``first`` is one of these with what it lacks."""
-    some = f"{lacking} of {users} users lack some, as {first[0]!r} lacks {list_names(first[1])}"
-    return f"{len(classes)} classes are those of all users together: {list_names(classes)}; {some}"
+def _classes_of(splits: Mapping[str, Samples | Pictures]) -> set[str]:
+    return {label for one in splits.values() if isinstance(one, Pictures) for label in one.classes}
 
 
 def numbered(

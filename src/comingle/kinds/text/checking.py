@@ -28,11 +28,10 @@ def check_texts(recipe: Recipe, data: TextSection, validates: bool) -> tuple[set
         RecipeError: a limit for somebody who is no user.
     """
     here, note = found_here(data)
-    texts = read_users(data, recipe.seed) if here else []
-    tokenizer = tokenizer_here(recipe.base)
-    if not here or tokenizer is None:
+    if not here:
         return set(), note
-    return _check_lengths(recipe, data, texts, tokenizer, validates), ""
+    texts, tokenizer = read_users(data, recipe.seed), tokenizer_here(recipe.base)
+    return set() if tokenizer is None else _check_lengths(recipe, data, texts, tokenizer, validates), ""
 
 
 def found_here(data: TextSection) -> tuple[bool, str]:
