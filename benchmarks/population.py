@@ -81,8 +81,9 @@ def net_user(number: int) -> UserSamples:
     return UserSamples(name=f"user-{number}", train=parts[0], valid=parts[1], test=parts[2])
 
 
-def net_materials(users: int, cohort: int) -> Materials:
-    crowd = Crowd(Numbered("user-", users), net_user, digest="population", at_hand=cohort)
+def net_materials(users: int) -> Materials:
+    # Kept are those of one step, so that users are made anew in each round however many there are.
+    crowd = Crowd(Numbered("user-", users), net_user, digest="population", at_hand=100)
     common = Population(users=crowd, loss=CROSS_ENTROPY, classes=CLASSES, input_shape=(INPUTS,), net="mlp")
     return Materials(kind=SAMPLES, base=None, users=crowd, common=common, unread=True)
 
@@ -140,7 +141,7 @@ def child(arguments: argparse.Namespace) -> None:
     recipe = recipe_of(arguments.kind, arguments.users, arguments.cohort, arguments.model, arguments.data)
     materials = None
     if arguments.kind == "net":
-        materials = net_materials(arguments.users, arguments.cohort)
+        materials = net_materials(arguments.users)
     elif arguments.kind == "text":
         materials = text_materials(arguments.users, arguments.data, recipe)
     marks: list[float] = []

@@ -64,7 +64,8 @@ def places_of(tables: Sequence[dict[str, np.ndarray]], group: str) -> list[np.nd
 
 def within(places: Int64[np.ndarray, " rows"], number: int, size: int) -> Int64[np.ndarray, " some"]:
     """Those of a file, as it knows them; places are numbered by files of so many."""
-    return places[(places >= 0) & (places // size == number)] % size
+    known = places[places >= 0]  # few of a large population's
+    return known[known // size == number] % size
 
 
 def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
