@@ -24,10 +24,17 @@ def runs_on_text(name: str) -> bool:
 
 
 ON_TEXT = [name for name in REGISTRY if runs_on_text(name)]
+EXCHANGED = ("comigs-1g1s", "fdlora", "fedavg", "fedmerge", "floral", "pcl", "scaffold")
+"""Methods with which quick tests evaluate what comes of an exchange, too."""
 
 
-@pytest.mark.parametrize("evaluated", ["local", "exchanged"])
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize(
+    ("name", "evaluated"),
+    [
+        *((name, "local") for name in REGISTRY),
+        *(pytest.param(n, "exchanged", marks=() if n in EXCHANGED else pytest.mark.slow) for n in REGISTRY),
+    ],
+)
 def test_a_plan_has_the_bytes_that_a_run_counts(name: str, evaluated: str, federate: Any, federate_nets: Any) -> None:
     """Everybody takes part; some methods begin with a download."""
     made = partial(federate, base="random:llama?layers=1") if name in ON_TEXT else federate_nets

@@ -22,8 +22,9 @@ METHODS = {
     "stacking": {"name": "stacking"},
     "hetlora": {"name": "hetlora", "regularisation": 100.0, "gamma": 0.6},
 }
-BEST = ("comigs-1g1s", "fedmerge")
-"""Methods with which quick tests select the best round, too."""
+QUICK = ("comigs-1g1s", "fedmerge", "hetlora")
+BEST = QUICK[:2]
+"""Methods of quick tests, and those of them that select the best round, too."""
 
 CHANGES = {
     "training.experts.learning_rate": 0.05,
@@ -56,7 +57,10 @@ def perplexities(folder: Path) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("method", "select"),
     [
-        *(pytest.param(method, "last", id=name) for name, method in METHODS.items()),
+        *(
+            pytest.param(method, "last", id=name, marks=() if name in QUICK else pytest.mark.slow)
+            for name, method in METHODS.items()
+        ),
         *(
             pytest.param(METHODS[n], "best", id=f"{n}, best", marks=() if n in BEST else pytest.mark.slow)
             for n in METHODS

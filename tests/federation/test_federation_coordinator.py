@@ -179,7 +179,7 @@ def test_a_full_disk_of_the_servers_is_one_line_and_it_goes_on(tmp_path: Path, m
     assert_same_end(channel, whole)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "pcl"])
+@pytest.mark.parametrize("name", ["fedavg", pytest.param("pcl", marks=pytest.mark.slow)])
 def test_a_damaged_checkpoint_of_the_servers_is_one_line_that_says_what_to_do(name: str, tmp_path: Path) -> None:
     content = tiny(tmp_path, name, users=3, training__rounds=4, evaluation__model="exchanged", evaluation__every=1)
     metrics, channel = federated(content, tmp_path / "run")
@@ -512,8 +512,8 @@ def test_what_a_user_says_is_one_line_in_logs_and_events(tmp_path: Path, caplog:
     "lie",
     [
         of_words(measure="accuracy", score={"test_accuracy": 1.0}, metrics={"test_accuracy": 1.0}),
-        of_words(score={"test_accuracy": 1.0}, metrics={}),
-        of_words(score={}, metrics={"test_perplexity": 1.0}),
+        pytest.param(of_words(score={"test_accuracy": 1.0}, metrics={}), marks=pytest.mark.slow),
+        pytest.param(of_words(score={}, metrics={"test_perplexity": 1.0}), marks=pytest.mark.slow),
         of_words(score={}, metrics={"test_perplexity": None, "trainable_parameters": None}),
     ],
     ids=["another measure", "another score", "too few metrics", "empty metrics"],
@@ -528,7 +528,11 @@ def test_scores_of_another_measure_are_as_if_not_told(lie: Callable[[Answer], An
         assert "bob" not in event.get("users", {}) or event["event"] == "start"
 
 
-@pytest.mark.parametrize("value", [[float("nan")], [1.0, 2.0], [float("inf")]], ids=["NaN", "two", "infinite"])
+@pytest.mark.parametrize(
+    "value",
+    [[float("nan")], *(pytest.param(v, marks=pytest.mark.slow) for v in ([1.0, 2.0], [float("inf")]))],
+    ids=["NaN", "two", "infinite"],
+)
 def test_a_validation_loss_that_is_none_decides_nothing(value: list[float], tmp_path: Path) -> None:
     def lie(answer: Answer) -> Answer:
         report = unpack(answer.messages[-1])
@@ -564,7 +568,9 @@ def test_words_of_one_who_joins_are_checked_too(tmp_path: Path, caplog: pytest.L
 Tells = Literal["all", "losses", "nothing"]
 
 
-@pytest.mark.parametrize(("ann", "bob"), [("losses", "nothing"), ("all", "nothing")])
+@pytest.mark.parametrize(
+    ("ann", "bob"), [("losses", "nothing"), pytest.param("all", "nothing", marks=pytest.mark.slow)]
+)
 def test_what_is_not_told_is_absent_and_the_run_folder_is_readable(
     ann: Tells, bob: Tells, tmp_path: Path, comingle: Callable[..., CliAnswer]
 ) -> None:
@@ -616,7 +622,7 @@ def chats(folder: Path, **changes: Any) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize("weighting", ["uniform", "samples"])
+@pytest.mark.parametrize("weighting", [pytest.param("uniform", marks=pytest.mark.slow), "samples"])
 def test_of_conversations_a_user_may_have_as_many_as_the_server_allows(
     weighting: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,11 @@ def told_by(folder: Path, name: str, tells: dict[str, Tells | None]) -> tuple[Pa
     ("name", "has"),
     [
         ("comigs-1g1s", "expert_scores"),
-        ("comigs-1gxs", "expert_scores"),
+        pytest.param("comigs-1gxs", "expert_scores", marks=pytest.mark.slow),
         ("floral", "mixtures"),
-        ("local-adaptor", None),
+        pytest.param("local-adaptor", None, marks=pytest.mark.slow),
         ("fedmerge", "mixtures"),
-        ("ifca", "mixtures"),
+        pytest.param("ifca", "mixtures", marks=pytest.mark.slow),
         ("fedavg", None),
     ],
 )
@@ -115,6 +115,10 @@ def test_a_user_who_was_away_at_an_evaluation_is_left_out_of_the_picture(tmp_pat
     assert found.users == ("ann", "cem")
 
 
+def some(names: Iterable[str], *quick: str) -> list[Any]:
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 LIES: dict[str, dict[str, Any]] = {
     "an expert more": {"gates": [[0.2, 0.3, 0.5]] * 2},
     "no layers": {"gates": []},
@@ -130,7 +134,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", LIES)
+@pytest.mark.parametrize("what", some(LIES, "ragged", "a mixture of nothing"))
 def test_numbers_that_cannot_be_a_users_are_as_if_not_told(what: str, tmp_path: Path) -> None:
     plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, **OPTIONS)), tmp_path / "run")
     coordinate(plan, Lying(nodes, of_words(**LIES[what]), step="evaluate"), tmp_path / "run" / "server")
@@ -146,7 +150,7 @@ def test_nor_are_those_of_a_method_that_has_none(tmp_path: Path) -> None:
     assert routing_in(tmp_path / "run" / "server") == [{}, {}]
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("what", some(REFUSED, "no shares", "deep"))
 def test_what_is_no_share_at_all_is_a_wrong_answer(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lies = [of_words(**REFUSED[what])]
     plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, **OPTIONS)), tmp_path / "run")

@@ -101,14 +101,14 @@ def run(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, tells: Tells =
 
 
 SETTINGS = {"stacking": {"name": "stacking", "temperatures": True}}
-METHODS = ("comigs-1g1s", "pcl", "floral", "fedsa-lora", "fdlora", "stacking", "feddpa")
+METHODS = ("comigs-1g1s", "floral", "pcl", "fedsa-lora", "fdlora", "stacking", "feddpa")
 
 
 @pytest.mark.parametrize(
     ("name", "tells"),
     [
-        *((name, "all") for name in METHODS[:3]),
-        *(pytest.param(name, "all", marks=pytest.mark.slow) for name in METHODS[3:]),
+        *((name, "all") for name in METHODS[:2]),
+        *(pytest.param(name, "all", marks=pytest.mark.slow) for name in METHODS[2:]),
         pytest.param("comigs-1g1s", "scores", marks=pytest.mark.slow),
         pytest.param("floral", "scores", marks=pytest.mark.slow),
         pytest.param("comigs-1g1s", "losses", marks=pytest.mark.slow),

@@ -204,11 +204,14 @@ def test_a_folder_is_kept_unless_it_may_be_replaced(trained: Callable[..., Run],
     assert [path.name for path in tmp_path.iterdir()] == ["eve"]
 
 
-def test_of_models_trained_apart_the_shared_one_is_told_alone(trained: Callable[..., Run], tmp_path: Path) -> None:
+@pytest.mark.parametrize("temperatures", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_of_models_trained_apart_the_shared_one_is_told_alone(
+    temperatures: bool, trained: Callable[..., Run], tmp_path: Path
+) -> None:
     """It is FedAvg's, in the score too, and not half of a mixture with an own model that has learnt nothing."""
-    told = {}
-    for method in ({"name": "stacking", "temperatures": True}, {"name": "fedavg"}):
-        folder, name = trained(method).folder, method["name"]
+    told, stacking = {}, {"name": "stacking", "temperatures": True} if temperatures else "stacking"
+    for name, method in (("stacking", stacking), ("fedavg", "fedavg")):
+        folder = trained(method).folder
         assert folder is not None
         told[name] = join(folder, name="eve", data=texts(9), out=tmp_path / name).rows
     assert told["stacking"]["shared"] == pytest.approx(told["fedavg"]["shared"], rel=1e-6)

@@ -46,7 +46,11 @@ def chats(name: str, count: int = 12) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("method", [{"name": "comigs-1g1s", "router_every": 2, "router_steps": 1}, "fedavg"], ids=str)
+@pytest.mark.parametrize(
+    "method",
+    [{"name": "comigs-1g1s", "router_every": 2, "router_steps": 1}, pytest.param("fedavg", marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_somebody_with_conversations(method: Any, tmp_path: Path) -> None:
     users = {name: chats(name) for name in ("ann", "bob")}
     run(CHATS, users=users, method=method, out=tmp_path / "run")

@@ -94,7 +94,10 @@ def test_text_with_ranks_and_local_models(name: str, tmp_path: Path) -> None:
     assert_equal(text_recipe(tmp_path, method(name), **ranks), tmp_path)
 
 
-@pytest.mark.parametrize(("form", "name"), [("int8", "comigs-1g1s"), ("int8", "hetlora"), ("bfloat16", "fedmerge")])
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [pytest.param("int8", "comigs-1g1s", marks=pytest.mark.slow), ("int8", "hetlora"), ("bfloat16", "fedmerge")],
+)
 def test_compressed_uploads(form: str, name: str, tmp_path: Path) -> None:
     ranks = {"adapters.rank": [4, 1, 2, 3]} if name == "hetlora" else {}
     assert_equal(text_recipe(tmp_path, method(name), **PART, **ranks, **{"training.uploads": form}), tmp_path)
