@@ -48,6 +48,7 @@ def test_a_demo_user_reads_what_it_is_named_after(name: str, least: int, phrase:
     assert any(phrase in document for document in documents)
 
 
+@pytest.mark.slow
 def test_demo_users_are_the_same_in_another_process():
     code = """if 1:
         import hashlib

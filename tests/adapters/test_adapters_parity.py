@@ -123,8 +123,14 @@ def test_a_single_expert_is_plain_lora_in_both_mixes() -> None:
     torch.testing.assert_close(*losses, **TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("mix", ["output", "linear"])
+@pytest.mark.parametrize(
+    ("mix", "family"),
+    [
+        ("output", "gpt2"),
+        ("linear", "llama"),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in (("output", "llama"), ("linear", "gpt2"))),
+    ],
+)
 def test_bf16_errs_no_more_than_a_naive_loop_in_bf16(family: str, mix: str) -> None:
     """Relative error of each user's gradient against float64, medians over users and draws; no near ties of a top-k."""
     ours, naive = [], []

@@ -104,7 +104,11 @@ def test_what_the_system_refuses_is_told_from_our_bugs(tmp_path: Path) -> None:
         assert _line(ours) is None
 
 
-@pytest.mark.parametrize("words", [["methods"], ["methods", "comigs"], ["--help"]], ids=lambda words: " ".join(words))
+@pytest.mark.parametrize(
+    "words",
+    [["methods"], pytest.param(["methods", "comigs"], marks=pytest.mark.slow), ["--help"]],
+    ids=lambda words: " ".join(words),
+)
 def test_who_reads_only_the_beginning_hears_no_complaint(words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)  # nobody reads at all: the first write fails

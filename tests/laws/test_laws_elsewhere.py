@@ -44,8 +44,8 @@ QUICK = ("comigs-1g1s", "fedavg", "fedmerge", "floral", "pcl", "comigs, speciali
 """One of each way of sharing; the rest is marked slow."""
 
 
-def each(names: Sequence[str]) -> list[Any]:
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def each(names: Sequence[str], quick: Sequence[str] = QUICK) -> list[Any]:
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -77,7 +77,7 @@ def assert_equal(content: dict[str, Any], folder: Path, federated: Callable[...,
     return channel
 
 
-@pytest.mark.parametrize("name", each(ON_TEXT))
+@pytest.mark.parametrize("name", each(ON_TEXT, quick=("comigs-1g1s", "floral")))
 def test_text_on_flowers_grid(name: str, tmp_path: Path) -> None:
     """The real apps, in this process."""
     pytest.importorskip("flwr")

@@ -292,7 +292,7 @@ def test_different_ranks_have_no_coordinates_in_common(federate: Any) -> None:
         ("fedavg", {"rule": "geometric-median"}, {"training__weighting": "tokens"}),
         ("fedavg", {"rule": "krum", "hostile": 0.0}, {"training__uploads": "int8", "training__participation": 0.75}),
         ("ifca", {"rule": "norm-bound", "bound": 0.01}, {}),
-        ("fedmerge", "norm-bound", {"training__participation": 0.75}),
+        pytest.param("fedmerge", "norm-bound", {"training__participation": 0.75}, marks=pytest.mark.slow),
     ],
 )
 def test_users_elsewhere_end_with_the_same(tmp_path: Path, method: str, aggregation: Any, changes: Any) -> None:

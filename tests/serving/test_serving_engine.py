@@ -19,6 +19,7 @@ from comingle.serving import cache
 from comingle.serving.engine import Engine, Piece, Request
 
 METHODS = ["comigs-1g1s", "fedavg", "fedmerge", "floral", "local", "pfedmoe", "pretrained", "stacking"]
+QUICK = ("comigs-1g1s", "fedmerge", "floral", "stacking")
 TEXTS = ["one two three", "a", "", "the longest of them all, by far, is the one that you are reading now", "b c", "x"]
 
 
@@ -85,7 +86,9 @@ def test_compiled_code_says_the_same(people: Any, method: str, dtype: str, tmp_p
         native.disable()
 
 
-@pytest.mark.parametrize("method", [*METHODS, pytest.param("feddpa", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*METHODS, "feddpa")]
+)
 def test_every_method_speaks_as_alone(people: Any, method: str) -> None:
     mine = people(method)
     come_and_go(mine, Engine(mine, rows=5), lambda i: {})
