@@ -485,3 +485,45 @@ def test_a_mixture_is_made_without_a_list_of_all(tmp_path: Path) -> None:
 
     few, many = peak(10), peak(40)
     assert (many - few) / 30 < 4000
+
+
+# ---------------------------------------------------------------- not stale
+
+
+def test_a_class_behind_a_link_is_read_anew_when_it_changes(tmp_path: Path, written: list[Path]) -> None:
+    paint(tmp_path / "elsewhere", {"owl": 50, "dog": 70})
+    folder = tmp_path / "ann"
+    paint(folder, {"cat": 10})
+    (folder / "owl").symlink_to(tmp_path / "elsewhere" / "owl")
+    (folder / "cat" / "round").symlink_to(folder)
+    data = {"kind": "samples", "users": {"ann": str(folder)}}
+    require_same(data)
+    shutil.copy(tmp_path / "elsewhere" / "dog" / "0.png", tmp_path / "elsewhere" / "owl" / "9.png")
+    require_same(data)
+    (folder / "owl").unlink()
+    (folder / "owl").symlink_to(tmp_path / "elsewhere" / "dog")
+    require_same(data)
+    require_same(data)
+    assert len(written) == 3
+
+
+def test_a_link_to_nowhere_is_passed_over_as_in_memory(tmp_path: Path) -> None:
+    for number, text in enumerate(said("dag", 6)):
+        (tmp_path / "dag").mkdir(exist_ok=True)
+        (tmp_path / "dag" / f"{number}.txt").write_text(text)
+    (tmp_path / "dag" / "9.txt").symlink_to("nowhere")
+    require_same({"users": {"dag": str(tmp_path / "dag")}})
+    for store in ("memory", "disk"):
+        with pytest.raises(ComingleError, match="no such file or folder"):
+            prepare(recipe_of({"users": {"dag": "x" * 300}}, store))
+
+
+def test_a_file_of_equal_size_and_time_is_read_anew(files: dict[str, str]) -> None:
+    """As archives that are made to be the same whenever they are made have them."""
+    data, path = {"users": files}, Path(files["ann"])
+    require_same(data)
+    was = path.stat()
+    path.write_text(path.read_text().replace("tide", "edit"))
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+    assert path.stat().st_size == was.st_size
+    require_same(data)

@@ -77,20 +77,35 @@ def _states(sources: list[str]) -> Iterator[list[Any] | None]:
     """By which a source is known again; None for what is no file or folder."""
     for source in sources:
         path = Path(source).expanduser()
-        if not path.exists():
+        if not os.path.exists(path):  # which a name that is too long is not either
             yield None
         elif path.is_dir():
-            for place, folders, files in os.walk(path):
-                folders.sort()
-                yield [place]  # an empty folder may be a class
-                yield from (_state(Path(place) / name) for name in sorted(files))
+            yield from _states_below(path)
         else:
             yield _state(path)
 
 
+def _states_below(top: Path) -> Iterator[list[Any]]:
+    """Folders behind links too, as a class may be one; each once, as links may go round."""
+    seen = set[str]()
+    for place, folders, files in os.walk(top, followlinks=True):
+        real = os.path.realpath(place)
+        yield [place, real]  # an empty folder may be a class
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort()
+        yield from (_state(Path(place) / name) for name in sorted(files))
+
+
 def _state(path: Path) -> list[Any]:
-    found = path.stat()
-    return [str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ino]
+    """Besides size and time, which an archive may set to what they were, when the file was last changed in any way."""
+    try:
+        found = path.stat()
+    except OSError:  # a link to nowhere, of which reading says what there is to say
+        return [str(path.absolute())]
+    return [str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
 def _sweep(home: Path) -> None:
