@@ -527,3 +527,10 @@ def test_a_file_of_equal_size_and_time_is_read_anew(files: dict[str, str]) -> No
     os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
     assert path.stat().st_size == was.st_size
     require_same(data)
+
+
+def test_users_who_change_places_are_read_anew(files: dict[str, str]) -> None:
+    """Two with the same file, too: their order is that of the rows of a run."""
+    for users in (("ann", "eve"), ("eve", "ann")):
+        disk = require_same({"users": dict.fromkeys(users, files["ann"])})
+        assert tuple(names_of(disk.users)) == users

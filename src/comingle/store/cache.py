@@ -50,7 +50,7 @@ def populated(recipe: Recipe, turns: Turns[Any], write: Callable[[Path], None]) 
         return folder
     decides = [_FORM, version("comingle"), recipe.data.model_dump(mode="json"), recipe.seed, turns.key(), states]
     home = cache_folder() / "populations"
-    target = home / hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:32]
+    target = home / hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
     try:
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         with FileLock(home / f"{target.name}.lock"):
