@@ -534,3 +534,25 @@ def test_users_who_change_places_are_read_anew(files: dict[str, str]) -> None:
     for users in (("ann", "eve"), ("eve", "ann")):
         disk = require_same({"users": dict.fromkeys(users, files["ann"])})
         assert tuple(names_of(disk.users)) == users
+
+
+@pytest.mark.parametrize("name", ["about.json", "names.text", "names.index", "names.hashes", "skipped.jsonl"])
+@pytest.mark.parametrize("keeps", [None, 0.5])
+def test_a_file_of_the_cache_that_is_torn_or_gone_has_all_read_anew(
+    files: dict[str, str], tmp_path: Path, written: list[Path], own_cache: Path, name: str, keeps: float | None
+) -> None:
+    for user in ("eve", "fay"):
+        files |= {user: str(tmp_path / user)}
+        Path(files[user]).write_text("x\n")
+    data = {"users": files, "on_small_user": "skip"}
+    require_same(data)
+    (place,) = (own_cache / "populations").glob(f"*/{name}")
+    content = place.read_bytes()
+    place.unlink()
+    if keeps is not None:
+        lines = content.splitlines(keepends=True)  # whole lines and numbers, as they are harder to see
+        at = len(lines[0]) if name == "skipped.jsonl" else int(len(content) * keeps) // 8 * 8
+        place.write_bytes(content[:at])
+    disk = require_same(data)
+    assert [disk.users.names.index(one) for one in ("ann", "dag")] == [0, 3]
+    assert len(written) == 2

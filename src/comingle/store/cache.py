@@ -28,7 +28,7 @@ from comingle.recipes import Recipe
 from comingle.store.tokens import ABOUT
 from comingle.store.turns import Turns
 
-_FORM = 1
+_FORM = 2
 """Of the files; what an older version has written is written anew."""
 
 _DAYS_UNUSED = 30
@@ -54,6 +54,8 @@ def populated(recipe: Recipe, turns: Turns[Any], write: Callable[[Path], None]) 
     try:
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         with FileLock(home / f"{target.name}.lock"):
+            if not (target / ABOUT).is_file():  # what tidies up may take single files
+                shutil.rmtree(target, ignore_errors=True)
             make_once(target, write)
             os.utime(target / ABOUT)
         _sweep(home)

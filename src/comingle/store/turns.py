@@ -24,7 +24,8 @@ from comingle.store.grouping import Spool
 from comingle.store.tokens import PopulationWriter
 
 SKIPPED = "skipped.jsonl"
-"""In the folder of a population: a line for each user who was left out, and what of the user had too little."""
+"""In the folder of a population: a line for each user who was left out, and what of the user had too little. How many
+bytes it has stands in ``about.json``, by which it is seen to be whole."""
 
 logger = logging.getLogger("comingle")
 
@@ -143,7 +144,8 @@ def write_in_turn(turns: Turns[Any], folder: Path) -> None:
         finally:
             turns.close()
         more, said = turns.end()
-        writer.finish({"told": [*told, *said], "skipped": left_out, **more})
+        about = {"told": [*told, *said], "skipped": left_out, "skipped_bytes": skipped.tell()}
+        writer.finish(about | more)
 
 
 def _written(turns: Turns[Any], writer: PopulationWriter, spool: Spool, skipped: TextIO) -> tuple[int, Some]:
