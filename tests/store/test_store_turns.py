@@ -10,6 +10,7 @@ import tracemalloc
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -556,3 +557,59 @@ def test_a_file_of_the_cache_that_is_torn_or_gone_has_all_read_anew(
     disk = require_same(data)
     assert [disk.users.names.index(one) for one in ("ann", "dag")] == [0, 3]
     assert len(written) == 2
+
+
+# ---------------------------------------------------------------- as in memory, refused or not
+
+
+def require_refused_alike(data: Mapping[str, Any]) -> str:
+    told = []
+    for store in ("memory", "disk"):
+        with pytest.raises(ComingleError) as caught:
+            api.run(recipe_of(data, store))
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+    return told[0]
+
+
+@pytest.mark.parametrize("loss", [None, "mse", "cross_entropy"])
+@pytest.mark.parametrize("first", ["int64", "float32"])
+def test_classes_of_one_and_numbers_of_another_are_refused(tmp_path: Path, loss: str | None, first: str) -> None:
+    """Whoever comes first: the one's classes would be regressed on."""
+    inputs, targets = np.random.default_rng(0).normal(size=(12, 5)).astype(np.float32), np.arange(12) % 3
+    for dtype in ("int64", "float32"):
+        np.savez(tmp_path / f"{dtype}.npz", inputs=inputs, targets=targets.astype(dtype))
+    names = sorted(("int64", "float32"), key=lambda dtype: dtype != first)
+    users = {name: str(tmp_path / f"{name}.npz") for name in names}
+    require_refused_alike({"kind": "samples", "users": users} | ({"loss": loss} if loss else {}))
+
+
+def test_classes_called_train_and_test(tmp_path: Path) -> None:
+    """In folders that are named as splits; a folder of both is in splits."""
+    pictures = {"train": 10, "test": 90}
+    parts = {split: paint(tmp_path / split, pictures) for split in ("train", "test")}
+    for split in ("train", "test"):
+        paint(tmp_path / "bob" / split, pictures)
+    for users in ({"ann": parts}, {"bob": str(tmp_path / "bob")}):
+        assert require_same({"kind": "samples", "users": users}).common.labels == ("test", "train")
+
+
+def test_conversations_beside_columns_that_are_no_text(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    when = datetime(2026, 11, 23)
+    rows = [{"who": name, "messages": one, "when": when, "whens": [when], "raw": b"\xff"} for name in "ab" for one in talks(name, 6)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    dataset = {"path": str(tmp_path / "rows.parquet"), "user": "who"}
+    require_same({"kind": "conversations", "dataset": dataset})
+    for columns in ({"prompt": "when", "response": "raw"}, {"messages": "when"}, {"messages": "whens"}):
+        for store in ("memory", "disk"):
+            with pytest.raises(ComingleError, match=r"row 1: .*; allowed: "):
+                prepare(recipe_of({"kind": "conversations", "dataset": dataset} | columns, store))
+
+
+def test_a_limit_for_nobody_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    path = write_rows(tmp_path / "rows.jsonl", {name: said(name, 8) for name in ("ann", "bob")}, "text")
+    data = {"dataset": {"path": str(path), "user": "who"}, "max_train_tokens": {"ann": 90}}
+    told = require_refused_alike(data | {"max_test_tokens": {"bobb": 9, "abe": 9}})
+    assert "data.max_test_tokens: no user 'bobb'; there are: " in told
