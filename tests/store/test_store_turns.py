@@ -597,7 +597,11 @@ def test_classes_called_train_and_test(tmp_path: Path) -> None:
 def test_conversations_beside_columns_that_are_no_text(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     when = datetime(2026, 11, 23)
-    rows = [{"who": name, "messages": one, "when": when, "whens": [when], "raw": b"\xff"} for name in "ab" for one in talks(name, 6)]
+    rows = [
+        {"who": name, "messages": one, "when": when, "whens": [when], "raw": b"\xff"}
+        for name in "ab"
+        for one in talks(name, 6)
+    ]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     dataset = {"path": str(tmp_path / "rows.parquet"), "user": "who"}
     require_same({"kind": "conversations", "dataset": dataset})
