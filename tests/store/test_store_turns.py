@@ -28,7 +28,7 @@ from comingle.kinds.base import Materials
 from comingle.recipes import Recipe, parse_recipe
 from comingle.runs import api
 from comingle.runs.session import prepare
-from comingle.store import arrays, opening
+from comingle.store import arrays, opening, turns
 from comingle.store.grouping import Spool
 from comingle.store.mixing import Mixture
 from comingle.store.names import Names, NamesWriter
@@ -617,3 +617,28 @@ def test_a_limit_for_nobody_is_named(tmp_path: Path) -> None:
     data = {"dataset": {"path": str(path), "user": "who"}, "max_train_tokens": {"ann": 90}}
     told = require_refused_alike(data | {"max_test_tokens": {"bobb": 9, "abe": 9}})
     assert "data.max_test_tokens: no user 'bobb'; there are: " in told
+
+
+def test_what_reading_warns_of_is_said_again_without_reading(
+    files: dict[str, str], written: list[Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in memory, where files that are passed over are named in each run; of very many lines the first."""
+    (Path(files["dag"]) / "9.txt").write_bytes(b"\xff\xfe")
+    said_each_time = []
+    for store in ("memory", "disk", "disk"):
+        caplog.clear()
+        prepare(recipe_of({"users": files}, store))
+        said_each_time.append([line for line in caplog.messages if "skipped that are not UTF-8" in line])
+    assert len(written) == 1
+    assert len(said_each_time[0]) == 1
+    assert said_each_time[0] == said_each_time[1] == said_each_time[2]
+    monkeypatch.setattr(turns, "HEARD", 2)
+    users = {f"user {number}": files["dag"] for number in range(4)}
+    counts = []
+    for _ in range(2):
+        caplog.clear()
+        prepare(recipe_of({"users": users}))
+        counts.append(len([line for line in caplog.messages if "skipped that are not UTF-8" in line]))
+        last = caplog.messages[-1]
+    assert counts == [4, 2]
+    assert last == "2 more such lines were said when the users were read"

@@ -7,7 +7,6 @@ import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +57,19 @@ class Store:
         turns = in_turn(kind, recipe, base, validates)
         if turns is None:
             return kind.read(recipe, lambda: base or load_base(), validates=validates)
-        write = partial(write_in_turn, turns)
+        read = list[Path]()
+
+        def write(folder: Path) -> None:
+            read.append(folder)
+            write_in_turn(turns, folder)
+
         folder = populated(recipe, turns, write)
         try:
             users, about = _opened(folder)
         except DataError:  # torn, in a cache that anything may happen to
             shutil.rmtree(folder, ignore_errors=True)
             users, about = _opened(folder := populated(recipe, turns, write))
-        for line in about["told"]:
+        for line in (*([] if read else about["heard"]), *about["told"]):
             logger.warning("%s", line)
         skipped = Skipped(folder / SKIPPED, about["skipped"])
         return replace(turns.materials(users, about), skipped=skipped)
