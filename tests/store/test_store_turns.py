@@ -555,7 +555,7 @@ def test_a_file_of_the_cache_that_is_torn_or_gone_has_all_read_anew(
         at = len(lines[0]) if name == "skipped.jsonl" else int(len(content) * keeps) // 8 * 8
         place.write_bytes(content[:at])
     disk = require_same(data)
-    assert [disk.users.names.index(one) for one in ("ann", "dag")] == [0, 3]
+    assert [names_of(disk.users).index(one) for one in ("ann", "dag")] == [0, 3]
     assert len(written) == 2
 
 
@@ -639,6 +639,5 @@ def test_what_reading_warns_of_is_said_again_without_reading(
         caplog.clear()
         prepare(recipe_of({"users": users}))
         counts.append(len([line for line in caplog.messages if "skipped that are not UTF-8" in line]))
-        last = caplog.messages[-1]
     assert counts == [4, 2]
-    assert last == "2 more such lines were said when the users were read"
+    assert caplog.messages[-1] == "2 more such lines were said when the users were read"
