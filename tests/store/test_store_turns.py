@@ -641,3 +641,11 @@ def test_what_reading_warns_of_is_said_again_without_reading(
         counts.append(len([line for line in caplog.messages if "skipped that are not UTF-8" in line]))
     assert counts == [4, 2]
     assert caplog.messages[-1] == "2 more such lines were said when the users were read"
+
+
+def test_who_has_one_class_has_no_gradient_and_trains_as_in_memory(tmp_path: Path) -> None:
+    np.savez(tmp_path / "ann.npz", inputs=np.ones((12, 5), dtype=np.float32), targets=np.zeros(12, dtype=np.int64))
+    for store in ("memory", "disk"):
+        data = {"kind": "samples", "users": {"ann": str(tmp_path / "ann.npz")}}
+        api.run(recipe_of(data, store), out=tmp_path / store)
+    assert final(tmp_path / "memory") == final(tmp_path / "disk")
