@@ -10,6 +10,7 @@ import tracemalloc
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from comingle.kinds.base import Materials
 from comingle.recipes import Recipe, parse_recipe
 from comingle.runs import api
 from comingle.runs.session import prepare
-from comingle.store import arrays, opening
+from comingle.store import arrays, opening, turns
 from comingle.store.grouping import Spool
 from comingle.store.mixing import Mixture
 from comingle.store.names import Names, NamesWriter
@@ -485,3 +486,166 @@ def test_a_mixture_is_made_without_a_list_of_all(tmp_path: Path) -> None:
 
     few, many = peak(10), peak(40)
     assert (many - few) / 30 < 4000
+
+
+# ---------------------------------------------------------------- not stale
+
+
+def test_a_class_behind_a_link_is_read_anew_when_it_changes(tmp_path: Path, written: list[Path]) -> None:
+    paint(tmp_path / "elsewhere", {"owl": 50, "dog": 70})
+    folder = tmp_path / "ann"
+    paint(folder, {"cat": 10})
+    (folder / "owl").symlink_to(tmp_path / "elsewhere" / "owl")
+    (folder / "cat" / "round").symlink_to(folder)
+    data = {"kind": "samples", "users": {"ann": str(folder)}}
+    require_same(data)
+    shutil.copy(tmp_path / "elsewhere" / "dog" / "0.png", tmp_path / "elsewhere" / "owl" / "9.png")
+    require_same(data)
+    (folder / "owl").unlink()
+    (folder / "owl").symlink_to(tmp_path / "elsewhere" / "dog")
+    require_same(data)
+    require_same(data)
+    assert len(written) == 3
+
+
+def test_a_link_to_nowhere_is_passed_over_as_in_memory(tmp_path: Path) -> None:
+    for number, text in enumerate(said("dag", 6)):
+        (tmp_path / "dag").mkdir(exist_ok=True)
+        (tmp_path / "dag" / f"{number}.txt").write_text(text)
+    (tmp_path / "dag" / "9.txt").symlink_to("nowhere")
+    require_same({"users": {"dag": str(tmp_path / "dag")}})
+    for store in ("memory", "disk"):
+        with pytest.raises(ComingleError, match="no such file or folder"):
+            prepare(recipe_of({"users": {"dag": "x" * 300}}, store))
+
+
+def test_a_file_of_equal_size_and_time_is_read_anew(files: dict[str, str]) -> None:
+    """As archives that are made to be the same whenever they are made have them."""
+    data, path = {"users": files}, Path(files["ann"])
+    require_same(data)
+    was = path.stat()
+    path.write_text(path.read_text().replace("tide", "edit"))
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+    assert path.stat().st_size == was.st_size
+    require_same(data)
+
+
+def test_users_who_change_places_are_read_anew(files: dict[str, str]) -> None:
+    """Two with the same file, too: their order is that of the rows of a run."""
+    for users in (("ann", "eve"), ("eve", "ann")):
+        disk = require_same({"users": dict.fromkeys(users, files["ann"])})
+        assert tuple(names_of(disk.users)) == users
+
+
+@pytest.mark.parametrize("name", ["about.json", "names.text", "names.index", "names.hashes", "skipped.jsonl"])
+@pytest.mark.parametrize("keeps", [None, 0.5])
+def test_a_file_of_the_cache_that_is_torn_or_gone_has_all_read_anew(
+    files: dict[str, str], tmp_path: Path, written: list[Path], own_cache: Path, name: str, keeps: float | None
+) -> None:
+    for user in ("eve", "fay"):
+        files |= {user: str(tmp_path / user)}
+        Path(files[user]).write_text("x\n")
+    data = {"users": files, "on_small_user": "skip"}
+    require_same(data)
+    (place,) = (own_cache / "populations").glob(f"*/{name}")
+    content = place.read_bytes()
+    place.unlink()
+    if keeps is not None:
+        lines = content.splitlines(keepends=True)  # whole lines and numbers, as they are harder to see
+        at = len(lines[0]) if name == "skipped.jsonl" else int(len(content) * keeps) // 8 * 8
+        place.write_bytes(content[:at])
+    disk = require_same(data)
+    assert [names_of(disk.users).index(one) for one in ("ann", "dag")] == [0, 3]
+    assert len(written) == 2
+
+
+# ---------------------------------------------------------------- as in memory, refused or not
+
+
+def require_refused_alike(data: Mapping[str, Any]) -> str:
+    told = []
+    for store in ("memory", "disk"):
+        with pytest.raises(ComingleError) as caught:
+            api.run(recipe_of(data, store))
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+    return told[0]
+
+
+@pytest.mark.parametrize("loss", [None, "mse", "cross_entropy"])
+@pytest.mark.parametrize("first", ["int64", "float32"])
+def test_classes_of_one_and_numbers_of_another_are_refused(tmp_path: Path, loss: str | None, first: str) -> None:
+    """Whoever comes first: the one's classes would be regressed on."""
+    inputs, targets = np.random.default_rng(0).normal(size=(12, 5)).astype(np.float32), np.arange(12) % 3
+    for dtype in ("int64", "float32"):
+        np.savez(tmp_path / f"{dtype}.npz", inputs=inputs, targets=targets.astype(dtype))
+    names = sorted(("int64", "float32"), key=lambda dtype: dtype != first)
+    users = {name: str(tmp_path / f"{name}.npz") for name in names}
+    require_refused_alike({"kind": "samples", "users": users} | ({"loss": loss} if loss else {}))
+
+
+def test_classes_called_train_and_test(tmp_path: Path) -> None:
+    """In folders that are named as splits; a folder of both is in splits."""
+    pictures = {"train": 10, "test": 90}
+    parts = {split: paint(tmp_path / split, pictures) for split in ("train", "test")}
+    for split in ("train", "test"):
+        paint(tmp_path / "bob" / split, pictures)
+    for users in ({"ann": parts}, {"bob": str(tmp_path / "bob")}):
+        assert require_same({"kind": "samples", "users": users}).common.labels == ("test", "train")
+
+
+def test_conversations_beside_columns_that_are_no_text(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    when = datetime(2026, 11, 23)
+    rows = [
+        {"who": name, "messages": one, "when": when, "whens": [when], "raw": b"\xff"}
+        for name in "ab"
+        for one in talks(name, 6)
+    ]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    dataset = {"path": str(tmp_path / "rows.parquet"), "user": "who"}
+    require_same({"kind": "conversations", "dataset": dataset})
+    for columns in ({"prompt": "when", "response": "raw"}, {"messages": "when"}, {"messages": "whens"}):
+        for store in ("memory", "disk"):
+            with pytest.raises(ComingleError, match=r"row 1: .*; allowed: "):
+                prepare(recipe_of({"kind": "conversations", "dataset": dataset} | columns, store))
+
+
+def test_a_limit_for_nobody_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    path = write_rows(tmp_path / "rows.jsonl", {name: said(name, 8) for name in ("ann", "bob")}, "text")
+    data = {"dataset": {"path": str(path), "user": "who"}, "max_train_tokens": {"ann": 90}}
+    told = require_refused_alike(data | {"max_test_tokens": {"bobb": 9, "abe": 9}})
+    assert "data.max_test_tokens: no user 'bobb'; there are: " in told
+
+
+def test_what_reading_warns_of_is_said_again_without_reading(
+    files: dict[str, str], written: list[Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in memory, where files that are passed over are named in each run; of very many lines the first."""
+    (Path(files["dag"]) / "9.txt").write_bytes(b"\xff\xfe")
+    said_each_time = []
+    for store in ("memory", "disk", "disk"):
+        caplog.clear()
+        prepare(recipe_of({"users": files}, store))
+        said_each_time.append([line for line in caplog.messages if "skipped that are not UTF-8" in line])
+    assert len(written) == 1
+    assert len(said_each_time[0]) == 1
+    assert said_each_time[0] == said_each_time[1] == said_each_time[2]
+    monkeypatch.setattr(turns, "HEARD", 2)
+    users = {f"user {number}": files["dag"] for number in range(4)}
+    counts = []
+    for _ in range(2):
+        caplog.clear()
+        prepare(recipe_of({"users": users}))
+        counts.append(len([line for line in caplog.messages if "skipped that are not UTF-8" in line]))
+    assert counts == [4, 2]
+    assert caplog.messages[-1] == "2 more such lines were said when the users were read"
+
+
+def test_who_has_one_class_has_no_gradient_and_trains_as_in_memory(tmp_path: Path) -> None:
+    np.savez(tmp_path / "ann.npz", inputs=np.ones((12, 5), dtype=np.float32), targets=np.zeros(12, dtype=np.int64))
+    for store in ("memory", "disk"):
+        data = {"kind": "samples", "users": {"ann": str(tmp_path / "ann.npz")}}
+        api.run(recipe_of(data, store), out=tmp_path / store)
+    assert final(tmp_path / "memory") == final(tmp_path / "disk")

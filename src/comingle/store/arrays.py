@@ -36,6 +36,8 @@ class SampleTurns(Turns[tuple[str, Mapping[str, Samples]]]):
         self.kind, self.data, self.seed = kind, section(recipe), recipe.seed
         self.look, self.labels, self.lacking = look_of(self.data), tuple[str, ...](), ""
         self.first: UserSamples | None = None
+        self.begun: UserSamples | None = None
+        """The first as it was read, before whole targets become real numbers."""
         self.whole, self.most, self.users, self.unseen = False, 0, 0, Some()
 
     def sources(self) -> list[str]:
@@ -66,7 +68,9 @@ class SampleTurns(Turns[tuple[str, Mapping[str, Samples]]]):
         name, splits = read
         user = part(name, splits, valid=self.data.split.valid, test=self.data.split.test, seed=self.seed)
         if self.first is None:
-            self.whole = _is_whole(user)
+            self.whole, self.begun = _is_whole(user), user
+        if self.whole and not _is_whole(user):  # so targets are none of classes, and the first user's are refused
+            self.whole, self.first = False, self.begun
         user = as_real(user) if self.whole and not self.loss(self.whole).classes and _is_whole(user) else user
         users = [user] if self.first is None else [self.first, user]
         check(users, classes=(len(self.labels) or self.data.outputs or _ANY) if self.loss(self.whole).classes else None)
@@ -126,9 +130,10 @@ def _paths(source: Any) -> list[str]:
 
 def _classes_in(source: Any) -> set[str]:
     """By the names of folders alone; none where there is no folder, which reading it says better."""
-    folders = [Path(path).expanduser() for path in _paths(source)]
-    splits = [split for folder in folders if folder.is_dir() for split in find_splits(folder).values()]
-    return {one.name for split in splits for one in class_folders(split)}
+    folders = [folder for path in _paths(source) if (folder := Path(path).expanduser()).is_dir()]
+    if source.path is not None:  # else these are splits themselves
+        folders = [split for folder in folders for split in find_splits(folder).values()]
+    return {one.name for folder in folders for one in class_folders(folder)}
 
 
 @in_turn.register

@@ -28,7 +28,7 @@ from comingle.recipes import Recipe
 from comingle.store.tokens import ABOUT
 from comingle.store.turns import Turns
 
-_FORM = 1
+_FORM = 2
 """Of the files; what an older version has written is written anew."""
 
 _DAYS_UNUSED = 30
@@ -50,10 +50,12 @@ def populated(recipe: Recipe, turns: Turns[Any], write: Callable[[Path], None]) 
         return folder
     decides = [_FORM, version("comingle"), recipe.data.model_dump(mode="json"), recipe.seed, turns.key(), states]
     home = cache_folder() / "populations"
-    target = home / hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:32]
+    target = home / hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
     try:
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         with FileLock(home / f"{target.name}.lock"):
+            if not (target / ABOUT).is_file():  # what tidies up may take single files
+                shutil.rmtree(target, ignore_errors=True)
             make_once(target, write)
             os.utime(target / ABOUT)
         _sweep(home)
@@ -77,20 +79,35 @@ def _states(sources: list[str]) -> Iterator[list[Any] | None]:
     """By which a source is known again; None for what is no file or folder."""
     for source in sources:
         path = Path(source).expanduser()
-        if not path.exists():
+        if not os.path.exists(path):  # which a name that is too long is not either
             yield None
         elif path.is_dir():
-            for place, folders, files in os.walk(path):
-                folders.sort()
-                yield [place]  # an empty folder may be a class
-                yield from (_state(Path(place) / name) for name in sorted(files))
+            yield from _states_below(path)
         else:
             yield _state(path)
 
 
+def _states_below(top: Path) -> Iterator[list[Any]]:
+    """Folders behind links too, as a class may be one; each once, as links may go round."""
+    seen = set[str]()
+    for place, folders, files in os.walk(top, followlinks=True):
+        real = os.path.realpath(place)
+        yield [place, real]  # an empty folder may be a class
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort()
+        yield from (_state(Path(place) / name) for name in sorted(files))
+
+
 def _state(path: Path) -> list[Any]:
-    found = path.stat()
-    return [str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ino]
+    """Besides size and time, which an archive may set to what they were, when the file was last changed in any way."""
+    try:
+        found = path.stat()
+    except OSError:  # a link to nowhere, of which reading says what there is to say
+        return [str(path.absolute())]
+    return [str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
 def _sweep(home: Path) -> None:

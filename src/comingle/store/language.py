@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from comingle.data.pack import Shortage, UserData, find_shortage, pack, too_shor
 from comingle.data.partition import Overlap, UserText, find_overlap
 from comingle.data.rows import choose_users
 from comingle.data.sources import iterate_documents
-from comingle.errors import DataError, RecipeError
+from comingle.errors import DataError
 from comingle.kinds.base import Materials
 from comingle.kinds.conversations import kind as conversations
 from comingle.kinds.conversations.encoding import Encoder, find_small, too_few
@@ -28,7 +28,7 @@ from comingle.kinds.conversations.reading import (
 )
 from comingle.kinds.language import tokenizer_of
 from comingle.kinds.text.kind import TextKind
-from comingle.kinds.text.reading import LIMITS, limits_of, options_of, split_group, user_readers
+from comingle.kinds.text.reading import check_limits, limits_of, options_of, split_group, user_readers
 from comingle.models.base import Base
 from comingle.models.digests import digest_tokenizer
 from comingle.recipes import Recipe
@@ -86,8 +86,6 @@ class TextTurns(_OfLanguage, Turns[UserText]):
     def __init__(self, kind: TextKind, recipe: Recipe, base: Base, validates: bool):
         super().__init__(kind, recipe, base, validates)
         self.tokenizer = tokenizer_of(base)
-        limits = [getattr(self.data, key) for key in LIMITS]
-        self.strangers = {name for limit in limits if isinstance(limit, Mapping) for name in limit}
 
     def readers(self, spool: Spool) -> Iterator[tuple[str, Callable[[], UserText]]]:
         """Files one after another; rows of a data set when all of them have been grouped."""
@@ -106,6 +104,7 @@ class TextTurns(_OfLanguage, Turns[UserText]):
         wanted = choose_users(spool.owners, source.users, where)
         if problem := name_problem(wanted):
             raise DataError(f"{where}: column {source.user!r}: {problem}")
+        check_limits(data, wanted)
         for name, groups in spool.groups(wanted):
             splits = {split: [row.decode("utf-8", "surrogatepass") for row in rows] for split, rows in groups.items()}
             yield name, partial(split_group, name, splits, data.split, seed)
@@ -117,7 +116,6 @@ class TextTurns(_OfLanguage, Turns[UserText]):
     def encode(self, read: UserText) -> UserData:
         """Three streams of tokens, cut to the recipe's limits."""
         self.compare(read)
-        self.strangers.discard(read.name)
         return self.packed(read)
 
     def packed(self, read: UserText) -> UserData:
@@ -139,13 +137,7 @@ class TextTurns(_OfLanguage, Turns[UserText]):
         return too_short(small.first, small.count, users)
 
     def end(self) -> tuple[dict[str, Any], list[str]]:
-        """Whose held-out text is trained on.
-
-        Raises:
-            RecipeError: a limit is for somebody who is no user.
-        """
-        if self.strangers:
-            raise RecipeError(f"data.max_..._tokens: no user {min(self.strangers)!r}")
+        """Whose held-out text is trained on."""
         return {}, self.overlapping()
 
 
@@ -169,7 +161,8 @@ class ConversationTurns(_OfLanguage, Turns[UserConversations]):
             yield from ((name, partial(read_files, data, one, name, seed)) for name, one in (data.users or {}).items())
             return
         owned = owned_records(data.dataset)
-        spool.fill((owner, split, json.dumps([where, row]).encode()) for owner, (split, where, row) in owned)
+        records = ((owner, split, [where, row]) for owner, (split, where, row) in owned)
+        spool.fill((owner, split, json.dumps(record, default=_no_text).encode()) for owner, split, record in records)
         for name, groups in spool.groups(wanted_users(data.dataset, spool.owners)):
             parts = {split: [(split, *json.loads(row)) for row in rows] for split, rows in groups.items()}
             yield name, partial(parted, data, parts, name, seed)
@@ -194,6 +187,11 @@ class ConversationTurns(_OfLanguage, Turns[UserConversations]):
     def end(self) -> tuple[dict[str, Any], list[str]]:
         """How many conversations were too long, and whose are trained on that are held out."""
         return {}, [*filter(None, [self.encoder.told]), *self.overlapping()]
+
+
+def _no_text(value: Any) -> dict[str, str]:
+    """What stands for a date, for bytes and the like, in a column that nobody reads: no message, no text, no role."""
+    return {"": type(value).__name__}
 
 
 @in_turn.register

@@ -145,11 +145,10 @@ class _Own(TextTurns):
 
     def __init__(self, whole: MixedTurns, mixture: Mixture):
         super().__init__(whole.kind, whole.recipe, whole.base, whole.validates)
-        self.whole, self.mixture = whole, mixture
+        self.mixture = mixture
 
     def encode(self, read: UserText) -> Any:
         """Tokenised where that decides who is left out."""
-        self.whole.strangers.discard(read.name)
         return self.packed(read) if self.skips else read
 
     def lack(self, user: Any) -> Any:

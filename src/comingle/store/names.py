@@ -74,7 +74,11 @@ class NamesWriter:
 
 
 class Names(Known):
-    """The names of a folder, or of some who follow one another."""
+    """The names of a folder, or of some who follow one another.
+
+    Raises:
+        DataError: its files are torn.
+    """
 
     def __init__(self, folder: Path, span: range | None = None):
         self.folder = folder
@@ -82,6 +86,9 @@ class Names(Known):
         self._index, self._hashes = _map(folder / _INDEX, "<i8"), _map(folder / _HASHES, "<u8")
         self.span = range(len(self._ends)) if span is None else span
         self._sum = (folder / _SUM).read_text(encoding="utf-8")
+        end = int(self._ends[-1]) if len(self._ends) else 0
+        if end != len(self._text) or not len(self._ends) == len(self._index) == len(self._hashes):
+            raise DataError(f"{folder}: names of users, in files that do not fit each other")
 
     def __len__(self) -> int:
         return len(self.span)

@@ -7,7 +7,6 @@ import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +57,19 @@ class Store:
         turns = in_turn(kind, recipe, base, validates)
         if turns is None:
             return kind.read(recipe, lambda: base or load_base(), validates=validates)
-        write = partial(write_in_turn, turns)
+        read = list[Path]()
+
+        def write(folder: Path) -> None:
+            read.append(folder)
+            write_in_turn(turns, folder)
+
         folder = populated(recipe, turns, write)
         try:
-            users = read_population(folder)
+            users, about = _opened(folder)
         except DataError:  # torn, in a cache that anything may happen to
             shutil.rmtree(folder, ignore_errors=True)
-            users = read_population(folder := populated(recipe, turns, write))
-        about = read_about(folder)
-        for line in about["told"]:
+            users, about = _opened(folder := populated(recipe, turns, write))
+        for line in (*([] if read else about["heard"]), *about["told"]):
             logger.warning("%s", line)
         skipped = Skipped(folder / SKIPPED, about["skipped"])
         return replace(turns.materials(users, about), skipped=skipped)
@@ -74,6 +77,18 @@ class Store:
     def names(self, folder: Path) -> Names | None:
         """Those of a run's users, who were read in turn; None where nobody has written them down."""
         return Names(folder / FOLDER) if (folder / FOLDER / NAMES).is_file() else None
+
+
+def _opened(folder: Path) -> tuple[Crowd, dict[str, Any]]:
+    """The users of a folder, and what is known of all.
+
+    Raises:
+        DataError: something in it is torn.
+    """
+    users, about, skipped = read_population(folder), read_about(folder), folder / SKIPPED
+    if not skipped.is_file() or skipped.stat().st_size != about["skipped_bytes"]:
+        raise DataError(f"{skipped}: not as it was written; write it again")
+    return users, about
 
 
 class Skipped(Mapping[str, str]):

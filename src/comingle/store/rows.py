@@ -75,7 +75,8 @@ class Records(Stored):
             stepped = known | (part.first != 0).any(1).cpu() | (part.second != 0).any(1).cpu()
             at = stepped.nonzero().flatten().tolist()
             some = {name: tensors[name][at] for name in ("first", "second")}
-            self._write("moments", [rows[i] for i in at], some)
+            if at:  # of one class there is no gradient
+                self._write("moments", [rows[i] for i in at], some)
 
     def received(self, users: Sequence[int]) -> list[int]:
         """After how many rounds the server had what each of these last downloaded."""

@@ -24,7 +24,11 @@ from comingle.store.grouping import Spool
 from comingle.store.tokens import PopulationWriter
 
 SKIPPED = "skipped.jsonl"
-"""In the folder of a population: a line for each user who was left out, and what of the user had too little."""
+"""In the folder of a population: a line for each user who was left out, and what of the user had too little. How many
+bytes it has stands in ``about.json``, by which it is seen to be whole."""
+
+HEARD = 100
+"""So many warnings of the reading are said again."""
 
 logger = logging.getLogger("comingle")
 
@@ -48,6 +52,33 @@ class Some:
     def told(self) -> str:
         """Of ten of them what is wrong."""
         return list_small({name: getattr(what, "what", what) for name, what in self.first.items()}, self.count)
+
+
+class _Heard(logging.Handler):
+    """What is warned of while the users are read, which is said again where they need not be: the first lines."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines, self.count = list[str](), 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One more."""
+        self.count += 1
+        if self.count <= HEARD:
+            self.lines.append(record.getMessage())
+
+    def __enter__(self) -> _Heard:
+        logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logger.removeHandler(self)
+
+    @property
+    def told(self) -> list[str]:
+        """With a line on how many more there were."""
+        more = self.count - HEARD
+        return [*self.lines, *([f"{more} more such lines were said when the users were read"] if more > 0 else [])]
 
 
 class Turns(ABC, Generic[Read]):
@@ -131,7 +162,8 @@ def write_in_turn(turns: Turns[Any], folder: Path) -> None:
     Raises:
         DataError: a source cannot be read, or somebody has too little and is not to be left out.
     """
-    with PopulationWriter(folder) as writer, open(folder / SKIPPED, "w", encoding="utf-8") as skipped:
+    place = folder / SKIPPED
+    with PopulationWriter(folder) as writer, open(place, "w", encoding="utf-8") as skipped, _Heard() as heard:
         left_out, told = 0, list[str]()
         try:
             for one in (*turns.before(folder), turns):
@@ -143,7 +175,8 @@ def write_in_turn(turns: Turns[Any], folder: Path) -> None:
         finally:
             turns.close()
         more, said = turns.end()
-        writer.finish({"told": [*told, *said], "skipped": left_out, **more})
+        about = {"told": [*told, *said], "heard": heard.told, "skipped": left_out, "skipped_bytes": skipped.tell()}
+        writer.finish(about | more)
 
 
 def _written(turns: Turns[Any], writer: PopulationWriter, spool: Spool, skipped: TextIO) -> tuple[int, Some]:

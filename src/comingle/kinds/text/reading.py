@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,13 +62,22 @@ def token_limits(data: TextSection, names: Sequence[str]) -> dict[str, dict[str,
     Raises:
         RecipeError: a limit is for somebody who is not a user.
     """
+    check_limits(data, names)
+    return {name: limits_of(data, name) for name in names}
+
+
+def check_limits(data: TextSection, names: Collection[str]) -> None:
+    """Whether all limits are for users.
+
+    Raises:
+        RecipeError: one is not.
+    """
     for key in LIMITS:
         given = getattr(data, key)
         for stranger in given if isinstance(given, Mapping) else ():
             if stranger not in names:
                 hint = did_you_mean(stranger, names)
                 raise RecipeError(f"data.{key}: no user {stranger!r}; there are: {list_names(names)}.{hint}")
-    return {name: limits_of(data, name) for name in names}
 
 
 LIMITS = ("max_train_tokens", "max_valid_tokens", "max_test_tokens")
