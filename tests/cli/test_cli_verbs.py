@@ -306,3 +306,15 @@ def test_the_demo_ends_with_a_table_a_sample_of_each_user_and_what_next(comingle
     advised = re.search(r"comingle show (\S+)", after_table)
     assert advised
     assert comingle("show", advised[1]).code == 0
+
+
+def test_help_tells_what_arguments_mean_in_whole_paragraphs(comingle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some pairs of typer and click forget an argument's help, and typer keeps a docstring's own line breaks."""
+    monkeypatch.setenv("COLUMNS", "100")
+    told = comingle("audit", "--help").out
+    assert "A run folder, of users with text or samples." in told
+    assert "(default: the run's)" in told
+    lines = [line.strip() for line in told.splitlines()]
+    first = next(at for at, line in enumerate(lines) if line.startswith("With text, short runs"))
+    paragraph = lines[first : lines.index("", first)]
+    assert all(len(line) > 85 for line in paragraph[:-1]), paragraph

@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from comingle.cli.options import Force, Out, Quiet
+from comingle.cli.options import Force, Quiet, named, possible
+
+RunOut = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="<path>", help="Folder to write to (default: the run's).", parser=named, callback=possible
+    ),
+]
 
 
 def audit(
@@ -19,7 +26,7 @@ def audit(
     shadows: Annotated[
         int, typer.Option("--shadows", min=0, help="Runs with halves of users' text, for reference; 0: without.")
     ] = 8,
-    out: Out = None,
+    out: RunOut = None,
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:

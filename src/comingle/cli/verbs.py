@@ -7,7 +7,8 @@ from inspect import getdoc
 from typing import Any, ClassVar
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup
+from typer.utils import get_params_from_function
 
 from comingle import plugins
 from comingle.errors import PluginError, RecipeError
@@ -69,8 +70,19 @@ class Verbs(TyperGroup):
 
 def _command(name: str, verb: Callable[..., Any], **settings: Any) -> Any:
     alone = typer.Typer(add_completion=False)
-    alone.command(name, **settings)(verb)
-    return typer.main.get_command(alone)
+    alone.command(name, **{"help": _flowing(getdoc(verb) or ""), **settings})(verb)
+    made = typer.main.get_command(alone)
+    told = get_params_from_function(verb)
+    for parameter in made.params:  # typer before 0.21 on click 8.5 forgets what an argument means
+        if isinstance(parameter, TyperArgument) and not parameter.help:
+            parameter.help = told[parameter.name].default.help
+    return made
+
+
+def _flowing(text: str) -> str:
+    """Text whose paragraphs are a line each, for a terminal of any width; lists stay as they are."""
+    parts = text.split("\n\n")
+    return "\n\n".join(part if "\n " in part or "\n-" in part else part.replace("\n", " ") for part in parts)
 
 
 def _broken(name: str, error: PluginError) -> Any:

@@ -69,7 +69,7 @@ def _heat(axis: Axes, *, expert: ExpertCurves, title: str, rounds: dict[int, int
     at = [rounds[iterations] for iterations in expert.layers[0].iterations]
     places = range(0, len(at), -(-len(at) // MOST_TICKS))
     axis.set_xticks(places, [str(at[place]) for place in places])
-    axis.yaxis.set_major_locator(MaxNLocator(MOST_TICKS, integer=True))
+    axis.yaxis.set_major_locator(MaxNLocator(MOST_TICKS, integer=True, min_n_ticks=1))
     axis.grid(visible=False)
 
 
