@@ -42,6 +42,26 @@ def test_made_once(tmp_path: Path) -> None:
     assert [path.name for path in target.parent.iterdir()] == ["target"]
 
 
+def test_everything_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, synced, named = tmp_path / "target", set[int](), list[bool]()
+    rename = Path.rename
+
+    def fill(folder: Path) -> None:
+        write(folder)
+        (folder / "inner").mkdir()
+        write(folder / "inner")
+
+    def renaming(partial: Path, name: Path) -> Path:
+        named.append({path.stat().st_ino for path in partial.rglob("*") if path.is_file()} == synced)
+        return rename(partial, name)
+
+    monkeypatch.setattr("os.fsync", lambda handle: synced.add(os.fstat(handle).st_ino))
+    monkeypatch.setattr(Path, "rename", renaming)
+    make_once(target, fill)
+    assert named == [True]
+    assert len(synced) == 2
+
+
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         write(folder, "half")

@@ -31,8 +31,8 @@ def cache_folder() -> Path:
 def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
     """The folder `target`; where it is missing, `fill` writes into another name that becomes `target` when whole.
 
-    Whatever stops `fill`, kill -9 included, no folder called `target` appears. Two processes may both fill; the first
-    to finish is kept.
+    Whatever stops `fill`, kill -9 and a power cut included, no folder called `target` appears. Two processes may both
+    fill; the first to finish is kept.
     """
     if target.is_dir():
         return target
@@ -48,6 +48,10 @@ def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def _publish(partial: Path, target: Path) -> None:
+    for path in partial.rglob("*"):
+        if path.is_file():
+            with path.open("r+b") as file:
+                os.fsync(file.fileno())  # else a power cut may leave the name, and zeros behind it
     try:
         partial.rename(target)
     except OSError:
