@@ -49,7 +49,7 @@ from comingle.runs import api
 from comingle.store.tokens import read_population, write_population
 
 INPUTS, CLASSES, SAMPLES_EACH, TOKENS_EACH = 32, 10, 24, 400
-ROUNDS, EVALUATED = 4, 50
+ROUNDS, EVALUATED, NETS_AT_ONCE = 4, 50, 100
 
 
 def anonymous_bytes() -> int:
@@ -83,7 +83,7 @@ def net_user(number: int) -> UserSamples:
 
 def net_materials(users: int) -> Materials:
     # Kept are those of one step, so that users are made anew in each round however many there are.
-    crowd = Crowd(Numbered("user-", users), net_user, digest="population", at_hand=100)
+    crowd = Crowd(Numbered("user-", users), net_user, digest="population", at_hand=NETS_AT_ONCE)
     common = Population(users=crowd, loss=CROSS_ENTROPY, classes=CLASSES, input_shape=(INPUTS,), net="mlp")
     return Materials(kind=SAMPLES, base=None, users=crowd, common=common, unread=True)
 
@@ -124,7 +124,7 @@ def recipe_of(kind: str, users: int, cohort: int, model: str, rows: Path) -> Any
     }
     if kind == "net":
         content |= {"method": "fedper", "data": {"kind": "samples", "users": {"somebody": "handed-over"}}}
-        content["runtime"]["users_per_step"] = 100
+        content["runtime"]["users_per_step"] = NETS_AT_ONCE
     else:
         content |= {"base": model, "method": "comigs-1g1s", "adapters": {"rank": 2}}
         training |= {"local_steps": 2, "context": 32}

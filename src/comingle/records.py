@@ -208,6 +208,15 @@ def told_in_one_line(folder: Path) -> Iterator[None]:
         raise RunError(f"{error.filename or folder}: cannot be written to: {os.strerror(error.errno)}") from None
 
 
+def to_disk(path: Path) -> None:
+    """Return when a file or folder would outlive a power cut."""
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # some systems sync what may be written alone
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write JSON atomically; NaN and infinity become null, which every JSON reader understands."""
     write_text(path, json.dumps(finite(content), indent=2) + "\n")

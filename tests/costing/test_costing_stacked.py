@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from exchanges import exchanged
+from tests.quick import quick
 from torch.nn import functional as F
 
 from comingle.costing.bare import bare_mixture
@@ -102,9 +103,7 @@ def agrees(cost: UserCost, federation: InProcess, user: int = 0) -> None:
 # ---------------------------------------------------------------- nets
 
 
-@pytest.mark.parametrize(
-    "method", [*NETS[3:6], *(pytest.param(m, marks=pytest.mark.slow) for m in (*NETS[:3], *NETS[6:]))]
-)
+@pytest.mark.parametrize("method", quick(NETS, *NETS[3:6]))
 def test_a_task_costs_what_its_federation_does(method: Any) -> None:
     # A sweep fills its last batch up, and padding is not counted.
     recipe = task_recipe(method, **({"training.batch_size": 97} if method in SWEEPING else {}))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.quick import quick
 from torch import Tensor
 
 from comingle.data.answers import Answers, Question, UserAnswers, as_answers, encode
@@ -218,7 +219,7 @@ def test_a_cohort_equals_its_users_alone(ask: Ask, method: Any) -> None:
         torch.testing.assert_close(together[row : row + 1], one_round(ask(method, [name])), rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("method", [pytest.param("fedavg", marks=pytest.mark.slow), "comigs-1g1s"])
+@pytest.mark.parametrize("method", quick(("fedavg", "comigs-1g1s"), "comigs-1g1s"))
 def test_portions_change_nothing(ask: Ask, method: str) -> None:
     whole = trained(ask(method))
     for changes in ({"runtime.users_per_step": 1}, {"runtime.micro_batch": 1}):
@@ -238,7 +239,7 @@ def spoken(sim: Clients, user: int) -> list[str]:
     return [personal.generate(prompt, max_new_tokens=part.limit).strip() for prompt in prompts]
 
 
-@pytest.mark.parametrize("method", [pytest.param("local", marks=pytest.mark.slow), "comigs-1g1s", "floral"])
+@pytest.mark.parametrize("method", quick(("local", "comigs-1g1s", "floral"), "comigs-1g1s", "floral"))
 def test_answers_of_many_users_are_those_of_each_alone(ask: Ask, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sim = ask(FLORAL if method == "floral" else method).clients
     stir(sim)
@@ -305,12 +306,7 @@ def recipe_of(folder: Path, method: Any = "fedavg", *, label: str = "", **change
 
 
 @pytest.mark.parametrize(
-    "method",
-    [
-        *(pytest.param(m, marks=pytest.mark.slow) for m in ("centralized", {"name": "pcl", "exchange_from": 1})),
-        FLORAL,
-        "fedmerge",
-    ],
+    "method", quick(("centralized", {"name": "pcl", "exchange_from": 1}, FLORAL, "fedmerge"), FLORAL, "fedmerge")
 )
 def test_methods_run_on_questions(tmp_path: Path, method: Any) -> None:
     run = api.run(recipe_of(tmp_path, method), out=tmp_path / "run")

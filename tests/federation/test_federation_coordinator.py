@@ -17,6 +17,7 @@ import torch
 from tests.commands import Answer as CliAnswer
 from tests.federation.direct import Direct, Patience, federated, nodes_of
 from tests.federation.tiny import assert_same_end, tasks_of, tiny
+from tests.quick import quick
 
 from comingle.errors import RunError
 from comingle.federation.node import Node
@@ -28,8 +29,6 @@ from comingle.recipes import parse_recipe
 
 HALF = {"training__participation": 0.5, "evaluation__select": "best", "evaluation__every": 1, "evaluation__first": True}
 CASES: dict[str, dict[str, Any]] = {"comigs-1g1s": {}, "fedavg": HALF, "pcl": {"users": 3}, "fedmerge": {}}
-
-QUICK = ("comigs-1g1s", "fedmerge")
 
 pytestmark = pytest.mark.usefixtures("shared_base", "asked_again_soon")
 
@@ -65,9 +64,7 @@ class Stopping(Direct):
             yield from super().exchange({name: task}, timeout=timeout)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", quick(CASES, "comigs-1g1s", "fedmerge"))
 def test_a_server_that_stops_at_every_exchange_ends_with_the_same(name: str, tmp_path: Path) -> None:
     content = tiny(tmp_path, name, **CASES[name])
     metrics, whole = federated(content, tmp_path / "whole")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from tests.commands import Answer as CliAnswer
 from tests.federation.direct import Direct, federated, nodes_of
 from tests.federation.test_federation_coordinator import Lying, of_words
 from tests.federation.tiny import one_base, tiny
+from tests.quick import quick
 
 from comingle.federation.node import Node
 from comingle.federation.own import Tells
@@ -115,10 +116,6 @@ def test_a_user_who_was_away_at_an_evaluation_is_left_out_of_the_picture(tmp_pat
     assert found.users == ("ann", "cem")
 
 
-def some(names: Iterable[str], *quick: str) -> list[Any]:
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
 LIES: dict[str, dict[str, Any]] = {
     "an expert more": {"gates": [[0.2, 0.3, 0.5]] * 2},
     "no layers": {"gates": []},
@@ -134,7 +131,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", some(LIES, "ragged", "a mixture of nothing"))
+@pytest.mark.parametrize("what", quick(LIES, "ragged", "a mixture of nothing"))
 def test_numbers_that_cannot_be_a_users_are_as_if_not_told(what: str, tmp_path: Path) -> None:
     plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, **OPTIONS)), tmp_path / "run")
     coordinate(plan, Lying(nodes, of_words(**LIES[what]), step="evaluate"), tmp_path / "run" / "server")
@@ -150,7 +147,7 @@ def test_nor_are_those_of_a_method_that_has_none(tmp_path: Path) -> None:
     assert routing_in(tmp_path / "run" / "server") == [{}, {}]
 
 
-@pytest.mark.parametrize("what", some(REFUSED, "no shares", "deep"))
+@pytest.mark.parametrize("what", quick(REFUSED, "no shares", "deep"))
 def test_what_is_no_share_at_all_is_a_wrong_answer(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lies = [of_words(**REFUSED[what])]
     plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, **OPTIONS)), tmp_path / "run")

@@ -22,6 +22,7 @@ from tests.federation.tiny import (
     tensors_of,
     tiny,
 )
+from tests.quick import quick
 
 from comingle.federation.masking import SECURE
 from comingle.federation.node import Node
@@ -55,7 +56,7 @@ def tensors(clients: Any, name: str) -> dict[str, torch.Tensor]:
 # -------------------------------------------------------------------- the same
 
 
-SOME_STEPS = [*(pytest.param(step, marks=pytest.mark.slow) for step in ("advertise", "share")), "mask", "unmask"]
+STEPS = quick(("advertise", "share", "mask", "unmask"), "mask", "unmask")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def losing(content: dict[str, Any], folder: Path, lost: Collection[tuple[str, in
     return channel, list(read_events(folder / "server"))
 
 
-@pytest.mark.parametrize("step", SOME_STEPS)
+@pytest.mark.parametrize("step", STEPS)
 def test_who_is_lost_in_a_step_is_left_out_of_the_sum(tmp_path: Path, step: str) -> None:
     """The others end as a run in which it took no part in that round; lost in the last step it is in the sum."""
     content = recipe(tmp_path, evaluation__model="local")
@@ -157,7 +158,7 @@ def test_who_is_lost_in_a_step_is_left_out_of_the_sum(tmp_path: Path, step: str)
         assert [n for n, t in one.items() if not torch.equal(t, other[n])] == []
 
 
-@pytest.mark.parametrize("step", SOME_STEPS)
+@pytest.mark.parametrize("step", STEPS)
 def test_too_few_in_any_step_end_the_round_without_a_sum_and_the_next_one_has_one(tmp_path: Path, step: str) -> None:
     content = recipe(tmp_path)
     channel, events = losing(content, tmp_path / "lost", {(step, 0, "bob"), (step, 0, "cem")})

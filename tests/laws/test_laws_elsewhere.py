@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.quick import quick
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
 from cases import NETS_ONLY, ONE_LORA, ROUTED, SMALL, TEXT_ONLY, VARIANTS, method, text_recipe
@@ -44,8 +45,8 @@ QUICK = ("comigs-1g1s", "fedavg", "fedmerge", "floral", "pcl", "comigs, speciali
 """One of each way of sharing; the rest is marked slow."""
 
 
-def each(names: Sequence[str], quick: Sequence[str] = QUICK) -> list[Any]:
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def each(names: Sequence[str]) -> list[Any]:
+    return quick(names, *QUICK)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -77,7 +78,7 @@ def assert_equal(content: dict[str, Any], folder: Path, federated: Callable[...,
     return channel
 
 
-@pytest.mark.parametrize("name", each(ON_TEXT, quick=("comigs-1g1s", "floral")))
+@pytest.mark.parametrize("name", quick(ON_TEXT, "comigs-1g1s", "floral"))
 def test_text_on_flowers_grid(name: str, tmp_path: Path) -> None:
     """The real apps, in this process."""
     pytest.importorskip("flwr")
@@ -117,7 +118,7 @@ def test_gradients_that_wait_and_validation_text_to_train_on(tmp_path: Path) -> 
     assert_equal(content, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["comigs-1g1s", *(pytest.param(n, marks=pytest.mark.slow) for n in CHATTED)])
+@pytest.mark.parametrize("name", ["comigs-1g1s", *quick(CHATTED)])
 def test_conversations(name: str, tmp_path: Path) -> None:
     """Users have different numbers of them, by which learning rates decay."""
     content = text_recipe(tmp_path, method(name))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.quick import quick
 
 from comingle.adapters import native
 from comingle.errors import DataError
@@ -86,9 +87,7 @@ def test_compiled_code_says_the_same(people: Any, method: str, dtype: str, tmp_p
         native.disable()
 
 
-@pytest.mark.parametrize(
-    "method", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*METHODS, "feddpa")]
-)
+@pytest.mark.parametrize("method", quick((*METHODS, "feddpa"), *QUICK))
 def test_every_method_speaks_as_alone(people: Any, method: str) -> None:
     mine = people(method)
     come_and_go(mine, Engine(mine, rows=5), lambda i: {})

@@ -7,14 +7,7 @@ from typing import Annotated
 
 import typer
 
-from comingle.cli.options import Force, Quiet, named, possible
-
-RunOut = Annotated[
-    Path | None,
-    typer.Option(
-        "--out", metavar="<path>", help="Folder to write to (default: the run's).", parser=named, callback=possible
-    ),
-]
+from comingle.cli.options import Force, Quiet, out_option
 
 
 def audit(
@@ -26,7 +19,7 @@ def audit(
     shadows: Annotated[
         int, typer.Option("--shadows", min=0, help="Runs with halves of users' text, for reference; 0: without.")
     ] = 8,
-    out: RunOut = None,
+    out: Annotated[Path | None, out_option("Folder to write to (default: the run's).")] = None,
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:

@@ -6,9 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from comingle.cli.options import Force, Quiet, Resume, Sets, named, possible, read_recipe
+from comingle.cli.options import Force, Quiet, Resume, Sets, out_option, read_recipe
 
 if TYPE_CHECKING:
     from comingle.runs.results import Run
@@ -24,9 +22,7 @@ PROMPTS = {
 
 def demo(
     sets: Sets = None,
-    out: Annotated[
-        Path, typer.Option("--out", metavar="<path>", parser=named, callback=possible, help="Folder to write to.")
-    ] = Path("runs/demo"),
+    out: Annotated[Path, out_option("Folder to write to.")] = Path("runs/demo"),
     resume: Resume = False,
     force: Force = False,
     quiet: Quiet = False,

@@ -47,12 +47,12 @@ def possible(out: Path | None) -> Path | None:
     return out
 
 
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out", metavar="<path>", help="Folder to write to (default: below runs/).", parser=named, callback=possible
-    ),
-]
+def out_option(told: str) -> Any:
+    """``--out`` of a verb, with what its help says."""
+    return typer.Option("--out", metavar="<path>", help=told, parser=named, callback=possible)
+
+
+Out = Annotated[Path | None, out_option("Folder to write to (default: below runs/).")]
 
 
 def _not_both(context: Any, given: bool) -> bool:

@@ -28,7 +28,7 @@ from comingle.engines.clock import Clock
 from comingle.engines.server import LOWEST
 from comingle.engines.state import State, Stored
 from comingle.errors import RunError
-from comingle.records import write_json
+from comingle.records import to_disk, write_json
 from comingle.trees import Layout, Tree, flatten
 
 STATE, SERVER = "state.safetensors", "server.safetensors"
@@ -159,15 +159,6 @@ def finish_checkpoint(draft: Path, folder: Path, progress: Progress, lines: Sequ
     draft.rename(folder)
     for parent in (folder.parent, folder.parent.parent):
         to_disk(parent)
-
-
-def to_disk(path: Path) -> None:
-    """Return when a file or folder would outlive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def prune_checkpoints(run: Path, keep: int) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from comingle.records import to_disk
+
 # A partial folder this old belongs to a process that was killed.
 _ABANDONED_SECONDS = 3600.0
 
@@ -50,8 +52,7 @@ def make_once(target: Path, fill: Callable[[Path], None]) -> Path:
 def _publish(partial: Path, target: Path) -> None:
     for path in partial.rglob("*"):
         if path.is_file():
-            with path.open("r+b") as file:
-                os.fsync(file.fileno())  # else a power cut may leave the name, and zeros behind it
+            to_disk(path)  # else a power cut may leave the name, and zeros behind it
     try:
         partial.rename(target)
     except OSError:

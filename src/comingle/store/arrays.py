@@ -71,7 +71,7 @@ class SampleTurns(Turns[tuple[str, Mapping[str, Samples]]]):
             self.whole, self.begun = _is_whole(user), user
         if self.whole and not _is_whole(user):  # so targets are none of classes, and the first user's are refused
             self.whole, self.first = False, self.begun
-        user = as_real(user) if self.whole and not self.loss(self.whole).classes and _is_whole(user) else user
+        user = as_real(user) if self.whole and not self.loss(self.whole).classes else user
         users = [user] if self.first is None else [self.first, user]
         check(users, classes=(len(self.labels) or self.data.outputs or _ANY) if self.loss(self.whole).classes else None)
         self.first, self.users = self.first or user, self.users + 1

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from comingle.engines.checkpoints import list_checkpoints, to_disk
+from comingle.engines.checkpoints import list_checkpoints
 from comingle.engines.checksums import verify
 from comingle.engines.state import State
-from comingle.records import write_json
+from comingle.records import to_disk, write_json
 from comingle.store.files import RecordFile
 from comingle.store.folder import (
     ABOUT,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.quick import quick
 
 from comingle.errors import RunError
 from comingle.papers.reproduce.figures import draw, read_entries
@@ -33,9 +34,7 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["figure5", *[pytest.param(name, marks=pytest.mark.slow) for name in SHOWN if name != "figure5"]]
-)
+@pytest.mark.parametrize("name", quick(SHOWN, "figure5"))
 def test_every_kind_of_figure_shows_what_was_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("comingle.papers.reproduce.routes.LENGTH", 12)  # tokens, each of which is drawn
     methods = ["local", "comigs-2s"] if name == "figure9" else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from comingle.cli.compare import split_names, split_seeds
-from comingle.cli.options import Force, Quiet, Resume, Sets, changes, named, possible
+from comingle.cli.options import Force, Quiet, Resume, Sets, changes, out_option
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -34,12 +34,7 @@ def reproduce(
         typer.Option("--data", help="Folder with local text and images (default: $COMINGLE_DATA, else the hub)."),
     ] = None,
     sets: Sets = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="<path>", help="Folder (default: runs/PAPER-SCALE).", parser=named, callback=possible
-        ),
-    ] = None,
+    out: Annotated[Path | None, out_option("Folder (default: runs/PAPER-SCALE).")] = None,
     resume: Resume = False,
     force: Force = False,
     jobs: Annotated[

@@ -1,0 +1,13 @@
+"""What a quick run takes of many like cases; the rest is marked slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def quick(cases: Iterable[Any], *chosen: Any) -> list[Any]:
+    """All cases for ``parametrize``; those that are not chosen are slow."""
+    return [case if case in chosen else pytest.param(case, marks=pytest.mark.slow) for case in cases]
