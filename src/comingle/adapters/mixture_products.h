@@ -28,6 +28,7 @@ struct Wide {
     using Item = float;
     static constexpr bool FINE = true;
     static constexpr int SUMS = TOKENS * R * LANES;  // floats of `sums`: a vector for each sum, added up at the end
+    static constexpr int GROUP = std::min(R, SUMS_AT_ONCE);  // ranks that are computed together
     struct Session {};
 
     static void put_row(Item* rows, int t, int c, V first, V second) {
@@ -51,40 +52,43 @@ struct Wide {
     static void pack_cross(const float* left, Item* to) { std::copy_n(left, TOKENS * R, to); }
 
     static void outer(const Item* left, const Item* factor, const float* init, float* out, int64_t chunk) {
-        for (int c = 0; c < COLUMNS; c += LANES) {
-            V f[R];
-            for (int r = 0; r < R; ++r) f[r] = load(factor + r * chunk + c);
-            for (int t = 0; t < TOKENS; ++t) {
-                V v = init ? load(init + t * COLUMNS + c) : V{};
-                for (int r = 0; r < R; ++r) v += left[t * R + r] * f[r];
-                store(out + t * COLUMNS + c, v);
+        for (int from = 0; from < R; from += GROUP, init = out)
+            for (int c = 0; c < COLUMNS; c += LANES) {
+                V f[GROUP];
+                for (int r = 0; r < GROUP; ++r) f[r] = load(factor + (from + r) * chunk + c);
+                for (int t = 0; t < TOKENS; ++t) {
+                    V v = init ? load(init + t * COLUMNS + c) : V{};
+                    for (int r = 0; r < GROUP; ++r) v += left[t * R + from + r] * f[r];
+                    store(out + t * COLUMNS + c, v);
+                }
             }
-        }
     }
 
     static void inner(const Item* rows, const Item* factor, float* sums, int64_t chunk) {
-        for (int t = 0; t < TOKENS; ++t) {
-            V v[R];
-            for (int r = 0; r < R; ++r) v[r] = load(sums + (t * R + r) * LANES);
+        for (int i = 0; i < TOKENS * R; i += GROUP) {
+            const int t = i / R, from = i % R;
+            V v[GROUP];
+            for (int r = 0; r < GROUP; ++r) v[r] = load(sums + (i + r) * LANES);
             for (int c = 0; c < COLUMNS; c += LANES) {
                 V row = load(rows + t * COLUMNS + c);
-                for (int r = 0; r < R; ++r) v[r] += row * load(factor + r * chunk + c);
+                for (int r = 0; r < GROUP; ++r) v[r] += row * load(factor + (from + r) * chunk + c);
             }
-            for (int r = 0; r < R; ++r) store(sums + (t * R + r) * LANES, v[r]);
+            for (int r = 0; r < GROUP; ++r) store(sums + (i + r) * LANES, v[r]);
         }
     }
     static float total(const float* sums, int t, int r) { return sum(load(sums + (t * R + r) * LANES)); }
 
     static void cross(const Item* left, const Item* pairs, float* grads, int64_t chunk) {
-        for (int c = 0; c < COLUMNS; c += LANES) {
-            V v[R];
-            for (int r = 0; r < R; ++r) v[r] = load(grads + r * chunk + c);
-            for (int t = 0; t < TOKENS; ++t) {
-                V row = load(pairs + t * COLUMNS + c);
-                for (int r = 0; r < R; ++r) v[r] += left[t * R + r] * row;
+        for (int from = 0; from < R; from += GROUP)
+            for (int c = 0; c < COLUMNS; c += LANES) {
+                V v[GROUP];
+                for (int r = 0; r < GROUP; ++r) v[r] = load(grads + (from + r) * chunk + c);
+                for (int t = 0; t < TOKENS; ++t) {
+                    V row = load(pairs + t * COLUMNS + c);
+                    for (int r = 0; r < GROUP; ++r) v[r] += left[t * R + from + r] * row;
+                }
+                for (int r = 0; r < GROUP; ++r) store(grads + (from + r) * chunk + c, v[r]);
             }
-            for (int r = 0; r < R; ++r) store(grads + r * chunk + c, v[r]);
-        }
     }
 
     // Where the factor's columns from `c` on begin in its packed form.

@@ -33,7 +33,8 @@ struct Rows {
 namespace {
 
 constexpr int64_t CHUNK = 64;
-constexpr int BLOCK = 4;  // rows and outputs that are computed together: sixteen sums stay in registers
+// Rows and outputs whose sums stay in registers together; outputs of one row, enough for sums not to wait for each other.
+constexpr int BLOCK = 4, OUTPUTS = SUMS_AT_ONCE / BLOCK, ALONE = 8;
 
 template <class S>
 V load_upto(const S* from, int64_t count) {
@@ -51,16 +52,20 @@ void store_upto(S* to, V v, int64_t count) {
     for (int64_t i = 0; i < count; ++i) put(to + i, parts[i]);
 }
 
-inline float add_up(V v) {
-    typedef float Eight __attribute__((vector_size(32)));
-    typedef float Four __attribute__((vector_size(16)));
-    Eight eights[2];
-    std::memcpy(eights, &v, sizeof v);
-    Eight eight = eights[0] + eights[1];
-    Four fours[2];
-    std::memcpy(fours, &eight, sizeof eight);
-    Four four = fours[0] + fours[1];
-    return (four[0] + four[2]) + (four[1] + four[3]);
+template <int N>
+struct Floats {
+    typedef float type __attribute__((vector_size(4 * N)));
+};
+
+template <int N = LANES>
+float add_up(typename Floats<N>::type v) {
+    if constexpr (N == 4) {
+        return (v[0] + v[2]) + (v[1] + v[3]);
+    } else {
+        typename Floats<N / 2>::type halves[2];
+        std::memcpy(halves, &v, sizeof v);
+        return add_up<N / 2>(halves[0] + halves[1]);
+    }
 }
 
 // out(r, o) = x(r, :) . w(o, :) for R rows and O outputs; rows of `out` lie CHUNK apart.
@@ -70,7 +75,7 @@ void dots(const X* x, const S* w, int64_t width, float* out) {
     auto add = [&](auto left, auto right) {
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int o = 0; o < O; ++o) sums[r][o] += left(r) * right(o);
     };
     int64_t k = 0;
@@ -93,17 +98,20 @@ void dots_of_rows(const X* x, int64_t rows, const S* w, int64_t width, float* ou
 // The same with `w` turned: CHUNK outputs side by side, and inputs `stride` apart.
 template <int R, class X, class S>
 void sums_of_inputs(const X* x, const S* w, int64_t stride, int64_t width, float* out) {
-    V sums[R][CHUNK / LANES] = {};
-    for (int64_t k = 0; k < width; ++k) {
+    constexpr int COUNT = std::min<int>(CHUNK / LANES, SUMS_AT_ONCE / R);  // vectors of outputs at once
+    for (int64_t from = 0; from < CHUNK; from += COUNT * LANES) {
+        V sums[R][COUNT] = {};
+        for (int64_t k = 0; k < width; ++k) {
+#pragma GCC unroll 8
+            for (int c = 0; c < COUNT; ++c) {
+                const V column = load(w + k * stride + from + c * LANES);
 #pragma GCC unroll 4
-        for (int c = 0; c < CHUNK / LANES; ++c) {
-            const V column = load(w + k * stride + c * LANES);
-#pragma GCC unroll 4
-            for (int r = 0; r < R; ++r) sums[r][c] += widen(x[r * width + k]) * column;
+                for (int r = 0; r < R; ++r) sums[r][c] += widen(x[r * width + k]) * column;
+            }
         }
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < COUNT; ++c) store(out + r * CHUNK + from + c * LANES, sums[r][c]);
     }
-    for (int r = 0; r < R; ++r)
-        for (int c = 0; c < CHUNK / LANES; ++c) store(out + r * CHUNK + c * LANES, sums[r][c]);
 }
 
 template <class S>
@@ -131,7 +139,11 @@ struct Step {
         else {
             const S* w = (const S*)l.weight + column * l.d_in;
             int64_t o = 0;
-            for (; o + BLOCK <= columns; o += BLOCK) dots_of_rows<BLOCK>(x, m.rows, w + o * l.d_in, l.d_in, out + o);
+            if (m.rows < BLOCK)
+                for (; o + ALONE <= columns; o += ALONE)
+                    dots_of_rows<ALONE>(x, m.rows, w + o * l.d_in, l.d_in, out + o);
+            for (; o + OUTPUTS <= columns; o += OUTPUTS)
+                dots_of_rows<OUTPUTS>(x, m.rows, w + o * l.d_in, l.d_in, out + o);
             for (; o < columns; ++o) dots_of_rows<1>(x, m.rows, w + o * l.d_in, l.d_in, out + o);
         }
         if (!l.bias) return;

@@ -1,6 +1,8 @@
-// Sixteen floats at a time: loads and stores in both formats, exponential, activations with their derivatives.
+// As many floats at a time as a register holds: loads and stores in both formats, exponential, activations with their
+// derivatives.
 //
-// GCC's and Clang's vector extension: one instruction on AVX-512, several on narrower processors, the same source.
+// GCC's and Clang's vector extension, the same source for all processors. Vectors that are wider than a register would
+// live in memory: every operation would load and store them.
 // Nothing here may be compiled with value-changing options (-ffast-math): the rounding trick in exp2 depends on it.
 #pragma once
 
@@ -10,10 +12,18 @@
 #include <immintrin.h>
 #endif
 
-constexpr int LANES = 16;
-typedef float V __attribute__((vector_size(64)));
-typedef uint32_t U __attribute__((vector_size(64)));
-typedef uint16_t Half __attribute__((vector_size(32)));
+#if defined(__AVX512F__)
+constexpr int LANES = 16, REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr int LANES = 8, REGISTERS = 16;
+#else
+constexpr int LANES = 4, REGISTERS = 16;
+#endif
+constexpr int SUMS_AT_ONCE = REGISTERS / 2;  // what leaves room for their operands
+
+typedef float V __attribute__((vector_size(4 * LANES)));
+typedef uint32_t U __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Half __attribute__((vector_size(2 * LANES)));
 
 inline V load(const float* from) {
     V v;
