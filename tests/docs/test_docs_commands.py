@@ -47,7 +47,8 @@ FASTEST_COLUMN = {"comigs": "ag-news", "floral": "linear"}
 
 def commands(page: Path) -> list[tuple[str, ...]]:
     """A page's command lines that begin with ``comingle``."""
-    lines = [shlex.split(line, comments=True) for block in shown(page, "bash") for line in block.splitlines()]
+    whole = [block.replace("\\\n", " ") for block in shown(page, "bash")]  # a command may go on in the next line
+    lines = [shlex.split(line, comments=True) for block in whole for line in block.splitlines()]
     return [tuple(words[1:]) for words in lines if words and words[0] == "comingle"]
 
 

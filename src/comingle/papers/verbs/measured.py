@@ -16,7 +16,7 @@ def show_measured(path: Path, name: str, wanted: Wanted, out: Path, *, baseline:
     from comingle.cli.progress import console
     from comingle.papers.reproduce.archive import plan_of, read_archive, take
     from comingle.papers.reproduce.tables import write_tables
-    from comingle.papers.verbs.reproduce import print_table, table_of
+    from comingle.papers.verbs.tables import print_table, table_of
     from comingle.terminal import words
 
     records = read_archive(path)
@@ -39,7 +39,7 @@ def check_measured(
     from comingle.cli.progress import console
     from comingle.papers.reproduce.archive import ROUNDING, choose, compare, read_archive
     from comingle.papers.reproduce.plan import plan
-    from comingle.papers.verbs.reproduce import run_all
+    from comingle.papers.verbs.tables import run_all
 
     planned, records, others = plan(name, wanted), read_archive(path), 0
     cells = choose(planned, records, path, most)
