@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -46,7 +47,8 @@ FASTEST_COLUMN = {"comigs": "ag-news", "floral": "linear"}
 
 def commands(page: Path) -> list[tuple[str, ...]]:
     """A page's command lines that begin with ``comingle``."""
-    lines = [shlex.split(line, comments=True) for block in shown(page, "bash") for line in block.splitlines()]
+    whole = [block.replace("\\\n", " ") for block in shown(page, "bash")]  # a command may go on in the next line
+    lines = [shlex.split(line, comments=True) for block in whole for line in block.splitlines()]
     return [tuple(words[1:]) for words in lines if words and words[0] == "comingle"]
 
 
@@ -87,7 +89,7 @@ def shortened(words: tuple[str, ...]) -> list[str]:
         extra = ["theory.yaml"]
     elif verb == "reproduce" and "smoke" in words:
         extra = ["--columns", FASTEST_COLUMN[words[1].partition("/")[0]]]
-    elif verb == "reproduce" and len(words) > 1:
+    elif verb == "reproduce" and len(words) > 1 and ("--measured" not in words or "--data" in words):
         extra = [] if "--dry-run" in words else ["--dry-run"]
     return [*words, *extra]
 
@@ -118,6 +120,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for path in re.findall(r"`([\w/]+\.jsonl\.xz)`", table_at(read("results.md"), "| path | rows |")):
         (tmp_path / "FOLDER" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "FOLDER" / path).touch()  # enough for --dry-run
+    shutil.copytree(REPOSITORY / "benchmarks" / "measured", tmp_path / "benchmarks" / "measured")
     monkeypatch.chdir(tmp_path)
     threads, logger = torch.get_num_threads(), logging.getLogger("comingle")
     level = logger.level

@@ -2,5 +2,5 @@
 
 ``published`` the YAML of a paper's experiments · ``plan`` from there to recipes · ``runner`` runs them, once each ·
 ``parallel`` several at a time · ``orders`` Kendall's tau · ``tables`` and ``costs`` our numbers beside the paper's ·
-``figures`` the plots.
+``figures`` the plots · ``measured`` what a finished run has read · ``archive`` published runs in one file.
 """

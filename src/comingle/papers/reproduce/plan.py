@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,14 @@ from comingle.papers.reproduce.published import (
     load_experiment,
     merge,
 )
-from comingle.papers.reproduce.sources import data_folder, data_section, find_absent, limits_by_name
+from comingle.papers.reproduce.sources import (
+    data_folder,
+    data_section,
+    find_absent,
+    inside,
+    limits_by_name,
+    placed,
+)
 from comingle.papers.reproduce.weights import weigh
 from comingle.recipes import Recipe, parse_recipe
 
@@ -46,16 +56,29 @@ class Cell:
     column: str
     seed: int
     recipe: Recipe
+    data: Path | None = None
+    """The folder with local text."""
 
-    @property
+    @cached_property
+    def computed(self) -> dict[str, Any]:
+        """What decides on the result, without where on this machine text and base lie."""
+        return placed(self.recipe.computed, self.data)
+
+    @cached_property
     def folder(self) -> str:
-        """Its run folder's name. Cells that compute the same have the same, whatever table they are in."""
-        return f"{self.recipe.method.name}-seed{self.seed}-{self.recipe.fingerprint}"
+        """Its run folder's name. Cells that compute the same have the same, whatever table and machine they are on."""
+        return name_of(self.computed)
 
     @property
     def weight(self) -> float:
         """How much work it is, for estimates of time; comparable among cells of one base."""
         return weigh(self.recipe)
+
+
+def name_of(computed: Mapping[str, Any]) -> str:
+    """What a run is called that computes this, as :attr:`Cell.computed`."""
+    digest = hashlib.sha256(json.dumps(computed, sort_keys=True).encode()).hexdigest()[:16]
+    return f"{computed['method']['name']}-seed{computed['seed']}-{digest}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +129,7 @@ def plan(name: str, wanted: Wanted) -> Plan:
     columns = [column for column in columns if column not in left_out]
     seeds = {column: _seeds(study, experiment, scale, column, wanted) for column in columns}
     cells = tuple(
-        Cell(row=row, column=column, seed=seed, recipe=recipe)
+        Cell(row=row, column=column, seed=seed, recipe=recipe, data=folder)
         for seed in dict.fromkeys(seed for of_row in seeds.values() for seed in of_row)
         for column in columns
         if seed in seeds[column]
@@ -212,11 +235,11 @@ def _recipe(
     settings = {k: v for part in overlays for k, v in part.settings.items() if k in known}
     if unknown := sorted(set(row.settings) - set(known)):
         raise RecipeError(f"reproduce: method {row.method} has no setting {unknown[0]!r}; it has: {', '.join(known)}")
-    base = _base(row, wanted, scale, of)
+    base = inside(_base(row, wanted, scale, of).replace("{data}", str(folder)), folder)
     content = merge({"data": data}, *(part.recipe for part in overlays))
     content = {
         **content,
-        "base": base.replace("{data}", str(folder)),
+        "base": base,
         "seed": seed,
         "method": {"name": row.method, **settings},
         "data": limits_by_name(content["data"], names),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 import time
@@ -16,17 +15,25 @@ from typing import Any
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.errors import DivergenceError, RunError
+from comingle.inputs import read_inputs
 from comingle.kinds.base import Materials
 from comingle.models.language import Base
+from comingle.papers.reproduce.measured import (
+    DIVERGED,
+    MEASURED,
+    check_same,
+    is_measured,
+    read_diverged,
+    said,
+    write_measured,
+)
 from comingle.papers.reproduce.plan import Cell
 from comingle.progress import LOADING
-from comingle.recipes import Recipe
-from comingle.records import write_text
-from comingle.runs.folders import check_recipe
-from comingle.runs.session import prepare, run_in
+from comingle.recipes import load_recipe
+from comingle.records import read_metrics, write_text
+from comingle.runs.session import describe, prepare, run_in
 
 RUNS = "runs"
-DIVERGED = "diverged.txt"
 
 Waiting = Callable[[str], AbstractContextManager[Any]]
 """Says what is being waited for, while it lasts."""
@@ -34,13 +41,22 @@ Waiting = Callable[[str], AbstractContextManager[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a cell: its run folder, and whether it ran now, was there before, or left the real numbers."""
+    """What became of a cell: its run folder, and whether it ran now, was there before, or left the real numbers.
+
+    ``published`` are the metrics of a run that somebody else has made, of which there is no folder.
+    """
 
     cell: Cell
     folder: Path
     seconds: float
     ran: bool
     diverged: str = ""
+    published: dict[str, Any] | None = None
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The result, of a run that did not diverge."""
+        return read_metrics(self.folder) if self.published is None else self.published
 
 
 @dataclass(kw_only=True)
@@ -79,14 +95,6 @@ def title_of(cell: Cell) -> str:
     return f"{cell.column} · {cell.row}, seed {cell.seed}"
 
 
-def finished(folder: Path, recipe: Recipe) -> bool:
-    """Whether a folder holds the result of this recipe."""
-    if not ((folder / "metrics.json").exists() or (folder / DIVERGED).exists()):
-        return False
-    check_recipe(folder, recipe)  # refuses a foreign one
-    return True
-
-
 def run_cells(
     cells: Sequence[Cell],
     out: Path,
@@ -101,27 +109,32 @@ def run_cells(
     at the end: everybody's copies of nets that are trained whole would fill the disk, and no report reads them.
 
     Raises:
-        RunError: a run folder belongs to something else.
+        RunError: a run folder belongs to something else, or was made with other text or another base.
     """
-    shelf = _Shelf(waiting)
+    shelf = Shelf(waiting)
     for cell in unique(cells):
         folder = out / RUNS / cell.folder
-        if not force and finished(folder, cell.recipe):
-            yield Outcome(cell=cell, folder=folder, seconds=0.0, ran=False, diverged=_diverged(folder))
+        if not force and is_measured(folder):
+            check_same(folder, said(read_inputs(folder)), shelf.said(cell))
+            yield Outcome(cell=cell, folder=folder, seconds=0.0, ran=False, diverged=read_diverged(folder))
             continue
-        resume = not force and (folder / "recipe.yaml").exists()
+        begun = (folder / "recipe.yaml").exists()
+        # What was begun with text at another place begins anew: so do its checkpoints' names.
+        resume = begun and not force and load_recipe(folder).fingerprint == cell.recipe.fingerprint
         materials = shelf.materials(cell)
         started = time.perf_counter()
-        (folder / DIVERGED).unlink(missing_ok=True)
-        watch = partial(observers, cell)
+        for name in (DIVERGED, MEASURED):
+            (folder / name).unlink(missing_ok=True)
+        watch, anew = partial(observers, cell), force or (begun and not resume)
         try:
-            run_in(folder, cell.recipe, materials, resume=resume, force=force, observers=watch)
+            run_in(folder, cell.recipe, materials, resume=resume, force=anew, observers=watch)
         except DivergenceError as error:
             write_text(folder / DIVERGED, f"{error.__cause__ or error}\n")  # the cause names no checkpoint
         if not materials.kind.needs_base:
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        write_measured(folder, cell)
         yield Outcome(
-            cell=cell, folder=folder, seconds=time.perf_counter() - started, ran=True, diverged=_diverged(folder)
+            cell=cell, folder=folder, seconds=time.perf_counter() - started, ran=True, diverged=read_diverged(folder)
         )
 
 
@@ -148,8 +161,7 @@ def scores(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str) 
         outcome = outcomes.get(cell.folder)
         if outcome is None or outcome.diverged:
             continue
-        metrics = json.loads((outcome.folder / "metrics.json").read_text(encoding="utf-8"))
-        by_cell.setdefault((cell.row, cell.column), []).append(factor * _read(metrics, metric))
+        by_cell.setdefault((cell.row, cell.column), []).append(factor * _read(outcome.metrics, metric))
     return by_cell
 
 
@@ -160,8 +172,7 @@ def results(outcomes: Mapping[str, Outcome], cells: Sequence[Cell], metric: str)
         outcome = outcomes.get(cell.folder)
         if outcome is None or outcome.diverged:
             continue
-        metrics = json.loads((outcome.folder / "metrics.json").read_text(encoding="utf-8"))
-        users = {name: user.get(metric.removeprefix("mean_")) for name, user in metrics["users"].items()}
+        users = {name: user.get(metric.removeprefix("mean_")) for name, user in outcome.metrics["users"].items()}
         by_column.setdefault(cell.column, {}).setdefault(cell.row, {})[cell.seed] = users
     return by_column
 
@@ -172,18 +183,21 @@ def _read(metrics: Mapping[str, Any], metric: str) -> float:
     return metrics[metric] if metric in metrics else statistics.fmean(user[key] for user in metrics["users"].values())
 
 
-def _diverged(folder: Path) -> str:
-    path = folder / DIVERGED
-    return path.read_text(encoding="utf-8").strip() if path.exists() else ""
-
-
-class _Shelf:
+class Shelf:
     """The base and the text that were loaded last."""
 
-    def __init__(self, waiting: Waiting) -> None:
+    def __init__(self, waiting: Waiting = nullcontext) -> None:
         self._waiting = waiting
         self._base: tuple[str, Base] | None = None
         self._materials: tuple[str, Materials] | None = None
+        self._said: tuple[Materials, dict[str, str]] | None = None
+
+    def said(self, cell: Cell) -> dict[str, str]:
+        """Digests of what a cell would read."""
+        materials = self.materials(cell)
+        if self._said is None or self._said[0] is not materials:
+            self._said = materials, said(describe(materials, cell.recipe))
+        return self._said[1]
 
     def materials(self, cell: Cell) -> Materials:
         """What a cell needs, from the shelf where it lies there already."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from comingle.data.hub import FOLDER_VARIABLE
@@ -14,6 +14,8 @@ from comingle.papers.tasks.images import has_images
 
 IMAGES = "images"
 SPLITS = ("train", "valid", "test")
+ANYWHERE = Path("{data}")
+"""In the place of the folder with local text, where it does not matter which that is; it holds all that is needed."""
 
 
 def data_folder(given: Path | None) -> Path | None:
@@ -22,6 +24,8 @@ def data_folder(given: Path | None) -> Path | None:
     Raises:
         RecipeError: it does not exist.
     """
+    if given == ANYWHERE:
+        return ANYWHERE
     named = str(given) if given is not None else os.environ.get(FOLDER_VARIABLE, "")
     if not named:
         return None
@@ -32,9 +36,27 @@ def data_folder(given: Path | None) -> Path | None:
     return folder
 
 
+def placed(content: Any, folder: Path | None) -> Any:
+    """Part of a recipe as it is on every machine: with :data:`ANYWHERE` for the folder that text and base lie in."""
+    if isinstance(content, Mapping):
+        return {key: placed(value, folder) for key, value in content.items()}
+    if isinstance(content, list):
+        return [placed(value, folder) for value in content]
+    if folder is None or not isinstance(content, str) or not Path(content).is_relative_to(folder):
+        return content
+    return str(PurePosixPath(ANYWHERE, *Path(content).relative_to(folder).parts))
+
+
+def inside(path: str, folder: Path | None) -> str:
+    """A base that is asked for: where it lies in the folder, by its place in there, however the path is spelt."""
+    found = Path(path).expanduser()
+    within = folder is not None and found.is_dir() and found.resolve().is_relative_to(folder)
+    return str(found.resolve()) if within else path
+
+
 def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
     """Why the text or the images of a column cannot be had; empty where they can."""
-    if scale.text == "demo":
+    if scale.text == "demo" or folder == ANYWHERE:
         return ""
     if data.task is not None or data.questions is not None:
         at_hand = not (data.images or data.questions) or _found_below(data, folder) is not None
@@ -51,9 +73,9 @@ def _found_below(data: DataSet, folder: Path | None) -> Path | None:
         return None
     if data.questions is not None:
         questions = folder / data.questions["name"]
-        return questions if questions.is_dir() else None
+        return questions if folder == ANYWHERE or questions.is_dir() else None
     images = folder / IMAGES
-    return images if has_images(data.images, images) else None
+    return images if folder == ANYWHERE or has_images(data.images, images) else None
 
 
 def _without(data: DataSet, folder: Path | None) -> str:

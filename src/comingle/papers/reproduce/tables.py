@@ -194,7 +194,7 @@ def remarks(table: Mapping[str, Any]) -> list[str]:
     if table["missing"]:
         told.append(f"Missing, as there is no such method yet: {', '.join(table['missing'])}.")
     told += [f"Left out: {column} ({why})." for column, why in table["left_out"].items()]
-    told += [f"Diverged: {one}" for one in table["diverged"]]
+    told += [f"Diverged: {one}" for one in table["diverged"]] + list(table.get("measured", ()))
     used = {note for column in table["columns"] for cell in column["cells"].values() for note in cell["notes"]}
     return told + [f"({_letter(i)}) {table['notes'][i]}." for i in sorted(used)]
 

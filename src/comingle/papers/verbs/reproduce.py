@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,12 +10,11 @@ import typer
 
 from comingle.cli.compare import split_names, split_seeds
 from comingle.cli.options import Force, Quiet, Resume, Sets, changes, out_option
+from comingle.errors import RecipeError
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from comingle.engines.client import Clients
-    from comingle.engines.events import Observer
     from comingle.papers.reproduce.plan import Cell, Plan
     from comingle.papers.reproduce.runner import Outcome
 
@@ -45,6 +44,13 @@ def reproduce(
         str | None,
         typer.Option("--against", metavar="ROW", help="Baseline: a row or a method (default: local, or the first)."),
     ] = None,
+    measured: Annotated[
+        Path | None, typer.Option("--measured", metavar="FILE", help="Take published runs out of a file, start none.")
+    ] = None,
+    check: Annotated[
+        int | None, typer.Option("--check", min=1, metavar="N", help="Run so many of FILE's runs here, and compare.")
+    ] = None,
+    add: Annotated[bool, typer.Option("--add", help="Put what is finished in --out into FILE, start none.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs, start none.")] = False,
 ) -> None:
     """Run a published table or figure and compare our numbers and their order with the paper's."""
@@ -61,12 +67,25 @@ def reproduce(
         data=data,
         changes=changes(sets),
     )
+    folder = out or _default_out(name, scale)
+    if measured is None and (add or check is not None):
+        raise RecipeError(f"{'--add' if add else '--check'}: give a file with --measured FILE")
+    if add and check is not None:
+        raise RecipeError("--add and --check: got both; --add takes the runs that are there, --check makes some")
+    if measured is not None and not dry_run:
+        from comingle.papers.verbs.measured import add_measured, check_measured, show_measured
+
+        if add:
+            return add_measured(measured, name, wanted, folder, quiet=quiet)
+        show_measured(measured, name, wanted, folder, baseline=against)
+        if check is not None:
+            check_measured(measured, name, wanted, folder, check, jobs, force=force, quiet=quiet)
+        return None
     planned = plan(name, wanted)
     if dry_run:
         return _show(planned)
     if planned.experiment.kind == "cost":
-        return _count(planned, out or _default_out(name, scale), force=force or resume)
-    folder = out or _default_out(name, scale)
+        return _count(planned, folder, force=force or resume)
     return _run(planned, folder, jobs, resume=resume, force=force, quiet=quiet, baseline=against)
 
 
@@ -103,8 +122,8 @@ def _run(
 ) -> None:
     from comingle.cli.progress import console, errors
     from comingle.papers.reproduce.runner import Estimate, check_out, unique
-    from comingle.papers.reproduce.tables import baseline_row, held, remarks, render, write_tables
-    from comingle.reports.against import render as render_verdicts
+    from comingle.papers.reproduce.tables import baseline_row, write_tables
+    from comingle.papers.verbs.tables import print_table, run_all, table_of
     from comingle.terminal import words
 
     baseline_row(planned, baseline)  # refused before the first run
@@ -113,39 +132,22 @@ def _run(
     estimate = Estimate()
     outcomes: dict[str, Outcome] = {}
     table: dict[str, Any] = {}
-    for outcome in _outcomes(cells, out, jobs, force=force, quiet=quiet):
+    for outcome in run_all(cells, out, jobs, force=force, quiet=quiet):
         outcomes[outcome.cell.folder] = outcome
         estimate.learn(outcome)
         left = estimate.left(_left(cells, outcomes, out, force))
         told = _told(outcome, len(outcomes), len(cells), None if left is None else left / jobs)
         if not quiet:
             errors.print(told, soft_wrap=True)  # a line a run, in a file too
-        failed = [f"{o.cell.column}, {o.cell.row}: {o.diverged}" for o in outcomes.values() if o.diverged]
-        table = _table(planned, outcomes, failed, baseline)
+        table = table_of(planned, outcomes, baseline)
         write_tables(folder, table)
     drawn = " · figures as .png and .svg" if planned.experiment.plot else ""
     if drawn:
         from comingle.papers.reproduce.figures import draw
 
         draw(planned, outcomes, folder)
-    console.print(render(table))
-    for one in remarks(table):
-        console.print(f"· {one}", highlight=False)
-    for label, found in held(table):
-        console.print()
-        console.print(words(label, "bold"))
-        for part in render_verdicts(found):
-            console.print(part)
+    print_table(table)
     console.print(words(f"{folder}/  table.md · table.json{drawn}; the runs are in {out}/runs", "dim"))
-
-
-def _table(planned: Plan, outcomes: dict[str, Outcome], failed: list[str], baseline: str | None) -> dict[str, Any]:
-    from comingle.papers.reproduce.runner import results, scores
-    from comingle.papers.reproduce.tables import build_table
-
-    metric, cells = planned.experiment.metric, planned.cells
-    users = results(outcomes, cells, metric)
-    return build_table(planned, scores(outcomes, cells, metric), diverged=failed, results=users, baseline=baseline)
 
 
 def _count(planned: Plan, out: Path, *, force: bool) -> None:
@@ -167,36 +169,17 @@ def _count(planned: Plan, out: Path, *, force: bool) -> None:
     console.print(words(f"{folder}/  table.md · table.json", "dim"))
 
 
-def _outcomes(cells: list[Cell], out: Path, jobs: int, *, force: bool, quiet: bool) -> Iterator[Outcome]:
-    """The runs as they end, one after another or several at a time."""
-    from comingle.papers.reproduce.parallel import run_parallel
-    from comingle.papers.reproduce.runner import run_cells, title_of
-    from comingle.progress import reporting
-
-    if jobs > 1 and len(cells) > 1:
-        yield from run_parallel(cells, out, jobs=jobs, force=force, quiet=quiet)
-        return
-    with reporting(quiet=quiet) as reporter:
-
-        def observers(cell: Cell, clients: Clients) -> list[Observer]:
-            reporter.clear()  # one bar at a time; a run that has ended has its line
-            return [reporter.watch(clients, title_of(cell))]
-
-        yield from run_cells(cells, out, force=force, observers=observers, waiting=reporter.waiting)
-
-
 def _left(cells: Sequence[Cell], outcomes: dict[str, Outcome], out: Path, force: bool) -> list[Cell]:
     """Cells that still have to run."""
-    from comingle.papers.reproduce.runner import RUNS, finished
+    from comingle.papers.reproduce.measured import is_measured
+    from comingle.papers.reproduce.runner import RUNS
 
     rest = [cell for cell in cells if cell.folder not in outcomes]
-    return [cell for cell in rest if force or not finished(out / RUNS / cell.folder, cell.recipe)]
+    return [cell for cell in rest if force or not is_measured(out / RUNS / cell.folder)]
 
 
 def _told(outcome: Outcome, done: int, total: int, left: float | None) -> Text:
     """One line for a run that has ended."""
-    import json
-
     from rich.text import Text
 
     from comingle.records import measure_of
@@ -206,9 +189,8 @@ def _told(outcome: Outcome, done: int, total: int, left: float | None) -> Text:
     if outcome.diverged:
         result = "diverged"
     else:
-        metrics = json.loads((outcome.folder / "metrics.json").read_text(encoding="utf-8"))
-        measure = measure_of(metrics)
-        result = number(metrics[f"mean_test_{measure}"], measure)
+        measure = measure_of(outcome.metrics)
+        result = number(outcome.metrics[f"mean_test_{measure}"], measure)
     took = f"{outcome.seconds:.0f} s" if outcome.ran else "was there"
     rest = "" if left is None or done == total else f" · about {max(1, round(left / 60))} min left"
     told = f" {cell.column} · {cell.row} · seed {cell.seed}: {result} · {took}{rest}"
