@@ -59,8 +59,8 @@ class Cohort(Members):
         for moments in (self.part.first, self.part.second):
             moments[:, columns[: moments.shape[1]]] = 0
         for name, count in (("experts", self.part.iterations), ("router", self.part.router_steps)):
-            if all(trained <= roles for of, trained in self.steps.method.client.optimizers if of == name):
-                count.zero_()
+            whole = {role for of, trained in self.steps.method.client.optimizers if of == name for role in trained}
+            count.mul_(0 if bool(columns[self.layout.mask(whole)].all()) else 1)
 
     def take_steps(self, phase: Phase) -> None:
         """The optimiser steps of a phase, before the others."""

@@ -66,12 +66,12 @@ class Person:
         """An optimiser of some tensors that has not taken a step."""
         return AdamW([t for n, t in self.own.items() if trained(n)], lr=RATE, betas=(0.9, 0.999), weight_decay=DECAY)
 
-    def loss(self, number: int, step: int, added: Own) -> Tensor:
+    def loss(self, number: int, step: int, added: Own, mix: str) -> Tensor:
         """The mean over its batch."""
         windows = self.clients.feed.draw([self.number], self.clients.phases[0], number, step, 0)[0].long()
         factors = lora(self.own)
         whole = factors | {n: t for stem in added for n, t in changed(factors, stem, added, self.scale).items()}
-        model = Reference(self.clients.model.base.model, "llama", whole, Rules(scale=self.scale))
+        model = Reference(self.clients.model.base.model, "llama", whole, Rules(scale=self.scale, mix=mix))
         return model.losses(windows)[0].mean()
 
     def round(
@@ -80,14 +80,19 @@ class Person:
         number: int,
         added: Own | None = None,
         stepped: Callable[[float], None] = lambda rate: None,
+        near: tuple[float, Own] | None = None,
+        mix: str = "output",
     ) -> Own:
-        """Local steps; after each ``stepped`` hears of the rate."""
+        """Local steps ``near`` something; after each ``stepped`` hears of the rate."""
         for step in range(STEPS):
             done = (number * STEPS + step) / (len(ROUNDS) * STEPS)
             rate = RATE * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
             for t in self.own.values():
                 t.grad = None
-            self.loss(number, step, added or {}).backward()
+            loss = self.loss(number, step, added or {}, mix)
+            if near is not None:
+                loss = loss + near[0] / 2 * sum((t - near[1][n]).square().sum() for n, t in self.own.items())
+            loss.backward()
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
@@ -218,6 +223,51 @@ def test_scaffold_controls_the_steps_of_adamw(tiny: Any) -> None:
             common = {n: t + sum(change[n] for change in changes) / 3 for n, t in common.items()}
         found = played(federation, ROUNDS)
     same(found, [model] * 3)
+
+
+@pytest.mark.parametrize("name", ["flexlora", "sdflora"])
+def test_who_gets_other_factors_begins_with_an_optimiser_that_has_not_taken_a_step(tiny: Any, name: str) -> None:
+    """Singular vectors of a mean change are other directions each round; each user has as many as its rank."""
+    ranks = [2, 1, 2]
+    federation = tiny(name, **{"adapters.rank": ranks, "adapters.mix": "linear"})
+    everybody = people(federation)
+    with honest_double():
+        for number, members in enumerate(ROUNDS):
+            uploads = {u: everybody[u].round(everybody[u].anew(of_both), number, mix="linear") for u in members}
+            total = sum(AMOUNTS[u] for u in members)
+            for stem in stems(lora(everybody[0].has)):
+                mixed = ".mlp." in stem
+                parts = [AMOUNTS[u] / total * everybody[u].scale * product(uploads[u], stem) for u in members]
+                dense = torch.stack(parts).sum(0)
+                left, values, right = torch.linalg.svd(dense[0] if mixed else dense, full_matrices=False)
+                signs = torch.stack([row[row.abs().argmax()].sign() for row in right])
+                for person, rank in zip(everybody, ranks, strict=True):
+                    a, b = (person.own[f"{stem}.{factor}"].detach() for factor in "ab")
+                    a, b = (t[0] if mixed else t for t in (a, b))
+                    kept = slice(0, rank)
+                    a[kept] = signs[kept, None] * right[kept]
+                    b[kept] = signs[kept, None] * (left * values).T[kept] / person.scale
+        found = played(federation, ROUNDS)
+    for own, person in zip(found, everybody, strict=True):
+        for stem in stems(lora(own)):
+            torch.testing.assert_close(product(own, stem), product(person.has, stem), rtol=1e-6, atol=1e-9, msg=stem)
+
+
+def test_ditto_adds_its_nearness_to_what_adamw_sees(tiny: Any) -> None:
+    federation = tiny({"name": "ditto", "nearness": 0.4})
+    everybody, personal = people(federation), people(federation)
+    optimizers = [(person.anew(of_both), own.anew(of_both)) for person, own in zip(everybody, personal, strict=True)]
+    with honest_double():
+        for number, members in enumerate(ROUNDS):
+            uploads = []
+            for u in members:
+                personal[u].round(optimizers[u][1], number, near=(0.4, everybody[u].has))
+                uploads.append(everybody[u].round(optimizers[u][0], number))
+            for person in everybody:
+                person.takes(weighted(members, uploads))
+        found = played(federation, ROUNDS)
+    same(found, [person.has for person in (*everybody, *personal)])
+    assert any(not torch.equal(t, found[0][n]) for n, t in found[3].items())
 
 
 def test_feddpa_f_tunes_with_an_optimiser_that_has_not_taken_a_step(tiny: Any) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import Client, Cohort, Part, Phase
+from comingle.methods.client import Client, Phase
 from comingle.methods.server import Mean
-from comingle.papers.methods.factors import A, B
+from comingle.papers.methods.factors import A, Anew, B
 
 
 def rolora() -> Method:
@@ -25,11 +25,3 @@ def rolora() -> Method:
         client=Client(phases=(Phase(roles=B, turns=2), Phase(roles=A, turns=2, turn=1)), parts=(Anew(),)),
         server=Mean(),
     )
-
-
-class Anew(Part):
-    """A round begins with an optimiser that has not taken a step: what it would remember is two rounds old."""
-
-    def begin(self, cohort: Cohort) -> None:
-        """It remembers nothing."""
-        cohort.forget(A | B)
