@@ -109,7 +109,7 @@ def weighted(members: Sequence[int], trees: Sequence[Own]) -> Own:
     """The mean by amounts of text."""
     total = sum(AMOUNTS[user] for user in members)
     shares = [AMOUNTS[user] / total for user in members]
-    return {n: sum(p * tree[n] for p, tree in zip(shares, trees, strict=True)) for n in trees[0]}
+    return {n: torch.stack([p * tree[n] for p, tree in zip(shares, trees, strict=True)]).sum(0) for n in trees[0]}
 
 
 def of_a(name: str) -> bool:
