@@ -54,11 +54,13 @@ class Cohort(Members):
         self.part.rows[:, columns] = self.initial(self.rows)[:, columns]
 
     def forget(self, roles: frozenset[str]) -> None:
-        """Have optimisers forget what they remember of the tensors of some roles."""
+        """Moments begin at zero again, which an optimiser corrects by the number of its steps: so these do too."""
         columns = self.layout.mask(roles).to(self.part.rows.device)
         for moments in (self.part.first, self.part.second):
-            if moments.shape[1]:
-                moments[:, columns] = 0
+            moments[:, columns[: moments.shape[1]]] = 0
+        for name, count in (("experts", self.part.iterations), ("router", self.part.router_steps)):
+            whole = {role for of, trained in self.steps.method.client.optimizers if of == name for role in trained}
+            count.mul_(0 if bool(columns[self.layout.mask(whole)].all()) else 1)
 
     def take_steps(self, phase: Phase) -> None:
         """The optimiser steps of a phase, before the others."""

@@ -85,6 +85,8 @@ def _work(clients: Clients, cohort: Cohort, steps: Int[Tensor, " users"], tick: 
     """The local iterations of a cohort in one round, ``steps`` of each user. Returns every training loss."""
     for part in clients.method.client.parts:
         part.begin(cohort)
+    if clients.method.client.tuning and clients.phases[0].label == TUNING:
+        cohort.forget(clients.method.client.trained)  # of this nothing outlives the tuning
     history = []
     for step in range(int(steps.max())):
         history.append(clients.steps.iteration(cohort, clients.phases, step, step < steps))
@@ -98,7 +100,8 @@ def _leave_out(clients: Clients, cohort: Cohort, broken: dict[int, str]) -> None
         if cohort.before is None or not clients.method.client.drops_nonfinite:
             raise diverged(cohort.names[user], what, clients.steps.suspects(cohort.rows[user], cohort.part.rows[user]))
         cohort.part.rows[user] = cohort.before[user]
-        cohort.part.first[user], cohort.part.second[user] = 0, 0
+        for t in (cohort.part.first, cohort.part.second, cohort.part.iterations, cohort.part.router_steps):
+            t[user] = 0
 
 
 @contextmanager

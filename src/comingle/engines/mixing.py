@@ -72,14 +72,8 @@ def _are_shares(shares: Float[Tensor, "users clusters"]) -> bool:
     return bool((shares >= 0).all())
 
 
-def mixture_of(clients: Clients, server: ServerHalf) -> Float[Tensor, "users clusters"] | None:
-    """Each user's mixture, without noise, or its choice, or the weights by which the server merges models for it."""
-    merging = server.method.server.merging_weights(server.kept)
-    return mixture_at_users(clients) if merging is None else merging.double().cpu()
-
-
 def mixture_at_users(clients: Clients) -> Float[Tensor, "users clusters"] | None:
-    """The same, as far as users know it themselves; the mean over layers, where each has its own."""
+    """Each user's mixture, without noise, or its choice, as users know it; the mean over layers that have their own."""
     mixture = clients.method.placement.mixture
     if not clients.scored:
         return None

@@ -117,7 +117,10 @@ class Cohort(ABC):
 
     @abstractmethod
     def forget(self, roles: frozenset[str]) -> None:
-        """Have optimisers forget what they remember of the tensors of some roles."""
+        """Have optimisers forget what they remember of the tensors of some roles.
+
+        Where these are all that an optimiser trains, it also forgets how many steps it has taken.
+        """
 
     @abstractmethod
     def take_steps(self, phase: Phase) -> None:

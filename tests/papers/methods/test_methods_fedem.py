@@ -12,7 +12,7 @@ import torch
 from linear_task import EVERYONE, LINEAR, Own, batches, descend, outputs, sample_losses, samples_of, unequal
 from torch import Tensor, nn
 
-from comingle.engines.mixing import mixture_of
+from comingle.engines.mixing import mixture_at_users
 from comingle.errors import RecipeError
 from comingle.evaluation.losses import CROSS_ENTROPY
 from comingle.models.personal_net import MixtureOfModels, personal_net
@@ -76,7 +76,7 @@ def test_rounds_equal_the_algorithm_written_out(
     for number in range(2):
         local_round(federation, members, number)
         exchange(federation, members)
-    found = mixture_of(federation.clients, federation.server)
+    found = mixture_at_users(federation.clients)
     assert found is not None
     torch.testing.assert_close(found, torch.tensor(pi, dtype=torch.float64), rtol=1e-6, atol=1e-9)
     assert float((found[0] - 1 / MODELS).abs().max()) > 0.01
@@ -95,9 +95,7 @@ def test_learners_start_differently_and_mixtures_even(federate_nets: Any) -> Non
     federation = federate_nets(METHOD, changes=LINEAR)
     first, second, _ = learners(federation, 0)
     assert not torch.equal(first["weight"], second["weight"])
-    assert torch.equal(
-        mixture_of(federation.clients, federation.server), torch.full((4, MODELS), 1 / MODELS, dtype=torch.float64)
-    )
+    assert torch.equal(mixture_at_users(federation.clients), torch.full((4, MODELS), 1 / MODELS, dtype=torch.float64))
 
 
 def test_every_learner_travels_each_way_and_no_mixture(federate_nets: Any) -> None:
@@ -131,7 +129,7 @@ def test_a_component_without_share_is_not_lost_for_good(federate_nets: Any) -> N
     federation.clients.model.layout.views(federation.clients.state.rows)["bias"][:, 0] += 1e6
     local_round(federation, EVERYONE, 0)
     assert bool(federation.clients.state.rows.isfinite().all())
-    assert float(mixture_of(federation.clients, federation.server)[:, 0].max()) < 1e-300
+    assert float(mixture_at_users(federation.clients)[:, 0].max()) < 1e-300
 
 
 # ---------------------------------------------------------------- predictions

@@ -364,7 +364,7 @@ def test_what_breaks_in_the_last_step_is_seen_in_the_rows(federate_nets: Any) ->
 
 
 def test_who_is_left_out_loses_the_moments_of_the_round(federate_nets: Any) -> None:
-    """Else they would be NaN, or push a user on who stands where it began."""
+    """Else they would be NaN, or push a user on who stands where it began; and steps are counted with them."""
     adam = {"training.experts.name": "adamw", "training.experts.learning_rate": 0.05}
     federation = broken(federate_nets, [], 0.0, **adam)
     local_round(federation, EVERYONE, 0)
@@ -376,6 +376,7 @@ def test_who_is_left_out_loses_the_moments_of_the_round(federate_nets: Any) -> N
     for kept in (federation.clients.state.first, federation.clients.state.second):
         assert not kept[1].any()
         assert bool((kept[[0, 2, 3]] != 0).any(1).all())
+    assert [bool(n) for n in federation.clients.state.iterations] == [True, False, True, True]
 
 
 def test_a_round_without_anybody_ends_the_run(federate_nets: Any) -> None:

@@ -10,7 +10,7 @@ from receiving import downloaded, received, started
 from scipy.optimize import minimize
 from torch import Tensor
 
-from comingle.engines.mixing import entropy, mismatch, mixture_of
+from comingle.engines.mixing import entropy, mismatch, mixture_at_users
 from comingle.errors import RecipeError
 from comingle.methods import make
 from comingle.methods.server import aggregation_weights
@@ -92,11 +92,11 @@ def test_two_rounds_equal_the_algorithm_written_out(federate_nets: Any) -> None:
 
 def test_optimal_routing_is_one_hot_at_the_true_cluster(federate_nets: Any) -> None:
     federation = federate_nets({"name": "floral-optimal", "clusters": 2})
-    found = mixture_of(federation.clients, federation.server)
+    found = mixture_at_users(federation.clients)
     assert found is not None
     assert found.tolist() == [[1, 0], [0, 1], [1, 0], [0, 1]]
     local_round(federation, EVERYONE, 0)
-    assert torch.equal(mixture_of(federation.clients, federation.server), found)
+    assert torch.equal(mixture_at_users(federation.clients), found)
 
 
 def test_an_ensemble_of_one_is_fedavg(federate_nets: Any) -> None:
@@ -139,6 +139,22 @@ def test_stateless_users_forget_and_learn_again(federate_nets: Any) -> None:
     assert (theta != 0).any()
     still = ~federation.clients.model.layout.mask({"router", "statistics"})
     assert torch.equal(rows[:, still], before[:, still])
+
+
+def test_stateless_users_forget_what_their_optimiser_knows_of_the_router(federate_nets: Any) -> None:
+    """The first step of AdamW after that is again as long as its rate."""
+    method = {"name": "floral", "clusters": 2, "stateless": True, "warmup_steps": 1}
+    adamw = {"name": "adamw", "learning_rate": 0.05, "schedule": "constant", "weight_decay": 0, "betas": [0.9, 0.999]}
+    federation = federate_nets(method, changes={"training.router": adamw})
+    for number in range(2):
+        local_round(federation, EVERYONE, number)
+        exchange(federation, EVERYONE)
+    cohort = federation.clients.cohort(EVERYONE, 2)
+    for part in federation.clients.method.client.parts:
+        part.begin(cohort)
+    torch.testing.assert_close(
+        cohort.tensors["router.theta"].abs(), torch.full((4, 2), 0.05).double(), rtol=1e-3, atol=0
+    )
 
 
 def test_aggregation_weights_are_those_of_eq_2_and_guarded() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from comingle.adapters.clustered import floral
-from comingle.engines.mixing import mixture_of
+from comingle.engines.mixing import mixture_at_users
 from comingle.errors import MessageError, RecipeError
 from comingle.federation.checking import check_upload
 from comingle.methods import make
@@ -115,7 +115,7 @@ def test_equal_routers_of_all_layers_compute_what_one_router_does() -> None:
 def test_a_users_own_net_is_what_it_trained_and_people_see_the_mean_over_layers(federate_nets: Any) -> None:
     federation = played(federate_nets(METHOD, changes=MLP))
     clients = federation.clients
-    shares = mixture_of(clients, federation.server)
+    shares = mixture_at_users(clients)
     owns = start(federation)
     wanted = torch.stack([own[CLIENT_ROUTER].softmax(-1).mean(0) for own in owns])
     torch.testing.assert_close(shares, wanted)

@@ -166,39 +166,6 @@ def test_fedex_puts_the_error_of_mean_factors_into_the_weights(tiny: Any) -> Non
     check_added(federation, added)
 
 
-def test_flora_adds_everybodys_products_and_starts_anew(tiny: Any) -> None:
-    """With ranks of their own: exact for each, as no factor is averaged."""
-    federation = tiny("flora-stacking", **{"adapters.rank": [2, 1, 2]})
-    scales = federation.clients.model.adapters.scales.tolist()
-    owns = rows_of(federation)
-    started = [lora(own) for own in owns]
-    added = {stem: torch.zeros_like(product(owns[0], stem)) for stem in stems(started[0])}
-    with honest_double():
-        for number, members in enumerate(ROUNDS):
-            uploads = {u: tuned(federation, started[u], u, number, added, scales[u]) for u in members}
-            for stem, change in added.items():
-                products = [scales[u] * product(own, stem) for u, own in uploads.items()]
-                added[stem] = change + torch.stack(products).mean(0)
-        found = played(federation, ROUNDS)
-    same([lora(own) for own in found], started)
-    assert max(float(change.abs().max()) for change in added.values()) > 1e-3
-    check_added(federation, added)
-
-
-def tuned(federation: Any, start: Own, user: int, number: int, added: Own, scale: float) -> Own:
-    """:func:`local_round` of a user with a scale and a rank of its own: what is beyond the rank stays zero."""
-    rank = int(federation.clients.state.ranks[user])
-    clients, own = federation.clients, {name: t[..., :rank, :].clone() for name, t in start.items()}
-    for step in range(clients.training.local_steps):
-        windows = clients.feed.draw([user], clients.phases[0], number, step, 0)[0].long()
-        leaves = {name: t.clone().requires_grad_() for name, t in own.items()}
-        whole = {n: t for stem in added for n, t in changed(leaves, stem, added, scale).items()}
-        losses = Reference(clients.model.base.model, "llama", whole, Rules(scale=scale)).losses(windows)[0]
-        gradients = torch.autograd.grad(losses.mean(), list(leaves.values()))
-        own = {name: own[name] - RATE * g for name, g in zip(leaves, gradients, strict=True)}
-    return own
-
-
 def test_a_residual_of_a_small_rank_is_the_best_of_that_rank(tiny: Any) -> None:
     """After one round it is the truncated singular value decomposition of the exact one."""
     whole, cut = (tiny({"name": "flora-stacking", "residual_rank": rank}) for rank in (0, 3))

@@ -29,6 +29,7 @@ class WarmUp(Part):
         """Forget, then warm up."""
         if self.forget:
             cohort.reset(ROUTERS)
+            cohort.forget(ROUTERS)
         for phase in self.before:
             cohort.take_steps(phase)
 

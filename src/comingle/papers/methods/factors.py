@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from comingle.adapters.inject import ATTENTION, GENERALIST
+from comingle.adapters.inject import ATTENTION, EXPERT_ROLES, GENERALIST, ROUTER
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import Client, Phase, joint
+from comingle.methods.client import Client, Cohort, Part, Phase, joint
 from comingle.methods.server import Mean
 
 A = frozenset({f"{ATTENTION}.a", f"{GENERALIST}.a"})
@@ -43,3 +43,11 @@ def fedsa_lora() -> Method:
         client=Client(phases=joint(routed=False)),
         server=Mean(),
     )
+
+
+class Anew(Part):
+    """A round begins with optimisers that have not taken a step: what they would remember is about other factors."""
+
+    def begin(self, cohort: Cohort) -> None:
+        """They remember nothing."""
+        cohort.forget(frozenset({*EXPERT_ROLES, ROUTER}))

@@ -13,6 +13,7 @@ from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, joint
 from comingle.methods.server import Received, Server, ServerSetup
+from comingle.papers.methods.factors import Anew
 from comingle.trees import Tree, lora_pairs
 
 
@@ -22,7 +23,7 @@ def flexlora() -> Method:
     Source: Bai et al. 2024, "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client
     Resources", arXiv:2402.11505; in CoMiGS (Fan et al. 2025, arXiv:2409.13931), 4.3.  Ranks are ``adapters.rank``.
     Shared: attention, 1 LoRA expert per MLP.  Local: nothing.  Frozen: the base.
-    Client: joint steps on training text.
+    Client: joint steps on training text, with a new optimiser each round, as factors are others then.
     Server: dW = sum_u p_u s_u B_u A_u = U S V; user u gets A = the first rows of V, B = the first columns of U S / s_u.
     Differs from the paper: the rank-stabilised scale s_u = alpha / sqrt(rank) of the forward pass is part of dW; dW
     itself is never formed, its singular values come from those of a matrix as small as the sum of all ranks.
@@ -30,7 +31,7 @@ def flexlora() -> Method:
     return Method(
         name="flexlora",
         placement=Placement(shared=frozenset({ATTENTION, GENERALIST})),
-        client=Client(phases=joint(routed=False)),
+        client=Client(phases=joint(routed=False), parts=(Anew(),)),
         server=Redistribute(),
     )
 
@@ -95,7 +96,7 @@ def _side_by_side(factors: Float[Tensor, "users *experts rank width"]) -> Float[
 def _signs(rows: Float[Tensor, "*experts rank width"]) -> Float[Tensor, "*experts rank 1"]:
     """-1 or 1 for each row, so that its largest entry becomes positive.
 
-    A decomposition leaves the sign open, and optimisers remember it: it must not follow from who is first.
+    A decomposition leaves the sign open: it must not follow from who is first.
     """
     largest = rows.gather(-1, rows.abs().argmax(-1, keepdim=True))
     return torch.where(largest < 0, -1.0, 1.0).to(rows)

@@ -22,7 +22,7 @@ def fedalt() -> Method:
     Shared: the individual LoRA of each MLP (a specialist), for the others' means alone.  Local: attention, the mixer (a
     router).  Frozen: the base, and the rest-of-world LoRA of each MLP (a generalist), which comes from the server.
     Client: joint steps on individual LoRA and mixer on training text, the mixer with settings of its own.
-    Server: user k gets the mean of A and of B over all others, each as it was last sent.
+    Server: user k gets the plain mean of A and of B over all others, each as it was last sent.
     Differs from the paper: the mixer is one for each MLP, and mixes its outputs; ``adapters: {mix: linear}`` mixes in
     each linear as the paper does, by weights from the MLP's input, where the paper has a mixer for each linear.  The
     attention's LoRA, the one place where the public code adapts, is the user's own alone.  All individual LoRA start

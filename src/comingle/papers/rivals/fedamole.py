@@ -20,6 +20,8 @@ from comingle.routers.penalties import balance_penalty
 from comingle.routers.token import Router, gate, init_router
 from comingle.trees import Init
 
+SHARED = frozenset({ATTENTION, GENERALIST, SPECIALIST, ROUTER})
+
 
 def fedamole(
     *,
@@ -34,9 +36,9 @@ def fedamole(
     Architectures", arXiv:2411.19128, and its public code (zyc140345/FedAMoLE), whose defaults these are.
     Shared: attention, 1 generalist per MLP; up to ``most`` of ``experts`` domain experts per MLP (0: three for each
     user), in the places of specialists; the routers' token projection T.  Local: nothing.  Frozen: the base.
-    Client: joint steps on all of it on training text, the router with settings of its own.  Domain expert e weighs
-    ``softmax over the top k of (A_e x)^T (T x) / sqrt(rank)``, of those that the user has.  Then it sends the mean of
-    T x and of each A_e x over ``instances`` windows.
+    Client: joint steps on all of it on training text, the router with settings of its own, both optimisers new in each
+    round.  Domain expert e weighs ``softmax over the top k of (A_e x)^T (T x) / sqrt(rank)``, of those that the user
+    has.  Then it sends the mean of T x and of each A_e x over ``instances`` windows.
     Server: means of what all have, of a domain expert over those who have it, and of A_e x likewise.  By these and T x
     each expert has a softmax over users; an integer program maximises the sum of the chosen, where each expert chooses
     ``choices`` users and each user is chosen at least twice (once, where there are fewer), at most ``most`` times.
@@ -46,7 +48,7 @@ def fedamole(
     The attention has a shared LoRA alone.  x of the means is the direction of a window's mean, of random training
     windows and experts averaged, in place of every token of held-out ones.  Means are by ``training.weighting``; an
     expert none of whose users took part stays, and who is absent counts by its last T x.  Empty places travel as zeros.
-    Optimisers forget moments of domain experts each round, the code's all.  Who joins later takes those that fit best.
+    Who joins later takes those that fit best.
     """
     return Method(
         name="fedamole",
@@ -54,7 +56,7 @@ def fedamole(
             specialists=most,
             routed=True,
             gating=Pairs(),
-            shared=frozenset({ATTENTION, GENERALIST, SPECIALIST, ROUTER}),
+            shared=SHARED,
         ),
         client=Client(phases=joint(routed=True), parts=(Embedded(instances),)),
         server=Assigning(experts=experts, choices=choices, most=most),
@@ -98,8 +100,8 @@ class Embedded(Part):
     language_only = True
 
     def begin(self, cohort: Cohort) -> None:
-        """Other experts may be in these places now."""
-        cohort.forget(frozenset({SPECIALIST}))
+        """Other experts may be in these places now; the optimisers are new."""
+        cohort.forget(SHARED)
 
     def end(self, cohort: Cohort) -> None:
         """Below T; what is read has a mean square of 1, as behind a norm."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from comingle.adapters.inject import ATTENTION, GENERALIST
+from comingle.adapters.lora import init_a
 from comingle.adapters.residual import RESIDUAL
+from comingle.data.seeds import generator
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Cohort, Part, Phase
 from comingle.methods.server import Mean, Received
@@ -23,12 +28,12 @@ def flora_stacking(*, residual_rank: CountOrNone = 0) -> Method:
     Adaptations", arXiv:2409.05976, Algorithm 1.  Ranks are ``adapters.rank``: each user's own, if it is a list.
     Shared: attention, 2 averaged LoRA experts per MLP, for the stack.  Local: nothing.  Frozen: the base, and what all
     stacks have added to each weight, which comes from the server.
-    Client: takes the weights, starts its LoRA anew, joint steps on training text.
+    Client: takes the weights, starts its LoRA anew, with an A of its own and a new optimiser, joint steps on training
+    text.
     Server: adds ``sum_i p_i s_i B_i A_i``.
     Differs from the paper: what is added stands beside the base, as two factors; a download has the sum of all rounds'
     stacks, as users may have been absent, the paper's the last stack.  With ``residual_rank`` it
-    is the best approximation of that rank, once a round; 0 is exact.  A starts anew at the values that it began with;
-    optimisers forget their moments then, not how many steps they have taken.
+    is the best approximation of that rank, once a round; 0 is exact.
     """
     return Method(
         name="flora-stacking",
@@ -38,21 +43,31 @@ def flora_stacking(*, residual_rank: CountOrNone = 0) -> Method:
     )
 
 
-class Anew(Part):
-    """LoRA start anew with each download."""
+TIMES = "anew"
+"""What a user keeps: the run's seed, and how often its LoRA has started."""
 
-    @property
-    def resets(self) -> bool:
-        """What they were before any training."""
-        return True
+
+class Anew(Part):
+    """LoRA start anew each round: A is drawn, B is zero, and optimisers have not taken a step."""
+
+    def start(self, names: Sequence[str], seed: int) -> Tree:
+        """Nobody's has."""
+        return {TIMES: torch.tensor([[seed, 0]]).repeat(len(names), 1)}
 
     def received(self, cohort: Cohort) -> None:
         """What was trained is in the weights now."""
-        cohort.reset(LORA)
+        for _, _, b in lora_pairs(cohort.tensors):
+            b.zero_()
 
     def begin(self, cohort: Cohort) -> None:
-        """Nothing that is remembered is about these."""
+        """Another A of each user, in its rank."""
         cohort.forget(LORA)
+        for name, a, _ in lora_pairs(cohort.tensors):
+            for own, user, (seed, times) in zip(a, cohort.names, cohort.kept[TIMES].tolist(), strict=True):
+                own.copy_(init_a(tuple(own.shape), generator(seed, user, "anew", f"{name}.a", times)))
+            places = torch.arange(a.shape[-2], device=a.device) < cohort.ranks.unsqueeze(1)
+            a.mul_(places.view(len(a), *[1] * (a.dim() - 3), -1, 1))
+        cohort.kept[TIMES][:, 1] += 1
 
 
 @dataclass(frozen=True, kw_only=True)

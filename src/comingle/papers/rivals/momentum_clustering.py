@@ -33,11 +33,14 @@ def momentum_clustering(
     ``m = g``, and ``x - m`` is what it sends.
     Server: ``iterations`` times each centre becomes the mean over users of ``m_i``, or of the centre itself for who is
     further from it than the ``quantile`` of all distances; then ``x_i = x_i - server_rate v_k``, k the nearest centre.
-    Differs from the paper: its text was not at hand, its abstract and FLoRAL's code were.  g is what a round of local
-    steps changes, statistics too, not one gradient.  The server keeps x_i, for who is absent.  A centre begins at the
-    momentum of a user drawn at random (in FLoRAL's code at the mean of random groups of users, so near the others that
-    they collapse), later where it was.  Means are weighted by ``training.weighting``.  Who joins later takes what its
-    nearest cluster has moved by.  Defaults are that code's; its recipe has a quantile of 0.1 and 10 iterations.
+    Differs from the paper: its text was not at hand, its abstract, its public code and FLoRAL's were.  g is what a
+    round of local steps changes, statistics too; in the paper's code, whose momentum and first value in full these are,
+    by default one gradient step of rate 0.001, and FLoRAL's server has no momentum.  Many steps of Adam, repeated so
+    long, are too much.  The server keeps x_i, for who is absent.  A centre begins at the momentum of a user drawn at
+    random (in FLoRAL's code at the mean of random groups, so near each other that they collapse; in the paper's each
+    user has a centre, at its own), later where it was.  Means are weighted by ``training.weighting``.  Who joins later
+    takes what its nearest cluster has moved by.  Other defaults are FLoRAL's; its recipe has a quantile of 0.1 and 10
+    iterations, the paper's code 10 too.
     """
     return Method(
         name="momentum-clustering",

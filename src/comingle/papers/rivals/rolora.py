@@ -5,7 +5,7 @@ from __future__ import annotations
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Phase
 from comingle.methods.server import Mean
-from comingle.papers.methods.factors import A, B
+from comingle.papers.methods.factors import A, Anew, B
 
 
 def rolora() -> Method:
@@ -17,12 +17,11 @@ def rolora() -> Method:
     Client: joint steps on B, or on A, on training text.  Server: mean over users, which is exact: ``mean(B) A = mean(B
     A)``, as the other factor is the same for all.
     Differs from the paper: both factors travel, as who was absent from a round needs the one that is frozen now; the
-    paper sends the trained one, half as much.  Each factor keeps its optimiser's moments over the rounds in between;
-    the optimiser counts the steps of both.
+    paper sends the trained one, half as much.  Each round begins with a new optimiser.
     """
     return Method(
         name="rolora",
         placement=Placement(generalists=2, shared=A | B),
-        client=Client(phases=(Phase(roles=B, turns=2), Phase(roles=A, turns=2, turn=1))),
+        client=Client(phases=(Phase(roles=B, turns=2), Phase(roles=A, turns=2, turn=1)), parts=(Anew(),)),
         server=Mean(),
     )

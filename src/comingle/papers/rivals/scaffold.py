@@ -26,9 +26,9 @@ def scaffold(*, server_rate: NotNegative = 1.0) -> Method:
     download.  Local: c_i.  Frozen: a language model's base.
     Client: joint steps on training data, each followed by that; then ``c_i = c_i - c + (x - y_i) / sum of rates``.
     Server: ``x = x + eta_g (mean of y_i - x)`` and ``c = c + 1/N sum_i (c_i's change)`` over the round's users.
-    Differs from the paper: users send their rates' sum, out of which and of y_i the server computes the change of c_i;
-    that is half the upload.  With plain descent at a constant rate all is as in the paper; of another optimiser it is
-    the step that is controlled, clipped, scaled and decayed as it may be.  x is a mean by ``training.weighting``.
+    Differs from the paper: users send their rates' sum, of which and y_i the server computes the change of c_i: half
+    the upload.  With plain descent at a constant rate all is as in the paper; of other optimisers the step is what is
+    controlled.  x is a mean by ``training.weighting``; ``evaluation.model: exchanged`` scores it, the default y_i.
     """
     return Method(
         name="scaffold",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, joint
+from comingle.papers.methods.factors import Anew
 from comingle.papers.methods.flexlora import Redistribute
 
 
@@ -14,7 +15,7 @@ def sdflora() -> Method:
     Source: Shen et al. 2026, "SDFLoRA: Selective Decoupled Federated LoRA for Privacy-preserving Fine-tuning with
     Heterogeneous Clients", arXiv:2601.11219 (second version), and its public code.  Ranks are ``adapters.rank``.
     Shared: attention, 1 LoRA expert per MLP.  Local: 1 LoRA expert per MLP.  Frozen: the base.
-    Client: joint steps on both on training text.
+    Client: joint steps on both on training text, with a new optimiser each round, as shared factors are others then.
     Server: the stack of the shared factors, whose product is ``sum_u p_u s_u B_u A_u``, cut to each user's rank by its
     singular values; privacy's noise (``mechanism: local``) reaches the shared LoRA alone.
     Differs from the paper: both LoRA are experts of a whole MLP whose outputs are averaged (in the linears with
@@ -24,6 +25,6 @@ def sdflora() -> Method:
     return Method(
         name="sdflora",
         placement=Placement(specialists=1, shared=frozenset({ATTENTION, GENERALIST})),
-        client=Client(phases=joint(routed=False)),
+        client=Client(phases=joint(routed=False), parts=(Anew(),)),
         server=Redistribute(),
     )
