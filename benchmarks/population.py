@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from comingle.data.crowds import Crowd, Numbered
+from comingle.data.crowds import Crowd
 from comingle.data.pack import UserData
 from comingle.data.samples import Samples, UserSamples
 from comingle.data.seeds import generator
@@ -46,6 +46,7 @@ from comingle.kinds.text.kind import KIND as TEXT
 from comingle.models.language import load_base
 from comingle.recipes import parse_recipe
 from comingle.runs import api
+from comingle.store.numbered import Numbered
 from comingle.store.tokens import read_population, write_population
 
 INPUTS, CLASSES, SAMPLES_EACH, TOKENS_EACH = 32, 10, 24, 400

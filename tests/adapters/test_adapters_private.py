@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -142,6 +143,25 @@ def test_the_mark_is_left_where_nobody_else_can_write(
     with pytest.raises(AttributeError, match="mixture_forward"):
         enable(tmp_path / "cache")
     assert (tmp_path / "mark").exists()
+
+
+def test_a_compiler_that_takes_too_long_ends_with_all_that_it_started(
+    cache: Path, tmp_path: Path, enable: Callable[[Path], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """g++ is a driver: what compiles is a process of its own."""
+    script, started = tmp_path / "slow", tmp_path / "started"
+    script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {started}\nwait\n")
+    script.chmod(0o700)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setattr(native, "COMPILE_SECONDS", 20.0 if os.getloadavg()[0] > 4 else 2.0)
+    assert not enable(cache)
+    child = Path("/proc") / started.read_text().strip()
+    for _ in range(100):
+        if not child.exists() or "Z" in (child / "stat").read_text().rpartition(")")[2].split()[:1]:
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail(f"{child} still runs")
 
 
 def test_a_cache_that_others_can_write_to_is_not_used_and_the_code_runs_all_the_same(

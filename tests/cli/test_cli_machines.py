@@ -15,7 +15,10 @@ from comingle.costing.timing import Parts, Steps
 PARTS = Parts(
     user=0.5, handling=0.01, evaluation=0.2, upload=0.003, words=0.0005, fixed=0.02, hop=1e-4, bus=1e9, steps=Steps()
 )
-FOUND = Found(parts=PARTS, fewer=PARTS, cohort=8, adds=True, common=True, shared=100, state_bytes=10**6, disk=1e8)
+FOUND = Found(
+    parts=PARTS, fewer=PARTS, cohort=8, adds=True, common=True, shared=100, state_bytes=10**6, disk=1e8,
+    amounts=(8, 80_000, 8_000),
+)  # fmt: skip
 
 
 @pytest.fixture

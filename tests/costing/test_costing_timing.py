@@ -39,6 +39,7 @@ FOUND = Found(
     shared=100,
     state_bytes=10**6,
     disk=1e8,
+    amounts=(8, 80_000, 8_000),
 )
 
 
@@ -163,11 +164,13 @@ def test_parts_are_found_again_in_the_times_that_follow_from_them(count: int, ad
     told: dict[str, Any] = {
         "receive_s": local / 2, "send_s": local / 2, "sum_s": 0.0, "aggregate_s": PARTS.upload / each,
         "adds": adds, "common": True, "shared": 7, "state_bytes": 9, "disk": 1e8, "cohort": 4,
+        "amounts": [4, 400, 50],
         "user_s": PARTS.user / each / 3, "own_user_s": 2 * PARTS.user / each / 3, "evaluation_s": 0.2 / each,
         "counts_of_users": [few, many], "counts": counts if count > 1 else {}, "hop": PARTS.hop, "bus": PARTS.bus,
         "others_s": [0.02 + waits + n * (local + count * (looks + words)) for n in (few, many)],
     }  # fmt: skip
     found = machines._found(told, count, each, 3.0, None)
+    assert found.amounts == (4, 1200, 50)  # a third of the local steps were measured
     expected = replace(PARTS, words=words) if count > 1 else replace(PARTS, words=0.0, steps=Steps())
     for name in ("user", "handling", "evaluation", "upload", "words", "fixed", "hop", "bus"):
         assert getattr(found.parts, name) == pytest.approx(getattr(expected, name)), name
@@ -209,6 +212,21 @@ def test_populations_are_planned_with_the_recipes_participation() -> None:
     assert few.round.compute == pytest.approx(
         timing.compute_seconds(load_of(recipe, cost, FOUND, 4), FOUND.fewer, HERE)
     )
+
+
+def test_evaluations_are_planned_as_often_as_a_run_has_them() -> None:
+    """All together score at most 0.23 of what is trained on."""
+    changes = {
+        "training.participation": 0.5,
+        "training.rounds": 40,
+        "evaluation.every": "auto",
+        "evaluation.first": True,
+    }
+    recipe, cost = recipe_of("random:llama", "fedavg", users=4, **changes), cost_of(("a", "b", "c", "d"), exchanges=9)
+    found = replace(FOUND, amounts=(8, 80_000, 80_000))  # 4.6 evaluations
+    assert load_of(recipe, cost, found, 1000).evaluate_every == 14
+    assert load_of(recipe.with_changes({"evaluation.users": 100}), cost, found, 1000).evaluate_every == 5
+    assert load_of(recipe.with_changes({"evaluation.every": 3}), cost, found, 1000).evaluate_every == 3
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,23 @@ def test_converted_once_and_found_by_content(
     assert convert_gguf(moved) == folder
 
 
+def test_a_files_words_are_gone_through_once(file: Path, own_caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four seconds of a large vocabulary, each time."""
+    import gguf
+
+    read = []
+
+    class Reader(gguf.GGUFReader):
+        def __init__(self, path: str):
+            read.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Reader)
+    convert_gguf(file)
+    assert read == [str(file)]
+    assert gguf.GGUFReader is Reader
+
+
 def test_an_interrupted_conversion_leaves_nothing(
     file: Path, own_caches: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.data.crowds import LOTS, Crowd, Numbered, Numbers, digest_names, drawn
+from comingle.data.crowds import LOTS, Crowd, Numbers, digest_names, drawn
 from comingle.data.pack import UserData
 from comingle.data.seeds import derive
 from comingle.engines.evaluations import sampled
@@ -24,6 +24,7 @@ from comingle.recipes import load_recipe
 from comingle.records import sample_told
 from comingle.runs import api
 from comingle.runs.session import prepare
+from comingle.store.numbered import Numbered
 from comingle.store.tokens import read_population, write_population
 from comingle.transports.inprocess import InProcess
 from resuming import StoppedError, final, stop_in_round_3

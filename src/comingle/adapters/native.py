@@ -13,6 +13,7 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -260,6 +261,20 @@ def _digest(handle: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
+def _run(command: Sequence[str]) -> None:
+    """Run a compiler; if it is given up, so is what it has started, which would go on for minutes."""
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, **quiet, start_new_session=True)
+    try:
+        code = process.wait(COMPILE_SECONDS)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    if code:
+        raise subprocess.CalledProcessError(code, command)
+
+
 def _compile(compiler: str, cache: Path, name: str, source: Path) -> int:
     """The library, compiled and opened; kept in the cache if that is this user's alone."""
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -275,7 +290,7 @@ def _compile(compiler: str, cache: Path, name: str, source: Path) -> int:
     with tempfile.TemporaryDirectory(prefix=f"{name}.partial-", dir=None if kept is None else cache) as folder:
         made = Path(folder) / "made.so"
         command = [compiler, *FLAGS, str(source), "-o", str(made)]
-        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS)
+        _run(command)
         made.chmod(0o700)  # whatever the umask is
         library = open_private(made)
         if library is None:

@@ -19,7 +19,8 @@ import torch
 from comingle.costing.records import MethodCost, Plan
 from comingle.costing.summaries import largest_round, with_method
 from comingle.costing.timing import Cluster, Load, Parts, Round, Steps, cores_of_process, hops, money, round_of, share
-from comingle.engines.settings import MEMORY
+from comingle.engines.periods import period
+from comingle.engines.settings import AUTO, MEMORY, Training
 from comingle.errors import RecipeError
 from comingle.kinds.base import kind_of
 from comingle.processes.launched import MEETING
@@ -72,6 +73,8 @@ class Found:
     shared: int
     state_bytes: int
     disk: float
+    amounts: tuple[int, int, int]
+    """As in :func:`comingle.engines.periods.period`."""
 
 
 def measure(recipe: Recipe, cluster: Cluster, present: int, user: float | None = None) -> Found:
@@ -118,6 +121,8 @@ def _found(told: dict[str, Any], count: int, each: float, longer: float, user: f
         steps=steps,
     )
     about = {key: told[key] for key in ("adds", "common", "shared", "state_bytes", "disk", "cohort")}
+    trainers, trained, scored = told["amounts"]
+    about["amounts"] = trainers, round(longer * trained), scored
     own = longer * told["own_user_s"] * each if user is None else user
     return Found(parts=parts, fewer=replace(parts, user=own), **about)
 
@@ -125,13 +130,14 @@ def _found(told: dict[str, Any], count: int, each: float, longer: float, user: f
 def load_of(recipe: Recipe, cost: MethodCost, found: Found, users: int) -> Load:
     """What so many users like the recipe's have to do."""
     named = [user for user in cost.users for _ in user.names]
-    training, evaluation = recipe.training, recipe.evaluation
+    training, evaluated = recipe.training, min(users, recipe.evaluation.users or users)
+    present = _present(training.participation, len(named), users)
     return Load(
         users=users,
-        present=_present(training.participation, len(named), users),
-        evaluated=min(users, evaluation.users or users),
+        present=present,
+        evaluated=evaluated,
         rounds=training.rounds,
-        evaluate_every=min(evaluation.every, training.rounds),
+        evaluate_every=min(_period(recipe, found, users, present, evaluated), training.rounds),
         checkpoint_every=min(recipe.checkpoints.every, training.rounds),
         upload_bytes=fmean(user.upload_bytes for user in named),
         download_bytes=fmean(user.download_bytes for user in named),
@@ -206,6 +212,20 @@ def _told(found: Found, cluster: Cluster) -> dict[str, Any]:
         "adds": found.adds,
         "hops": hops(parts.steps, cluster.size) if cluster.size > 1 else 0,
     }
+
+
+def _period(recipe: Recipe, found: Found, users: int, present: int, evaluated: int) -> int:
+    """Rounds from one evaluation to the next, as a run of so many users like those who were measured has them."""
+    if recipe.evaluation.every != AUTO:
+        return recipe.evaluation.every
+    trainers, trained, scored = found.amounts
+    training = Training(
+        rounds=recipe.training.rounds,
+        participation=present / users,
+        evaluate_first=recipe.evaluation.first,
+        select=recipe.evaluation.select,
+    )
+    return period(training, [trainers, trained, scored * evaluated // trainers], users)
 
 
 def _present(participation: Any, own: int, users: int) -> int:

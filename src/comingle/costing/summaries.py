@@ -119,7 +119,7 @@ def _store_bytes(stage: Rehearsal, keep: int) -> int:
         present=stage.present * copies,
         evaluated=min(training.evaluate_users or stage.trainers, stage.trainers) * copies,
         rounds=training.rounds,
-        evaluate_every=training.evaluate_every,
+        evaluate_every=training.period,
         every=training.checkpoint_every,
         keep=keep,
     )

@@ -31,6 +31,7 @@ from comingle.engines.checkpoints import write_tensors
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock, Federation
 from comingle.engines.local import LocalRound
+from comingle.engines.periods import amounts_of
 from comingle.engines.rounds import run_rounds
 from comingle.engines.settings import MEMORY
 from comingle.errors import ComingleError
@@ -88,6 +89,7 @@ def measured(recipe: Recipe, own: int, ranks: Ranks | None) -> dict[str, Any]:
     clients.scored = range(cohort)
     meet()
     found = about(federation) | {
+        "amounts": amounts_of(clients),
         "cohort": cohort,
         "own_user_s": own_s / min(own, cohort),
         "user_s": user_s / cohort if own < cohort else own_s / min(own, cohort),

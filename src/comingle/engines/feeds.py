@@ -81,6 +81,10 @@ class Feed(ABC):
     def seen(self, trainer: int) -> int:
         """How many losses (tokens or samples) a trainer's local iterations of one round have."""
 
+    def scoring(self, part: Any) -> int:
+        """How much is scored in an evaluation on a set of a user, in what :meth:`seen` counts."""
+        return len(part)
+
     @abstractmethod
     def score(
         self, predict: Predict, sets: Sequence[Any], rows: Sequence[int], portions: Portions, gates: Gates | None

@@ -19,11 +19,6 @@ from comingle.trees import CLIENT_ROUTER
 PRECISION = 6
 
 
-def mixtures(clients: Clients, server: ServerHalf) -> dict[str, Any]:
-    """For methods whose users mix several components, or have one of them: what an evaluation's event says of it."""
-    return mixtures_told(clients, server, own_mixtures(clients))
-
-
 def own_mixtures(clients: Clients) -> dict[str, dict[str, Any]]:
     """What that needs of each user who is here: its mixture, its true cluster, how much data it has."""
     known = mixture_at_users(clients)

@@ -23,6 +23,7 @@ from comingle.engines.evaluations import evaluate
 from comingle.engines.events import Observer
 from comingle.engines.faults import diverged
 from comingle.engines.local import NOBODY, LocalRound, finetuned, finish, train
+from comingle.engines.periods import settle
 from comingle.engines.scoring import AnyScore
 from comingle.engines.settings import Training
 from comingle.engines.training import counts_exchanged, exchanged_after
@@ -58,6 +59,7 @@ def run_rounds(
     federation.upload_bytes, federation.download_bytes = clock.upload_bytes, clock.download_bytes
     clients = federation.clients
     scores: Sequence[AnyScore] | None = None
+    settle(federation)
     training, guard = clients.training, federation.server.guard
     everyone, rounds = clients.scored_trainers, training.rounds if clients.method.trains else 0
     if rounds and first_round == 0 and training.evaluate_first:
@@ -124,7 +126,7 @@ def _stop(
         federation.download(clients.scored_trainers)
         federation.each(lambda: finish(clients))
         finishes = any(part.finishes for part in clients.method.client.parts)
-    known = done % clients.training.evaluate_every == 0 and not finishes
+    known = done % clients.training.period == 0 and not finishes
     return scores if known else evaluate(federation, done, observe)
 
 
@@ -145,7 +147,7 @@ def due_in(method: Method, training: Training, shares: bool, number: int) -> Due
     return Due(
         ends=ends,
         exchanges=exchanged_after(method, training, shares, done),
-        evaluates=counts if ends or done % training.evaluate_every == 0 else None,
+        evaluates=counts if ends or done % training.period == 0 else None,
         saves=ends or done % training.checkpoint_every == 0,
     )
 

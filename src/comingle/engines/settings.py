@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 EVERYBODY = 1.0
 """As a fraction of the users."""
 
+AUTO: Final = "auto"
+
+SHORTEST = 5
+"""Rounds between two evaluations where a recipe says "auto": more would hardly show more, and each is a download."""
+
 MEMORY: Final = "memory"
 """Where users' tensors are, unless a recipe says otherwise."""
 
@@ -59,7 +64,8 @@ class Training:
     ``participation`` is a fraction of the users drawn each round, or a list of users (by number) for each round, which
     is repeated when it ends. ``evaluate`` says which model counts: "local", as a user has it after its local steps
     (Algorithm 1 of CoMiGS returns that one), or "exchanged", after the exchange that ends the round. With
-    ``evaluate_first`` there is an evaluation before any training too. ``select`` says with which round's models a run
+    ``evaluate_first`` there is an evaluation before any training too; how often there are others, ``evaluate_every``,
+    may be left to :mod:`comingle.engines.periods`. ``select`` says with which round's models a run
     ends: the "last", or of those that were evaluated the "best", with the lowest validation loss, mean over users.
     ``evaluate_users`` are drawn once for all evaluations; None: everybody is evaluated. ``store`` says where the
     tensors of users are whom nobody works on, see :class:`comingle.engines.state.Stored`.
@@ -83,7 +89,7 @@ class Training:
     users_per_step: int | None = None
     micro_batch: int | None = None
     evaluate: Literal["local", "exchanged"] = "local"
-    evaluate_every: int = 5
+    evaluate_every: int | Literal["auto"] = AUTO
     evaluate_first: bool = True
     select: Literal["last", "best"] = "last"
     checkpoint_every: int = 5
@@ -94,6 +100,11 @@ class Training:
     users: tuple[str, ...] = ()
     sums: Sums | None = None
     aggregation: Aggregation | None = None
+
+    @property
+    def period(self) -> int:
+        """Rounds from one evaluation to the next; at least, where that is still to be found."""
+        return SHORTEST if self.evaluate_every == AUTO else self.evaluate_every
 
     @property
     def iterations(self) -> int:

@@ -30,6 +30,7 @@ import torch
 
 from comingle.engines.evaluations import amounts, measure_of, measured, users_metrics, users_routing
 from comingle.engines.local import finetuned, finish, settle, train
+from comingle.engines.periods import amounts_of
 from comingle.errors import ComingleError, DivergenceError, MessageError
 from comingle.federation.asking import check_address, check_task
 from comingle.federation.checking import check_download, check_verdict
@@ -104,6 +105,7 @@ class Node:
         }
         if home.tells(self.own) in SCORES:
             told["amounts"] = amounts(home.clients.trainers[0], home.clients.feed.unit)
+            told["works"] = amounts_of(home.clients)[1:]
         return Answer(run=task.run, serial=task.serial, user=task.user, told=told)
 
     def _answer(self, task: Task, data: bytes) -> Answer | bytes:

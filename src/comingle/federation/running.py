@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from comingle.engines.checkpoints import (
 from comingle.engines.checksums import list_checkpoints
 from comingle.engines.evaluations import end_event, start_event
 from comingle.engines.events import EventLog, Observer
+from comingle.engines.periods import period
 from comingle.engines.private import keep_key
+from comingle.engines.settings import AUTO
 from comingle.engines.state import State, initial_state
 from comingle.errors import RunError
 from comingle.federation.board import Board
@@ -105,6 +107,8 @@ def _run(
         if progress is not None:
             _restore(coordinator, newest[0], progress)
         coordinator.join()
+        if progress is None:
+            _settle(coordinator)
         if log.size_bytes == 0 or progress is None:
             observe(start_event(house.method, house.training, coordinator.model.name, _amounts(coordinator)))
 
@@ -134,6 +138,22 @@ def _named(folder: Path, public: Public) -> tuple[str, bool]:
     return run, False
 
 
+def _settle(coordinator: Coordinator) -> None:
+    """Find out how often users evaluate, as :mod:`comingle.engines.periods` does; those who tell stand for all."""
+    training, users = coordinator.house.training, len(coordinator.public.users)
+    told = [one["works"] for one in coordinator.joined.values() if one.get("works", (0, 0))[0]]
+    if training.evaluate_every == AUTO and coordinator.house.method.trains and told:
+        trained, scored = map(sum, zip(*told, strict=True))
+        evaluated = min(training.evaluate_users or users, users)
+        amounts = [len(told), trained, scored * evaluated // len(told)]
+        _evaluate_every(coordinator, period(training, amounts, users))
+
+
+def _evaluate_every(coordinator: Coordinator, rounds: int) -> None:
+    training = replace(coordinator.house.training, evaluate_every=rounds)
+    coordinator.house = replace(coordinator.house, training=training)
+
+
 def _amounts(coordinator: Coordinator) -> dict[str, dict[str, Any]]:
     """How much everybody has, of those who tell."""
     joined = coordinator.joined
@@ -160,6 +180,7 @@ def _own_tensors(coordinator: Coordinator) -> Tree:
         "verdict_rounds": [said[name].version if name in said else 0 for name in names],
         "local_steps": coordinator.local_steps,
         "best_round": coordinator.best_round,
+        "evaluate_every": coordinator.house.training.period,
     }
     return {_OWN + name: torch.tensor(value) for name, value in numbers.items()}
 
@@ -176,6 +197,7 @@ def _restore(coordinator: Coordinator, checkpoint: Path, progress: Progress) -> 
     coordinator.serials = dict(zip(names, own["serials"].tolist(), strict=True))
     coordinator.versions = dict(zip(names, (own["versions"] - 1).tolist(), strict=True))
     coordinator.local_steps, coordinator.best_round = int(own["local_steps"]), int(own["best_round"])
+    _evaluate_every(coordinator, int(own["evaluate_every"]))
     said = zip(names, own["verdicts"].tolist(), own["verdict_rounds"].tolist(), strict=True)
     coordinator.verdicts = {name: verdict([name], done, lowest=flag > 1) for name, flag, done in said if flag}
     coordinator.clock = progress.clock

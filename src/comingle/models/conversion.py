@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import importlib.util
 import io
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -57,7 +59,8 @@ def _convert_into(folder: Path, path: Path) -> None:
 
     logger.info("converting %s to safetensors, once; this takes up to a minute", path.name)
     try:
-        model, tokenizer = _read_gguf(path)
+        with _read_once():
+            model, tokenizer = _read_gguf(path)
     except BaseModelError:
         raise
     except Exception as error:  # a foreign file meets a foreign library here; whatever it says, the file is at fault
@@ -69,6 +72,19 @@ def _convert_into(folder: Path, path: Path) -> None:
         raise OSError(one_line(error)) from error
 
 
+@contextlib.contextmanager
+def _read_once() -> Iterator[None]:
+    """Have a file's words be gone through once meanwhile; transformers does it for each thing that it wants to know."""
+    import gguf
+
+    reader = gguf.GGUFReader
+    setattr(gguf, "GGUFReader", cache(reader))  # noqa: B010 (to a type checker it stays what it is)
+    try:
+        yield
+    finally:
+        setattr(gguf, "GGUFReader", reader)  # noqa: B010
+
+
 def _read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model in float32 and tokenizer of a GGUF file.
 
@@ -78,7 +94,7 @@ def _read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    numbers = sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
+    numbers = sum(int(tensor.n_elements) for tensor in GGUFReader(str(path)).tensors)
     # Twice: the tensors stand beside the model that they are copied into.
     advice = "its folder of safetensors"
     require_memory(f"base model {path}: converted,", 2 * numbers, torch.float32, torch.device("cpu"), advice)
@@ -106,7 +122,7 @@ def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    kind = GGUFReader(path).get_field("tokenizer.ggml.pre")
+    kind = GGUFReader(str(path)).get_field("tokenizer.ggml.pre")
     if kind is not None and kind.contents() == "smollm":
         # transformers takes it for GPT-2's; SmolLM also keeps every digit apart, as the hub's tokenizer does.
         parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

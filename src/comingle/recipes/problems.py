@@ -23,6 +23,7 @@ _ACCEPTED = {
     "adapters.rank": "a whole number from 1, or a list with one for each user",
     "training.participation": "a number above 0 and up to 1, or a list with the names of each round",
     "runtime.compile": "auto, true or false",
+    "evaluation.every": "auto, or a whole number from 1",
 }
 """What is accepted where pydantic would name one of several kinds."""
 

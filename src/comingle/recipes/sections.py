@@ -125,7 +125,7 @@ class EvaluationSection(Section):
     round's models the run ends with: the last, or those whose validation loss was the lowest. ``users`` says how many
     are evaluated, drawn once; all are without it."""
 
-    every: Count = Training.evaluate_every
+    every: Literal["auto"] | Count = Training.evaluate_every
     users: Count | None = Training.evaluate_users
     first: bool = Training.evaluate_first
     model: Literal["local", "exchanged"] = Training.evaluate

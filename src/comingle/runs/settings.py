@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from comingle.engines.private import with_noise, with_sums
-from comingle.engines.settings import OptimizerSettings, Training
+from comingle.engines.settings import AUTO, OptimizerSettings, Training
 from comingle.errors import RecipeError, list_names
 from comingle.kinds.base import Materials
 from comingle.kinds.language import as_settings
@@ -17,8 +17,6 @@ from comingle.privacy.secure.settings import Secure
 from comingle.privacy.settings import Privacy
 from comingle.recipes import Recipe
 from comingle.runs.defending import aggregation_of
-
-AUTO = "auto"
 
 
 def fitted(recipe: Recipe, materials: Materials) -> Recipe:

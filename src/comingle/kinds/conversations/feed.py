@@ -98,6 +98,10 @@ class AnswerFeed(PassFeed):
         """Targets that are neither hidden nor padding: the responses' tokens."""
         return (drawn[..., 1:] >= 0).flatten(1).sum(1)
 
+    def scoring(self, part: Answers) -> int:
+        """To answer by oneself, token by token, takes as long as to be trained on: more than twice as long."""
+        return len(part) * (1 + any(name in JUDGES for name in part.measures))
+
     def score(
         self, predict: Predict, sets: Sequence[Any], rows: Sequence[int], portions: Portions, gates: Gates | None
     ) -> list[AnswerScore]:

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from comingle.engines.settings import AUTO, SHORTEST
 from comingle.kinds.conversations.section import ConversationsSection
 from comingle.kinds.language import NETS
 from comingle.kinds.text.section import TextSection
@@ -36,13 +37,18 @@ def weigh(recipe: Recipe) -> float:
     return weighed[recipe.data.kind](recipe, method)
 
 
+def _period(recipe: Recipe) -> int:
+    """Rounds from one evaluation to the next, at least."""
+    return SHORTEST if recipe.evaluation.every == AUTO else recipe.evaluation.every
+
+
 def _weigh_text(recipe: Recipe, method: Method) -> float:
     training = recipe.training
     users, limit = 4, cast(TextSection, recipe.data).max_test_tokens
     scored = (sum(limit.values()) if isinstance(limit, dict) else (limit or 50_000) * users) / 3
     batch = training.batch_size * training.context * users
     steps = training.rounds * training.local_steps * sum(p.steps / p.every / p.turns for p in method.client.phases)
-    return steps * batch + scored * (1 + training.rounds // recipe.evaluation.every * method.trains)
+    return steps * batch + scored * (1 + training.rounds // _period(recipe) * method.trains)
 
 
 def _weigh_chats(recipe: Recipe, method: Method) -> float:
@@ -51,7 +57,7 @@ def _weigh_chats(recipe: Recipe, method: Method) -> float:
     training, users = recipe.training, len(rows.users) if rows is not None and isinstance(rows.users, list) else 4
     most = (rows.max_conversations if rows is not None else None) or 1_000
     rounds = training.rounds if method.trains else 0
-    return users * most * training.context * (rounds * training.local_epochs + rounds // recipe.evaluation.every + 1)
+    return users * most * training.context * (rounds * training.local_epochs + rounds // _period(recipe) + 1)
 
 
 def _weigh_questions(recipe: Recipe, method: Method) -> float:
@@ -63,7 +69,7 @@ def _weigh_questions(recipe: Recipe, method: Method) -> float:
     setting, training = QUESTIONS[asked.name], recipe.training
     users, train = len(asked.languages or setting.languages), asked.train or setting.train
     rounds = training.rounds if method.trains else 0
-    evaluations = max(1, ceil(rounds / recipe.evaluation.every) + (rounds > 0 and recipe.evaluation.first))
+    evaluations = max(1, ceil(rounds / _period(recipe)) + (rounds > 0 and recipe.evaluation.first))
     passed = rounds * training.local_epochs * train + evaluations * (asked.test or setting.test or train)
     return users * training.context * passed
 
@@ -85,7 +91,7 @@ def _weigh_task(recipe: Recipe, method: Method) -> float:
     operations = 3 * training.local_epochs * train * per_sample + steps * _PARAMETER * parameters
     scored = users * test * per_sample
     rounds = training.rounds if method.trains else 0
-    return passes * (rounds * (steps * _STEP + members * operations) + scored * (1 + rounds // recipe.evaluation.every))
+    return passes * (rounds * (steps * _STEP + members * operations) + scored * (1 + rounds // _period(recipe)))
 
 
 def count_samples(task: TaskSection) -> tuple[int, int, int]:
