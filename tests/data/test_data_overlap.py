@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from comingle.data.partition import Overlap, UserText, find_overlap, split_by_fractions
-from comingle.data.shingles import drop_near_duplicates, hash_shingles, split_words
+from comingle.data.shingles import hash_shingles, split_words
 from comingle.data.sources import read_documents
+from comingle.demo import drop_near_duplicates
 
 
 def words(start: int, count: int) -> str:
