@@ -34,6 +34,7 @@ from comingle.gpu import mixture  # noqa: E402
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    *([pytest.mark.gpu] if HERE == "cuda" else []),
 ]
 DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
