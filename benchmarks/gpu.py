@@ -8,6 +8,8 @@ For each shape and number of users one line of JSON as soon as it is measured, a
 - ``of_base``: as a share of the frozen base alone, forward and backward, under the same settings and in turns;
 - ``of_peak``: FLOPs of matrix products that were computed, per second, as a share of the best product measured here;
 - ``mb_per_user``: what a further user costs for good (values, two moments); ``peak_gb`` what the device held at most;
+- ``triton``, ``graphs``, ``both``: how many times as fast with these words in ``runtime.gpu``, in turns with the same
+  step without them, whose mixture is what torch.compile makes of it; or why there is no number;
 - ``usual``: how many times faster than `one_by_one.py` (users in turn, each expert a whole MLP), in float32 and bf16.
 
 What does not fit into the memory or the time is named with the reason. ``--toy`` is for machines without a GPU: the
@@ -24,17 +26,23 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from comingle.adapters import native
 from comingle.costing.counts import count_users
+from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.engines.runtime import keep_buffers
 from comingle.errors import ComingleError
+from comingle.gpu.mixture import part_on
 from comingle.models.base import Base
 from comingle.models.language import load_base, resolve_device
+from comingle.models.model import Model
+from comingle.plugins import require
 from comingle.transports.inprocess import federate
 from one_by_one import one_by_one
 from throughput import base_pass, clients_of, timed
@@ -52,6 +60,7 @@ SHAPES = {
 TOY = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "mlp": 128, "vocab": 300}
 USUAL_AT = 16
 TURNS, WARM = 3, 1
+WAYS = {"triton": ["triton"], "graphs": ["graphs"], "both": ["triton", "graphs"]}
 
 
 def arguments() -> Namespace:
@@ -127,6 +136,38 @@ def settings(args: Namespace, shape: dict[str, Any], users: int) -> Namespace:
     )
 
 
+def ways(clients: Clients, step: Callable[[], object], deadline: float) -> dict[str, Any]:
+    """How many times as fast a step is in each of the other ways, or why it is not known."""
+    plain, found, steps = clients.steps.model, dict[str, Any](), dict[str, Callable[[], object]]()
+
+    def as_in(model: Model, part: Any) -> None:
+        clients.steps.model = model
+        native.use(part)
+        step()
+
+    for way, names in WAYS.items():
+        try:
+            native.use(None)
+            model = plain
+            for name in names:
+                model = require("comingle.gpu", name)(model)
+            # What is in use holds for the whole process, so each turn says it anew.
+            taken = partial(as_in, model, part_on(plain.device) if "triton" in names else None)
+            if time.perf_counter() > deadline:
+                raise TimeoutError("no time")
+            taken()  # compiled, captured
+            if "graphs" in names and None in getattr(model, "recordings").values():  # noqa: B009
+                raise RuntimeError("not captured, see the warning")
+            steps[way] = taken
+        except (ComingleError, RuntimeError, TimeoutError) as error:
+            found[way] = " ".join(str(error).split())[:100]
+    times = medians({"": partial(as_in, plain, None), **steps}, deadline) if steps else {}
+    as_in(plain, None)
+    for way in steps:
+        found[way] = round(statistics.median(one / other for one, other in zip(times[""], times[way], strict=True)), 3)
+    return {way: found[way] for way in WAYS}
+
+
 def measure(args: Namespace, shape: dict[str, Any], base: Base, users: int, peak: float, deadline: float) -> Any:
     """One line of the table."""
     given = settings(args, shape, users)
@@ -134,11 +175,10 @@ def measure(args: Namespace, shape: dict[str, Any], base: Base, users: int, peak
         clients = clients_of(given, base)
         everybody, numbers = list(range(users)), iter(range(10_000))
         alone = base_pass(given, base, clients.portions.users * clients.portions.sequences)
-        times = medians(
-            {"train": lambda: train(clients, everybody, next(numbers)), "base": alone},
-            deadline,
-        )
+        step = lambda: train(clients, everybody, next(numbers))  # noqa: E731
+        times = medians({"train": step, "base": alone}, deadline)
         gigabytes = held()
+    others = ways(clients, step, deadline)
     (spent,) = count_users(federate(clients), ("anybody",))
     tokens = users * args.batch * args.ctx
     seconds = statistics.median(times["train"])
@@ -154,6 +194,7 @@ def measure(args: Namespace, shape: dict[str, Any], base: Base, users: int, peak
         "mb_per_user": round((state.rows.nbytes + state.first.nbytes + state.second.nbytes) / users / 1e6, 2),
         "peak_gb": None if gigabytes is None else round(gigabytes, 2),
         "seconds": round(seconds, 4),
+        **others,
     }
 
 
@@ -203,7 +244,7 @@ def lines(args: Namespace) -> Iterator[dict[str, Any]]:
 
 def table(found: list[dict[str, Any]]) -> str:
     """As README.md has it."""
-    keys = ("shape", "users", "tokens_per_s", "of_base", "of_peak", "mb_per_user", "peak_gb", "usual")
+    keys = ("shape", "users", "tokens_per_s", "of_base", "of_peak", "mb_per_user", "peak_gb", *WAYS, "usual")
     whole = [{"tokens_per_s": line.get("left_out", ""), **line} for line in found]
     rows = [[str(line.get(key, "")) for key in keys] for line in whole]
     return "\n".join("| " + " | ".join(row) + " |" for row in (keys, ["---"] * len(keys), *rows))

@@ -45,12 +45,16 @@ if [ "$TOY" != --toy ] && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.
 fi
 
 if [ "$TOY" = --toy ]; then
-  DEVICE=cpu; SPEED="--toy --device cpu"; QUICK="test_on_text and (fedavg or comigs-1g1s) and not moe and not plus"
+  DEVICE=cpu; SPEED="--toy --device cpu"
+  QUICK="(test_on_text and (fedavg or comigs-1g1s) and not moe and not plus) or micro_batches_and"
+  export TRITON_INTERPRET=1  # without a GPU, Triton's kernels run in its interpreter, if there is Triton
 else
-  DEVICE=cuda; SPEED=""; QUICK="test_on_text or test_on_nets or resume or bfloat16 or convolutions or memory"
+  DEVICE=cuda; SPEED=""
+  QUICK="test_on_text or test_on_nets or resume or bfloat16 or convolutions or memory or gpu_mixture or gpu_copies or nccl"
+  QUICK="$QUICK or two_processes or (gpu_graphs and not every_method) or (every_method and (comigs-1g1s or hetlora))"
 fi
 
-part "correctness: every method on text and nets, resume across devices, bfloat16"
+part "correctness: every method on text and nets, resume, bfloat16, Triton kernels, CUDA graphs, copies, NCCL"
 COMINGLE_TEST_DEVICE=$DEVICE limited $((ALL * 2 / 9)) tests.log "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu tests/gpu -k "$QUICK"
 grep -E "^(FAILED|ERROR)|passed|failed" "$OUT/tests.log" | cut -c1-200 | tail -40
 

@@ -11,7 +11,8 @@ it run for all users at once, or return None), ``comingle.kinds``, ``comingle.pe
 model), ``comingle.texts`` (functions of ``prefix:NAME`` that return documents), ``comingle.trackers`` (who is told of
 a run), ``comingle.defences`` (what
 makes something else of uploads some of which may be hostile), ``comingle.plans`` (what chooses how
-much goes through a model at once), ``comingle.verbs`` (functions for typer) and ``comingle.orders`` (under the name of
+much goes through a model at once), ``comingle.gpu`` (what ``runtime.gpu`` names makes of a language model; ``ahead`` of
+what users' data comes from), ``comingle.verbs`` (functions for typer) and ``comingle.orders`` (under the name of
 a group, the order in which its names are listed). Names are read from the metadata of what is installed; a plug-in's
 code is imported when its name is asked for, never because a recipe or a message names a path.
 """

@@ -5,21 +5,18 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from mixtures import ACTS, Problem, by_part, check_mixture, problem
 from torch import Tensor
 
-from comingle.adapters import experts, kernels, native
+from comingle.adapters import kernels, native
 from comingle.adapters.inject import ExpertCounts
 from comingle.adapters.settings import AdapterSettings
 from comingle.models.adapted import adapt
 from comingle.models.language import load_base
-
-ACTS: dict[str, Any] = {act.__name__: act for act in (kernels.gelu_tanh, kernels.gelu_erf, kernels.silu, kernels.relu)}
 
 
 @pytest.fixture
@@ -30,110 +27,11 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     native.disable()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    act: Any
-    first: int
-    x: Tensor
-    gates: Tensor
-    factors: list[Tensor]
-    weights: list[Tensor]
-    dy: Tensor
-
-    def to(self, dtype: torch.dtype) -> Problem:
-        cast: Callable[[list[Tensor]], list[Tensor]] = lambda tensors: [t.to(dtype) for t in tensors]  # noqa: E731
-        return Problem(
-            act=self.act,
-            first=self.first,
-            x=self.x.to(dtype),
-            gates=self.gates.to(torch.promote_types(dtype, torch.float32)),
-            factors=cast(self.factors),
-            weights=cast(self.weights),
-            dy=self.dy.to(dtype),
-        )
-
-    def users(self, chosen: slice) -> Problem:
-        """The same for some of the users."""
-        return Problem(
-            act=self.act,
-            first=self.first,
-            x=self.x[chosen],
-            gates=self.gates[chosen],
-            factors=[f[chosen].contiguous() for f in self.factors],
-            weights=self.weights,
-            dy=self.dy[chosen],
-        )
-
-    def solve(self, function: Any, train: tuple[bool, bool, bool] = (True, True, True)) -> list[Tensor]:
-        """Output, and gradients of those of (x, gates, factors) that are trained."""
-        x, gates = self.x.clone().requires_grad_(train[0]), self.gates.clone().requires_grad_(train[1])
-        factors = [f.clone().requires_grad_(train[2]) for f in self.factors]
-        y = function(self.act, 0.7, x, gates, self.first, *factors, *self.weights)
-        leaves = [t for t in (x, gates, *factors) if t.requires_grad]
-        return [y.detach(), *(torch.autograd.grad(y, leaves, self.dy) if leaves else [])]
-
-
-def native_mixture(act: Any, scale: float, x: Tensor, gates: Tensor, first: int, *rest: Tensor) -> Tensor:
-    """The native path, called as ``_Mixture.apply`` is."""
-    factors, weights = rest[: 2 * first + 2], rest[2 * first + 2 :]
-    alias, z = experts._Enter.apply(x, torch.cat([a.flatten(1, 2) for a in factors[0 : 2 * first : 2]], 1))
-    given = (*factors[1 : 2 * first : 2], *factors[-2:], *weights)
-    return experts._NativeMixture.apply(act, scale, alias if x.requires_grad else x, z, gates, first, *given)
-
-
-reference = experts._Mixture.apply
-
-
-def problem(
-    act: str = "gelu_tanh",
-    *,
-    first: int = 1,
-    users: int = 2,
-    n: int = 37,
-    experts: int = 2,
-    rank: int = 8,
-    width: int = 24,
-    hidden: int = 300,
-) -> Problem:
-    draw = torch.Generator().manual_seed(users + n + experts + rank + hidden)
-
-    def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        # Values that bf16 has: then the formats differ by their arithmetic alone.
-        return (torch.randn(shape, generator=draw) * scale).bfloat16().double()
-
-    factors, weights = [], []
-    for _ in range(first):
-        factors += [normal(users, experts, rank, width, scale=width**-0.5), normal(users, experts, rank, hidden)]
-        weights += [normal(hidden, width, scale=width**-0.5), normal(hidden)]
-    factors += [normal(users, experts, rank, hidden, scale=hidden**-0.5), normal(users, experts, rank, width)]
-    weights += [normal(width, hidden, scale=hidden**-0.5), normal(width)]
-    return Problem(
-        act=ACTS[act],
-        first=first,
-        x=normal(users, n, width),
-        gates=normal(users, n, experts).softmax(-1),
-        factors=factors,
-        weights=weights,
-        dy=normal(users, n, width),
-    )
-
-
-def errors(found: list[Tensor], expected: list[Tensor]) -> list[float]:
-    """Relative distances in the Euclidean norm."""
-    pairs = zip(found, expected, strict=True)
-    return [float((f.double() - e).norm() / e.norm().clamp(min=1e-300)) for f, e in pairs]
+native_mixture = by_part(native)
 
 
 def check(given: Problem, dtype: torch.dtype, train: tuple[bool, bool, bool] = (True, True, True)) -> None:
-    """Float32 is right to rounding; bf16 is as right as the PyTorch path in bf16, give or take single roundings."""
-    assert native.supports(given.to(dtype).x, given.act, given.factors[0].shape[-2])
-    expected = given.solve(reference, train)
-    found = errors(given.to(dtype).solve(native_mixture, train), expected)
-    if dtype == torch.float32:
-        assert max(found) < 1e-5
-        return
-    usual = errors(given.to(dtype).solve(reference, train), expected)
-    assert all(mine < 1.3 * its + 2**-6 for mine, its in zip(found, usual, strict=True)), (found, usual)
+    check_mixture(native, given, dtype, train)
 
 
 DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,13 +2,14 @@
 
 Where there is no GPU, most of what goes wrong on one still shows: a tensor that was left on the CPU. Within
 :func:`pretending` the device "cuda" exists. Its tensors are :class:`Pretended`, each around one on the CPU; operations
-on them run on the CPU and give such tensors again. What it cannot show: other kernels' rounding, formats that a GPU
-lacks, asynchronous copies, memory.
+on them run on the CPU and give such tensors again. A copy out of pinned memory on a stream of its own happens when
+somebody waits for that stream, and not before. Graphs are replayed by plain calls. What it cannot show: other kernels'
+rounding, formats that a GPU lacks, what cannot be captured, memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map_only
+
+from comingle.gpu import graphs
 
 GPU = torch.device("cuda", 0)
 _aten = torch.ops.aten
@@ -50,6 +53,9 @@ class Pretended(Tensor):
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
+
+    def record_stream(self, stream: Any) -> None:  # type: ignore[override]
+        """Nothing is given away here."""
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Pretended({self.held!r})"
@@ -93,6 +99,38 @@ def _pretended(tree: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t if isinstance(t, Pretended) else Pretended(t), tree)
 
 
+class Stream:
+    """Copies that have been asked for and have not happened."""
+
+    def __init__(self, *_: Any):
+        self.pending: list[Callable[[], object]] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        """What was asked of the other stream has happened from now on."""
+        while other.pending:
+            other.pending.pop(0)()
+
+
+_main = _current = Stream()
+
+
+@contextmanager
+def _streaming(stream: Stream) -> Iterator[None]:
+    global _current
+    before, _current = _current, stream
+    try:
+        yield
+    finally:
+        _current = before
+
+
+def _later(source: Tensor) -> Pretended:
+    """A copy of what the source will be."""
+    made = torch.full_like(source, -(2**20))
+    _current.pending.append(lambda: made.copy_(source))
+    return Pretended(made)
+
+
 class _Move(torch.autograd.Function):
     """There or back, in a dtype; its gradient travels the other way."""
 
@@ -128,8 +166,15 @@ class _Devices(TorchFunctionMode):
             return GPU
         if func == Tensor.is_cuda.__get__ and isinstance(_innermost(args[0]), Pretended):
             return True
+        if getattr(func, "__module__", "").startswith("torch.distributed"):  # gloo, into the same memory
+            return func(*_real(args), **_real(kwargs))
+        if func is Tensor.pin_memory:
+            pinned = args[0].clone()
+            pinned.pinned_here = True
+            return pinned
         if func in (Tensor.to, Tensor.cpu, Tensor.cuda):
-            return _to(func, args, kwargs)
+            later = kwargs.pop("non_blocking", False) and _current is not _main and hasattr(args[0], "pinned_here")
+            return _later(args[0]) if later else _to(func, args, kwargs)
         if func in (Tensor.tolist, Tensor.numpy) and isinstance(args[0], Pretended):
             if name == "numpy":
                 raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
@@ -185,18 +230,25 @@ def _to(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 @contextmanager
-def pretending() -> Iterator[None]:
-    """Within, torch says that there is a GPU."""
+def pretending(gpus: int = 1) -> Iterator[None]:
+    """Within, torch says that there is a GPU, or several; they are all the same one."""
     with ExitStack() as stack:
         for name, said in {
             "is_available": True,
-            "device_count": 1,
+            "device_count": gpus,
+            "set_device": None,
             "is_bf16_supported": True,
             "mem_get_info": (2**33, 2**34),
             "max_memory_allocated": 0,
             "synchronize": None,
+            "graph_pool_handle": None,
         }.items():
             stack.enter_context(patch.object(torch.cuda, name, lambda *_, said=said, **__: said))
+        for name, made in {"Stream": Stream, "stream": _streaming, "current_stream": lambda *_: _current}.items():
+            stack.enter_context(patch.object(torch.cuda, name, made))
+        on_cpu, capture = torch.device("cpu"), graphs.capture
+        stack.enter_context(patch.object(graphs, "warm", lambda *_: None))
+        stack.enter_context(patch.object(graphs, "capture", lambda work, _, pool: capture(work, on_cpu, pool)))
         stack.enter_context(_Devices())
         before = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)

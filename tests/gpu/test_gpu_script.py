@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,9 @@ def test_it_prints_all_that_is_asked(tmp_path: Path) -> None:
         (shape, users) for shape in ("gpt2-124m", "smollm2-135m", "llama-1b") for users in (2, 4)
     }
     assert all(0 < line["of_peak"] < 1 and line["of_base"] > 0 and line["mb_per_user"] > 0 for line in measured)
+    assert all(line["graphs"] > 0 for line in measured)
+    triton = (float,) if find_spec("triton") else (str,)
+    assert all(isinstance(line[way], triton) for line in measured for way in ("triton", "both"))
     assert any(line.get("usual", {}).get("float32", 0) > 0 for line in measured)
     assert '"seconds_a_round"' in done.stdout
 

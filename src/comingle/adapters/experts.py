@@ -57,8 +57,9 @@ class RoutedMLP(nn.Module):
         tokens = x.reshape(users, -1, x.shape[-1])
         if self.mix == "output" and self._decodes(x, users):
             return self._mix_rows(tokens).view(x.shape)
-        if self.mix == "output" and native.supports(tokens, self.act, self.factors["down"][0].shape[-2]):
-            return self._mix_natively(tokens).view(x.shape)
+        part = native.part_for(tokens, self.act, self.factors["down"][0].shape[-2])
+        if self.mix == "output" and part is not None:
+            return self._mix_natively(part, tokens).view(x.shape)
         gates = self.router(tokens)
         mixed = self._mix_linears(tokens, gates) if self.mix == "linear" else self._mix_outputs(tokens, gates)
         return mixed.view(x.shape)
@@ -83,7 +84,7 @@ class RoutedMLP(nn.Module):
         weights = [t for pair in bases for t in pair]
         return cast(Tensor, _Mixture.apply(self.act, self.scale, x, gates, len(names), *factors, *weights))
 
-    def _mix_natively(self, x: Tokens) -> Tokens:
+    def _mix_natively(self, part: Any, x: Tokens) -> Tokens:
         """:meth:`_mix_outputs` with :class:`_NativeMixture`; the router's logits are part of the first thin product."""
         names = [*self.first, "down"]
         a, b = zip(*((f.to(x.dtype).contiguous() for f in self.factors[name]) for name in names), strict=True)
@@ -95,7 +96,7 @@ class RoutedMLP(nn.Module):
         weights = [t for linear in (*self.first.values(), self.last) for t in base_weight(linear)]
         x = alias if x.requires_grad else x
         rest = (*b[:-1], a[-1], b[-1], *weights)
-        return cast(Tensor, _NativeMixture.apply(self.act, self.scale, x, z, gates, len(names) - 1, *rest))
+        return cast(Tensor, _NativeMixture.apply(part, self.act, self.scale, x, z, gates, len(names) - 1, *rest))
 
     def _mix_linears(self, x: Tokens, gates: Float[Tensor, "users n experts"]) -> Tokens:
         pre = {name: self._mix_linear(linear, name, x, gates) for name, linear in self.first.items()}
@@ -193,18 +194,19 @@ class _Enter(torch.autograd.Function):
 class _NativeMixture(torch.autograd.Function):
     """The rest, with everything of the hidden width in native code, which keeps none of it but the base's products.
 
-    Arguments after ``first``: B of each first linear, A and B of the last, then (W, b) of the same linears.
+    ``part`` has the two passes, as the module :mod:`~comingle.adapters.native`. Arguments after ``first``: B of each
+    first linear, A and B of the last, then (W, b) of the same linears.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, act: Any, scale: float, x: Tokens, z: Tensor, gates: Tensor, first: int, *rest: Any
+        ctx: Any, part: Any, act: Any, scale: float, x: Tokens, z: Tensor, gates: Tensor, first: int, *rest: Any
     ) -> Tokens:
         b_first, (a_last, b_last), weights, biases = _sort_native(rest, first)
         products = [F.linear(x, weight) for weight in weights[:-1]]
-        mixed, last, gated = native.forward(act, scale, products, biases[:-1], z, gates, b_first, a_last)
+        mixed, last, gated = part.forward(act, scale, products, biases[:-1], z, gates, b_first, a_last)
         y = F.linear(mixed, weights[-1], biases[-1]).baddbmm_(gated, b_last.flatten(1, 2))
-        ctx.act, ctx.scale, ctx.first = act, scale, first
+        ctx.part, ctx.act, ctx.scale, ctx.first = part, act, scale, first
         ctx.save_for_backward(z, gates, last, gated, *products, *rest)
         return y
 
@@ -214,18 +216,18 @@ class _NativeMixture(torch.autograd.Function):
         z, gates, last, gated, *saved = ctx.saved_tensors
         products, rest = saved[:first], saved[first:]
         b_first, (a_last, b_last), weights, biases = _sort_native(rest, first)
-        factors = any(ctx.needs_input_grad[6:])
+        factors = any(ctx.needs_input_grad[7:])
         d_mixed = dy @ weights[-1]
         d_gated = torch.bmm(dy, b_last.flatten(1, 2).mT)
         given = (ctx.act, ctx.scale, products, biases[:-1], z, gates, b_first, a_last, last)
-        d_bases, d_z, d_gates, d_b, d_a_last = native.backward(*given, d_mixed, d_gated, factors)
+        d_bases, d_z, d_gates, d_b, d_a_last = ctx.part.backward(*given, d_mixed, d_gated, factors)
         d_x = None
-        if ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[3]:
             d_x = d_bases[0] @ weights[0]
             for d_base, weight in zip(d_bases[1:], weights[1:-1], strict=True):
                 d_x += d_base @ weight
         grads = [*d_b, d_a_last, torch.bmm(turn(gated), dy).view_as(b_last)] if factors else [None] * (first + 2)
-        return None, None, d_x, d_z, d_gates, None, *grads, *[None] * (2 * first + 2)
+        return None, None, None, d_x, d_z, d_gates, None, *grads, *[None] * (2 * first + 2)
 
 
 def _sort_native(

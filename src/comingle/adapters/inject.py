@@ -89,12 +89,18 @@ class Adapters:
 
     def bind(self, tensors: Tree, users: Sequence[int]) -> None:
         """Hand ``tensors`` (leading dimension ``len(users)``) to the modules for the next forward passes."""
+        self.place(*self.of_users(tensors, users))
+
+    def of_users(self, tensors: Tree, users: Sequence[int]) -> tuple[Tree, Bool[Tensor, "users experts"]]:
+        """What passes depend on: the tensors by the modules' scale, and which experts these users have."""
         if bool((self.scales != self.scale).any()):
             tensors = self._scaled(tensors, users)
+        return tensors, self.present[list(users)].to(next(iter(tensors.values())).device)
+
+    def place(self, tensors: Tree, present: Bool[Tensor, "users experts"]) -> None:
+        """:meth:`bind` what :meth:`of_users` has found."""
         for name, lora in self.attention.items():
             lora.factors = factors_of(tensors, name, lora.scale)
-        device = next(iter(tensors.values())).device
-        present = self.present[list(users)].to(device)
         for name, mlp in self.experts.items():
             mlp.factors = {k: factors_of(tensors, f"{name}.{k}", mlp.scale) for k in (*mlp.first, "down")}
             mlp.router.weight, mlp.router.keys = tensors.get(f"{name}.router"), mlp.factors["up"][0]

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -49,6 +50,7 @@ Factor = Float[Tensor, "users experts rank hidden"]
 
 _library: ctypes.CDLL | None = None  # in use
 _loaded: ctypes.CDLL | None = None
+_elsewhere: Any = None  # what does the same for other devices
 
 
 class _Mixture(ctypes.Structure):
@@ -79,8 +81,20 @@ def enable(cache: Path) -> bool:
 
 def disable() -> None:
     """Use the PyTorch path from now on."""
-    global _library
-    _library = None
+    global _library, _elsewhere
+    _library = _elsewhere = None
+
+
+def use(part: Any) -> None:
+    """Have another one of this module's ``supports``, ``forward`` and ``backward`` do what this one does not."""
+    global _elsewhere
+    _elsewhere = part
+
+
+def part_for(x: Tensor, act: kernels.Activation, rank: int) -> Any:
+    """What has :func:`forward` and :func:`backward` for such tensors, this module or another; None: PyTorch has."""
+    parts = (sys.modules[__name__], _elsewhere)
+    return next((part for part in parts if part is not None and part.supports(x, act, rank)), None)
 
 
 def is_enabled() -> bool:

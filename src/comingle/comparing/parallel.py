@@ -72,7 +72,7 @@ def _work(connection: Connection, work: Callable[[Any], Iterable[Any]], group: A
     """In a process of its own: send what comes, and what a user can do something about."""
     import torch
 
-    from comingle.models.hardware import take_gpu
+    from comingle.processes.sharing import take_gpu
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; whoever started us stops us
     take_gpu(place)

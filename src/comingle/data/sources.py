@@ -20,7 +20,7 @@ from comingle.data.files import check_regular, read_text_file, read_text_folder,
 from comingle.data.formats import BUILDERS, COMPRESSIONS, builder_of, is_saved, looks_like_path
 from comingle.data.hub import HUB_PREFIX, TEXTS, is_named, parse_hub_name
 from comingle.data.names import name_problem
-from comingle.data.rows import Rows, choose_columns, choose_users, describe, iterate_batches, iterate_rows, list_names
+from comingle.data.rows import Rows, choose_users, describe, iterate_rows
 from comingle.errors import DataError, NoTextError
 from comingle.plugins import require
 
@@ -159,25 +159,6 @@ def _kept(
             complete.add(owner)
             if len(complete) == number:
                 return
-
-
-def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str) -> Iterator[tuple[Any, ...]]:
-    """Rows of one split of a data set as they are decoded, an image as ``PIL.Image``: one value for each column.
-
-    Of each group of names in ``columns`` the first that the data set has is read.
-
-    Raises:
-        DataError: an unknown source or split, none of the names of a group, or rows that cannot be read.
-    """
-    with open_splits(source) as splits:
-        for own_split, rows in splits:
-            if own_split == split:
-                chosen = choose_columns(rows.column_names, columns, source)
-                for batch in iterate_batches(rows.select_columns(chosen), source):
-                    yield from zip(*(batch[name] for name in chosen), strict=True)
-                return
-        split_names = list_names(own_split for own_split, _ in splits)
-        raise DataError(f"{source}: no split {split!r}; found: {split_names}")
 
 
 def make_rows(columns: Mapping[str, Sequence[Any]]) -> Rows:

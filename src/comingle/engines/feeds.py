@@ -51,6 +51,13 @@ class Feed(ABC):
     ) -> Int[Tensor, "users batch ..."]:
         """A batch for each trainer, from (seed, user, round, purpose, step, repeat) and nothing else."""
 
+    def move(self, drawn: Int[Tensor, "users batch ..."], device: torch.device) -> Int[Tensor, "users batch ..."]:
+        """A batch that was drawn, on the device that computes."""
+        return drawn.to(device)
+
+    def ahead(self) -> None:  # noqa: B027 (nothing, unless there is a device to copy to)
+        """A step's work has been handed to the device, and will take a while: time for what the next one needs."""
+
     @abstractmethod
     def sweep(self, trainers: Sequence[int], round_number: int) -> Iterator[Int[Tensor, "users batch ..."]]:
         """Batches that stand for each trainer's training data as a whole."""

@@ -29,6 +29,7 @@ from comingle.engines.training import Portions, check_needs
 from comingle.methods.base import Method
 from comingle.methods.client import Phase
 from comingle.models.model import Model
+from comingle.plugins import require
 from comingle.privacy.examples import Examples
 from comingle.trees import CLIENT_ROUTER, STATISTICS, Tree, flatten, restrict
 
@@ -59,6 +60,12 @@ class Steps:
     def feed(self) -> Feed:
         """The trainers' data."""
         return self.source if isinstance(self.source, Feed) else self.source()
+
+    @cached_property
+    def batches(self) -> Any:
+        """What draws the feed's batches and puts them on the device: the feed, or for GPUs what copies them ahead."""
+        ahead = self.model.device.type == "cuda"
+        return require("comingle.gpu", "ahead")(self.feed, self.model.device) if ahead else self.feed
 
     @cached_property
     def portions(self) -> Portions:
@@ -138,7 +145,7 @@ class Steps:
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """Losses and gradients of a fresh batch of each user."""
         number = cohort.round_number
-        drawn = self.feed.draw(cohort.owners, phase, number, step, repeat)
+        drawn = self.batches.draw(cohort.owners, phase, number, step, repeat)
         noise = self._noise(cohort.names, number, phase.purpose, step, repeat)
         with self.model.randomness(self.training.seed, cohort.names[0], number, step, repeat):
             return self.gradient(cohort, drawn, phase, noise, names)
@@ -276,8 +283,8 @@ class Steps:
         for name in trained:
             tensors[name] = tensors[name].detach().requires_grad_()
         model = self.model.without(phase.without) if phase.without else self.model
-        total, gradients = torch.zeros(len(owners)), Tree()
-        for part in drawn.to(rows.device).split(self.portions.sequences, dim=1):
+        total, gradients = torch.zeros(len(owners), device=rows.device), Tree()
+        for part in self.batches.move(drawn, rows.device).split(self.portions.sequences, dim=1):
             counted = self.feed.counted(part)
             share = counted.to(rows.dtype) / whole.to(rows)
             batch: Any = self.feed.read(phase.stream, owners, part)
@@ -294,9 +301,10 @@ class Steps:
             for name, gradient in grads.items():
                 earlier = gradients.get(name)
                 gradients[name] = gradient.to(rows.dtype) if earlier is None else earlier + gradient
-            total += (share * means.detach()).float().cpu()
+            total += (share * means.detach()).float()
         self._keep_statistics(rows, tensors)
-        return total, gradients
+        self.batches.ahead()
+        return total.cpu(), gradients
 
     def _left(self, tensors: Tree, phase: Phase) -> Tree:
         """What the model of a phase's passes has."""

@@ -19,6 +19,7 @@ from comingle.models.language import backbone
 from comingle.models.mixed import MixedLanguageModel, mix_language_model
 from comingle.models.model import Model
 from comingle.models.pretrained import PreTrainedTokenizerBase
+from comingle.plugins import require
 from comingle.recipes import Recipe
 from comingle.trees import BASE
 
@@ -107,6 +108,8 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens
         residual=placement.residual,
         checkpointed=recipe.runtime.gradient_checkpointing,
     )
+    for name in recipe.runtime.gpu:
+        model = require("comingle.gpu", name)(model)
     if mixture is None:
         return model
     return ensemble(model, mixture, generalists=method.placement.generalists, specialists=max(specialists))

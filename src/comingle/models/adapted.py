@@ -95,13 +95,18 @@ class AdaptedModel(Model):
         ``batch`` belongs to user ``users[i]``, who may occupy several. ``train`` changes nothing: there is no dropout.
         ``powers`` multiply each row's logits, and are for heads without bias and cap.
         """
-        self.adapters.bind(tensors, users)
-        inputs, targets = inputs_of(batch), batch[..., 1:]
+        hidden, penalty = self.states(*self.adapters.of_users(tensors, users), inputs_of(batch))
+        hidden = hidden if powers is None else hidden * powers.to(hidden).view(-1, 1, 1, 1)
+        return cross_entropy(hidden, self.head, batch[..., 1:]), penalty
+
+    def states(
+        self, tensors: Tree, present: Bool[Tensor, "users experts"], inputs: Int[Tensor, "users batch context"]
+    ) -> tuple[Float[Tensor, "users batch context width"], Float[Tensor, " users"] | float]:
+        """What the head reads, and :meth:`losses`' penalty, of what :meth:`Adapters.of_users` has found."""
+        self.adapters.place(tensors, present)
         with giving_back() if self.base.quantised else nullcontext():
             hidden = self.backbone(input_ids=inputs.flatten(0, 1), use_cache=False).last_hidden_state
-        hidden = hidden.view(*targets.shape, -1)
-        hidden = hidden if powers is None else hidden * powers.to(hidden).view(-1, 1, 1, 1)
-        return cross_entropy(hidden, self.head, targets), self.adapters.penalties()
+        return hidden.view(*inputs.shape, -1), self.adapters.penalties()
 
     def losses_of_each(
         self, tensors: Tree, users: Sequence[int], batch: Windows

@@ -47,12 +47,6 @@ def _require_cuda(device: torch.device) -> None:
         raise BaseModelError(f"device: got {str(device)!r}, but torch finds {torch.cuda.device_count()} CUDA GPUs.")
 
 
-def take_gpu(number: int) -> None:
-    """Have this process, one of several on this machine, compute on a GPU of its own where there are enough of them."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(number % torch.cuda.device_count())
-
-
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """The format of the weights: "auto" is bfloat16 where `device` multiplies it fast, else float32.
 

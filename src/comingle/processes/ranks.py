@@ -202,7 +202,7 @@ def joined(place: Place) -> Iterator[Ranks]:
         store, rank, size = next(rendezvous(url, place.rank, place.size))
         # A launcher's second attempt, or a program's second run, may find the addresses of the first in the same store.
         store = PrefixStore(f"comingle/{place.restarts}/{next(_JOINED)}", store)
-        backend = _BOTH if torch.cuda.is_available() else _GLOO
+        backend = _BOTH if torch.cuda.is_available() and dist.is_nccl_available() else _GLOO
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     try:
         ranks = Ranks(place)

@@ -19,7 +19,6 @@ from comingle.errors import RecipeError
 from comingle.kinds.base import Materials, later
 from comingle.methods import make
 from comingle.methods.base import Method
-from comingle.models.hardware import take_gpu
 from comingle.privacy.examples import Work
 from comingle.privacy.ledger import Ledger
 from comingle.processes.launched import Place
@@ -164,6 +163,12 @@ def check_device(recipe: Recipe, place: Place) -> None:
         told = f"{place.local_size} processes on a machine with {gpus} GPUs"
         raise RecipeError(f"runtime.device: {told}; allowed: a process for each GPU, or cpu")
     take_gpu(place.local_rank)
+
+
+def take_gpu(number: int) -> None:
+    """Have this process, one of several on this machine, compute on a GPU of its own where there are enough of them."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(number % torch.cuda.device_count())
 
 
 def take_threads(recipe: Recipe, place: Place) -> None:

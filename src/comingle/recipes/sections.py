@@ -155,6 +155,7 @@ class RuntimeSection(Section):
     store: Literal["memory", "disk", "disk-bf16"] = Training.store
     users_per_step: Literal["auto"] | Count | None = Training.users_per_step
     gradient_checkpointing: bool = False
+    gpu: list[Literal["triton", "graphs"]] = Field(default_factory=list)
     micro_batch: Count | None = Training.micro_batch
     track: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
 

@@ -25,9 +25,9 @@ from comingle.data.answers import Encoded, Question, UserAnswers, as_answers, en
 from comingle.data.hub import FOLDER_VARIABLE, HUB_PREFIX
 from comingle.data.json_lines import Row, read_json_lines
 from comingle.data.seeds import generator
-from comingle.data.sources import iterate_values
 from comingle.errors import DataError, RecipeError, did_you_mean
 from comingle.papers.questions.rows import COLUMNS, QUESTIONS_OF
+from comingle.papers.values import iterate_values
 
 logger = logging.getLogger("comingle")
 

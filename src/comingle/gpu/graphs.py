@@ -1,0 +1,168 @@
+"""CUDA graphs for a step: the base with its adapters, forward and backward, launched as a whole.
+
+A pass of many small kernels waits for Python, which launches them one by one. A :class:`Recording` launches them once,
+with inputs that stay where they are in memory, and from then on copies its inputs there and replays. It has two graphs,
+one up to what the head reads and one for its gradients; the loss, the head and the optimiser are no part of it, and
+are launched as ever. On a CPU, which has no graphs, a replay is a plain call on the same memory: for tests alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from comingle.errors import lacks_memory
+from comingle.models.adapted import AdaptedModel
+from comingle.records import logger
+from comingle.trees import Tree
+
+MOST = 16
+"""So many recordings a model has, one for each set of shapes; what comes later is not recorded."""
+WARM = 3
+"""Passes before a recording, in which code is compiled and libraries choose."""
+
+Key = tuple[Any, ...]
+Work = Callable[[], None]
+
+
+def recorded(model: AdaptedModel) -> AdaptedModel:
+    """``runtime.gpu: [graphs]``: the model, whose passes in training are recorded and replayed."""
+    return RecordedModel(**vars(model))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedModel(AdaptedModel):
+    """A model with its recordings; those with fewer experts or users of it have the same."""
+
+    recordings: dict[Key, Recording | None] = field(default_factory=dict)
+
+    def states(self, tensors: Tree, present: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor | float]:
+        """As any model's; replayed in training, unless somebody looks at gates on the way."""
+        trained = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
+        watched = any(mlp.router.watched for mlp in self.adapters.experts.values())
+        if not trained or watched or isinstance(inputs, FakeTensor):
+            return super().states(tensors, present, inputs)
+        given = (*tensors.values(), present, inputs)
+        key = (*tensors, *((t.shape, t.dtype, t.requires_grad) for t in given))
+        if key not in self.recordings and len(self.recordings) < MOST:
+            self.recordings[key] = self._record(tuple(tensors), given)
+        recording = self.recordings.get(key)
+        if recording is None or recording.busy:
+            return super().states(tensors, present, inputs)
+        found: Any = _Replayed.apply(recording, *given)
+        return found if len(found) == 2 else (*found, recording.penalty)
+
+    def _record(self, names: tuple[str, ...], given: Sequence[Tensor]) -> Recording | None:
+        """None where it cannot be recorded, which is told."""
+        plain = super().states
+
+        def run(*static: Tensor) -> tuple[Tensor, Tensor | float]:
+            return plain(dict(zip(names, static, strict=False)), static[-2], static[-1])
+
+        try:
+            return Recording(run, given)
+        except RuntimeError as error:
+            if lacks_memory(error):
+                raise
+            why = " ".join(str(error).split())[:200]
+            logger.warning("runtime.gpu: a pass could not be recorded and runs as without graphs (%s)", why)
+            return None
+
+
+class Recording:
+    """A function of tensors, and its gradients at those that require one, in memory that stays."""
+
+    def __init__(self, run: Callable[..., tuple[Tensor, Tensor | float]], given: Sequence[Tensor]):
+        self.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]
+        self.leaves = [t for t in self.inputs if t.requires_grad]
+        self.run = run
+        self.penalty = 0.0
+        self.taken: weakref.ref[Taken] | None = None
+        device = given[0].device
+        warm(self._warm, device)
+        pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.forward = capture(self._forward, device, pool)
+        self.reached = [torch.empty_like(t) if t.requires_grad else None for t in self.outputs]
+        self.backward = capture(self._backward, device, pool)
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody has replayed the forward pass and may still want gradients of that."""
+        taken = None if self.taken is None else self.taken()
+        return taken is not None and not taken.done
+
+    def _forward(self) -> None:
+        with torch.enable_grad():
+            hidden, penalty = self.run(*self.inputs)
+        self.outputs = [hidden, penalty] if isinstance(penalty, Tensor) else [hidden]
+        self.penalty = penalty if isinstance(penalty, float) else 0.0
+
+    def _backward(self) -> None:
+        pairs = [(t, d) for t, d in zip(self.outputs, self.reached, strict=True) if d is not None]
+        outputs, reached = zip(*pairs, strict=True)
+        self.gradients = torch.autograd.grad(outputs, self.leaves, reached, materialize_grads=True)
+
+    def _warm(self) -> None:
+        self._forward()
+        self.reached = [torch.zeros_like(t) if t.requires_grad else None for t in self.outputs]
+        self._backward()
+        del self.outputs, self.reached, self.gradients
+
+
+class Taken:
+    """One replay of a forward pass; ``done`` once it has had its gradients."""
+
+    done = False
+
+
+class _Replayed(torch.autograd.Function):
+    """Results are copies: the next replay writes over what a recording holds."""
+
+    @staticmethod
+    def forward(ctx: Any, recording: Recording, *given: Tensor) -> tuple[Tensor, ...]:
+        for static, t in zip(recording.inputs, given, strict=True):
+            static.detach().copy_(t)
+        recording.forward()
+        ctx.recording, ctx.taken = recording, Taken()
+        recording.taken = weakref.ref(ctx.taken)
+        return tuple(t.detach().clone() for t in recording.outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *reached: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        recording, ctx.taken.done = ctx.recording, True
+        for static, d in zip(recording.reached, reached, strict=True):
+            if static is not None:
+                static.copy_(d)
+        recording.backward()
+        found = iter(recording.gradients)
+        return None, *(next(found).clone() if t.requires_grad else None for t in recording.inputs)
+
+
+def warm(work: Work, device: torch.device) -> None:
+    """Do something as often as it takes before it can be captured, beside what is going on."""
+    if device.type != "cuda":
+        return
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(WARM):
+            work()
+    torch.cuda.current_stream().wait_stream(beside)
+    torch.cuda.synchronize()
+
+
+def capture(work: Work, device: torch.device, pool: Any) -> Work:
+    """What does the same as ``work``, which is called once: replays its graph, or calls it where there are none."""
+    if device.type != "cuda":
+        work()
+        return work
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        work()
+    return graph.replay

@@ -1,0 +1,225 @@
+"""The hidden part of a mixture of experts as Triton kernels: the formulas are those at the head of ``mixture.cpp``.
+
+A program has a tile: some tokens of a user and some columns of the hidden width. What is summed over columns leaves
+it as one part for each chunk of columns, what is summed over tokens as one for each range of them, so that sums are
+added in an order that sizes alone decide. Tiles are multiplied in the tensors' own format and added up in float32;
+ranks are filled with zeros up to what a tensor core takes.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether kernels run on the CPU, in Triton's interpreter (``TRITON_INTERPRET=1``)."""
+_WIDENED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def _dot(one, other, PRECISION: tl.constexpr):
+    """A product of tiles, added up in float32. Triton's interpreter multiplies bf16 as if it were whole numbers."""
+    if _WIDENED:
+        one, other = one.to(tl.float32), other.to(tl.float32)
+    return tl.dot(one, other, input_precision=PRECISION)
+
+
+@triton.jit
+def _activation(x, ACT: tl.constexpr):
+    """(value, derivative), as in ``adapters/kernels.py``; ``ACT`` counts as ``native.ACTIVATIONS`` does."""
+    if ACT == 0:  # gelu_tanh, c = 2 sqrt(2 / pi)
+        square = x * x
+        s = tl.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * square))
+        value = x * s
+        slope = s + value * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * square)
+    elif ACT == 1:  # gelu_erf
+        cdf = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+        value = x * cdf
+        slope = cdf + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    elif ACT == 2:  # silu
+        s = tl.sigmoid(x)
+        value = x * s
+        slope = s + value * (1 - s)
+    else:  # relu; a NaN stays one
+        value = tl.where(x < 0, 0.0, x)
+        slope = tl.where(x > 0, 1.0, 0.0)
+    return value, slope
+
+
+@triton.jit
+def _base(base, bias, places, there, c, hidden, BIASED: tl.constexpr):
+    """A tile of the base's pre-activations, in float32."""
+    tile = tl.load(base + places, mask=there, other=0.0).to(tl.float32)
+    if BIASED:
+        tile += tl.load(bias + c, mask=c < hidden, other=0.0).to(tl.float32)[None, :]
+    return tile
+
+
+@triton.jit
+def _thin(start, row, real, at, RANK: tl.constexpr, WIDE: tl.constexpr):
+    """Columns ``[at, at + RANK)`` of some rows, filled with zeros."""
+    r = tl.arange(0, WIDE)
+    return tl.load(start + row[:, None] + (at + r)[None, :], mask=real[:, None] & (r < RANK)[None, :], other=0.0)
+
+
+@triton.jit
+def _factor(factor, number, c, hidden, RANK: tl.constexpr, WIDE: tl.constexpr):
+    """Some columns of one expert's factor ``(rank, hidden)``, filled with zeros."""
+    r = tl.arange(0, WIDE)
+    places = (number * RANK + r)[:, None] * hidden + c[None, :]
+    return tl.load(factor + places, mask=(r < RANK)[:, None] & (c < hidden)[None, :], other=0.0)
+
+
+@triton.jit
+def forward(
+    base_0, base_1, bias_0, bias_1, z, gates, b_0, b_1, a, mixed, last,
+    n, hidden, scale, z_user, z_row,
+    ACT: tl.constexpr, FIRST: tl.constexpr, BIASED_0: tl.constexpr, BIASED_1: tl.constexpr, EXPERTS: tl.constexpr,
+    RANK: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``mixed``, and each chunk's part of ``h_j A_j^T``, not scaled yet. Programs: chunks, blocks of tokens, users."""
+    user, chunk = tl.program_id(2).to(tl.int64), tl.program_id(0)
+    t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    c = chunk * COLUMNS + tl.arange(0, COLUMNS)
+    r, real, token = tl.arange(0, WIDE), t < n, user * n + t
+    there = real[:, None] & (c < hidden)[None, :]
+    places = token[:, None] * hidden + c[None, :]
+    row = user * z_user + t.to(tl.int64) * z_row
+    one = _base(base_0, bias_0, places, there, c, hidden, BIASED_0)
+    two = one
+    if FIRST == 2:
+        two = _base(base_1, bias_1, places, there, c, hidden, BIASED_1)
+    total = tl.zeros((TOKENS, COLUMNS), tl.float32)
+    part = (chunk * tl.num_programs(2) * n + token) * (EXPERTS * RANK)
+    for j in tl.static_range(EXPERTS):
+        lora = _dot(
+            _thin(z, row, real, j * RANK, RANK, WIDE),
+            _factor(b_0, user * EXPERTS + j, c, hidden, RANK, WIDE), PRECISION,
+        )  # fmt: skip
+        h, _ = _activation(one + scale * lora, ACT)
+        if FIRST == 2:
+            lora = _dot(
+                _thin(z, row, real, (EXPERTS + j) * RANK, RANK, WIDE),
+                _factor(b_1, user * EXPERTS + j, c, hidden, RANK, WIDE), PRECISION,
+            )  # fmt: skip
+            h *= two + scale * lora
+        p = tl.load(gates + token * EXPERTS + j, mask=real, other=0.0)
+        total += p[:, None] * h
+        factor = _factor(a, user * EXPERTS + j, c, hidden, RANK, WIDE)
+        product = _dot(h.to(factor.dtype), tl.trans(factor), PRECISION)
+        at = last + part[:, None] + (j * RANK + r)[None, :]
+        tl.store(at, product, mask=real[:, None] & (r < RANK)[None, :])
+    tl.store(mixed + places, total.to(mixed.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _expert(
+    one, two, d_mixed, z_0, z_1, d_gated, p, b_0, b_1, a, scale,
+    ACT: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One expert's ``h``, gradients of its pre-activations, and ``d_z_last``; all of it computed anew."""
+    value, slope = _activation(one + scale * _dot(z_0, b_0, PRECISION), ACT)
+    d_last = (scale * p[:, None] * d_gated.to(tl.float32)).to(a.dtype)
+    d_h = p[:, None] * d_mixed + _dot(d_last, a, PRECISION)
+    h, d_one, d_two = value, d_h * slope, d_h
+    if FIRST == 2:
+        up = two + scale * _dot(z_1, b_1, PRECISION)
+        h, d_one, d_two = value * up, d_one * up, d_h * value
+    return h, d_one, d_two, d_last
+
+
+@triton.jit
+def backward(
+    base_0, base_1, bias_0, bias_1, z, gates, b_0, b_1, a, d_mixed, d_gated, d_base_0, d_base_1, d_z, d_gates,
+    n, hidden, scale, z_user, z_row,
+    ACT: tl.constexpr, FIRST: tl.constexpr, BIASED_0: tl.constexpr, BIASED_1: tl.constexpr, EXPERTS: tl.constexpr,
+    RANK: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``d_base``, and each chunk's part of ``d_z`` (not scaled yet) and ``d_mixed . h_j``. Programs: as ``forward``."""
+    user, chunk = tl.program_id(2).to(tl.int64), tl.program_id(0)
+    t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    c = chunk * COLUMNS + tl.arange(0, COLUMNS)
+    r, real, token = tl.arange(0, WIDE), t < n, user * n + t
+    there = real[:, None] & (c < hidden)[None, :]
+    places = token[:, None] * hidden + c[None, :]
+    row, row_last = user * z_user + t.to(tl.int64) * z_row, token * (EXPERTS * RANK)
+    one = _base(base_0, bias_0, places, there, c, hidden, BIASED_0)
+    two = one
+    if FIRST == 2:
+        two = _base(base_1, bias_1, places, there, c, hidden, BIASED_1)
+    reached = tl.load(d_mixed + places, mask=there, other=0.0).to(tl.float32)
+    total_0, total_1 = tl.zeros((TOKENS, COLUMNS), tl.float32), tl.zeros((TOKENS, COLUMNS), tl.float32)
+    part = chunk * tl.num_programs(2) * n + token
+    thin = real[:, None] & (r < RANK)[None, :]
+    for j in tl.static_range(EXPERTS):
+        number = user * EXPERTS + j
+        p = tl.load(gates + token * EXPERTS + j, mask=real, other=0.0)
+        turned_0 = _factor(b_0, number, c, hidden, RANK, WIDE)
+        turned_1 = _factor(b_1, number, c, hidden, RANK, WIDE)
+        h, d_one, d_two, _ = _expert(
+            one, two, reached,
+            _thin(z, row, real, j * RANK, RANK, WIDE),
+            _thin(z, row, real, ((FIRST - 1) * EXPERTS + j) * RANK, RANK, WIDE),
+            _thin(d_gated, row_last, real, j * RANK, RANK, WIDE),
+            p, turned_0, turned_1, _factor(a, number, c, hidden, RANK, WIDE),
+            scale, ACT, FIRST, PRECISION,
+        )  # fmt: skip
+        tl.store(d_gates + part * EXPERTS + j, tl.sum(reached * h, 1), mask=real)
+        total_0 += d_one
+        at = d_z + (part * (FIRST * EXPERTS) + j)[:, None] * RANK + r[None, :]
+        tl.store(at, _dot(d_one.to(turned_0.dtype), tl.trans(turned_0), PRECISION), mask=thin)
+        if FIRST == 2:
+            total_1 += d_two
+            product = _dot(d_two.to(turned_1.dtype), tl.trans(turned_1), PRECISION)
+            tl.store(at + EXPERTS * RANK, product, mask=thin)
+    tl.store(d_base_0 + places, total_0.to(d_base_0.dtype.element_ty), mask=there)
+    if FIRST == 2:
+        tl.store(d_base_1 + places, total_1.to(d_base_1.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def backward_factors(
+    base_0, base_1, bias_0, bias_1, z, gates, b_0, b_1, a, d_mixed, d_gated, d_b_0, d_b_1, d_a,
+    n, hidden, scale, z_user, z_row, span,
+    ACT: tl.constexpr, FIRST: tl.constexpr, BIASED_0: tl.constexpr, BIASED_1: tl.constexpr, EXPERTS: tl.constexpr,
+    RANK: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Each range's part of ``d_B`` and ``d_A``. Programs: chunks, ranges of ``span`` tokens, experts of all users."""
+    number, interval = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    user, j = number // EXPERTS, number % EXPERTS
+    c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    r = tl.arange(0, WIDE)
+    turned_0 = _factor(b_0, number, c, hidden, RANK, WIDE)
+    turned_1 = _factor(b_1, number, c, hidden, RANK, WIDE)
+    last = _factor(a, number, c, hidden, RANK, WIDE)
+    of_b_0, of_b_1 = tl.zeros((WIDE, COLUMNS), tl.float32), tl.zeros((WIDE, COLUMNS), tl.float32)
+    of_a = tl.zeros((WIDE, COLUMNS), tl.float32)
+    for start in range(interval * span, tl.minimum(n, interval * span + span), TOKENS):
+        t = start + tl.arange(0, TOKENS)
+        real, token = t < n, user * n + t
+        there = real[:, None] & (c < hidden)[None, :]
+        places = token[:, None] * hidden + c[None, :]
+        row = user * z_user + t.to(tl.int64) * z_row
+        one = _base(base_0, bias_0, places, there, c, hidden, BIASED_0)
+        two = one
+        if FIRST == 2:
+            two = _base(base_1, bias_1, places, there, c, hidden, BIASED_1)
+        z_0 = _thin(z, row, real, j * RANK, RANK, WIDE)
+        z_1 = _thin(z, row, real, ((FIRST - 1) * EXPERTS + j) * RANK, RANK, WIDE)
+        h, d_one, d_two, d_last = _expert(
+            one, two, tl.load(d_mixed + places, mask=there, other=0.0).to(tl.float32), z_0, z_1,
+            _thin(d_gated, token * (EXPERTS * RANK), real, j * RANK, RANK, WIDE),
+            tl.load(gates + token * EXPERTS + j, mask=real, other=0.0), turned_0, turned_1, last,
+            scale, ACT, FIRST, PRECISION,
+        )  # fmt: skip
+        of_b_0 += _dot(tl.trans(z_0), d_one.to(z_0.dtype), PRECISION)
+        of_a += _dot(tl.trans(d_last), h.to(d_last.dtype), PRECISION)
+        if FIRST == 2:
+            of_b_1 += _dot(tl.trans(z_1), d_two.to(z_1.dtype), PRECISION)
+    rows = (interval * tl.num_programs(2) + number) * RANK + r
+    at, mask = rows[:, None] * hidden + c[None, :], (r < RANK)[:, None] & (c < hidden)[None, :]
+    tl.store(d_b_0 + at, of_b_0 * scale, mask=mask)
+    tl.store(d_a + at, of_a, mask=mask)
+    if FIRST == 2:
+        tl.store(d_b_1 + at, of_b_1 * scale, mask=mask)
