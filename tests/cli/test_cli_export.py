@@ -40,9 +40,7 @@ def test_everybodys_is_written_below_the_folder(comingle: Any, run: Path, tmp_pa
     assert said.out.count("validation perplexity of this model: ") == 3
 
 
-def test_names_are_folders_below_that_of_to_and_nowhere_else(
-    comingle: Any, recipe_file: Path, tmp_path: Path
-) -> None:
+def test_names_are_folders_below_that_of_to_and_nowhere_else(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
     """Names may come from a column of somebody else's data."""
     content = yaml.safe_load(recipe_file.read_text())
     names = ["../../ann", str(tmp_path / "bob"), ".."]
