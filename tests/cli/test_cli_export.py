@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import AutoModelForCausalLM
 
 from comingle.comparing.api import compare
@@ -37,6 +38,22 @@ def test_everybodys_is_written_below_the_folder(comingle: Any, run: Path, tmp_pa
     assert said.code == 0
     assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["ann", "bob", "cem"]
     assert said.out.count("validation perplexity of this model: ") == 3
+
+
+def test_names_are_folders_below_that_of_to_and_nowhere_else(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:
+    """Names may come from a column of somebody else's data."""
+    content = yaml.safe_load(recipe_file.read_text())
+    names = ["../../ann", str(tmp_path / "bob"), ".."]
+    content["data"]["users"] = dict(zip(names, content["data"]["users"].values(), strict=True))
+    recipe_file.write_text(yaml.safe_dump({**content, "method": "fedit"}))
+    api.run(recipe_file, out=tmp_path / "run")
+    before = {path for path in tmp_path.iterdir() if path.name != "all"}
+    said = comingle("export", tmp_path / "run", "--user", "all", "--to", tmp_path / "all", "--format", "peft")
+    assert (said.code, said.err) == (0, "")
+    assert {path for path in tmp_path.iterdir() if path.name != "all"} == before
+    folders = {path.name for path in (tmp_path / "all").iterdir()}
+    assert folders == {"..%2F..%2Fann", str(tmp_path / "bob").replace("/", "%2F"), "%2E%2E"}
+    assert {child.name for child in (tmp_path / "all" / "%2E%2E").iterdir()} >= {"adapter_config.json"}
 
 
 def test_a_run_of_a_comparison_is_named(comingle: Any, run: Path, tmp_path: Path) -> None:

@@ -30,6 +30,16 @@ def test_a_newcomers_run_is_told_and_used(comingle: Any, run: Path, eve: Path, t
     assert "exists" in again.err
 
 
+def test_a_name_is_no_path(
+    comingle: Any, run: Path, eve: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    said = comingle("join", run, "--name", "x/../../../eve", "--data", eve, "--rounds", 1, "--quiet")
+    assert said.code == 0, said.err
+    assert [path.name for path in (tmp_path / "here" / "runs").iterdir()] == ["run-x%2F..%2F..%2F..%2Feve"]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -87,6 +87,13 @@ def one_line(answer: Any) -> str:
     return line.removeprefix("comingle: ")
 
 
+def test_a_misspelt_verb_gets_one_hint(comingle: Any) -> None:
+    """Not one of typer's and another of click's."""
+    said = comingle("runn")
+    assert said.code == 2
+    assert said.err.count("Did you mean 'run'?") == 1
+
+
 @pytest.mark.parametrize("mistake", SETTINGS)
 def test_a_wrong_setting(
     comingle: Any, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from comingle.errors import RunError
+from comingle.inputs import SPLITS, Inputs, UserInputs, write_inputs
 from comingle.reports.notices import notices
 from comingle.reports.runs import find_runs, read_entries, read_run
 
@@ -109,6 +110,38 @@ def test_less_of_the_same_task_can_be_compared_and_another_cannot(write_run: Any
     assert notices(read_entries([full, reduced])) == []
     (notice,) = notices(read_entries([full, of("turned", fraction=1.0, shift="rotate")]))
     assert notice == "These runs have different tasks: their numbers may not be comparable."
+
+
+def test_data_that_changed_between_runs_of_one_recipe_is_told(write_run: Any) -> None:
+    """As where a comparison goes on with another method after somebody's file was edited."""
+
+    def of(name: str, method: str, text: str = "old", base: str = "b", seed: int = 0) -> Path:
+        folder = write_run(name, method, CURVE, seed=seed)
+        digests = {"ann": "ann's", "bob": text}
+        users = {
+            user: UserInputs(counts=dict.fromkeys(SPLITS, 5), digests=dict.fromkeys(SPLITS, digest))
+            for user, digest in digests.items()
+        }
+        write_inputs(folder, Inputs(kind="text", base=base, tokenizer="t", users=users))
+        return folder
+
+    one, other_seed = of("one", "local"), of("other-seed", "local", text="drawn otherwise", seed=1)
+    silent = write_run("old", "pfedmoe", CURVE)
+    assert notices(read_entries([one, of("two", "fedavg"), other_seed, silent])) == []
+    edited = of("edited", "comigs-1g1s", text="new")
+    (notice,) = notices(read_entries([one, edited]))
+    assert f"{edited} and {one} have the same recipe, but the data of bob changed in between: do not compare" in notice
+    (notice,) = notices(read_entries([one, of("rebased", "ditto", base="c")]))
+    assert "the base changed in between: do not compare" in notice
+
+
+def test_one_of_two_runs_of_a_recipe_and_seed_counts_and_that_is_said(
+    write_run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, again = write_run("one", "local", CURVE), write_run("again", "local", CURVE)
+    (entry,) = read_entries([one, again])
+    assert [run.folder for run in entry.runs] == [one]
+    assert caplog.messages == [f"{again}: left out, as it has the recipe and the seed of {one}"]
 
 
 def test_a_reader_is_told_what_cannot_be_compared(write_run: Any) -> None:

@@ -176,6 +176,9 @@ def test_narrow_and_dark(browser: Any, address: str, scheme: str, width: int) ->
         browser.execute_script("document.querySelector('#length').value = 60")
         say(browser, "the longest of them all", 2 * (1 + 0))
         wait(browser, lambda: every(browser, ".token"))
+        browser.execute_script(  # a user's name of any length
+            "for (const one of document.querySelectorAll('.model')) one.add(new Option('name '.repeat(30)));"
+        )
         wide = browser.execute_script(
             "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
         )

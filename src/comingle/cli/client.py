@@ -38,8 +38,9 @@ def client(
         "server": server,
         **{k: str(v.absolute()) for k, v in (("state", state), ("certificates", certificates), ("key", key)) if v},
     }
+    from comingle.data.names import as_folder
     from comingle.federation.participating import take_part
 
     if file is None and name is None:
         raise RecipeError("client: nobody; give a participant's file, or --name and --data")
-    take_part(file, given, default=Path(name or "participant") / _FILE, say=speaker(quiet=quiet), stays=stay)
+    take_part(file, given, default=Path(as_folder(name or "participant")) / _FILE, say=speaker(quiet=quiet), stays=stay)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from comingle.cli.options import Force, Quiet
+from comingle.data.names import as_folder
 from comingle.errors import require_user
 
 
@@ -72,5 +73,5 @@ def targets_of(user: str, users: Sequence[str], to: Path) -> dict[str, Path]:
         DataError: no such user.
     """
     if user == "all" and "all" not in users:
-        return {name: to / name for name in users}
+        return {name: to / as_folder(name) for name in users}
     return {require_user(user, users, "--user: "): to}

@@ -32,6 +32,7 @@ def join(
     What is shared is taken as it is; what a user has of its own is trained on the newcomer's data alone.
     """
     from comingle.cli.progress import console, status
+    from comingle.data.names import as_folder
     from comingle.joining.joining import join_run, newcomer
     from comingle.progress import reporting
     from comingle.reports.joined import render_joined
@@ -41,7 +42,7 @@ def join(
 
     with status("opening the run"):
         opened = load(run)
-    folder = out or Path("runs") / f"{run.resolve().name}-{name}"
+    folder = out or Path("runs") / f"{run.resolve().name}-{as_folder(name)}"
     who = newcomer(opened, name, data, rounds=rounds, local_step=local_step)
     with reporting(quiet=quiet) as reporter:
         done = join_run(opened, who, folder, reporter, given=NOTHING, force=force)

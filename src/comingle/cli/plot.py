@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from comingle.cli.options import named
-from comingle.cli.report import Length, Replace, Runs, Texts, Users, check_target, require_packages
+from comingle.cli.report import Length, Replace, Runs, Texts, Users, check_target, require_packages, warn_unlike
 from comingle.errors import RecipeError, RunError, did_you_mean
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def plot(
     for name, _, _ in drawn:
         for ending in (".png", ".svg", ".csv"):
             check_target(folder / f"{name}{ending}", force=force)
+    warn_unlike(entries)
     for name, one, sheet in drawn:
         save(one, folder, name)
         write_text(folder / f"{name}.csv", csv_text(sheet))

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from comingle.kinds.base import Materials
 from comingle.kinds.language import NETS
 from comingle.kinds.samples.nets import net_name
 from comingle.recipes import Recipe
+from comingle.reports.framing import Table
 from comingle.terminal import printable, words
 
 _SAMPLE_CHARACTERS = 160

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from comingle.cli.options import named
 from comingle.errors import ComingleError, RunError
+
+if TYPE_CHECKING:
+    from comingle.reports.runs import Entry
 
 Runs = Annotated[
     list[Path], typer.Argument(metavar="RUN", help="Run folders, or folders of comparisons: all runs inside.")
@@ -67,9 +72,19 @@ def report(
         write_text(path, page)
     except OSError as error:
         raise RunError(f"{path}: cannot be written: {error.strerror}") from None
+    warn_unlike(entries)
     console.print(f"{path}  {len(page.encode()) / 1e6:.2f} MB; open it in a browser", highlight=False)
     if any(one.owner for view in views for one in view.texts):
         console.print("it shows the beginning of each user's test text; --no-tokens leaves text out", style="dim")
+
+
+def warn_unlike(entries: Sequence[Entry]) -> None:
+    """Say why numbers of these runs should not be compared, where that is so."""
+    from comingle.reports.notices import unlike
+    from comingle.terminal import errors, words
+
+    for line in unlike(entries):
+        errors.print(Text.assemble(("warning: ", "yellow"), words(line)), highlight=False, soft_wrap=True)
 
 
 def require_packages(verb: str) -> None:

@@ -43,7 +43,12 @@ class Verbs(TyperGroup):
         Raises:
             RecipeError: a launcher has started several processes of a verb that runs in one.
         """
-        found = super().resolve_command(ctx, args)
+        try:
+            found = super().resolve_command(ctx, args)
+        except Exception as error:
+            if "Did you mean" in getattr(error, "message", ""):  # typer's hint, which click from 8.4 on gives itself
+                vars(error).update(possibilities=None)
+            raise
         if found[0] != IN_SEVERAL and find_place() is not None:
             raise RecipeError(f"{found[0]}: runs in one process; several are for `comingle {IN_SEVERAL}`")
         return found

@@ -11,6 +11,17 @@ _REFUSED = frozenset({"Cc", "Zl", "Zp", "Cs"})
 _DISGUISES = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\ufeff")
 
 
+def as_folder(name: str) -> str:
+    """A user's name as that of one folder, whatever a path would make of it; ordinary names stay as they are.
+
+    >>> as_folder("Ann Lee"), as_folder("../ann"), as_folder("..")
+    ('Ann Lee', '..%2Fann', '%2E%2E')
+    """
+    if name.strip(".") == "":
+        return name.replace(".", "%2E")
+    return name.replace("%", "%25").replace("/", "%2F").replace("\\", "%5C")
+
+
 def name_problem(names: Iterable[str]) -> str | None:
     """What is wrong with the first of these names that is empty, unprintable, or there twice; None where none is."""
     seen: set[str] = set()

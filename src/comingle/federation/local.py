@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from comingle.data.names import as_folder
 from comingle.federation.files import Participant, save_participant, save_plan
 from comingle.federation.patience import Patience
 from comingle.federation.public import public_part
@@ -50,10 +51,10 @@ def federate(
     threads = {"threads": max(1, (os.cpu_count() or 1) // len(owns))}  # all of them share this machine's cores
     for own in owns:
         own = own if recipe.runtime.threads else own.model_copy(update={"runtime": threads})
-        state = folder / USERS / own.name
+        state = folder / USERS / as_folder(own.name)
         save_participant(state / FILE, Participant(**own.model_dump(exclude_defaults=True), state="."))
     link = SuperLink(folder=folder, say=say)
-    nodes = [_node(folder / USERS / own.name, own.name, link.address, say) for own in owns]
+    nodes = [_node(folder / USERS / as_folder(own.name), own.name, link.address, say) for own in owns]
     settings = {"federation": str((folder / PLAN).absolute()), "users": spell(plan.users)}
     try:
         coordinate(link, settings, lambda: _tend(nodes))

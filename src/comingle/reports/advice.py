@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from rich.table import Table
-
 from comingle.records import MEASURES, measure_of
+from comingle.reports.framing import Table
 from comingle.reports.measures import change, change_text
 from comingle.reports.series import Gain, spread
 from comingle.reports.significance import interval

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 from rich.text import Text
 
 from comingle.errors import RecipeError, did_you_mean
+from comingle.reports.framing import Table
 from comingle.reports.measures import as_change, change_text, difference, is_worse, markdown_line, reach_text, rule
 from comingle.reports.significance import (
     ERROR,

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from rich.table import Table
-
 from comingle.errors import RunError
 from comingle.records import write_json, write_text
 from comingle.reports.audit import VIEWS, Audit, mean_told, reach_told, verdict
+from comingle.reports.framing import Table
 from comingle.reports.series import interval
 from comingle.terminal import printable, words
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
+from comingle.reports.framing import Table
 from comingle.reports.tables import megabytes
 from comingle.terminal import printable, words
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich.table import Table
-
 from comingle.records import number
+from comingle.reports.framing import Table
 from comingle.reports.measures import rule
 from comingle.terminal import printable, words
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from comingle.errors import RunError
+from comingle.inputs import Inputs, read_inputs
 from comingle.records import sample_told
-from comingle.reports.runs import Entry
+from comingle.reports.runs import Entry, RunRecord
 
 
 def _tested(key: str) -> bool:
@@ -15,6 +17,18 @@ def _tested(key: str) -> bool:
 
 def notices(entries: Sequence[Entry]) -> list[str]:
     """What a reader must know before comparing these entries: other bases, other test text, unfinished runs."""
+    lines = unlike(entries)
+    for run in (run for entry in entries for run in entry.runs):
+        if run.metrics is None:
+            last = run.evaluations[-1].round
+            lines.append(f"{run.folder.name} has not finished: evaluated after round {last} of {run.planned_rounds}.")
+        elif sample := sample_told(run.metrics):
+            lines.append(f"{run.folder.name}: {sample}.")
+    return lines
+
+
+def unlike(entries: Sequence[Entry]) -> list[str]:
+    """Why numbers of these entries should not be compared: other bases, other test text, data that has changed."""
     runs = [run for entry in entries for run in entry.runs]
     lines = []
     bases = sorted({run.base for run in runs})
@@ -28,10 +42,23 @@ def notices(entries: Sequence[Entry]) -> list[str]:
             else ("have different tasks: their numbers")
         )
         lines.append(f"These runs {what} may not be comparable.")
+    return lines + _changed(runs)
+
+
+def _changed(runs: Sequence[RunRecord]) -> list[str]:
+    """Where recipes are the same and what was read is not, by its digests; of folders that do not tell, nothing."""
+    lines: list[str] = []
+    first: dict[str, tuple[RunRecord, Inputs]] = {}
     for run in runs:
-        if run.metrics is None:
-            last = run.evaluations[-1].round
-            lines.append(f"{run.folder.name} has not finished: evaluated after round {last} of {run.planned_rounds}.")
-        elif sample := sample_told(run.metrics):
-            lines.append(f"{run.folder.name}: {sample}.")
+        try:
+            now = read_inputs(run.folder)
+        except RunError:
+            continue
+        read = [pair for pair in run.key if pair[0].startswith("data.") or pair[0] == "training.context"]
+        before, was = first.setdefault(repr((run.seed, run.base, now.tokenizer, read)), (run, now))
+        changed = ["the base"] if now.base != was.base else []
+        changed += [f"the data of {name}" for name, user in now.users.items() if user != was.users.get(name)]
+        if changed:
+            what = f"have the same recipe, but {changed[0]} changed in between: do not compare their numbers."
+            lines.append(f"{run.folder} and {before.folder} {what}")
     return lines

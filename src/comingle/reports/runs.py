@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,6 +13,8 @@ import yaml
 
 from comingle.errors import RunError
 from comingle.records import geometric_mean, measure_of, read_events, read_metrics
+
+logger = logging.getLogger(__name__)
 
 # What decides neither on the result nor on its name.
 _ASIDE = ("seed", "runtime", "checkpoints")
@@ -249,7 +252,8 @@ def read_entries(paths: Sequence[Path]) -> list[Entry]:
             )
     groups: dict[Any, dict[int, RunRecord]] = {}
     for run in runs:
-        groups.setdefault(repr(run.key), {}).setdefault(run.seed, run)
+        if (counted := groups.setdefault(repr(run.key), {}).setdefault(run.seed, run)) is not run:
+            logger.warning("%s: left out, as it has the recipe and the seed of %s", run.folder, counted.folder)
     several = [tuple(seeds[seed] for seed in sorted(seeds)) for seeds in groups.values()]
     labels = _labels([group[0] for group in several])
     return [Entry(label=label, runs=group) for label, group in zip(labels, several, strict=True)]

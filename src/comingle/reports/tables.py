@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from comingle.records import GEOMETRIC, geometric, measure_of, number, sample_told, write_json, write_text
@@ -22,6 +21,7 @@ from comingle.reports.crowds import (
     is_unequal,
     typical_budget,
 )
+from comingle.reports.framing import Table
 from comingle.reports.measures import byte_unit, markdown_line, rule
 from comingle.terminal import printable, words
 

@@ -11,10 +11,9 @@ from comingle.cli.options import Force, Out
 from comingle.errors import ComingleError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from comingle.papers.recipes.theory import TheoryRecipe
     from comingle.papers.theory.claims import Row
+    from comingle.reports.framing import Table
 
 
 def theory(
@@ -73,8 +72,7 @@ def _require_packages() -> None:
 
 def render(rows: list[Row]) -> Table:
     """A heading for each scheme, a line for each statement about it."""
-    from rich.table import Table
-
+    from comingle.reports.framing import Table
     from comingle.terminal import words
 
     table = Table("", title="what the tightest instance does, and what is predicted", title_justify="left", box=None)
