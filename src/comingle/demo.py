@@ -199,36 +199,3 @@ def read_demo(name: str) -> list[str]:
 def _read_once(name: str) -> tuple[str, ...]:
     """Looking through installed packages takes a second or two."""
     return tuple(DEMO_USERS[name]())
-
-
-def drop_near_duplicates(documents: Sequence[str]) -> list[str]:
-    """The documents that stay when none may repeat the others, cut in two or whole.
-
-    One that equals another repeats it, and one of which a head or a tail of any length, so the whole too, has more than
-    half of its shingles in other documents or elsewhere in itself. The shortest goes first, so the longest of several
-    versions stays. A document that was kept stays fine, as the rest only shrinks: however the result is split, and
-    whichever documents are cut in two for that, none has more than half of its shingles in the other part.
-    """
-    words = [split_words(document) for document in documents]
-    texts = Counter(map(" ".join, words))
-    shingles = [hash_shingles([some])[0].tolist() for some in words]
-    found = Counter(chain.from_iterable(shingles))
-    kept: list[int] = []
-    for index in sorted(range(len(documents)), key=lambda index: len(words[index])):
-        text, its_shingles = " ".join(words[index]), shingles[index]
-        if text and texts[text] == 1 and not _repeats([found[shingle] > 1 for shingle in its_shingles]):
-            kept.append(index)
-        else:
-            texts[text] -= 1
-            found.subtract(its_shingles)
-    return [documents[index] for index in sorted(kept)]
-
-
-def _repeats(known: Sequence[bool]) -> bool:
-    """Whether more than half of the shingles of some head or tail are known."""
-    lengths = range(1, len(known) + 1)
-    return any(
-        2 * count > length
-        for end in (known, known[::-1])
-        for count, length in zip(accumulate(end), lengths, strict=True)
-    )
