@@ -146,12 +146,7 @@ def _tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[li
 
 
 def as_answers(
-    encoded: Sequence[Encoded],
-    *,
-    limit: int,
-    measures: Sequence[str],
-    ends: Sequence[int],
-    prompts: bool = False,
+    encoded: Sequence[Encoded], *, limit: int, measures: Sequence[str], ends: Sequence[int], prompts: bool = False
 ) -> Answers:
     """The conversations as windows; with ``prompts`` the loss is on all of their tokens."""
     width = max((len(one) for one in encoded), default=2)

@@ -10,7 +10,6 @@ from comingle.data.answers import UserAnswers, check_answers, pool_answers
 from comingle.data.batches import PAD
 from comingle.data.crowds import Crowd
 from comingle.data.partition import UserText
-from comingle.data.records import field_of, read_records
 from comingle.data.samples import SPLITS
 from comingle.engines.client import Clients
 from comingle.engines.settings import Training
@@ -21,6 +20,7 @@ from comingle.kinds.conversations.checking import count_here
 from comingle.kinds.conversations.encoding import check_small, encode_users, enough
 from comingle.kinds.conversations.feed import AnswerFeed
 from comingle.kinds.conversations.reading import UserConversations, adopt_users, has_messages, read_users
+from comingle.kinds.conversations.records import field_of, read_records
 from comingle.kinds.conversations.rows import Columns
 from comingle.kinds.conversations.section import ConversationsSection
 from comingle.kinds.language import language_model, tokenizer_of

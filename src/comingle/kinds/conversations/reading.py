@@ -12,11 +12,11 @@ from typing import Any
 
 from comingle.data.names import name_problem
 from comingle.data.pack import list_small
-from comingle.data.records import Record, field_of, iterate_records, read_records
 from comingle.data.rows import choose_users, list_names
 from comingle.data.seeds import derive
 from comingle.errors import DataError, NoTextError, did_you_mean
 from comingle.evaluation.rouge import same_words
+from comingle.kinds.conversations.records import Record, field_of, iterate_records, read_records
 from comingle.kinds.conversations.rows import Columns, Messages, messages_of
 from comingle.kinds.conversations.section import ConversationRows, ConversationsSection
 from comingle.kinds.text.section import UserFiles
