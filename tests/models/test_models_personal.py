@@ -288,7 +288,8 @@ def test_a_bfloat16_base_is_spoken_over_without_rounding_its_weights(federate: A
 def test_what_only_the_other_can_do_is_refused_in_one_line(federate: Any, federate_nets: Any) -> None:
     ann, net = run_of(federate("fedavg")).user("ann"), run_of(federate_nets("fedavg")).user("user-0")
     has = "export, generate, logits, merge, perplexity, route, score"
-    for ask, asked in ((lambda: ann.predict(torch.zeros(1, 2)), "predict"), (lambda: ann.evaluate(Any), "evaluate")):
+    some = Samples(inputs=torch.zeros(3, 2), targets=torch.zeros(3, dtype=torch.int64))
+    for ask, asked in ((lambda: ann.predict(some.inputs), "predict"), (lambda: ann.evaluate(some), "evaluate")):
         with pytest.raises(DataError) as error:
             ask()
         assert str(error.value) == f"user 'ann': no {asked} of a PersonalModel; it has model, {has}"
