@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from clocks import add_clock, clock_of
-from comingle.data.answers import Question, UserAnswers, as_answers, encode
 from comingle.engines.client import Clients
 from comingle.engines.runtime import keep_buffers
 from comingle.engines.settings import Training
 from comingle.engines.training import Portions
 from comingle.kinds.conversations import feed as feeding
+from comingle.kinds.conversations.answers import Question, UserAnswers, as_answers, encode
 from comingle.models.byte_tokenizer import EOS, byte_tokenizer
 from comingle.models.language import load_base
 from throughput import clients_of

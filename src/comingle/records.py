@@ -28,18 +28,7 @@ DRAFT = ".draft"
 
 _DISK = {
     getattr(errno, name)
-    for name in (
-        "EACCES",
-        "EPERM",
-        "EROFS",
-        "ENOSPC",
-        "EDQUOT",
-        "EFBIG",
-        "EIO",
-        "ELOOP",
-        "ENOTDIR",
-        "ENAMETOOLONG",
-    )
+    for name in ("EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EFBIG", "EIO", "ELOOP", "ENOTDIR", "ENAMETOOLONG")
     if hasattr(errno, name)
 }
 

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from tests.quick import quick
 from torch import Tensor
 
-from comingle.data.answers import Answers, Question, UserAnswers, as_answers, encode
 from comingle.data.batches import PAD
 from comingle.data.seeds import generator
 from comingle.engines.checkpoints import list_checkpoints
@@ -26,6 +25,7 @@ from comingle.engines.training import Portions
 from comingle.errors import RecipeError
 from comingle.kinds.base import Materials, kind_of
 from comingle.kinds.conversations import feed as feeding
+from comingle.kinds.conversations.answers import Answers, Question, UserAnswers, as_answers, encode
 from comingle.kinds.conversations.feed import AnswerFeed
 from comingle.kinds.conversations.kind import training_tokens
 from comingle.methods.client import Phase

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from comingle.data.answers import Encoded
-from comingle.data.templates import ChatTemplate
+from comingle.data.templates import ChatTemplate, Encoded
 from comingle.errors import DataError
 from comingle.models.byte_tokenizer import BOS, EOS, PAD, byte_tokenizer
 

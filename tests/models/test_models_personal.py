@@ -280,3 +280,30 @@ def test_a_bfloat16_base_is_spoken_over_without_rounding_its_weights(federate: A
         logits = network(input_ids=tokens[None, :16].long()).logits[0].float()
     found = nn.functional.cross_entropy(logits[:-1], tokens[1:16].long())
     assert float(found) == pytest.approx(person.score(tokens[:16], context=16).mean_loss, rel=2e-2)
+
+
+# ---------------------------------------------------------------- both
+
+
+def test_what_only_the_other_can_do_is_refused_in_one_line(federate: Any, federate_nets: Any) -> None:
+    ann, net = run_of(federate("fedavg")).user("ann"), run_of(federate_nets("fedavg")).user("user-0")
+    has = "export, generate, logits, merge, perplexity, route, score"
+    some = Samples(inputs=torch.zeros(3, 2), targets=torch.zeros(3, dtype=torch.int64))
+    for ask, asked in ((lambda: ann.predict(some.inputs), "predict"), (lambda: ann.evaluate(some), "evaluate")):
+        with pytest.raises(DataError) as error:
+            ask()
+        assert str(error.value) == f"user 'ann': no {asked} of a PersonalModel; it has model, {has}"
+    calls = {
+        "generate": lambda: net.generate("x", max_new_tokens=2),
+        "perplexity": lambda: net.perplexity("x"),
+        "logits": lambda: net.logits(torch.zeros(1, 2)),
+        "score": lambda: net.score(torch.zeros(2), context=2),
+        "route": lambda: net.route("x"),
+        "merge": net.merge,
+        "export": lambda: net.export("somewhere"),
+    }
+    assert ", ".join(sorted(calls)) == has
+    for asked, ask in calls.items():
+        with pytest.raises(DataError) as error:
+            ask()
+        assert str(error.value) == f"user 'user-0': no {asked} of a PersonalNet; it has model, evaluate, predict"

@@ -60,3 +60,38 @@ def test_the_environment_says_which_run_it_is(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
     assert comingle.run is api.run
+
+
+ALONE = """
+import sys
+import comingle
+
+calls = {
+    "compare": lambda: comingle.compare({}, ["local", "fedavg"], out=sys.argv[1]),
+    "advise": lambda: comingle.advise({}, ["fedavg"]),
+    "join": lambda: comingle.join(sys.argv[1], name="eve", data=["text"]),
+    "audit": lambda: comingle.audit(sys.argv[1]),
+}
+told = []
+for name, call in calls.items():
+    try:
+        call()
+    except comingle.ComingleError as error:
+        told.append(str(error))
+sys.stdout.write("".join(f"{line}\\n" for line in told))
+"""
+
+
+def test_what_each_process_would_do_by_itself_is_refused_in_each(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ALONE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "script.py")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(tmp_path / "out")], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == sorted(
+        f"{verb}: runs in one process, and this is one of 2 that a launcher has started; several are for comingle.run: "
+        "call this in a program of its own, without torchrun"
+        for verb in ("compare", "advise", "join", "audit")
+        for _ in range(2)
+    )
+    assert not (tmp_path / "out").exists()

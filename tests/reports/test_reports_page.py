@@ -231,6 +231,7 @@ def test_a_page_of_losses_says_multiples(losses: str) -> None:
 def test_mixtures_are_shown_with_the_index(accuracies: str) -> None:
     page, text = accuracies, prose(accuracies)
     assert "seed ARI at the end entropy, nats mismatch 0 1.00 0.50 to 0.50 0.25 to 0.25" in text
+    assert "each user's mixture over the rounds (FLoRAL, section 3.2); solid is 1" in text
     assert "user true cluster adaptor set 1 adaptor set 0 user-0 0 0.88 0.12 user-1 1 0.12 0.88" in text
     (heat,) = re.findall(r'<svg role="img" aria-label="weight of each adaptor set.*?</svg>', page, re.DOTALL)
     assert all(f">{word}<" in heat for word in ("cluster 0", "cluster 1", "round 0", "round 2", "ARI 1.00"))
@@ -254,6 +255,16 @@ def test_models_and_adaptor_sets_are_told_apart(write_run: Any) -> None:
     assert "The weight of each component in each user's mixture" in text
     assert "user true cluster adaptor set 1 adaptor set 0" in text
     assert "user true cluster model 1 model 0" in text
+    assert "FLoRAL" not in text  # which did not think of all of them
+
+
+def test_mixtures_of_models_are_not_said_to_be_those_of_floral(write_run: Any) -> None:
+    curve = {0: {"ann": 4.0, "bob": 4.0}, 2: {"ann": 2.0, "bob": 1.0}}
+    mixtures = {2: {"ann": [0.75, 0.25], "bob": [0.5, 0.5]}}
+    runs = [write_run("one", "stacking", curve, component="model", mixtures=mixtures)]
+    text = prose(render_page(read_entries(runs)))
+    assert "The weight of each model in each user's mixture over the rounds; solid is 1" in text
+    assert "FLoRAL" not in text
 
 
 def test_given_mixtures_are_no_finding(write_run: Any) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from populations import said
+
+from comingle.store import cache
 
 
 @pytest.fixture(autouse=True)
@@ -21,3 +25,28 @@ def common_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COMINGLE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    for name, count in {"ann": 9, "bob": 5, "cem": 7}.items():
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(said(name, count, 200)))
+    folder = tmp_path / "dag"
+    folder.mkdir()
+    for number, text in enumerate(said("dag", 6)):
+        (folder / f"{number}.txt").write_text(text)
+    return {name: str(tmp_path / f"{name}.txt") for name in ("ann", "bob", "cem")} | {"dag": str(folder)}
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Folders into which users were read."""
+    folders: list[Path] = []
+    original: Callable[..., None] = cache.write_in_turn
+
+    def write(turns: Any, folder: Path) -> None:
+        folders.append(folder)
+        original(turns, folder)
+
+    monkeypatch.setattr(cache, "write_in_turn", write)
+    return folders

@@ -9,6 +9,7 @@ from typing import Any
 from comingle.audits.auditing import SHADOWS, audit_run
 from comingle.audits.shadows import FEWEST
 from comingle.errors import RecipeError
+from comingle.processes.launched import require_alone
 from comingle.progress import reporting
 from comingle.reports.audit import Audit
 from comingle.reports.audit_page import check_targets, write_audit
@@ -45,6 +46,7 @@ def audit(
     Raises:
         ComingleError: no finished run, nothing that is shared, or files that are there already.
     """
+    require_alone("audit")
     for name, value in (("trials", 1 if trials is None else trials), ("rounds", rounds)):
         if value < 1:
             raise RecipeError(f"{name}: got {value}; allowed: a whole number from 1")

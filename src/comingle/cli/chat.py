@@ -37,7 +37,10 @@ def chat(
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens of an answer.")] = 256,
     temperature: Annotated[float, typer.Option("--temperature", min=0, max=2, help="0: the likeliest token.")] = 0.7,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Answers that can be had again.")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", min=0, help="Of what is drawn, not of a run."),
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Continue texts, whatever the base's template is.")] = False,
     web: Annotated[bool, typer.Option("--web", help="In a browser: the page that `comingle serve` shows.")] = False,
 ) -> None:

@@ -11,13 +11,13 @@ from rich.console import RenderableType
 from rich.text import Text
 from torch import Tensor
 
-from comingle.data.answers import UserAnswers
 from comingle.data.crowds import Crowd
 from comingle.data.pack import UserData
 from comingle.data.partition import UserText
 from comingle.data.rows import list_names
 from comingle.data.samples import SPLITS, UserSamples
 from comingle.kinds.base import Materials
+from comingle.kinds.conversations.answers import UserAnswers
 from comingle.kinds.language import NETS
 from comingle.kinds.samples.nets import net_name
 from comingle.recipes import Recipe

@@ -11,6 +11,7 @@ from comingle.comparing.advising import advise_runs
 from comingle.comparing.comparing import compare_runs, folders_of, recipes_of
 from comingle.comparing.results import Comparison
 from comingle.errors import ComingleError, RecipeError
+from comingle.processes.launched import require_alone
 from comingle.progress import reporting
 from comingle.reports.advice import Advice
 from comingle.reports.against import baseline_of
@@ -44,6 +45,7 @@ def compare(
     Raises:
         ComingleError: whatever the user can correct, in one line; of settings before anything is trained.
     """
+    require_alone("compare")
     if not methods:
         raise RecipeError("methods: none given; `comingle methods` lists them")
     given, folder = given_of(users, base, None, loss), Path(out) if out is not None else None
@@ -92,6 +94,7 @@ def advise(
     Raises:
         ComingleError: whatever the user can correct, in one line.
     """
+    require_alone("advise")
     given = given_of(users, base, None, loss)
     with reporting(quiet=not progress) as reporter:
         read = recipe_with(recipe, given, base=base, method=None, changes={**changes, **trials.shortened(rounds)})

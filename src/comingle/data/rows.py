@@ -37,17 +37,8 @@ def iterate_batches(rows: Rows, where: str) -> Iterator[dict[str, Any]]:
     """Rows, many at a time; a stream can also break while it is read."""
     try:
         yield from rows.iter(batch_size=_BATCH_ROWS)
-    except Exception as error:  # as in _load
+    except Exception as error:  # as in comingle.data.loading
         raise DataError(f"{where}: reading stopped: {describe(error)}") from error
-
-
-def choose_columns(there: Sequence[str], wanted: Sequence[Sequence[str]], where: str) -> list[str]:
-    """Of each group of names the first that was found."""
-    chosen = [next((name for name in names if name in there), None) for names in wanted]
-    for name, names in zip(chosen, wanted, strict=True):
-        if name is None:
-            raise DataError(f"{where}: no column {' or '.join(names)}; found: {list_names(there)}")
-    return [name for name in chosen if name is not None]
 
 
 def _head(column: str, there: Sequence[str]) -> str:

@@ -1,30 +1,25 @@
 """Where a user's documents come from: files, folders, texts of plug-ins, rows of a Hugging Face data set.
 
-The only module that imports ``datasets``, and only when rows are read. Local files are read through a private cache
-that is deleted at once: private text leaves no copy in a shared cache, and a changed file is never read stale.
+Rows are loaded by :mod:`comingle.data.loading`.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from comingle.data.files import check_regular, read_text_file, read_text_folder, warn_longer
-from comingle.data.formats import BUILDERS, COMPRESSIONS, builder_of, is_saved, looks_like_path
+from comingle.data.formats import builder_of, is_saved
 from comingle.data.hub import HUB_PREFIX, TEXTS, is_named, parse_hub_name
+from comingle.data.loading import open_splits
 from comingle.data.names import name_problem
-from comingle.data.rows import Rows, choose_users, describe, iterate_rows
+from comingle.data.rows import choose_users, iterate_rows
 from comingle.errors import DataError, NoTextError
 from comingle.plugins import require
-
-_LOCAL_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 
 Groups = dict[str, dict[str, list[str]]]
 """Documents by user and split."""
@@ -161,11 +156,6 @@ def _kept(
                 return
 
 
-def make_rows(columns: Mapping[str, Sequence[Any]]) -> Rows:
-    """A data set of these columns, for packages that want one."""
-    return _import_datasets().Dataset.from_dict(dict(columns))
-
-
 def _read_rows(source: str, column: str, count: int | None, most: int | None) -> list[str]:
     """The documents of the first ``count`` rows (None: of all rows) of a data set, of about ``most`` bytes at most."""
     documents: list[str] = []
@@ -188,106 +178,3 @@ def _read_path(path: Path, column: str, most: int | None) -> Iterator[str]:
         yield from _read_rows(str(path), column, None, most)
     else:
         yield from read_text_file(path, most=most)
-
-
-@contextmanager
-def open_splits(
-    source: str | Path | Sequence[str | Path],
-    *,
-    name: str | None = None,
-    data_files: Any = None,
-    stream: bool = False,
-) -> Iterator[list[tuple[str, Rows]]]:
-    """The splits of a source while the context lasts; each of several files is loaded by itself.
-
-    Files of one data set may differ in columns that nobody asked for, which ``datasets`` would refuse in one table.
-    Only sources named as ``hub:NAME`` are streamed.
-    """
-    sources = [source] if isinstance(source, str | Path) else list(source)
-    datasets = _import_datasets()
-    with _quietly(datasets), tempfile.TemporaryDirectory(prefix="comingle-") as cache:
-        yield [
-            pair
-            for one in map(str, sources)
-            for pair in (
-                _load_hub(datasets, one, name, stream)
-                if one.startswith(HUB_PREFIX)
-                else _load(datasets, one, name, data_files, cache)
-            )
-        ]
-
-
-def _load(datasets: Any, source: str, name: str | None, data_files: Any, cache: str) -> list[tuple[str, Rows]]:
-    path = Path(source).expanduser()
-    on_disk = os.path.exists(path)
-    if on_disk:
-        check_regular(path)
-    local = on_disk or (source in _LOCAL_BUILDERS and data_files is not None)
-    if not local and looks_like_path(source):
-        raise DataError(f"{source}: no such file or folder")
-    if path.is_file() and not builder_of(path):
-        known = ", ".join(BUILDERS)
-        raise DataError(f"{path}: not a file of rows; allowed: {known}, each also with {' or '.join(COMPRESSIONS)}")
-    try:
-        loaded = _load_any(datasets, path, source, name, data_files, {"cache_dir": cache} if local else {})
-    except StopIteration:  # what ``datasets`` makes of a file without rows
-        return []
-    except Exception as error:  # datasets, pyarrow, pandas and the hub each have their own tree of errors
-        raise DataError(f"{source}: cannot be loaded as a data set: {describe(error)}") from error
-    return _as_splits(loaded, "train")
-
-
-def _load_hub(datasets: Any, source: str, config: str | None, stream: bool) -> list[tuple[str, Rows]]:
-    wanted = parse_hub_name(source)
-    try:
-        loaded = datasets.load_dataset(
-            wanted.name,
-            name=wanted.config or config,
-            split=wanted.split,
-            data_files=wanted.files,
-            streaming=stream,
-        )
-    except Exception as error:  # as in _load
-        raise DataError(f"{source}: cannot be loaded as a data set: {describe(error)}") from error
-    return _as_splits(loaded, wanted.split or "train")
-
-
-def _as_splits(loaded: Any, name: str) -> list[tuple[str, Rows]]:
-    return [(str(split), rows) for split, rows in loaded.items()] if isinstance(loaded, dict) else [(name, loaded)]
-
-
-def _load_any(
-    datasets: Any, path: Path, source: str, name: str | None, data_files: Any, where: dict[str, str]
-) -> Rows | dict[str, Rows]:
-    builder = builder_of(path)
-    if path.is_dir() and is_saved(path):
-        return datasets.load_from_disk(str(path))
-    if path.is_file() and builder:
-        return datasets.load_dataset(builder[0], data_files=str(path), **builder[1], **where)
-    return datasets.load_dataset(
-        str(path) if os.path.exists(path) else source, name=name, data_files=data_files, **where
-    )
-
-
-def _import_datasets() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            "reading rows (.jsonl, .csv, .parquet, hub) needs the package datasets: pip install 'comingle[data]'"
-        ) from error
-    return datasets
-
-
-@contextmanager
-def _quietly(datasets: Any) -> Iterator[None]:
-    """No progress bars and no log lines from ``datasets``; what it has to say comes as our error."""
-    bars, verbosity = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(verbosity)
-        if bars:
-            datasets.enable_progress_bars()

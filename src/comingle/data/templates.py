@@ -22,8 +22,32 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from comingle.data.answers import Encoded, begin_of
 from comingle.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """A conversation's tokens; each response is a span of them, from its first to behind the token that ends it."""
+
+    tokens: tuple[int, ...]
+    responses: tuple[tuple[int, int], ...]
+    references: tuple[str, ...]
+    """What the responses are, as text."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest response, its end included."""
+        return max(stop - start for start, stop in self.responses)
+
+
+def begin_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The begin-of-text token where the tokenizer begins every text with it, which others keep for roles of a chat."""
+    ids: Any = tokenizer("")["input_ids"]
+    return tuple(ids[:1]) if ids and ids[0] == tokenizer.bos_token_id else ()
+
 
 Message = Mapping[str, str]
 """``role`` and ``content``."""

@@ -16,22 +16,22 @@ from torch import Tensor
 
 from comingle.data.crowds import Crowd
 from comingle.data.seeds import generator
+from comingle.engines.columns import accumulate, keep_statistics, take_step
 from comingle.engines.faults import broke_first
 from comingle.engines.feeds import Feed
 from comingle.engines.holding import Held, holding
 from comingle.engines.members import Members
 from comingle.engines.noised import Noised
-from comingle.engines.optimizers import descend, learning_rate, update
+from comingle.engines.optimizers import learning_rate
 from comingle.engines.scaling import scaled
 from comingle.engines.settings import Training
-from comingle.engines.state import GRADIENTS
 from comingle.engines.training import Portions, check_needs
 from comingle.methods.base import Method
 from comingle.methods.client import Phase
 from comingle.models.model import Model
 from comingle.plugins import require
 from comingle.privacy.examples import Examples
-from comingle.trees import CLIENT_ROUTER, STATISTICS, Tree, flatten, restrict
+from comingle.trees import CLIENT_ROUTER, STATISTICS, Tree, restrict
 
 
 @dataclass(kw_only=True)
@@ -135,7 +135,7 @@ class Steps:
                     self.suspects(cohort.rows[place], cohort.part.rows[place])
                 for part in self.method.client.parts:
                     part.correct(cohort, gradients)
-                self._accumulate(cohort, phase, gradients)
+                accumulate(cohort, phase, gradients)
                 self.descend(phase, cohort, gradients, number * self.local_steps + max(step, 0), held)
             total += losses
         return total / phase.steps
@@ -190,54 +190,18 @@ class Steps:
 
         Gradients of what is ``held`` are zero, so that they neither count in a norm nor become moments.
         """
-        layout, part = self.model.layout, cohort.part
+        part = cohort.part
         for name, roles in phase.optimizers:
             if name == "router":
                 part.router_steps += 1
             settings = self.training.router if name == "router" else self.training.experts
             count = part.router_steps if name == "router" else part.iterations + 1
-            slots_layout, rate = layout.touching(roles), learning_rate(settings, iteration, self.iterations)
-            # A gradient as large as everybody's nets is not copied.
-            if settings.memoryless and cohort.mask is None and held is None:
-                views = layout.views(part.rows)
-                for slot in slots_layout.slots:
-                    descend(settings, rate, views[slot.name], gradients.pop(slot.name))
-            else:
-                span = layout.span(slots_layout)
-                gradient = flatten([gradients.pop(slot.name) for slot in slots_layout.slots])
-                if cohort.mask is not None:
-                    gradient *= cohort.mask[:, span]
-                if held is not None:
-                    gradient.masked_fill_(held[:, span], 0.0)
-                whole = (part.rows, part.first, part.second)
-                found = [t[:, span] if t.shape[1] else t for t in whole]
-                update(settings, rate, found[0], gradient, found[1], found[2], count)
-                for t, new in zip(whole, found, strict=True) if not isinstance(span, slice) else ():
-                    if t.shape[1]:  # what lies in several pieces was a copy
-                        t[:, span] = new
+            trained, rate = self.model.layout.touching(roles), learning_rate(settings, iteration, self.iterations)
+            take_step(trained, cohort, gradients, settings, rate, count, held)
             for client_part in self.method.client.parts:
-                client_part.stepped(cohort, {slot.name: cohort.tensors[slot.name] for slot in slots_layout.slots}, rate)
+                client_part.stepped(cohort, {slot.name: cohort.tensors[slot.name] for slot in trained.slots}, rate)
 
     # ---------------------------------------------------------------- gradients
-
-    def _accumulate(self, cohort: Members, phase: Phase, gradients: Tree) -> None:
-        """Add what other phases have left of the tensors that this one trains, and leave them what it has of theirs.
-
-        A user who has nothing that a phase trains (one expert and no router) would not have taken it alone.
-        """
-        if GRADIENTS not in cohort.kept:
-            return
-        layout, left = self.model.layout, cohort.kept[GRADIENTS]
-        trained = layout.touching(phase.roles)
-        span, found = layout.span(trained), torch.zeros_like(left)
-        for name, view in layout.views(found).items():
-            if name in gradients:
-                view.copy_(gradients.pop(name))
-        if cohort.mask is not None:
-            found *= cohort.mask & cohort.mask[:, span].any(1, keepdim=True)
-        left += found
-        gradients |= trained.views(left[:, span].clone())
-        left[:, span] = 0
 
     def gradient(
         self,
@@ -302,7 +266,7 @@ class Steps:
                 earlier = gradients.get(name)
                 gradients[name] = gradient.to(rows.dtype) if earlier is None else earlier + gradient
             total += (share * means.detach()).float()
-        self._keep_statistics(rows, tensors)
+        keep_statistics(self.model.layout, rows, tensors)
         self.batches.ahead()
         return total.cpu(), gradients
 
@@ -337,10 +301,3 @@ class Steps:
             for name, gradient in gradients_found.items():
                 gradients[name][at] = gradient
         return total, gradients
-
-    def _keep_statistics(self, rows: Float[Tensor, "users columns"], tensors: Tree) -> None:
-        """Running statistics, which a forward pass changes in its own copy."""
-        statistics = self.model.layout.only({STATISTICS}).slots
-        views = self.model.layout.views(rows) if statistics else {}
-        for slot in statistics:
-            views[slot.name].copy_(tensors[slot.name])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from comingle.joining.joining import Joined, join_run, newcomer
+from comingle.processes.launched import require_alone
 from comingle.progress import reporting
 from comingle.runs.api import load
 from comingle.runs.given import AnyBase, Loss, given_of
@@ -41,6 +42,7 @@ def join(
     Raises:
         ComingleError: a name of the run, data of another kind or too little, or a run from which nothing can be taken.
     """
+    require_alone("join")
     opened = run if isinstance(run, Run) else load(run, base=base, loss=loss)
     with reporting(quiet=not progress) as reporter:
         who = newcomer(opened, name, data, rounds=rounds, local_step=local_step)

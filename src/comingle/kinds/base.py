@@ -21,6 +21,7 @@ from comingle.errors import DataError
 from comingle.methods.base import Method
 from comingle.models.base import Base
 from comingle.models.model import Model
+from comingle.models.person import Personal
 from comingle.recipes import Recipe
 from comingle.recipes.data import load_object
 from comingle.trees import Tree
@@ -161,7 +162,7 @@ class Kind(ABC):
     # ---------------------------------------------------------------- afterwards
 
     @abstractmethod
-    def personal(self, name: str, model: Model, tensors: Tree, row: int) -> Any:
+    def personal(self, name: str, model: Model, tensors: Tree, row: int) -> Personal:
         """A user's own model; ``row`` is the user's row in the federation."""
 
     def settings(self, materials: Materials) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import Any, cast, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -26,14 +26,10 @@ from comingle.models.ensembles import WHY_NOT_ONE, EnsembleModel
 from comingle.models.generation import continue_texts, max_places
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.owning import merge_adapters, why_not_merged
+from comingle.models.person import GenerationConfig, Personal
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.sampling import read_sampling
 from comingle.trees import Tree
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
-else:
-    GenerationConfig = object  # as in comingle.models.base
 
 GROUP = "comingle.personal"
 """Under which entry points packages offer what is done with a personal model: ``export``."""
@@ -44,13 +40,12 @@ Spoken = AdaptedModel | EnsembleModel | MixedLanguageModel
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class PersonalModel:
+class PersonalModel(Personal):
     """Speaks and scores as one user's model. ``row`` is the user's row in the federation.
 
     ``about`` is what its run knows of it, for :meth:`export`.
     """
 
-    name: str
     model: Spoken
     tensors: Tree
     row: int

@@ -14,6 +14,7 @@ from comingle.data.samples import SampleBank, Samples
 from comingle.evaluation.losses import MSE, Loss
 from comingle.evaluation.samples import SampleScore, score_samples
 from comingle.models.copying import own_copy
+from comingle.models.person import Personal
 from comingle.models.stacked import StackedModel
 from comingle.routers.mixtures import merge_models, mix_probabilities
 from comingle.trees import CLIENT_ROUTER, Tree
@@ -22,14 +23,13 @@ SCORED_AT_ONCE = 512
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class PersonalNet:
+class PersonalNet(Personal):
     """Predicts as one user's model.
 
     ``model`` belongs to nobody else: in evaluation mode, its parameters can be trained on, and its state dict is one of
     the plain net, with adaptors merged into its tensors (for an ensemble, of a :class:`MixtureOfModels`).
     """
 
-    name: str
     model: nn.Module
     loss: Loss = MSE
     """What :meth:`evaluate` measures."""

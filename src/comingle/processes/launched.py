@@ -69,6 +69,19 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     return Place(rank=rank, size=size, local_rank=local_rank, local_size=local_size, restarts=restarts, meeting=meeting)
 
 
+def require_alone(verb: str) -> None:
+    """For what each of several processes would do by itself, all of it, into the same folder.
+
+    Raises:
+        RunError: a launcher has started several.
+    """
+    if (place := find_place()) is not None:
+        raise RunError(
+            f"{verb}: runs in one process, and this is one of {place.size} that a launcher has started; several are "
+            "for comingle.run: call this in a program of its own, without torchrun"
+        )
+
+
 def speaks(environment: Mapping[str, str] = os.environ, *, interrupted: bool = False) -> bool:
     """Whether mistakes are told by this process: of several that find the same, one speaks.
 

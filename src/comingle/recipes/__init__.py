@@ -4,11 +4,4 @@ from comingle.recipes.data import DataSection, SplitSection
 from comingle.recipes.files import load_recipe, parse_recipe, shipped_recipes
 from comingle.recipes.sections import Recipe
 
-__all__ = [
-    "DataSection",
-    "Recipe",
-    "SplitSection",
-    "load_recipe",
-    "parse_recipe",
-    "shipped_recipes",
-]
+__all__ = ["DataSection", "Recipe", "SplitSection", "load_recipe", "parse_recipe", "shipped_recipes"]

@@ -80,10 +80,7 @@ class SplitSection(Section):
     test_name: str = "test"
 
 
-_OWN = {
-    "text": "comingle.kinds.text.section:TextSection",
-    "samples": "comingle.kinds.samples.section:SamplesSection",
-}
+_OWN = {"text": "comingle.kinds.text.section:TextSection", "samples": "comingle.kinds.samples.section:SamplesSection"}
 """The sections of the kinds that are here; named, not imported, as kinds stand on recipes."""
 
 

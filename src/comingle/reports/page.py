@@ -17,12 +17,12 @@ from comingle.reports.figures import bytes_panels, curves_panels
 from comingle.reports.gains import bars_room, population_panels, users_panels
 from comingle.reports.heatmaps import scores_panels
 from comingle.reports.judged import judged_tables
+from comingle.reports.ledger import ledger
 from comingle.reports.measures import level_text, rule
 from comingle.reports.mixtures import Mixtures, mixtures_figure, read_mixtures
 from comingle.reports.notices import notices
 from comingle.reports.runs import Entry
 from comingle.reports.series import (
-    Cost,
     Gain,
     Spread,
     baselines,
@@ -36,7 +36,6 @@ from comingle.reports.series import (
     verdicts,
 )
 from comingle.reports.sheets import mixtures_sheet
-from comingle.reports.tables import sizes
 from comingle.reports.tokens import TokenView, as_data
 
 WIDE = 8
@@ -89,7 +88,7 @@ def render_page(
         level=level_text(first.measure),
         curves=list(_curves(entries, drawn)),
         gains=[learned for baseline in baselines(entries) if (learned := _gains(entries, baseline, drawn))],
-        costs=_costs([cost(entry) for entry in entries]),
+        costs=ledger([cost(entry) for entry in entries]),
         judged=judged_tables(entries),
         bytes_figure=drawn.panels(bytes_panels(entries), f"test {first.measure} against uploaded bytes", "bytes"),
         mixtures=mixtures,
@@ -213,38 +212,6 @@ def _names(told: list[str], *, last: bool) -> Markup:
     if len(told) <= NAMED:
         return names or Markup("nobody")
     return Markup("{} users: {} and {} more").format(len(told), names, len(told) - NAMED)
-
-
-# -------------------------------------------------------------------- costs
-
-
-def _costs(costs: Sequence[Cost]) -> list[list[str]]:
-    """The ledger, a row for each entry; a column of bytes has one unit."""
-
-    def bytes_of(key: str) -> list[str]:
-        return sizes([getattr(one, key) for one in costs])
-
-    columns = [
-        [one.label for one in costs],
-        [str(one.rounds) for one in costs],
-        ["–" if one.trainable_parameters is None else f"{one.trainable_parameters:,}" for one in costs],
-        bytes_of("upload_bytes_per_user_round"),
-        bytes_of("download_bytes_per_user_round"),
-        bytes_of("upload_bytes"),
-        bytes_of("download_bytes"),
-        ["–" if one.peak_memory_bytes is None else f"{one.peak_memory_bytes / 1e9:,.2f} GB" for one in costs],
-        [_measured(one.per_second) for one in costs],
-        [_measured(one.wall_seconds) for one in costs],
-        [one.place for one in costs],
-    ]
-    return [list(row) for row in zip(*columns, strict=True)]
-
-
-def _measured(value: Spread | None) -> str:
-    if value is None:
-        return "–"
-    digits = 0 if value.mean >= 10 else 1
-    return f"{value.mean:,.{digits}f}" + ("" if value.std is None else f" ({value.std:,.{digits}f})")
 
 
 # -------------------------------------------------------------------- who mixes what

@@ -19,8 +19,9 @@ from comingle.records import read_metrics
 from comingle.runs.folders import check_folder
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
 from comingle.runs.opening import reopen
+from comingle.runs.restoring import restore
 from comingle.runs.results import Run
-from comingle.runs.session import build, prepare, restore, run_in, warn_unread
+from comingle.runs.session import build, prepare, run_in, warn_unread
 
 
 def run(

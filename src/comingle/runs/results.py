@@ -15,8 +15,8 @@ from comingle.engines.local import finetuned
 from comingle.errors import DataError, RunError, require_user
 from comingle.kinds.base import kind_of
 from comingle.models.about import About, Gates, Losses
+from comingle.models.person import Personal
 from comingle.models.personal import PersonalModel
-from comingle.models.personal_net import PersonalNet
 from comingle.recipes import Recipe
 from comingle.records import describe_metrics, read_events
 from comingle.terminal import printable
@@ -68,7 +68,7 @@ class Run:
         """Names of the users."""
         return list(names_of(self.federation.clients.users))
 
-    def user(self, name: str) -> PersonalModel | PersonalNet:
+    def user(self, name: str) -> Personal:
         """The personal model of a user: one that generates text, or for a task's nets one that predicts.
 
         Raises:

@@ -15,19 +15,18 @@ import torch
 
 from comingle.data.crowds import Crowd, digest_names, names_of
 from comingle.data.samples import SPLITS
-from comingle.engines.checkpoints import Progress, list_checkpoints, read_progress
+from comingle.engines.checkpoints import list_checkpoints
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock
 from comingle.engines.evaluations import amounts, end_event, merged, sampled, start_event, summarise, users_metrics
 from comingle.engines.events import EventLog, Observer
-from comingle.engines.naming import check_names, reorder_kept
 from comingle.engines.private import keep_key, key_of, set_key
 from comingle.engines.rounds import run_rounds
 from comingle.engines.runtime import keep_buffers
 from comingle.engines.settings import MEMORY
 from comingle.engines.state import Stored
 from comingle.engines.trackers import check_trackers
-from comingle.errors import DivergenceError, RunError
+from comingle.errors import DivergenceError
 from comingle.inputs import POPULATION, Inputs, UserInputs
 from comingle.kinds.base import Materials, kind_of
 from comingle.methods import make
@@ -40,6 +39,7 @@ from comingle.records import finite, write_json, write_text
 from comingle.runs.defending import check_aggregation
 from comingle.runs.folders import SKIPPED, open_folder
 from comingle.runs.given import NOTHING, Given
+from comingle.runs.restoring import restore
 from comingle.runs.results import Run
 from comingle.runs.settings import fitted, privacy_of, training_settings
 from comingle.runs.watching import boards, saving
@@ -275,48 +275,3 @@ def _keep_key(federation: InProcess, folder: Path | None, *, anew: bool) -> None
         return key_of(*halves)
 
     set_key(federation.share(keep), *halves)
-
-
-def restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:
-    """Both halves as they were at the newest checkpoint of a run.
-
-    Raises:
-        RunError: there is none, or it is damaged or belongs to another recipe.
-    """
-    newest, progress = federation.each(lambda: _newest(folder, recipe))
-    clients, server = federation.clients, federation.server
-    was, names = progress.trainers, clients.everybody
-    if progress.population or isinstance(clients.state, Stored):
-        federation.each(lambda: _check_population(newest, progress, clients))
-        was = names
-    else:
-        federation.each(lambda: check_names(newest, was, names))
-    kept = federation.load(newest, progress)
-    clients.resized()
-    if federation.leads:
-        server.restore(reorder_kept(kept, was, names, server.by_user))
-    server.version = federation.share(lambda: server.version)
-    return progress
-
-
-def _check_population(newest: Path, progress: Progress, clients: Clients) -> None:
-    """Whether a checkpoint whose tensors are elsewhere, or should be, is of these users in this order."""
-    if not (progress.population and isinstance(clients.state, Stored)):
-        kept, now = ("disk", MEMORY) if progress.population else (MEMORY, "disk")
-        raise RunError(
-            f"{newest}: written with runtime.store: {kept}; got {now}; a run goes on with what it began with"
-        )
-    if progress.population != digest_names(clients.everybody):
-        raise RunError(f"{newest}: of other users, or in another order; with runtime.store: disk both stay as they are")
-
-
-def _newest(folder: Path, recipe: Recipe) -> tuple[Path, Progress]:
-    checkpoints = list_checkpoints(folder)
-    if not checkpoints:
-        raise RunError(f"{folder}: no checkpoint in it")
-    progress = read_progress(checkpoints[-1])
-    if progress.fingerprint != recipe.fingerprint:
-        raise RunError(
-            f"{checkpoints[-1]}: belongs to another recipe ({progress.fingerprint}, not {recipe.fingerprint})"
-        )
-    return checkpoints[-1], progress

@@ -14,8 +14,9 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,16 @@ from comingle.errors import DataError
 from comingle.models.cache import cache_folder, make_once
 from comingle.recipes import Recipe
 from comingle.store.tokens import ABOUT
-from comingle.store.turns import Turns
+from comingle.store.turns import Turns, write_in_turn
 
-_FORM = 2
+_FORM = 3
 """Of the files; what an older version has written is written anew."""
 
 _DAYS_UNUSED = 30
 
 
-def populated(recipe: Recipe, turns: Turns[Any], write: Callable[[Path], None]) -> Path:
-    """The folder of a recipe's population, which is written where it is not there.
+def populated(recipe: Recipe, turns: Turns[Any]) -> tuple[Path, bool]:
+    """The folder of a recipe's population, which is written where it is not there; and whether it was there.
 
     Of several processes on one machine one writes.
 
@@ -46,23 +47,24 @@ def populated(recipe: Recipe, turns: Turns[Any], write: Callable[[Path], None]) 
     if states is None:
         folder = Path(tempfile.mkdtemp(prefix="comingle-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        write(folder)
-        return folder
+        write_in_turn(turns, folder)
+        return folder, False
     decides = [_FORM, version("comingle"), recipe.data.model_dump(mode="json"), recipe.seed, turns.key(), states]
     home = cache_folder() / "populations"
     target = home / hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
     try:
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         with FileLock(home / f"{target.name}.lock"):
-            if not (target / ABOUT).is_file():  # what tidies up may take single files
+            there = (target / ABOUT).is_file()
+            if not there:  # what tidies up may take single files
                 shutil.rmtree(target, ignore_errors=True)
-            make_once(target, write)
+            make_once(target, partial(write_in_turn, turns))
             os.utime(target / ABOUT)
         _sweep(home)
     except OSError as error:
         told = f"{home}: cannot be written to: {error.strerror}; COMINGLE_CACHE names another place for it"
         raise DataError(told) from None
-    return target
+    return target, there
 
 
 def _digest(states: Iterator[list[Any] | None]) -> str | None:

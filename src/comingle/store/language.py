@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from comingle.data.answers import UserAnswers
 from comingle.data.crowds import Crowd
 from comingle.data.names import name_problem
 from comingle.data.pack import Shortage, UserData, find_shortage, pack, too_short, with_validation
@@ -17,6 +16,7 @@ from comingle.data.sources import iterate_documents
 from comingle.errors import DataError
 from comingle.kinds.base import Materials
 from comingle.kinds.conversations import kind as conversations
+from comingle.kinds.conversations.answers import UserAnswers
 from comingle.kinds.conversations.encoding import Encoder, find_small, too_few
 from comingle.kinds.conversations.kind import ConversationsKind
 from comingle.kinds.conversations.reading import (

@@ -24,7 +24,7 @@ from comingle.store.disk import OnDisk
 from comingle.store.folder import FOLDER
 from comingle.store.names import NAMES, Names
 from comingle.store.tokens import read_about, read_population
-from comingle.store.turns import SKIPPED, in_turn, write_in_turn
+from comingle.store.turns import SKIPPED, in_turn
 
 logger = logging.getLogger("comingle")
 
@@ -57,19 +57,14 @@ class Store:
         turns = in_turn(kind, recipe, base, validates)
         if turns is None:
             return kind.read(recipe, lambda: base or load_base(), validates=validates)
-        read = list[Path]()
-
-        def write(folder: Path) -> None:
-            read.append(folder)
-            write_in_turn(turns, folder)
-
-        folder = populated(recipe, turns, write)
+        folder, was_there = populated(recipe, turns)
         try:
-            users, about = _opened(folder)
+            users, about = read_population(folder), read_about(folder)
         except DataError:  # torn, in a cache that anything may happen to
             shutil.rmtree(folder, ignore_errors=True)
-            users, about = _opened(folder := populated(recipe, turns, write))
-        for line in (*([] if read else about["heard"]), *about["told"]):
+            folder, was_there = populated(recipe, turns)
+            users, about = read_population(folder), read_about(folder)
+        for line in (*(about["heard"] if was_there else []), *about["told"]):
             logger.warning("%s", line)
         skipped = Skipped(folder / SKIPPED, about["skipped"])
         return replace(turns.materials(users, about), skipped=skipped)
@@ -77,18 +72,6 @@ class Store:
     def names(self, folder: Path) -> Names | None:
         """Those of a run's users, who were read in turn; None where nobody has written them down."""
         return Names(folder / FOLDER) if (folder / FOLDER / NAMES).is_file() else None
-
-
-def _opened(folder: Path) -> tuple[Crowd, dict[str, Any]]:
-    """The users of a folder, and what is known of all.
-
-    Raises:
-        DataError: something in it is torn.
-    """
-    users, about, skipped = read_population(folder), read_about(folder), folder / SKIPPED
-    if not skipped.is_file() or skipped.stat().st_size != about["skipped_bytes"]:
-        raise DataError(f"{skipped}: not as it was written; write it again")
-    return users, about
 
 
 class Skipped(Mapping[str, str]):

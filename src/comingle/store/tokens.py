@@ -1,9 +1,10 @@
 """A population's data in one file: written user by user, read where somebody takes part.
 
 A folder has ``users.bin`` (of each user its arrays, streams of tokens for example, behind a line that says of what
-shape they are), ``users.ends`` (where each user ends), ``users.sizes`` (how much each has to train, to validate and to
-test on), the names (:mod:`comingle.store.names`) and ``about.json``. Files are mapped into memory: what nobody works on
-takes none.
+shape they are), ``users.ends`` (where each user ends, with a checksum of the user), ``users.sizes`` (how much each has
+to train, to validate and to test on), the names (:mod:`comingle.store.names`) and ``about.json``, with checksums of all
+files but the first. Those are compared when the folder is opened, a user's whenever the user is read. Files are mapped
+into memory: what nobody works on takes none.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,6 +31,9 @@ from comingle.store.names import Names, NamesWriter
 USERS, ENDS, SIZES, ABOUT = "users.bin", "users.ends", "users.sizes", "about.json"
 _LINE = 16
 """To so many bytes arrays are aligned."""
+_PLACE = np.dtype([("end", "<i8"), ("sum", "<u4")])
+_AT_ONCE = 1 << 20
+"""So many bytes of a file are read at once."""
 
 
 def write_population(folder: Path, users: Iterable[Any]) -> int:
@@ -78,7 +83,7 @@ class PopulationWriter:
         users.write(content)
         self._digest.update(content)
         self._end += len(content)
-        ends.write(self._end.to_bytes(8, "little"))
+        ends.write(np.array((self._end, zlib.crc32(content)), dtype=_PLACE).tobytes())
         sizes.write(np.array([len(getattr(user, split)) for split in SPLITS], dtype="<i8").tobytes())
         for key, value in form.counts(user).items():
             before = self._counts.get(key, 0)
@@ -87,14 +92,26 @@ class PopulationWriter:
     def finish(self, more: Mapping[str, Any] | None = None) -> int:
         """The rest, with what ``about.json`` says besides; returns how many users there are.
 
+        Whatever else is to be in the folder is in it by now.
+
         Raises:
             DataError: two have one name.
         """
         self._open.close()
         self._names.finish()
-        about = {"type": self._form.__name__, "digest": self._digest.hexdigest(), "counts": self._counts}
+        sums = {path.name: _sum(path) for path in sorted(self.folder.iterdir()) if path.name not in (USERS, ABOUT)}
+        about = {"type": self._form.__name__, "digest": self._digest.hexdigest(), "counts": self._counts, "sums": sums}
         (self.folder / ABOUT).write_text(json.dumps(about | dict(more or {}), indent=2) + "\n", encoding="utf-8")
         return self.count
+
+
+def _sum(path: Path) -> int:
+    """A checksum of a file, of which little is in memory at a time."""
+    found = 0
+    with open(path, "rb") as file:
+        while content := file.read(_AT_ONCE):
+            found = zlib.crc32(content, found)
+    return found
 
 
 def _packed(form: UserForm, user: Any) -> bytes:
@@ -126,24 +143,31 @@ def read_population(folder: Path) -> Crowd:
     """The users of such a folder, each read when it is asked for.
 
     Raises:
-        DataError: it is not one, or its files do not fit each other.
+        DataError: it is not one, or its files are not as they were written; of a user's data it is raised when the user
+            is asked for.
     """
     about = read_about(folder)
     form = next((form for kind, form in FORMS.items() if kind.__name__ == about.get("type")), None)
     try:
+        sums = about["sums"] if form else {}
+        if changed := [name for name, known in sums.items() if _sum(folder / name) != known]:
+            raise ValueError(f"{', '.join(changed)}: not as it was written")
         names = Names(folder)
-        ends = np.memmap(folder / ENDS, dtype="<i8", mode="r")
+        ends = np.memmap(folder / ENDS, dtype=_PLACE, mode="r")
         sizes = np.memmap(folder / SIZES, dtype="<i8", mode="r").reshape(-1, len(SPLITS))
         with open(folder / USERS, "rb") as file:  # views of it may be written to, which changes no file
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
         raise DataError(f"{folder}: no population of users ({error}); write it again") from None
-    if form is None or not len(names) == len(ends) == len(sizes) or ends[-1] != len(content):
+    if form is None or not len(names) == len(ends) == len(sizes) or ends["end"][-1] != len(content):
         told = f"{len(names)} names, {len(ends)} users, {len(content)} bytes"
         raise DataError(f"{folder}: files that do not fit each other ({told}); write it again")
 
     def make(number: int) -> Any:
-        return form.user(names[number], _arrays(content, int(ends[number - 1]) if number else 0))
+        start, end = int(ends["end"][number - 1]) if number else 0, int(ends["end"][number])
+        if zlib.crc32(memoryview(content)[start:end]) != ends["sum"][number]:
+            raise DataError(f"{folder}: data of user {names[number]!r} is not as it was written; delete this folder")
+        return form.user(names[number], _arrays(content, start))
 
     valid = int((sizes[:, 1] > 0).sum())
     known = {**about["counts"], "valid": valid}

@@ -24,8 +24,7 @@ from comingle.store.grouping import Spool
 from comingle.store.tokens import PopulationWriter
 
 SKIPPED = "skipped.jsonl"
-"""In the folder of a population: a line for each user who was left out, and what of the user had too little. How many
-bytes it has stands in ``about.json``, by which it is seen to be whole."""
+"""In the folder of a population: a line for each user who was left out, and what of the user had too little."""
 
 HEARD = 100
 """So many warnings of the reading are said again."""
@@ -162,20 +161,20 @@ def write_in_turn(turns: Turns[Any], folder: Path) -> None:
     Raises:
         DataError: a source cannot be read, or somebody has too little and is not to be left out.
     """
-    place = folder / SKIPPED
-    with PopulationWriter(folder) as writer, open(place, "w", encoding="utf-8") as skipped, _Heard() as heard:
+    with PopulationWriter(folder) as writer, _Heard() as heard:
         left_out, told = 0, list[str]()
         try:
-            for one in (*turns.before(folder), turns):
-                users, small = _written(one, writer, Spool(folder), skipped)
-                left_out += small.count
-                if small.count:
-                    lack = f"as they have {turns.too_little}: {small.told}"
-                    told.append(f"{small.count} of {users} users are left out, {lack}")
+            with open(folder / SKIPPED, "w", encoding="utf-8") as skipped:
+                for one in (*turns.before(folder), turns):
+                    users, small = _written(one, writer, Spool(folder), skipped)
+                    left_out += small.count
+                    if small.count:
+                        lack = f"as they have {turns.too_little}: {small.told}"
+                        told.append(f"{small.count} of {users} users are left out, {lack}")
         finally:
             turns.close()
         more, said = turns.end()
-        about = {"told": [*told, *said], "heard": heard.told, "skipped": left_out, "skipped_bytes": skipped.tell()}
+        about = {"told": [*told, *said], "heard": heard.told, "skipped": left_out}
         writer.finish(about | more)
 
 

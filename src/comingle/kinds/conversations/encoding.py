@@ -9,11 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from comingle.data.answers import Encoded, UserAnswers, as_answers
 from comingle.data.pack import list_small
 from comingle.data.samples import SPLITS
-from comingle.data.templates import ChatTemplate
+from comingle.data.templates import ChatTemplate, Encoded
 from comingle.errors import DataError
+from comingle.kinds.conversations.answers import UserAnswers, as_answers
 from comingle.kinds.conversations.reading import Placed, UserConversations
 from comingle.kinds.conversations.section import ConversationsSection
 

@@ -12,7 +12,6 @@ from jaxtyping import Int, Int64
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from comingle.data.answers import Answers, UserAnswers, widen
 from comingle.data.batches import PAD
 from comingle.data.crowds import Crowd
 from comingle.engines.feeds import SCORED_PER_SLOT, Generate, Predict
@@ -21,6 +20,7 @@ from comingle.engines.settings import Training
 from comingle.engines.training import Portions, portions
 from comingle.evaluation.answers import JUDGES, AnswerScore, judge, score_answers
 from comingle.evaluation.perplexity import Gates, score_windows
+from comingle.kinds.conversations.answers import Answers, UserAnswers, widen
 from comingle.methods.client import Phase, Stream
 
 

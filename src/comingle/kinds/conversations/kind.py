@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any, cast
 
-from comingle.data.answers import UserAnswers, check_answers, pool_answers
 from comingle.data.batches import PAD
 from comingle.data.crowds import Crowd
 from comingle.data.partition import UserText
@@ -16,6 +15,7 @@ from comingle.engines.settings import Training
 from comingle.engines.users import batch_size
 from comingle.errors import DataError
 from comingle.kinds.base import LoadBase, Materials, always_there, count_trainers
+from comingle.kinds.conversations.answers import UserAnswers, check_answers, pool_answers
 from comingle.kinds.conversations.checking import count_here
 from comingle.kinds.conversations.encoding import check_small, encode_users, enough
 from comingle.kinds.conversations.feed import AnswerFeed

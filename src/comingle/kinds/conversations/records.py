@@ -9,9 +9,9 @@ from typing import Any
 from comingle.data.files import check_regular
 from comingle.data.formats import COMPRESSIONS, builder_of
 from comingle.data.hub import HUB_PREFIX
-from comingle.data.json_lines import Row, read_json_lines
+from comingle.data.loading import open_splits
 from comingle.data.rows import Rows, iterate_batches, values_of
-from comingle.data.sources import open_splits
+from comingle.kinds.conversations.json_lines import Row, read_json_lines
 
 Record = tuple[str, str, Row]
 """The split that a row is in, where it stands, as ``chats.jsonl: line 3``, and the row."""

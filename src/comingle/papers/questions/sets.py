@@ -21,13 +21,14 @@ from typing import cast
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from comingle.data.answers import Encoded, Question, UserAnswers, as_answers, encode
 from comingle.data.hub import FOLDER_VARIABLE, HUB_PREFIX
-from comingle.data.json_lines import Row, read_json_lines
 from comingle.data.seeds import generator
+from comingle.data.templates import Encoded
 from comingle.errors import DataError, RecipeError, did_you_mean
+from comingle.kinds.conversations.answers import Question, UserAnswers, as_answers, encode
+from comingle.kinds.conversations.json_lines import Row, read_json_lines
+from comingle.papers.decoded import iterate_values
 from comingle.papers.questions.rows import COLUMNS, QUESTIONS_OF
-from comingle.papers.values import iterate_values
 
 logger = logging.getLogger("comingle")
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from comingle.data.answers import Encoded, Question, UserAnswers, check_answers, encode
 from comingle.data.crowds import Crowd
+from comingle.data.templates import Encoded
 from comingle.errors import DataError
 from comingle.kinds.base import Kind, Materials
+from comingle.kinds.conversations.answers import Question, UserAnswers, check_answers, encode
 from comingle.kinds.language import tokenizer_of
 from comingle.models.base import Base
 from comingle.models.digests import digest_tokenizer

@@ -20,8 +20,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from comingle.data.loading import make_rows
 from comingle.data.seeds import derive, generator
-from comingle.data.sources import make_rows
 from comingle.errors import DataError, RecipeError
 
 Key = tuple[str | int, ...]

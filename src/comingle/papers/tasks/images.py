@@ -26,9 +26,9 @@ from comingle.data.compressed import OPENERS
 from comingle.data.hub import HUB_PREFIX
 from comingle.data.rows import list_names
 from comingle.errors import DataError
+from comingle.papers.decoded import iterate_values
 from comingle.papers.tasks.idx import read_idx
 from comingle.papers.tasks.pictures import decode, scale, stack
-from comingle.papers.values import iterate_values
 
 _SPLITS = {"train": "train", "test": "t10k"}
 # What people call the arrays and columns; the first that is there is read. CIFAR-100 has fine and coarse labels.

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from comingle.data.batches import PAD, hide
+from comingle.data.templates import Encoded, begin_of
 from comingle.errors import DataError
 
 Split = Literal["train", "valid", "test"]
@@ -27,24 +28,6 @@ class Question:
 
     prompt: str
     answer: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Encoded:
-    """A conversation's tokens; each response is a span of them, from its first to behind the token that ends it."""
-
-    tokens: tuple[int, ...]
-    responses: tuple[tuple[int, int], ...]
-    references: tuple[str, ...]
-    """What the responses are, as text."""
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest response, its end included."""
-        return max(stop - start for start, stop in self.responses)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +109,6 @@ def _one_turn(prompt: tuple[int, ...], answer: tuple[int, ...], reference: str) 
     return Encoded(tokens=tokens, responses=((len(prompt), len(tokens)),), references=(reference,))
 
 
-def begin_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The begin-of-text token where the tokenizer begins every text with it, which others keep for roles of a chat."""
-    ids: Any = tokenizer("")["input_ids"]
-    return tuple(ids[:1]) if ids and ids[0] == tokenizer.bos_token_id else ()
-
-
 def _tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     if not texts:
         return []
@@ -146,12 +123,7 @@ def _tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[li
 
 
 def as_answers(
-    encoded: Sequence[Encoded],
-    *,
-    limit: int,
-    measures: Sequence[str],
-    ends: Sequence[int],
-    prompts: bool = False,
+    encoded: Sequence[Encoded], *, limit: int, measures: Sequence[str], ends: Sequence[int], prompts: bool = False
 ) -> Answers:
     """The conversations as windows; with ``prompts`` the loss is on all of their tokens."""
     width = max((len(one) for one in encoded), default=2)

@@ -1,12 +1,12 @@
-"""Data sets of the Hub whose rows are not documents: a value for each column."""
+"""Rows of data sets as they are decoded, images among them: for what is more than text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from comingle.data.rows import choose_columns, iterate_batches
-from comingle.data.sources import open_splits
+from comingle.data.loading import open_splits
+from comingle.data.rows import iterate_batches
 from comingle.errors import DataError, list_names
 
 
@@ -21,9 +21,18 @@ def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str)
     with open_splits(source) as splits:
         for own_split, rows in splits:
             if own_split == split:
-                chosen = choose_columns(rows.column_names, columns, source)
+                chosen = _choose_columns(rows.column_names, columns, source)
                 for batch in iterate_batches(rows.select_columns(chosen), source):
                     yield from zip(*(batch[name] for name in chosen), strict=True)
                 return
         split_names = list_names(own_split for own_split, _ in splits)
         raise DataError(f"{source}: no split {split!r}; found: {split_names}")
+
+
+def _choose_columns(there: Sequence[str], wanted: Sequence[Sequence[str]], where: str) -> list[str]:
+    """Of each group of names the first that was found."""
+    chosen = [next((name for name in names if name in there), None) for names in wanted]
+    for name, names in zip(chosen, wanted, strict=True):
+        if name is None:
+            raise DataError(f"{where}: no column {' or '.join(names)}; found: {list_names(there)}")
+    return [name for name in chosen if name is not None]
