@@ -156,13 +156,14 @@ def mix_forward(network: PreTrainedModel, mixing: Callable[[], Mixing]) -> None:
     It is called with each user's texts, and passes these on for every component; keys and values of all of a text's
     components are one row of the cache.
     """
-    from comingle.models.folding import FoldedCache
+    from comingle.models.folding import FoldedCache, cache_name
 
-    forward = type(network).forward.__get__(network)
+    forward, name = type(network).forward.__get__(network), cache_name(type(network))
 
     @wraps(forward)
-    def mixed(*, input_ids: Int[Tensor, "n width"], past_key_values: Any = None, **options: Any) -> Any:
+    def mixed(*, input_ids: Int[Tensor, "n width"], **options: Any) -> Any:
         weights, powers = mixing()
+        cache = options.pop(name, None)
         (users, count), texts = weights.shape, len(input_ids)
 
         def spread(t: Tensor) -> Tensor:
@@ -171,12 +172,12 @@ def mix_forward(network: PreTrainedModel, mixing: Callable[[], Mixing]) -> None:
 
         given = ((key, options.get(key)) for key in PER_TEXT)
         wide = {key: spread(t) for key, t in given if isinstance(t, Tensor) and len(t) == texts}
-        cache = None if past_key_values is None else FoldedCache(past_key_values, users, count)
-        out = forward(input_ids=spread(input_ids), past_key_values=cache, **options | wide)
+        folded = None if cache is None else FoldedCache(cache, users, count)
+        out = forward(input_ids=spread(input_ids), **{name: folded}, **options | wide)
         logits = out.logits.float().unflatten(0, (users, count, -1))
         logits = logits if powers is None else logits * powers.float().view(users, count, 1, 1, 1)
         out.logits = mix_probabilities(logits.flatten(2, 3), weights.float()).view(texts, -1, logits.shape[-1])
-        out.past_key_values = past_key_values
+        setattr(out, name, cache)
         return out
 
     setattr(network, "forward", mixed)  # noqa: B010 (a method, not a Tensor)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 Wide = Float[Tensor, "rows heads places width"]
@@ -13,6 +16,12 @@ Wide = Float[Tensor, "rows heads places width"]
 
 Folded = Float[Tensor, "texts all_heads places width"]
 """A row is a text, with the heads of all models."""
+
+
+@functools.cache
+def cache_name(network: type[PreTrainedModel]) -> str:
+    """What a network's forward calls its keys and values: ``past_key_values``, from transformers 5.24 on ``cache``."""
+    return "cache" if "cache" in inspect.signature(network.forward).parameters else "past_key_values"
 
 
 class FoldedCache(Cache):

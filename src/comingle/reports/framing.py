@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich import table
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text, TextType
 
 
 class Table(table.Table):
     """Rich's, but that what stands above and below few columns is not broken at their width."""
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType | Segment]:
         """Title, table, caption."""
         title, caption = self.title, self.caption
         self.title = self.caption = None
@@ -23,6 +26,6 @@ class Table(table.Table):
         yield from _lines(console, caption, "table.caption")
 
 
-def _lines(console: Console, told: TextType | None, style: str) -> RenderResult:
+def _lines(console: Console, told: TextType | None, style: str) -> Iterator[RenderableType | Segment]:
     if told:
         yield told if isinstance(told, Text) else console.render_str(told, style=style)

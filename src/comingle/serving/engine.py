@@ -19,6 +19,7 @@ from transformers import DynamicCache
 
 from comingle.errors import DataError, require_user
 from comingle.evaluation.routing import Routing
+from comingle.models.folding import cache_name
 from comingle.models.generation import max_places, stop_tokens
 from comingle.models.greedy import can_pad, padded_attention
 from comingle.models.personal import PersonalModel
@@ -215,8 +216,8 @@ class Engine:
         out = self.network(
             input_ids=ids.to(self.device),
             attention_mask=mask.to(self.device, torch.long),
-            past_key_values=cache,
             use_cache=True,
+            **{cache_name(type(self.network)): cache},
             **options,
             **self._options,
         )

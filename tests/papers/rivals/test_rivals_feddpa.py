@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from comingle.engines.local import finetuned, settle
 from comingle.errors import DataError
 from comingle.methods.client import Phase
+from comingle.models.folding import cache_name
 from comingle.models.personal import PersonalModel
 from comingle.recipes import parse_recipe
 from comingle.runs.session import build, execute, prepare
@@ -249,10 +250,10 @@ def test_no_prediction_knows_what_follows(ann: PersonalModel) -> None:
     logits = ann.logits(tokens)
     torch.testing.assert_close(ann.logits(changed)[:, :12], logits[:, :12], rtol=1e-9, atol=1e-9)
     with ann.generating() as network, torch.no_grad():
-        cache, parts = None, []
+        name, cache, parts = cache_name(type(network)), None, []
         for at in range(20):
-            out = network(input_ids=tokens[:, at : at + 1], past_key_values=cache, use_cache=True)
-            cache, parts = out.past_key_values, [*parts, out.logits]
+            out = network(input_ids=tokens[:, at : at + 1], use_cache=True, **{name: cache})
+            cache, parts = getattr(out, name), [*parts, out.logits]
     torch.testing.assert_close(torch.cat(parts, 1), logits, rtol=1e-5, atol=1e-5)
     shares = ann.route("some text that is read").gates[..., 1]
     assert 0 <= shares.min() < shares.max() < SCALING
