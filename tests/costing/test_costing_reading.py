@@ -22,7 +22,7 @@ from comingle.kinds.conversations.kind import ConversationsKind
 from comingle.kinds.text import checking
 from comingle.recipes import Recipe, parse_recipe
 from comingle.runs.session import prepare
-from comingle.store import language, opening
+from comingle.store import cache, language
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +37,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Populations that were written; nobody reads users all at once."""
     found: list[Any] = []
-    original: Callable[..., None] = opening.write_in_turn
-    monkeypatch.setattr(opening, "write_in_turn", lambda turns, folder: (found.append(turns), original(turns, folder)))
+    original: Callable[..., None] = cache.write_in_turn
+    monkeypatch.setattr(cache, "write_in_turn", lambda turns, folder: (found.append(turns), original(turns, folder)))
 
     def at_once(*_: Any, **__: Any) -> Any:
         raise AssertionError("read at once")

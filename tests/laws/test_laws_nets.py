@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from comingle.data.samples import Samples
-from comingle.engines.mixing import mixtures
+from comingle.engines.mixing import mixtures_told, own_mixtures
 from comingle.methods.base import Method
 from comingle.papers.methods.mixtures import Entropic
 from comingle.papers.rivals.momentum_server import Centres
@@ -154,7 +154,7 @@ def test_absent_users_train_nothing(federate_nets: Any, name: str) -> None:
 
 def test_evaluations_say_what_is_mixed(federate_nets: Any, netted: dict[str, Any]) -> None:
     federation = download_all(federate_nets(netted))
-    event = mixtures(federation.clients, federation.server)
+    event = mixtures_told(federation.clients, federation.server, own_mixtures(federation.clients))
     models = netted["name"].startswith(("ensemble", "mfl", "fml", "fedmerge", "ifca", "fedem"))
     mixes = models or netted["name"].startswith("floral")
     assert event.get("component") == ({True: "model", False: "adaptor set"}[models] if mixes else None)

@@ -277,8 +277,8 @@ def _digest(handle: int) -> str:
 
 def _run(command: Sequence[str]) -> None:
     """Run a compiler; if it is given up, so is what it has started, which would go on for minutes."""
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, **quiet, start_new_session=True)
+    nothing = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
     try:
         code = process.wait(COMPILE_SECONDS)
     except BaseException:

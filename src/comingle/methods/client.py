@@ -36,6 +36,8 @@ class Part:
     """Whether it asks for what a user had when the round began."""
     looks_across: ClassVar[bool] = False
     """Whether it asks, of any copy, for what the first one was when the round began."""
+    forgets: ClassVar[bool] = False
+    """Whether all that it does when a round begins is to forget moments, for which no data is read."""
     sweeps: ClassVar[bool] = False
     """Whether it asks, once a round, what each of several models or components loses on all training data."""
 

@@ -13,6 +13,9 @@ from rich.text import Text, TextType
 class Table(table.Table):
     """Rich's, but that what stands above and below few columns is not broken at their width."""
 
+    title: TextType | None
+    caption: TextType | None
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType | Segment]:
         """Title, table, caption."""
         title, caption = self.title, self.caption

@@ -70,12 +70,13 @@ def render_run(metrics: dict[str, Any], *, everybody: bool = False) -> Table:
         _add_users(table, metrics, list(metrics["users"]))
     else:
         _add_crowd(table, metrics, measure)
-    table.caption, table.caption_justify = words(_circumstances(metrics, unit), "table.caption"), "left"
+    table.caption = caption = words(_circumstances(metrics, unit), "table.caption")
+    table.caption_justify = "left"
     if sample := sample_told(metrics):
-        table.caption.append(f"\n{sample}")
+        caption.append(f"\n{sample}")
     if (chosen := metrics.get("selected_round", metrics["rounds"])) != metrics["rounds"]:
         told = f"\nmodels of round {chosen} of {metrics['rounds']}, whose validation loss is the lowest"
-        table.caption.append(told)
+        caption.append(told)
     return table
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from comingle.adapters.inject import ATTENTION, EXPERT_ROLES, GENERALIST, ROUTER
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Cohort, Part, Phase, joint
@@ -47,6 +49,8 @@ def fedsa_lora() -> Method:
 
 class Anew(Part):
     """A round begins with optimisers that have not taken a step: what they would remember is about other factors."""
+
+    forgets: ClassVar[bool] = True
 
     def begin(self, cohort: Cohort) -> None:
         """They remember nothing."""
