@@ -283,6 +283,10 @@ def test_a_net_that_cannot_be_trained_is_one_line(net: Any, message: str) -> Non
         ({"base": "smollm2-135m"}, "base: got 'smollm2-135m' for samples; allowed: net:NAME"),
         ({"base": "net:cn"}, "no net 'cn'. Did you mean 'cnn'?"),
         ({"training.context": 64}, "training.context: got 64, which is not read for samples"),
+        ({"quantise": "8bit"}, "quantise: got '8bit', which is not read for samples"),
+        ({"runtime.gpu": ["graphs"]}, "runtime.gpu: got ['graphs'], which is not read for samples"),
+        ({"runtime.gradient_checkpointing": True}, "runtime.gradient_checkpointing: got True, which is not read"),
+        ({"runtime.attention": "eager"}, "runtime.attention: got 'eager', which is not read for samples"),
         ({"method": "comigs"}, "method comigs: "),
     ],
 )

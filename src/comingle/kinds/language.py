@@ -136,6 +136,7 @@ def _check_plain(recipe: Recipe, method: Method) -> None:
     for key, found in {
         "quantise": recipe.quantise != "none",
         "runtime.gradient_checkpointing": recipe.runtime.gradient_checkpointing,
+        "runtime.gpu": recipe.runtime.gpu,
     }.items():
         if found:
             raise RecipeError(f"{key}: method {method.name} wraps every linear by itself; allowed: methods of LoRAs")

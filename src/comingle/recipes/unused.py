@@ -33,7 +33,7 @@ def changed(recipe: Recipe, place: str) -> list[tuple[str, Any]]:
     *path, last = place.split(".")
     for part in path:
         section = getattr(section, part)
-    value, default = getattr(section, last), type(section).model_fields[last].default
+    value, default = getattr(section, last), type(section).model_fields[last].get_default(call_default_factory=True)
     if not hasattr(value, "model_fields_set"):
         return [(place, value)] if value != default else []
     return [place_changed for name in type(value).model_fields for place_changed in changed(recipe, f"{place}.{name}")]

@@ -19,6 +19,10 @@ UNREAD: Mapping[str, str] = {
     "training.context": "samples have no windows",
     "training.balance_weight": "nets have no token routers",
     "adapters": "the section floral is for adaptors in nets",
+    "quantise": "nets are trained whole",
+    "runtime.attention": "nets are computed as they are",
+    "runtime.gradient_checkpointing": "nets have no layers of a base to compute once more",
+    "runtime.gpu": "kernels and graphs are for LoRAs on a language model",
 }
 """Settings that no nets read."""
 
