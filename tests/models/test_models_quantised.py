@@ -99,7 +99,7 @@ def test_what_it_is_not_for_is_refused(recipe_file: Path, monkeypatch: pytest.Mo
     materials = prepare(wrapped)
     with pytest.raises(RecipeError, match="quantise: method floral wraps every linear by itself"):
         build(wrapped.with_changes({"quantise": "4bit"}), materials)
-    with pytest.raises(RecipeError, match="runtime.gpu: method floral wraps every linear by itself"):
+    with pytest.raises(RecipeError, match=r"runtime\.gpu: method floral wraps every linear by itself"):
         build(wrapped.with_changes({"runtime.gpu": ["graphs"]}), materials)
     with pytest.raises(RecipeError, match="quantise"):
         parse_recipe({"data": {"users": {"a": "b"}}, "quantise": "2bit"})
