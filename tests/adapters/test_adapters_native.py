@@ -12,7 +12,7 @@ import torch
 from mixtures import ACTS, Problem, by_part, check_mixture, problem
 from torch import Tensor
 
-from comingle.adapters import kernels, native
+from comingle.adapters import compiling, kernels, native
 from comingle.adapters.inject import ExpertCounts
 from comingle.adapters.settings import AdapterSettings
 from comingle.models.adapted import adapt
@@ -157,7 +157,7 @@ def test_a_model_takes_it_and_computes_the_same(library: Path, monkeypatch: pyte
 def test_without_a_compiler_it_stays_off(
     compiler: str | None, tmp_path: Path, unloaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "_compiler", lambda: compiler)
+    monkeypatch.setattr(compiling, "_compiler", lambda: compiler)
     assert not native.enable(tmp_path / "cache")
     assert not native.supports(torch.zeros(1, 1, 4), kernels.silu, 8)
 
@@ -181,7 +181,7 @@ def test_a_damaged_library_is_made_again(
         damaged.write_bytes(sound.read_bytes())
         return os.open(damaged, os.O_RDONLY)
 
-    monkeypatch.setattr(native, "_compile", compile_again)
+    monkeypatch.setattr(compiling, "_compile", compile_again)
     assert native.enable(tmp_path)
     monkeypatch.setattr(native, "_loaded", None)
     assert native.enable(tmp_path)  # now out of the cache
@@ -194,8 +194,8 @@ def test_processors_without_wide_registers_and_tiles(
     tmp_path: Path, unloaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same source for AVX2: other instructions for exponentials, roundings and the thin products."""
-    flags = [f.replace("-march=native", "-march=x86-64-v3") for f in native.FLAGS]
-    monkeypatch.setattr(native, "FLAGS", flags)
+    flags = [f.replace("-march=native", "-march=x86-64-v3") for f in compiling.FLAGS]
+    monkeypatch.setattr(compiling, "FLAGS", flags)
     if not native.enable(tmp_path):
         pytest.skip("no C++ compiler that makes the native code")
     for dtype in native.DTYPES:

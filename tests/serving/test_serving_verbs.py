@@ -134,7 +134,7 @@ def test_a_run_or_a_user_that_is_not_there(runs: Path, typed: Any, arguments: li
 def test_a_base_that_is_large_enough_is_served_by_compiled_code(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Any
 ) -> None:
-    from comingle.adapters import native
+    from comingle.adapters import compiling, native
     from comingle.serving import people
 
     monkeypatch.setenv("COMINGLE_CACHE", str(tmp_path / "cache"))
@@ -148,7 +148,7 @@ def test_a_base_that_is_large_enough_is_served_by_compiled_code(
         assert not native.is_enabled()
         monkeypatch.setattr(people, "WORTH_COMPILING", 100)
         opened = people.open_people(folder)
-        assert native.is_enabled() == (compiled == "auto" and native._compiler() is not None)
+        assert native.is_enabled() == (compiled == "auto" and compiling._compiler() is not None)
         said = opened.models["bob"].generate("one", max_new_tokens=8)
     finally:
         native.disable()

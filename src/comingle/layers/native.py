@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from comingle.adapters.native import load_library
+from comingle.adapters.compiling import load_library
 
 SOURCES = sorted(Path(__file__).parent.glob("layers*"), key=lambda path: path.suffix)  # the .cpp first
 DTYPES = {torch.float32: "float", torch.float64: "double"}
