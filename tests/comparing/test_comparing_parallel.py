@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,3 +67,41 @@ def test_each_process_computes_on_the_gpu_of_its_place(
         parallel._work(theirs, twice, place, 3, place)
     assert taken == expected
     assert [ours.recv() for _ in range(3)] == [0, 2, 4]
+
+
+WITHOUT_END = """
+import os, sys, time
+from comingle.comparing.parallel import in_processes
+
+def work(group):
+    yield os.getpid()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    for found in in_processes([1, 2], work, jobs=2):
+        print(found, flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_the_processes_of_a_killed_one_end(how: signal.Signals, tmp_path: Path) -> None:
+    script = tmp_path / "without_end.py"
+    script.write_text(WITHOUT_END)
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    children = [int(parent.stdout.readline()) for _ in range(2)]
+    parent.send_signal(how)
+    parent.wait()
+    parent.stdout.close()
+    last = time.monotonic() + 60
+    while any(_runs(child) for child in children):
+        assert time.monotonic() < last, "they go on"
+        time.sleep(0.1)
+
+
+def _runs(process: int) -> bool:
+    """Whether it is there, and not just waiting to be collected."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

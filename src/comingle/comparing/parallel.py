@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from threading import Thread
 from typing import Any, TypeVar
 
 from comingle.errors import ComingleError, RunError
@@ -23,7 +25,8 @@ def in_processes(
     Where there are GPUs each process has one of its own, as far as they suffice.
 
     A group that fails does not stop the others: its error is raised when they are done. Whoever stops here, as with
-    Ctrl-C, stops the processes at once, and what they have written can be resumed.
+    Ctrl-C, stops the processes at once, and what they have written can be resumed; they end, too, when this process
+    is killed.
 
     Raises:
         ComingleError: of the first group that failed; ``told`` names one whose process just ended.
@@ -74,6 +77,7 @@ def _work(connection: Connection, work: Callable[[Any], Iterable[Any]], group: A
 
     from comingle.processes.sharing import take_gpu
 
+    Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; whoever started us stops us
     take_gpu(place)
     torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
@@ -82,3 +86,11 @@ def _work(connection: Connection, work: Callable[[Any], Iterable[Any]], group: A
             connection.send(found)
     except (ComingleError, OSError, MemoryError) as error:
         connection.send(error)
+
+
+def _end_with_parent() -> None:
+    """End this process as soon as whoever started it is gone, killed perhaps, and can no longer end it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
