@@ -177,6 +177,9 @@ CASES = {
     "median": FEDAVG | {"aggregation.rule": "median"},
     "int8": FEDAVG | {"training.uploads": "int8"},
     "exchanged": FEDAVG | {"evaluation.model": "exchanged"},
+    "auto": FEDAVG
+    | {"evaluation.every": "auto", "evaluation.first": False}
+    | {"training.rounds": 14, "data.max_test_tokens": 90},
     "private": FEDAVG | {"privacy": f"{{{PRIVATE}}}"},
     "summed": FEDAVG | {"privacy": "{mechanism: none, secure_aggregation: {threshold: 0.51}}"},
     "examples": FEDAVG | {"privacy": f"{{{PRIVATE.replace('central', 'example')}}}"},
@@ -202,6 +205,8 @@ def test_methods_and_settings_are_those_of_one_process(tmp_path: Path, write_rec
         assert unequal(played[f"{name}-1"], played[f"{name}-2"]) == [], name
     for n in (2, 4):
         assert unequal(played["comigs-1"], played[f"comigs-{n}"]) == []
+    evaluated = [event["round"] for event in told(played["auto-2"]) if event["event"] == "evaluation"]
+    assert evaluated == [7, 14]  # neither the shortest period, 5, nor the end alone
 
 
 def test_nets_are_those_of_one_process(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def fedsa_lora() -> Method:
     )
 
 
-class Anew(Part):
+class NewOptimisers(Part):
     """A round begins with optimisers that have not taken a step: what they would remember is about other factors."""
 
     forgets: ClassVar[bool] = True

@@ -13,7 +13,7 @@ from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, joint
 from comingle.methods.server import Received, Server, ServerSetup
-from comingle.papers.methods.factors import Anew
+from comingle.papers.methods.factors import NewOptimisers
 from comingle.trees import Tree, lora_pairs
 
 
@@ -31,7 +31,7 @@ def flexlora() -> Method:
     return Method(
         name="flexlora",
         placement=Placement(shared=frozenset({ATTENTION, GENERALIST})),
-        client=Client(phases=joint(routed=False), parts=(Anew(),)),
+        client=Client(phases=joint(routed=False), parts=(NewOptimisers(),)),
         server=Redistribute(),
     )
 

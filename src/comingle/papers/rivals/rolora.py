@@ -5,7 +5,7 @@ from __future__ import annotations
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Phase
 from comingle.methods.server import Mean
-from comingle.papers.methods.factors import A, Anew, B
+from comingle.papers.methods.factors import A, NewOptimisers, B
 
 
 def rolora() -> Method:
@@ -22,6 +22,6 @@ def rolora() -> Method:
     return Method(
         name="rolora",
         placement=Placement(generalists=2, shared=A | B),
-        client=Client(phases=(Phase(roles=B, turns=2), Phase(roles=A, turns=2, turn=1)), parts=(Anew(),)),
+        client=Client(phases=(Phase(roles=B, turns=2), Phase(roles=A, turns=2, turn=1)), parts=(NewOptimisers(),)),
         server=Mean(),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, joint
-from comingle.papers.methods.factors import Anew
+from comingle.papers.methods.factors import NewOptimisers
 from comingle.papers.methods.flexlora import Redistribute
 
 
@@ -25,6 +25,6 @@ def sdflora() -> Method:
     return Method(
         name="sdflora",
         placement=Placement(specialists=1, shared=frozenset({ATTENTION, GENERALIST})),
-        client=Client(phases=joint(routed=False), parts=(Anew(),)),
+        client=Client(phases=joint(routed=False), parts=(NewOptimisers(),)),
         server=Redistribute(),
     )
