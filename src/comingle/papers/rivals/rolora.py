@@ -5,7 +5,7 @@ from __future__ import annotations
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Phase
 from comingle.methods.server import Mean
-from comingle.papers.methods.factors import A, NewOptimisers, B
+from comingle.papers.methods.factors import A, B, NewOptimisers
 
 
 def rolora() -> Method:
