@@ -142,7 +142,7 @@ def test_a_method_with_fewer_seeds_is_paired_with_those_it_has() -> None:
     assert verdicts(against) == {"good": "better", "other": "one seed"}
     assert [one.seeds for one in against.verdicts] == [(0, 2), (2,)]
     assert against.judged == 1
-    assert rows_of(against)[1][1] == ["other", "–", "–", "one seed", "–"]
+    assert rows_of(against)[1][1][:5] == ["other", "–", "–", "one seed", "–"]
 
 
 @pytest.mark.parametrize("value", [None, math.inf, math.nan, 0.0])
@@ -184,3 +184,56 @@ def test_a_narrow_terminal_has_room() -> None:
     lines = capture.get().splitlines()
     assert max(map(len, lines)) <= 100
     assert any(line.split()[0] == "fedavg-moe-tr-0" and "better" in line for line in lines)
+
+
+# ---------------------------------------------------------------- several as one baseline, and single results
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_the_better_of_two_is_taken_user_by_user_and_seed_by_seed(measure: str) -> None:
+    found = results(5, 3, noise=0.4, fedavg=1.0, mixed=1.0)
+    lower = measure in ("perplexity", "loss")
+    against = held(found, measure, "local,fedavg")
+    (mixed,) = [one for one in against.verdicts if one.method == "mixed"]
+    factors, changes = [], []
+    for seed in range(3):
+        for user in found["local"][seed]:
+            both: list[Any] = [found["local"][seed][user], found["fedavg"][seed][user]]
+            mine: Any = found["mixed"][seed][user]
+            best = (min if lower else max)(both)
+            factors.append(mine < best if lower else mine > best)
+            changes.append(change(mine, best, measure))
+    assert (mixed.ahead, mixed.pairs) == (sum(factors), 15)
+    assert 0 < mixed.ahead < 15
+    assert mixed.worst == pytest.approx((max if lower else min)(changes))
+    assert against.baseline == "the better of local and fedavg"
+    assert [one.method for one in against.verdicts] == ["local", "fedavg", "mixed"]
+    assert {one.ahead for one in against.verdicts[:2]} == {0}  # neither is ahead of the better of the two
+
+
+def test_one_of_several_that_is_not_finite_leaves_no_better_one() -> None:
+    found: Any = results(4, 2, fedavg=1.0, mixed=0.1)
+    found["fedavg"][1]["user-2"] = math.inf
+    (mixed,) = [one for one in held(found, baseline="local,fedavg").verdicts if one.method == "mixed"]
+    assert (mixed.verdict, mixed.ahead, mixed.pairs, mixed.worst) == ("not finite", 7, 8, None)
+
+
+def test_single_results_are_counted_of_one_seed_too() -> None:
+    found = {**results(4, 3, good=0.5, other=2.0)}
+    found["other"] = {2: found["other"][2]}
+    rows = {row[0]: row[-2:] for row in rows_of(held(found))[1]}
+    assert rows["good"][0] == "12 of 12"
+    assert rows["other"][0] == "0 of 4"
+    assert float(rows["other"][1].strip("+%")) > 90
+
+
+def test_several_are_asked_for_with_commas() -> None:
+    names = ["local", "fedavg", "fedit", "comigs"]
+    assert baseline_of(names, "fedavg, local") == "fedavg,local"
+    assert baseline_of(names, "local,local") == "local"
+    with pytest.raises(RecipeError, match="--against 'fedavgg': not among the methods"):
+        baseline_of(names, "local,fedavgg")
+    against = hold({name: results(4, 2)["local"] for name in names}, "perplexity", "local,fedavg,fedit")
+    assert against is not None
+    assert against.baseline == "the best of local, fedavg and fedit"
+    assert Against.read(against.as_dict()) == against

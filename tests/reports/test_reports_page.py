@@ -121,7 +121,7 @@ def test_methods_have_verdicts_in_place_of_bold_numbers(page: str) -> None:
     text = prose(page)
     assert 'class="best"' not in page
     assert "Better, level or worse Against local: geometric mean of test perplexity over 2 users and seeds 0, 1" in text
-    assert re.search(r"verdict p over users comigs -8\.1% -9\d\.\d to \+\d+\.\d level –", text)
+    assert re.search(r"verdict p over users ahead worst comigs -8\.1% -9\d\.\d to \+\d+\.\d level – \d of 4 \+", text)
     assert "No p: of 2 users Wilcoxon's test cannot give less than 0.5." in text.replace("&#39;", "'")
 
 

@@ -125,13 +125,14 @@ def test_the_markdown_table(folders: list[Path], tmp_path: Path) -> None:
             "\n"
             "Table: against local: geometric mean of test perplexity over 2 users and seeds 0, 1 (lower is better)\n"
             "\n"
-            "| method | change | interval | verdict | p over users |\n"
-            "|---|---|---|---|---|\n"
-            "| fedavg | +13.2% | -89.9 to +1174.0 | level | – |\n"
+            "| method | change | interval | verdict | p over users | ahead | worst |\n"
+            "|---|---|---|---|---|---|---|\n"
+            "| fedavg | +13.2% | -89.9 to +1174.0 | level | – | 1 of 4 | +50.0% |\n"
             "\n"
             "better, worse: the interval of the mean change leaves out 0; level: it does not, so nothing is shown. "
             "Users and seeds both count as drawn.\n"
             "No p: of 2 users Wilcoxon's test cannot give less than 0.5.\n"
+            "ahead: results, one for each user and seed, that are better than the baseline's; worst: the last.\n"
         )
     )
     assert read_comparison(tmp_path) == table == json.loads((tmp_path / "table.json").read_text())

@@ -37,7 +37,10 @@ def compare(
     methods: Annotated[str, typer.Option("--methods", help="Methods, separated by commas.")],
     seeds: Annotated[str, typer.Option("--seeds", help="Seeds, separated by commas.")] = SEEDS,
     against: Annotated[
-        str | None, typer.Option("--against", metavar="METHOD", help="Baseline (default: local, or the first method).")
+        str | None,
+        typer.Option(
+            "--against", metavar="METHODS", help="Baseline: the best of these (default: local, or the first)."
+        ),
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at a time, each in a process of its own.")] = 1,
     sets: Sets = None,
@@ -83,7 +86,7 @@ def compare_methods(
     """
     from comingle.cli.progress import console
     from comingle.comparing.comparing import folders_of, recipes_of
-    from comingle.reports.against import baseline_of
+    from comingle.reports.against import baseline_of, members
     from comingle.reports.tables import tables_of, write_comparison
     from comingle.terminal import words
 
@@ -98,7 +101,8 @@ def compare_methods(
     done = [place for key, place in folders_of(recipes, folder).items() if key not in failed]
     if not done:
         raise next(iter(failed.values()))
-    baseline = against if any(method == against for method, _ in recipes.keys() - failed.keys()) else None
+    left = {method for method, _ in recipes.keys() - failed.keys()}
+    baseline = against if against is not None and left >= {*members(against)} else None
     for part in tables_of(write_comparison(folder, done, baseline), everybody=everybody):
         console.print(part)
     console.print(words(f"{folder}/  table.md · table.json · one run folder for each method and seed", "dim"))

@@ -41,7 +41,9 @@ def report(
     tokens: Length = 120,
     against: Annotated[
         str | None,
-        typer.Option("--against", metavar="METHOD", help="Baseline of the verdicts (default: local, or the first)."),
+        typer.Option(
+            "--against", metavar="METHODS", help="Baseline of the verdicts: the best of these (default: local)."
+        ),
     ] = None,
     no_tokens: Annotated[
         bool, typer.Option("--no-tokens", help="No token view: no model is loaded, and no text is on the page.")

@@ -19,7 +19,8 @@ def show(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or the folder of a comparison.")],
     everybody: Everybody = False,
     against: Annotated[
-        str | None, typer.Option("--against", metavar="METHOD", help="Another baseline for a comparison.")
+        str | None,
+        typer.Option("--against", metavar="METHODS", help="Another baseline for a comparison: the best of these."),
     ] = None,
     csv: Annotated[
         Path | None,

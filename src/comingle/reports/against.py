@@ -4,18 +4,22 @@ Differences are paired by user and seed: log ratios of perplexities and losses, 
 means, and plain differences of accuracies and ROUGE-1. A method is *better* or *worse* where the interval of its mean
 difference (:func:`comingle.reports.significance.two_way`), at the level that Holm's procedure gives it among all
 methods, leaves out 0; else it is *level*, which is no proof that there is no difference.
+
+A baseline may be several methods, and then is the better of them, for each user with each seed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from rich.text import Text
 
 from comingle.errors import RecipeError, did_you_mean
+from comingle.records import MEASURES
 from comingle.reports.framing import Table
 from comingle.reports.measures import as_change, change_text, difference, is_worse, markdown_line, reach_text, rule
 from comingle.reports.significance import (
@@ -45,7 +49,9 @@ class Verdict:
     ``change`` and its interval from ``low`` to ``high`` are in the unit of :func:`comingle.reports.measures.change`:
     per cent of perplexities, points of shares, powers of ten of losses; the interval has ``confidence``, 0.95 or more.
     All are None where ``verdict`` is :data:`NOT_FINITE` or :data:`ONE_SEED`. ``p_value`` is Wilcoxon's over users,
-    adjusted by Holm; None where so few users could not give 0.05.
+    adjusted by Holm; None where so few users could not give 0.05. ``ahead`` of ``pairs`` results, one for each user and
+    seed, are better than the baseline's, and ``worst`` is the change of the one that is furthest behind, None where one
+    is not finite.
     """
 
     method: str
@@ -56,11 +62,14 @@ class Verdict:
     high: float | None = None
     confidence: float | None = None
     p_value: float | None = None
+    ahead: int = 0
+    pairs: int = 0
+    worst: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Against:
-    """All methods of a comparison against ``baseline``."""
+    """All methods of a comparison against ``baseline``, as :func:`spoken`."""
 
     baseline: str
     measure: str
@@ -87,41 +96,80 @@ class Against:
 
 
 def baseline_of(methods: Sequence[str], wanted: str | None) -> str:
-    """What the others are held against: what is ``wanted``, else ``local``, else the first.
+    """What the others are held against: ``wanted`` (several with commas between), else ``local``, else the first.
 
     Raises:
         RecipeError: it is not among the methods.
     """
     if wanted is None:
         return BASELINE if BASELINE in methods else methods[0]
-    if wanted not in methods:
-        hint = did_you_mean(wanted, methods)
-        raise RecipeError(f"--against {wanted!r}: not among the methods.{hint} There are: {', '.join(methods)}")
-    return wanted
+    for name in members(wanted):
+        if name not in methods:
+            hint = did_you_mean(name, methods)
+            raise RecipeError(f"--against {name!r}: not among the methods.{hint} There are: {', '.join(methods)}")
+    return ",".join(members(wanted))
+
+
+def members(baseline: str) -> list[str]:
+    """The methods that a baseline is the better of, each once."""
+    return list(dict.fromkeys(name.strip() for name in baseline.split(",")))
+
+
+def spoken(names: Sequence[str]) -> str:
+    """A baseline in words."""
+    *others, last = names
+    if not others:
+        return last
+    return f"the {'better' if len(others) == 1 else 'best'} of {', '.join(others)} and {last}"
 
 
 def hold(results: Results, measure: str, baseline: str) -> Against | None:
     """Every other method against ``baseline``; None where there is no other, or fewer than two seeds of any."""
-    pairs = {name: _differences(of, results[baseline], measure) for name, of in results.items() if name != baseline}
+    theirs = _best([results[name] for name in members(baseline)], measure)
+    pairs = {name: _differences(of, theirs, measure) for name, of in results.items() if name != baseline}
     if not any(len(found) > 1 for found in pairs.values()):
         return None
     tables = {name: table for name, found in pairs.items() if (table := _whole(found)) is not None}
     estimates = {name: two_way(table) for name, table in tables.items()}
     shares = dict(zip(tables, holm_shares([one.p_value for one in estimates.values()]), strict=True))
     p_values = dict(zip(tables, holm([signed_rank(table.mean(1).tolist()) for table in tables.values()]), strict=True))
-    users = len(next(iter(results[baseline].values())))
+    users = len(next(iter(theirs.values())))
     sayable = len(tables) * smallest_signed_rank(users) <= ERROR
+
+    def verdict(name: str) -> Verdict:
+        seeds = tuple(pairs[name])
+        if name not in tables:
+            return Verdict(method=name, seeds=seeds, verdict=NOT_FINITE if len(seeds) > 1 else ONE_SEED)
+        p_value = p_values[name] if sayable else None
+        return _verdict(name, seeds, estimates[name], measure, shares[name], p_value)
+
     return Against(
-        baseline=baseline,
+        baseline=spoken(members(baseline)),
         measure=measure,
         users=users,
-        verdicts=tuple(
-            _verdict(name, tuple(found), estimates[name], measure, shares[name], p_values[name] if sayable else None)
-            if name in tables
-            else Verdict(method=name, seeds=tuple(found), verdict=NOT_FINITE if len(found) > 1 else ONE_SEED)
-            for name, found in pairs.items()
-        ),
+        verdicts=tuple(replace(verdict(name), **_counted(found, measure)) for name, found in pairs.items()),
     )
+
+
+def _best(of: Sequence[Mapping[int, Mapping[str, float | None]]], measure: str) -> dict[int, dict[str, float | None]]:
+    """Each user's best result with each seed that all of them have; None where one of them is not finite."""
+    best = min if MEASURES[measure] == "lower" else max
+
+    def best_of(seed: int, user: str) -> float | None:
+        values = [value for one in of if (value := one[seed].get(user)) is not None and math.isfinite(value)]
+        return best(values) if len(values) == len(of) else None
+
+    seeds = [seed for seed in of[0] if all(seed in one for one in of)]
+    return {seed: {user: best_of(seed, user) for user in of[0][seed]} for seed in seeds}
+
+
+def _counted(pairs: Mapping[int, Sequence[float | None]], measure: str) -> dict[str, Any]:
+    """How many of the differences are for the better, and the worst of them."""
+    found = [value for values in pairs.values() for value in values]
+    known = [value for value in found if value is not None]
+    ahead = sum(value != 0 and not is_worse(value, measure) for value in known)
+    worst = (max if MEASURES[measure] == "lower" else min)(known) if known and len(known) == len(found) else None
+    return {"ahead": ahead, "pairs": len(found), "worst": None if worst is None else as_change(worst, measure)}
 
 
 def _differences(
@@ -173,13 +221,15 @@ def heading(against: Against) -> str:
 
 def rows_of(against: Against) -> tuple[list[str], list[list[str]]]:
     """Head and rows as text."""
-    return ["method", "change", "interval", "verdict", "p over users"], [
+    return ["method", "change", "interval", "verdict", "p over users", "ahead", "worst"], [
         [
             one.method,
             "–" if one.change is None else change_text(one.change, against.measure),
             "–" if one.low is None or one.high is None else reach_text((one.low, one.high), against.measure),
             one.verdict,
             _p_text(one.p_value),
+            f"{one.ahead} of {one.pairs}" if one.pairs else "–",
+            "–" if one.worst is None else change_text(one.worst, against.measure),
         ]
         for one in against.verdicts
     ]
@@ -199,14 +249,20 @@ def notes(against: Against) -> list[str]:
     )
     told = [
         "better, worse: the interval of the mean change leaves out 0; level: it does not, so nothing is shown. "
-        f"Users and seeds both count as drawn.{many}"
+        f"Users and seeds both count as drawn.{many}",
     ]
     least = smallest_signed_rank(against.users)
     if number * least > ERROR:
         after = f", {min(1.0, number * least):.3g} after Holm" if number > 1 else ""
         few = f"{against.users} user{'s' if against.users != 1 else ''}"
-        return [*told, f"No p: of {few} Wilcoxon's test cannot give less than {least:.3g}{after}."]
-    return [*told, "p: Wilcoxon's signed-rank test over users, with the seeds as given; adjusted by Holm."]
+        p_value = f"No p: of {few} Wilcoxon's test cannot give less than {least:.3g}{after}."
+    else:
+        p_value = "p: Wilcoxon's signed-rank test over users, with the seeds as given; adjusted by Holm."
+    return [
+        *told,
+        p_value,
+        "ahead: results, one for each user and seed, that are better than the baseline's; worst: the last.",
+    ]
 
 
 def markdown(against: Against) -> list[str]:

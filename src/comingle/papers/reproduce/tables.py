@@ -14,7 +14,7 @@ from comingle.papers.reproduce.plan import Plan
 from comingle.papers.reproduce.published import Note, printed
 from comingle.records import MEASURES, write_json, write_text
 from comingle.reports import against
-from comingle.reports.against import BASELINE, Against, Results, baseline_of, hold
+from comingle.reports.against import BASELINE, Against, Results, baseline_of, hold, members, spoken
 from comingle.reports.framing import Table
 from comingle.terminal import words
 
@@ -69,27 +69,29 @@ def build_table(
 def baseline_row(plan: Plan, wanted: str | None) -> str:
     """The row that others are held against: the wanted one, or one of the wanted method; else ``local``, or the first.
 
+    Several, with commas between, are one baseline, the better of them.
+
     Raises:
         RecipeError: no row is wanted.
     """
     by_method = {plan.experiment.rows[row].method: row for row in reversed(plan.rows)}
-    name = (
-        by_method.get(BASELINE) if wanted is None else wanted if wanted in plan.rows else by_method.get(wanted, wanted)
-    )
-    return baseline_of(plan.rows, name)
+    if wanted is None:
+        return baseline_of(plan.rows, by_method.get(BASELINE))
+    names = [name if name in plan.rows else by_method.get(name, name) for name in members(wanted)]
+    return baseline_of(plan.rows, ",".join(names))
 
 
 def _against(plan: Plan, results: Results, baseline: str) -> dict[str, Any] | None:
     """Every row against the baseline, where that has been run, under the names that rows have in the table."""
     measure = plan.experiment.metric.removeprefix("mean_test_")
-    if measure not in MEASURES or baseline not in results:
+    if measure not in MEASURES or not results.keys() >= {*members(baseline)}:
         return None
     found = hold(results, measure, baseline)
     if found is None:
         return None
     names = {row: plan.experiment.rows[row].label or row for row in results}
     verdicts = tuple(replace(one, method=names[one.method]) for one in found.verdicts)
-    return replace(found, baseline=names[baseline], verdicts=verdicts).as_dict()
+    return replace(found, baseline=spoken([names[row] for row in members(baseline)]), verdicts=verdicts).as_dict()
 
 
 def _column(plan: Plan, name: str, scores: Scores) -> dict[str, Any]:

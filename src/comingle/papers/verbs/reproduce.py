@@ -42,7 +42,11 @@ def reproduce(
     quiet: Quiet = False,
     against: Annotated[
         str | None,
-        typer.Option("--against", metavar="ROW", help="Baseline: a row or a method (default: local, or the first)."),
+        typer.Option(
+            "--against",
+            metavar="ROWS",
+            help="Baseline: the best of these rows or methods (default: local, or the first).",
+        ),
     ] = None,
     measured: Annotated[
         Path | None, typer.Option("--measured", metavar="FILE", help="Take published runs out of a file, start none.")
