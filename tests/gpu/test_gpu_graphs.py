@@ -22,7 +22,9 @@ from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.language import load_base
 
 GRAPHS = {"runtime.gpu": ["graphs"]}
-ON_TEXT = [name for name in REGISTRY if name not in NETS_ONLY]
+REFUSED = ("floral", "floral-mfl")
+"""They wrap every linear by themselves on text."""
+ON_TEXT = [name for name in REGISTRY if name not in (*NETS_ONLY, *REFUSED)]
 SHORT = {"training.rounds": 1, "evaluation.first": False}
 
 # Client-level mixtures run a base's attention (sdpa, as nothing else is said on a GPU) under torch.vmap.
