@@ -6,14 +6,17 @@ For each shape and number of users one line of JSON as soon as it is measured, a
 
 - ``tokens_per_s``: local steps of all users of ``comigs-1g1s``, bf16 where the device has it, batch 64 x 128 each;
 - ``of_base``: as a share of the frozen base alone, forward and backward, under the same settings and in turns;
-- ``of_peak``: FLOPs of matrix products that were computed, per second, as a share of the best product measured here;
+- ``of_peak``: FLOPs of matrix products that were computed, per second, as a share of the best product measured here,
+  ``of_chip`` of what the maker says of dense bf16 products, where that is known;
 - ``mb_per_user``: what a further user costs for good (values, two moments); ``peak_gb`` what the device held at most;
-- ``triton``, ``graphs``, ``both``: how many times as fast with these words in ``runtime.gpu``, in turns with the same
-  step without them, whose mixture is what torch.compile makes of it; or why there is no number;
+- ``triton``, ``graphs``, ``both``: up to 16 users (with more there are more passes of the same), how many times as fast
+  with these words in ``runtime.gpu``, in turns with the same step without them, whose mixture is what torch.compile
+  makes of it; or why there is no number;
 - ``usual``: how many times faster than `one_by_one.py` (users in turn, each expert a whole MLP), in float32 and bf16.
 
-What does not fit into the memory or the time is named with the reason. ``--toy`` is for machines without a GPU: the
-same code on shapes of two layers.
+As many users go through the base at once (``users_per_step``) as the memory has room for: the default, or half of it,
+and so on. What does not fit even so, or not into the time, is named with the reason. ``--toy`` is for machines without
+a GPU: the same code on shapes of two layers.
 """
 
 from __future__ import annotations
@@ -33,17 +36,17 @@ from typing import Any
 import torch
 
 from comingle.adapters import native
-from comingle.costing.counts import count_users
+from comingle.costing.counts import Shape, own_entries
 from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.engines.runtime import keep_buffers
-from comingle.errors import ComingleError
+from comingle.engines.training import TOKENS_PER_PASS
+from comingle.errors import ComingleError, lacks_memory
 from comingle.gpu.mixture import part_on
 from comingle.models.base import Base
 from comingle.models.language import load_base, resolve_device
 from comingle.models.model import Model
 from comingle.plugins import require
-from comingle.transports.inprocess import federate
 from one_by_one import one_by_one
 from throughput import base_pass, clients_of, timed
 
@@ -60,6 +63,10 @@ SHAPES = {
 TOY = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "mlp": 128, "vocab": 300}
 USUAL_AT = 16
 TURNS, WARM = 3, 1
+LEAST_TIME = 4.0
+"""What a line takes at least, in steps: two turns of the step and of the base."""
+CHIPS = {"H100 PCIe": 756.5, "H100 NVL": 835.5, "H200 NVL": 835.5, "H100": 989.4, "H200": 989.4, "A100": 312.0}
+"""TFLOP/s of dense bf16 products in NVIDIA's data sheets (half of those with sparsity), by a part of the name."""
 WAYS = {"triton": ["triton"], "graphs": ["graphs"], "both": ["triton", "graphs"]}
 
 
@@ -106,21 +113,26 @@ def measured_memory(device: torch.device) -> Iterator[Callable[[], float | None]
     yield lambda: torch.cuda.max_memory_allocated(device) / 1e9
 
 
-def medians(steps: dict[str, Callable[[], object]], deadline: float) -> dict[str, list[float]]:
+def chip_of(name: str) -> float | None:
+    """FLOPs a second that a chip's maker names, if it is a known one."""
+    return next((tflops * 1e12 for part, tflops in CHIPS.items() if part in name), None)
+
+
+def medians(steps: dict[str, Callable[[], object]], deadline: float, warm: int = WARM) -> dict[str, list[float]]:
     """Seconds of each step, in turns; fewer turns where time runs out."""
     times: dict[str, list[float]] = {key: [] for key in steps}
-    for turn in range(WARM + TURNS):
+    for turn in range(warm + TURNS):
         began = time.perf_counter()
         for key, step in steps.items():
             seconds = timed(step, time.perf_counter)
-            if turn >= WARM:
+            if turn >= warm:
                 times[key].append(seconds)
-        if turn >= WARM and time.perf_counter() + (time.perf_counter() - began) > deadline:
+        if turn >= warm and time.perf_counter() + (time.perf_counter() - began) > deadline:
             break
     return times
 
 
-def settings(args: Namespace, shape: dict[str, Any], users: int) -> Namespace:
+def settings(args: Namespace, shape: dict[str, Any], users: int, at_once: int | None) -> Namespace:
     """What the functions of throughput.py are asked with."""
     return Namespace(
         users=users,
@@ -131,46 +143,72 @@ def settings(args: Namespace, shape: dict[str, Any], users: int) -> Namespace:
         experts=2,
         no_compile=not args.compile,
         no_native=True,
-        users_per_step=None,
+        users_per_step=at_once,
         micro_batch=None,
     )
 
 
 def ways(clients: Clients, step: Callable[[], object], deadline: float) -> dict[str, Any]:
-    """How many times as fast a step is in each of the other ways, or why it is not known."""
-    plain, found, steps = clients.steps.model, dict[str, Any](), dict[str, Callable[[], object]]()
+    """How many times as fast a step is in each of the other ways, or why it is not known.
+
+    One way after another: each has the memory of a pass for itself.
+    """
+    plain = clients.steps.model
 
     def as_in(model: Model, part: Any) -> None:
+        # What is in use holds for the whole process, so each turn says it anew.
         clients.steps.model = model
         native.use(part)
         step()
 
+    def gain(names: list[str]) -> float:
+        if time.perf_counter() > deadline:
+            raise TimeoutError("no time")
+        model = plain
+        for name in names:
+            model = require("comingle.gpu", name)(model)
+        taken = partial(as_in, model, part_on(plain.device) if "triton" in names else None)
+        taken()  # compiled, captured
+        if "graphs" in names and None in getattr(model, "recordings").values():  # noqa: B009
+            raise RuntimeError("not captured, see what was said")
+        times = medians({"plain": partial(as_in, plain, None), "other": taken}, deadline, warm=0)
+        return round(statistics.median(a / b for a, b in zip(times["plain"], times["other"], strict=True)), 3)
+
+    found: dict[str, Any] = {}
     for way, names in WAYS.items():
-        try:
-            native.use(None)
-            model = plain
-            for name in names:
-                model = require("comingle.gpu", name)(model)
-            # What is in use holds for the whole process, so each turn says it anew.
-            taken = partial(as_in, model, part_on(plain.device) if "triton" in names else None)
-            if time.perf_counter() > deadline:
-                raise TimeoutError("no time")
-            taken()  # compiled, captured
-            if "graphs" in names and None in getattr(model, "recordings").values():  # noqa: B009
-                raise RuntimeError("not captured, see the warning")
-            steps[way] = taken
-        except (ComingleError, RuntimeError, TimeoutError) as error:
-            found[way] = " ".join(str(error).split())[:100]
-    times = medians({"": partial(as_in, plain, None), **steps}, deadline) if steps else {}
-    as_in(plain, None)
-    for way in steps:
-        found[way] = round(statistics.median(one / other for one, other in zip(times[""], times[way], strict=True)), 3)
-    return {way: found[way] for way in WAYS}
+        found[way] = tried(gain, names)
+        clients.steps.model = plain
+        native.use(None)
+        gc.collect()
+    return found
 
 
-def measure(args: Namespace, shape: dict[str, Any], base: Base, users: int, peak: float, deadline: float) -> Any:
+def tried(measured: Callable[..., float], *args: Any) -> float | str:
+    """A number, or why there is none: whatever a compiler, a driver or a full device has to say."""
+    try:
+        return measured(*args)
+    except Exception as error:
+        return why(error)
+
+
+def why(error: Exception) -> str:
+    """In one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+
+
+def flops_of_token(clients: Clients) -> float:
+    """Of matrix products, in the phases that every step has: 25 at most are timed here, with none of the router's."""
+    layout = clients.model.layout
+    names = (slot.name for slot in layout.slots)
+    shape = Shape(clients, 0, dict(zip(names, own_entries(clients)[0].tolist(), strict=True)))
+    return sum(shape.training(phase).total for phase in clients.phases if phase.every == 1)
+
+
+def measure(
+    args: Namespace, shape: dict[str, Any], base: Base, users: int, at_once: int | None, peak: float, deadline: float
+) -> Any:
     """One line of the table."""
-    given = settings(args, shape, users)
+    given = settings(args, shape, users, at_once)
     with measured_memory(base.device) as held:
         clients = clients_of(given, base)
         everybody, numbers = list(range(users)), iter(range(10_000))
@@ -178,11 +216,11 @@ def measure(args: Namespace, shape: dict[str, Any], base: Base, users: int, peak
         step = lambda: train(clients, everybody, next(numbers))  # noqa: E731
         times = medians({"train": step, "base": alone}, deadline)
         gigabytes = held()
-    others = ways(clients, step, deadline)
-    (spent,) = count_users(federate(clients), ("anybody",))
+    others = ways(clients, step, deadline) if users <= USUAL_AT else {}
     tokens = users * args.batch * args.ctx
     seconds = statistics.median(times["train"])
-    state = clients.state
+    flops, state = tokens / seconds * flops_of_token(clients), clients.state
+    chip = chip_of(torch.cuda.get_device_name(base.device)) if base.device.type == "cuda" else None
     return {
         "users": users,
         "users_per_step": clients.portions.users,
@@ -190,7 +228,8 @@ def measure(args: Namespace, shape: dict[str, Any], base: Base, users: int, peak
         "compiled": args.compile,
         "tokens_per_s": round(tokens / seconds),
         "of_base": round(statistics.median(b / t for b, t in zip(times["base"], times["train"], strict=True)), 3),
-        "of_peak": round(tokens / seconds * spent.training.total / peak, 4),
+        "of_peak": round(flops / peak, 4),
+        "of_chip": None if chip is None else round(flops / chip, 4),
         "mb_per_user": round((state.rows.nbytes + state.first.nbytes + state.second.nbytes) / users / 1e6, 2),
         "peak_gb": None if gigabytes is None else round(gigabytes, 2),
         "seconds": round(seconds, 4),
@@ -198,8 +237,22 @@ def measure(args: Namespace, shape: dict[str, Any], base: Base, users: int, peak
     }
 
 
+def measure_what_fits(args: Namespace, shape: dict[str, Any], base: Base, users: int, *rest: float) -> Any:
+    """:meth:`measure` with half as many users at once as long as the memory does not suffice."""
+    at_once = None
+    while True:
+        try:
+            return measure(args, shape, base, users, at_once, *rest)
+        except (ComingleError, torch.OutOfMemoryError) as error:
+            room = TOKENS_PER_PASS["cuda"] // (args.batch * args.ctx)
+            at_once = (min(users, room) if at_once is None else at_once) // 2
+            if not at_once or not (lacks_memory(error) or "memory" in str(error)):
+                raise
+
+
 def usual(args: Namespace, shape: dict[str, Any], users: int, seconds: float, dtype: str, device: str) -> float:
     """How many times longer the usual way takes for the same."""
+    gc.collect()
     name = name_of(shape, args.toy)
     vocab = TOY["vocab"] if args.toy else shape["vocab"]
     sizes = {"users": 1, "batch": args.batch, "context": args.ctx, "vocab": vocab, "experts": 2}
@@ -219,32 +272,34 @@ def lines(args: Namespace) -> Iterator[dict[str, Any]]:
     yield {"device": where, "torch": torch.__version__, "best_product_tflops": round(peak / 1e12, 3)}
     names = args.shapes.split(",")
     for number, label in enumerate(names):
-        shape, share = SHAPES[label], (ends - time.perf_counter()) / (len(names) - number)
-        deadline, last = time.perf_counter() + share, 0.0
-        base = load_base(name_of(shape, args.toy), dtype=args.dtype, device=args.device)
-        for users in args.counts:
-            left = deadline - time.perf_counter()
-            if left < last:
-                yield {"shape": label, "users": users, "left_out": f"{left:.0f} s left, about {last:.0f} needed"}
-                continue
-            began = time.perf_counter()
-            try:
-                found = {"shape": label, **measure(args, shape, base, users, peak, deadline)}
-                if shape["family"] == "gpt2" and users == (args.counts[-1] if args.toy else USUAL_AT):
-                    kinds = dict.fromkeys(["float32", str(base.dtype).removeprefix("torch.")])
-                    found["usual"] = {k: usual(args, shape, users, found["seconds"], k, args.device) for k in kinds}
-                yield found
-            except (ComingleError, torch.OutOfMemoryError) as error:
-                yield {"shape": label, "users": users, "left_out": " ".join(str(error).split())[:200]}
-            more = args.counts[min(args.counts.index(users) + 1, len(args.counts) - 1)] / users
-            last = (time.perf_counter() - began) * (more + 1) / 2  # compiling takes as long for any number
-        del base
+        share = (ends - time.perf_counter()) / (len(names) - number)
+        yield from lines_of(args, label, time.perf_counter() + share, peak)
         gc.collect()
+
+
+def lines_of(args: Namespace, label: str, deadline: float, peak: float) -> Iterator[dict[str, Any]]:
+    """Of one shape."""
+    shape, needed = SHAPES[label], 0.0
+    base = load_base(name_of(shape, args.toy), dtype=args.dtype, device=args.device)
+    for users in args.counts:
+        left = deadline - time.perf_counter()
+        if left < needed * users:
+            yield {"shape": label, "users": users, "left_out": f"{left:.0f} s left, {needed * users:.0f} needed"}
+            continue
+        try:
+            found = {"shape": label, **measure_what_fits(args, shape, base, users, peak, deadline)}
+            needed = found["seconds"] / users * LEAST_TIME
+            if shape["family"] == "gpt2" and users == (args.counts[-1] if args.toy else USUAL_AT):
+                kinds = dict.fromkeys(["float32", str(base.dtype).removeprefix("torch.")])
+                found["usual"] = {k: tried(usual, args, shape, users, found["seconds"], k, args.device) for k in kinds}
+            yield found
+        except Exception as error:  # the other lines may still be had
+            yield {"shape": label, "users": users, "left_out": why(error)}
 
 
 def table(found: list[dict[str, Any]]) -> str:
     """As README.md has it."""
-    keys = ("shape", "users", "tokens_per_s", "of_base", "of_peak", "mb_per_user", "peak_gb", *WAYS, "usual")
+    keys = ("shape", "users", "tokens_per_s", "of_base", "of_peak", "of_chip", "mb_per_user", "peak_gb", *WAYS, "usual")
     whole = [{"tokens_per_s": line.get("left_out", ""), **line} for line in found]
     rows = [[str(line.get(key, "")) for key in keys] for line in whole]
     return "\n".join("| " + " | ".join(row) + " |" for row in (keys, ["---"] * len(keys), *rows))
@@ -253,13 +308,17 @@ def table(found: list[dict[str, Any]]) -> str:
 def main() -> None:
     args = arguments()
     keep_buffers()
+    # Each number of users has passes of one size: code for any size, which a second one asks for, is not what they run.
+    torch._dynamo.config.automatic_dynamic_shapes = False
     found = []
-    for line in lines(args):
-        print(json.dumps(line), flush=True)
-        found.append(line)
-    print(table([line for line in found if "shape" in line]), flush=True)
-    if args.out is not None:
-        args.out.write_text("".join(json.dumps(line) + "\n" for line in found), encoding="utf-8")
+    try:
+        for line in lines(args):
+            print(json.dumps(line), flush=True)
+            found.append(line)
+    finally:  # also where gpu.sh stops it
+        print(table([line for line in found if "shape" in line]), flush=True)
+        if args.out is not None:
+            args.out.write_text("".join(json.dumps(line) + "\n" for line in found), encoding="utf-8")
 
 
 if __name__ == "__main__":

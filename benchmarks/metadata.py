@@ -1,22 +1,49 @@
-"""Make comingle's plug-ins known where it is not installed: ``python benchmarks/metadata.py FOLDER``, then FOLDER first
-on PYTHONPATH. It writes what an installation would have written of this checkout's ``pyproject.toml``."""
+"""Where comingle is not installed: make its plug-ins known, or say which packages are missing.
+
+    python benchmarks/metadata.py FOLDER      then FOLDER first on PYTHONPATH
+    python benchmarks/metadata.py             exits with 1 if something is missing
+
+The first writes what an installation would have written of this checkout's ``pyproject.toml``.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 
-def main() -> None:
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    folder = Path(sys.argv[1]) / f"{project['name']}-{project['version']}.dist-info"
+def write(project: dict[str, Any], place: Path) -> None:
+    folder = place / f"{project['name']}-{project['version']}.dist-info"
     folder.mkdir(parents=True, exist_ok=True)
     about = f"Metadata-Version: 2.4\nName: {project['name']}\nVersion: {project['version']}\n"
     (folder / "METADATA").write_text(about, encoding="utf-8")
     groups = {"console_scripts": project["scripts"], **project["entry-points"]}
     lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items()) for group, names in groups.items()]
     (folder / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
+def missing(project: dict[str, Any]) -> list[str]:
+    """What comingle and its tests ask for by name and is not here."""
+    wanted = [re.split(r"[<>=\[ ]", dependency)[0] for dependency in project["dependencies"]]
+    found = []
+    for name in [*wanted, "pytest"]:
+        try:
+            version(name)
+        except PackageNotFoundError:
+            found.append(name)
+    return found
+
+
+def main() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    if sys.argv[1:]:
+        write(project, Path(sys.argv[1]))
+    elif lacking := missing(project):
+        sys.exit(f"missing here: {' '.join(lacking)}; bring wheels of them and of what they need (WHEELS=FOLDER)")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from comingle.engines.runtime import peak_memory_bytes
 
 ASK = "from comingle.engines.runtime import peak_memory_bytes; print(peak_memory_bytes())"
 PARENT = f"""
@@ -13,6 +16,15 @@ import subprocess, sys
 held = bytearray(b"x") * 1_500_000_000
 print(subprocess.run([sys.executable, "-c", {ASK!r}], capture_output=True, text=True, check=True).stdout)
 """
+
+
+def test_every_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run on ``cuda:1`` does not make that the current one."""
+    held = {0: 0, 1: 2**50}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda gpu=0: held[gpu])
+    assert peak_memory_bytes() > 2**50
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from comingle.methods.client import Phase
 EXPERTS, ROUTER = Phase(roles=frozenset({"a"})), Phase(roles=frozenset({"router"}), optimizer="router", steps=2)
 
 
+@Feed.register
 class Numbers:
     """A batch is what it was asked with."""
 

@@ -110,6 +110,13 @@ def test_the_rest_goes_the_other_way() -> None:
     assert not part().supports(x[:0], act, 8)
 
 
+def test_what_is_on_a_cpu_is_not_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in use holds for the whole process, where the next base may be on the CPU."""
+    compiled = part()
+    monkeypatch.setattr(compiled.programs, "INTERPRETED", False)
+    assert not compiled.supports(torch.zeros(1, 1, 4), ACTS["silu"], 8)
+
+
 def test_a_run_with_it_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     call = mixture.Part.backward

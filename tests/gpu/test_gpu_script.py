@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from comingle.costing.counts import count_users
+from comingle.errors import RecipeError
+from comingle.models.language import load_base
+from comingle.transports.inprocess import federate
 
 REPOSITORY = Path(__file__).parents[2]
 
 
-def played(out: Path, seconds: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    given = {"PYTHON": sys.executable, "OUT": str(out), "SECONDS_IN_ALL": str(seconds), "OMP_NUM_THREADS": "1"}
+def played(out: Path, seconds: int, *arguments: str, **others: str) -> subprocess.CompletedProcess[str]:
+    given = {
+        "PYTHON": sys.executable,
+        "OUT": str(out),
+        "SECONDS_IN_ALL": str(seconds),
+        "OMP_NUM_THREADS": "1",
+        **others,
+    }
     command = ["bash", str(REPOSITORY / "benchmarks" / "gpu.sh"), *arguments]
     return subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True, timeout=seconds + 120)
 
@@ -42,5 +56,63 @@ def test_it_prints_all_that_is_asked(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_has_no_time_is_named(tmp_path: Path) -> None:
     done = played(tmp_path, 12, "--toy")
+    assert done.returncode == 0
     assert "left out: no time" in done.stdout or "stopped after its" in done.stdout
     assert "in all; logs in" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_is_named(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in *pytest*) echo "FAILED one of them"; exit 3;; esac\n{sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    done = played(tmp_path, 60, "--toy", PYTHON=str(python), PARTS="tests")
+    assert done.returncode == 1
+    assert "failed with 3\nFAILED one of them" in done.stdout
+    assert "failed, see there: tests.log" in done.stdout
+    assert "== speed" not in done.stdout
+
+
+@pytest.fixture
+def speed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    return importlib.import_module("gpu")
+
+
+def test_a_full_gpu_gets_fewer_users_at_once(speed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int | None] = []
+
+    def measure(_: Any, __: Any, ___: Any, users: int, at_once: int | None, *____: float) -> int | None:
+        tried.append(at_once)
+        if at_once is None or at_once > 2:
+            raise RecipeError("runtime: cuda has not the memory for a pass")
+        return at_once
+
+    monkeypatch.setattr(speed, "measure", measure)
+    args = Namespace(batch=64, ctx=128)
+    assert speed.measure_what_fits(args, {}, None, 256, 1.0, 1.0) == 2
+    assert tried == [None, 4, 2]
+
+
+def test_a_way_that_fails_is_no_end(speed: Any) -> None:
+    """Triton's errors and CUDA's are of many types."""
+    assert speed.tried(lambda: 1 / 0) == "ZeroDivisionError: division by zero"
+
+
+def test_products_that_are_counted_are_those_that_are_timed(speed: Any) -> None:
+    """No step that is timed comes to the router's turn, so nothing of it counts."""
+    args, shape = Namespace(toy=True, batch=4, ctx=16, compile=False), speed.SHAPES["llama-1b"]
+    base = load_base(speed.name_of(shape, True), dtype="float32", device="cpu")
+    clients = speed.clients_of(speed.settings(args, shape, 2, None), base)
+    joint, router = clients.phases
+    assert (joint.every, router.every) == (1, 30)
+    (spent,) = count_users(federate(clients), ("anybody",))
+    assert 0 < speed.flops_of_token(clients) < spent.training.total
+
+
+def test_chips_are_known_by_their_names(speed: Any) -> None:
+    assert speed.chip_of("NVIDIA H100 80GB HBM3") == speed.chip_of("NVIDIA H200") == 989.4e12
+    assert speed.chip_of("NVIDIA H100 PCIe") == 756.5e12
+    assert speed.chip_of("another") is None

@@ -30,8 +30,10 @@ def keep_buffers() -> bool:
 
 
 def peak_memory_bytes() -> int:
-    """Peak resident memory of this process, plus peak allocated memory of the accelerator where there is one."""
-    return _peak_resident() + (torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
+    """Peak resident memory of this process, plus the peaks of what it has allocated on GPUs; a run need not be on the
+    one that is current."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    return _peak_resident() + sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus)
 
 
 def _peak_resident() -> int:

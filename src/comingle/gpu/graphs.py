@@ -3,14 +3,17 @@
 A pass of many small kernels waits for Python, which launches them one by one. A :class:`Recording` launches them once,
 with inputs that stay where they are in memory, and from then on copies its inputs there and replays. It has two graphs,
 one up to what the head reads and one for its gradients; the loss, the head and the optimiser are no part of it, and
-are launched as ever. On a CPU, which has no graphs, a replay is a plain call on the same memory: for tests alone.
+are launched as ever. All recordings of a model use the same memory, so one is replayed as a whole before the next is.
+On a CPU, which has no graphs, a replay is a plain call on the same memory: for tests alone.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,25 +51,30 @@ class RecordedModel(AdaptedModel):
         watched = any(mlp.router.watched for mlp in self.adapters.experts.values())
         if not trained or watched or isinstance(inputs, FakeTensor):
             return super().states(tensors, present, inputs)
+        if any(recording is not None and recording.busy for recording in self.recordings.values()):
+            return super().states(tensors, present, inputs)
         given = (*tensors.values(), present, inputs)
         key = (*tensors, *((t.shape, t.dtype, t.requires_grad) for t in given))
         if key not in self.recordings and len(self.recordings) < MOST:
             self.recordings[key] = self._record(tuple(tensors), given)
         recording = self.recordings.get(key)
-        if recording is None or recording.busy:
+        if recording is None:
             return super().states(tensors, present, inputs)
         found: Any = _Replayed.apply(recording, *given)
         return found if len(found) == 2 else (*found, recording.penalty)
 
     def _record(self, names: tuple[str, ...], given: Sequence[Tensor]) -> Recording | None:
         """None where it cannot be recorded, which is told."""
-        plain = super().states
+        # Not this model, which has the recording: the two would wait for the garbage collector, with a pass's memory.
+        plain = AdaptedModel(**{f.name: getattr(self, f.name) for f in fields(AdaptedModel)})
+        pools = [recording.pool for recording in self.recordings.values() if recording is not None]
 
         def run(*static: Tensor) -> tuple[Tensor, Tensor | float]:
-            return plain(dict(zip(names, static, strict=False)), static[-2], static[-1])
+            with unpacked():
+                return plain.states(dict(zip(names, static, strict=False)), static[-2], static[-1])
 
         try:
-            return Recording(run, given)
+            return Recording(run, given, pools[0] if pools else None)
         except RuntimeError as error:
             if lacks_memory(error):
                 raise
@@ -78,7 +86,7 @@ class RecordedModel(AdaptedModel):
 class Recording:
     """A function of tensors, and its gradients at those that require one, in memory that stays."""
 
-    def __init__(self, run: Callable[..., tuple[Tensor, Tensor | float]], given: Sequence[Tensor]):
+    def __init__(self, run: Callable[..., tuple[Tensor, Tensor | float]], given: Sequence[Tensor], pool: Any):
         self.inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]
         self.leaves = [t for t in self.inputs if t.requires_grad]
         self.run = run
@@ -86,10 +94,10 @@ class Recording:
         self.taken: weakref.ref[Taken] | None = None
         device = given[0].device
         warm(self._warm, device)
-        pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self.forward = capture(self._forward, device, pool)
+        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" and pool is None else pool
+        self.forward = capture(self._forward, device, self.pool)
         self.reached = [torch.empty_like(t) if t.requires_grad else None for t in self.outputs]
-        self.backward = capture(self._backward, device, pool)
+        self.backward = capture(self._backward, device, self.pool)
 
     @property
     def busy(self) -> bool:
@@ -135,6 +143,7 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *reached: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        assert not ctx.taken.done  # its memory was given to the gradients of the first time
         recording, ctx.taken.done = ctx.recording, True
         for static, d in zip(recording.reached, reached, strict=True):
             if static is not None:
@@ -144,17 +153,45 @@ class _Replayed(torch.autograd.Function):
         return None, *(next(found).clone() if t.requires_grad else None for t in recording.inputs)
 
 
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """Within, transformers takes each row for one text, as ours are, and does not look whether it is several.
+
+    It would look at positions, which waits for the device; while a graph is captured it cannot, and takes them for
+    several: then attention gets a mask, which FlashAttention has not, and compiled layers are compiled anew.
+    """
+    from transformers import masking_utils
+
+    if (found := getattr(masking_utils, _LOOKS, None)) is None:  # not every version does
+        yield
+        return
+    setattr(masking_utils, _LOOKS, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, _LOOKS, found)
+
+
+_LOOKS = "find_packed_sequence_indices"
+
+
+@cache
+def beside(device: torch.device) -> Any:
+    """The stream of whatever is captured on a device: one alone, as cuBLAS keeps memory for each that it has seen."""
+    return torch.cuda.Stream(device)
+
+
 def warm(work: Work, device: torch.device) -> None:
     """Do something as often as it takes before it can be captured, beside what is going on."""
     if device.type != "cuda":
         return
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
+    stream, computing = beside(device), torch.cuda.current_stream(device)
+    stream.wait_stream(computing)
+    with torch.cuda.stream(stream):  # and on its device, which need not be the current one
         for _ in range(WARM):
             work()
-    torch.cuda.current_stream().wait_stream(beside)
-    torch.cuda.synchronize()
+    computing.wait_stream(stream)
+    torch.cuda.synchronize(device)
 
 
 def capture(work: Work, device: torch.device, pool: Any) -> Work:
@@ -162,7 +199,23 @@ def capture(work: Work, device: torch.device, pool: Any) -> Work:
     if device.type != "cuda":
         work()
         return work
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        work()
+    graph, stream = torch.cuda.CUDAGraph(), beside(device)
+    with torch.cuda.stream(stream):  # which a capture that fails does not put back
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                work()
+        except RuntimeError:
+            _end(device, pool)
+            raise
     return graph.replay
+
+
+def _end(device: torch.device, pool: Any) -> None:
+    """End an invalid capture for the allocator too, which torch does only where CUDA has ended it without complaint.
+
+    Else it would keep the pool, and as long as a capture is under way it gives nothing back that a stream has used.
+    Where torch has done it, the first call is refused.
+    """
+    with suppress(AttributeError, RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)

@@ -60,8 +60,8 @@ class Part:
         self.programs = programs
 
     def supports(self, x: Tensor, act: kernels.Activation, rank: int) -> bool:
-        """Whether the kernels are made for such tensors."""
-        real = x.numel() > 0 and not isinstance(x, FakeTensor)
+        """Whether the kernels are made for such tensors; they are asked for bases on CPUs too, as they are in use."""
+        real = x.numel() > 0 and not isinstance(x, FakeTensor) and (x.is_cuda or self.programs.INTERPRETED)
         return real and x.dtype in DTYPES and act in ACTIVATIONS and rank <= MOST_RANKS
 
     def forward(
@@ -83,9 +83,10 @@ class Part:
         parts = a.new_empty(chunks, users, n, experts * rank, dtype=torch.float32)
         given = _given(bases, biases, z, gates, b, a)
         sizes = _sizes(act, biases, a)
-        self.programs.forward[chunks, -(-n // TOKENS), users](
-            *given, mixed, parts, n, hidden, scale, *z.stride()[:2], **sizes
-        )
+        with torch.cuda.device_of(mixed):  # Triton launches on the current device
+            self.programs.forward[chunks, -(-n // TOKENS), users](
+                *given, mixed, parts, n, hidden, scale, *z.stride()[:2], **sizes
+            )
         last = parts.sum(0).mul_(scale)
         gated = last.view(users, n, experts, rank) * gates.unsqueeze(-1)
         return mixed, last.to(z.dtype), gated.flatten(2).to(z.dtype)
@@ -115,16 +116,18 @@ class Part:
         d_gates = a.new_empty(chunks, *gates.shape, dtype=torch.float32)
         given = (*_given(bases, biases, z, gates, b, a), d_mixed, d_gated)
         numbers, sizes = (n, hidden, scale, *z.stride()[:2]), _sizes(act, biases, a)
-        self.programs.backward[chunks, -(-n // TOKENS), users](
-            *given, d_bases[0], d_bases[-1], d_z, d_gates, *numbers, **sizes
-        )
+        with torch.cuda.device_of(d_mixed):
+            self.programs.backward[chunks, -(-n // TOKENS), users](
+                *given, d_bases[0], d_bases[-1], d_z, d_gates, *numbers, **sizes
+            )
         found: list[Factor] = []
         if factors:
             ranges = -(-n // SPAN)
             parts = [a.new_empty(ranges, *a.shape, dtype=torch.float32) for _ in (*b, a)]
-            self.programs.backward_factors[chunks, ranges, users * experts](
-                *given, parts[0], parts[-2], parts[-1], *numbers, SPAN, **sizes
-            )
+            with torch.cuda.device_of(d_mixed):
+                self.programs.backward_factors[chunks, ranges, users * experts](
+                    *given, parts[0], parts[-2], parts[-1], *numbers, SPAN, **sizes
+                )
             found = [part.sum(0).to(a.dtype) for part in parts]
         thin = (d_gated.float() * last.float()).view(users, n, experts, rank).sum(-1)
         *d_b, d_a = found or [None]
