@@ -246,15 +246,16 @@ class Steps:
         trained = trained if names is None else [name for name in trained if name in names]
         for name in trained:
             tensors[name] = tensors[name].detach().requires_grad_()
-        model, taken, layout = self.model, tensors, self.model.layout
-        if phase.without:
-            model, taken = model.without(phase.without), restrict(tensors, layout, layout.roles - phase.without)
+        layout = self.model.layout
+        model = self.model.without(phase.without) if phase.without else self.model
         total, gradients = torch.zeros(len(owners), device=rows.device), Tree()
         for part in self.batches.move(drawn, rows.device).split(self.portions.sequences, dim=1):
             counted = self.feed.counted(part)
             share = counted.to(rows.dtype) / whole.to(rows)
             batch: Any = self.feed.read(phase.stream, owners, part)
             sample_shares = {} if cohort.sample_shares is None else {"shares": cohort.shares_of(part)}
+            # Cut anew for each pass, whose gradient frees what was kept of the cut.
+            taken = restrict(tensors, layout, layout.roles - phase.without) if phase.without else tensors
             losses, penalty = model.losses(taken, owners, batch, train=True, **sample_shares)
             means = losses.flatten(1).sum(1) / counted.clamp(min=1)
             objective = means + self.training.balance_weight * penalty
