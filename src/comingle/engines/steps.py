@@ -233,8 +233,8 @@ class Steps:
 
         Only the tensors in question require a gradient, so nothing is computed or kept for the rest.
         """
-        rows, owners = cohort.part.rows, cohort.owners
-        whole, statistics = self.feed.counted(drawn), self.model.layout.only({STATISTICS}).slots
+        rows, owners, layout = cohort.part.rows, cohort.owners, self.model.layout
+        whole, statistics = self.feed.counted(drawn), layout.only({STATISTICS}).slots
         if statistics and len(whole.unique()) > 1:
             return self._gradient_by_size(cohort, drawn, phase, noise)
         tensors = self.tensors(rows)
@@ -242,11 +242,10 @@ class Steps:
             tensors[CLIENT_ROUTER] = tensors[CLIENT_ROUTER] + noise
         for slot in statistics:  # changed in place, and views of what must not change
             tensors[slot.name] = tensors[slot.name].clone()
-        trained = [slot.name for slot in self.model.layout.touching(phase.reached).slots]
+        trained = [slot.name for slot in layout.touching(phase.reached).slots]
         trained = trained if names is None else [name for name in trained if name in names]
         for name in trained:
             tensors[name] = tensors[name].detach().requires_grad_()
-        layout = self.model.layout
         model = self.model.without(phase.without) if phase.without else self.model
         total, gradients = torch.zeros(len(owners), device=rows.device), Tree()
         for part in self.batches.move(drawn, rows.device).split(self.portions.sequences, dim=1):
@@ -269,7 +268,7 @@ class Steps:
                 earlier = gradients.get(name)
                 gradients[name] = gradient.to(rows.dtype) if earlier is None else earlier + gradient
             total += (share * means.detach()).float()
-        keep_statistics(self.model.layout, rows, tensors)
+        keep_statistics(layout, rows, tensors)
         self.batches.ahead()
         return total.cpu(), gradients
 
