@@ -132,7 +132,7 @@ def test_the_markdown_table(folders: list[Path], tmp_path: Path) -> None:
             "better, worse: the interval of the mean change leaves out 0; level: it does not, so nothing is shown. "
             "Users and seeds both count as drawn.\n"
             "No p: of 2 users Wilcoxon's test cannot give less than 0.5.\n"
-            "ahead: results, one for each user and seed, that are better than the baseline's; worst: the last.\n"
+            "ahead: results, one for each user and seed, better than the baseline's; worst: the one furthest behind.\n"
         )
     )
     assert read_comparison(tmp_path) == table == json.loads((tmp_path / "table.json").read_text())

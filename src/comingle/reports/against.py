@@ -261,7 +261,7 @@ def notes(against: Against) -> list[str]:
     return [
         *told,
         p_value,
-        "ahead: results, one for each user and seed, that are better than the baseline's; worst: the last.",
+        "ahead: results, one for each user and seed, better than the baseline's; worst: the one furthest behind.",
     ]
 
 
