@@ -87,6 +87,8 @@ LAYERS: dict[str, Callable[[], Sequence[nn.Module]]] = {
     "two": lambda: [nn.Conv2d(3, 17, 5, stride=(2, 1), padding=2), nn.ReLU(), nn.Conv2d(17, 4, 1), nn.Tanh()],
     "average": lambda: [nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(2), nn.Conv2d(4, 2, 2)],
     "overlapping windows": lambda: [nn.Conv2d(3, 4, 3), nn.MaxPool2d(3, stride=2), nn.ReLU()],
+    "taps apart, outputs in three parts": lambda: [nn.Conv2d(3, 15, 2, dilation=(1, 2), padding=(0, 1)), nn.ReLU()],
+    "many channels": lambda: [nn.Conv2d(3, 37, 1), nn.ReLU(), nn.Conv2d(37, 4, 3, padding=(2, 1), stride=(1, 2))],
     "head": lambda: [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 5 * 6, 7)],
 }
 
@@ -96,6 +98,21 @@ LAYERS: dict[str, Callable[[], Sequence[nn.Module]]] = {
 def test_layers_of_all_users_are_those_of_each(name: str, batch: int) -> None:
     torch.manual_seed(0)
     agree(nn.Sequential(*LAYERS[name]()), draw(USERS, batch, 3, 7, 8))
+
+
+@pytest.mark.parametrize(("channels", "side"), [(3, 20), (8, 9), (48, 2), (16, 1)])
+def test_gradients_at_weights_are_sums_over_places_and_images(channels: int, side: int) -> None:
+    """Images wider than a sweep and of one place, more channels than there are sums at once; by a loop over taps."""
+    x, dy = draw(USERS, 18, channels, side, side), draw(USERS, 18, 10, side, side, seed=1)
+    weight = draw(USERS, 10, channels, 3, 3, seed=2).requires_grad_()
+    chained = Chained(nn.Sequential(nn.Conv2d(channels, 10, 3, padding=1, bias=False).double()))
+    chained({"0.weight": weight}, x, train=True).backward(dy)
+    padded = nn.functional.pad(x, (1, 1, 1, 1))
+    for k in range(3):
+        for place in range(3):
+            seen = padded[..., k : k + side, place : place + side]
+            expected = torch.einsum("unohw,unihw->uoi", dy, seen)
+            torch.testing.assert_close(weight.grad[..., k, place], expected, **EXACT)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("train", [True, False])

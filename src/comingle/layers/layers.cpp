@@ -6,6 +6,7 @@
 
 #include "layers.h"
 #include "layers_convolution.h"
+#include "layers_gradient.h"
 #include "layers_rest.h"
 
 namespace {
@@ -27,6 +28,16 @@ struct Sizes {
           y(s.high * s.wide * s.outputs * s.lanes),
           z((s.high / s.pool) * (s.wide / s.pool) * s.outputs * s.lanes),
           weight(s.outputs * s.channels * s.kernel[0] * s.kernel[1]) {}
+};
+
+// What a thread needs for a user at a time, counted by native.py too.
+template <typename T>
+struct Room {
+    std::unique_ptr<T[]> first, second;  // not filled
+    std::vector<T> turned;
+    Room(const Step& s, const Sizes& sizes)
+        : first(new T[sizes.y]), second(new T[s.norm != PLAIN ? sizes.y : 0]),
+          turned(s.d_weight ? Turned<T>(s, nullptr).size() + Vector<T>::SIZE : 0) {}
 };
 
 Taps taps_of(const Step& s, bool transposed) {
@@ -60,41 +71,43 @@ std::vector<T> filled(const T* bias, int64_t outputs) {
 }
 
 template <typename T>
-void forward_of(const Step& s, const Sizes& sizes, int64_t user, std::vector<T>& first, std::vector<T>& second) {
+void forward_of(const Step& s, const Sizes& sizes, int64_t user, Room<T>& room) {
     const int64_t threads = inner_threads(s);
     const bool pools = s.pool > 1, norms = s.norm != PLAIN;
-    T *z = at<T>(s.z, user * sizes.z), *y = norms ? at<T>(s.y, user * sizes.y) : pools ? first.data() : z;
+    T *z = at<T>(s.z, user * sizes.z), *y = norms ? at<T>(s.y, user * sizes.y) : pools ? room.first.get() : z;
     const T* weight = at<T>(s.weight, user * s.weight_stride);
     const auto packed = pack<T>(weight, s.outputs, s.channels, s.kernel[0], s.kernel[1], false);
     const auto bias = filled<T>(at<T>(s.bias, user * s.bias_stride), s.outputs);
-    const T* x = at<T>(s.x, user * sizes.x);
-    convolve<T>(taps_of(s, false), x, packed.data(), bias.data(), y, s.high, s.wide, s.outputs, s.lanes, threads);
+    const T *x = at<T>(s.x, user * sizes.x), *added = at<T>(s.added, user * sizes.z);
+    convolve<T>(
+        taps_of(s, false), x, packed.data(), bias.data(), norms ? nullptr : added, y, s.high, s.wide, s.outputs, s.lanes,
+        threads
+    );
     if (norms) {
-        T* to = pools ? second.data() : z;
-        rest_of<T>(s, user, threads).forward(y, at<T>(s.added, user * sizes.z), to, s.relu && !pools);
+        T* to = pools ? room.second.get() : z;
+        rest_of<T>(s, user, threads).forward(y, added, to, s.relu && !pools);
         y = to;
     }
     if (pools) {
         pool_forward<T>(s, y, z, s.taken + user * sizes.z, threads);
     } else if (!norms) {
-        const T low = s.relu ? T(0) : -std::numeric_limits<T>::infinity(), *added = at<T>(s.added, user * sizes.z);
-        for (int64_t e = 0; added && e < sizes.z; ++e) z[e] += added[e];
+        const T low = s.relu ? T(0) : -std::numeric_limits<T>::infinity();
 #pragma omp simd
         for (int64_t e = 0; e < sizes.z; ++e) z[e] = z[e] < low ? low : z[e];
     }
 }
 
 template <typename T>
-void backward_of(const Step& s, const Sizes& sizes, int64_t user, std::vector<T>& first, std::vector<T>& second) {
+void backward_of(const Step& s, const Sizes& sizes, int64_t user, Room<T>& room) {
     const int64_t threads = inner_threads(s);
     const bool pools = s.pool > 1, norms = s.norm != PLAIN;
     const T *dy = at<T>(s.dz, user * sizes.z), *x = at<T>(s.x, user * sizes.x);
     if (pools) {
-        pool_backward<T>(s, dy, s.taken + user * sizes.z, first.data(), threads);
-        dy = first.data();
+        pool_backward<T>(s, dy, s.taken + user * sizes.z, room.first.get(), threads);
+        dy = room.first.get();
     } else if (s.relu && (!norms || s.added)) {
         const T* z = at<T>(s.z, user * sizes.z);
-        T* to = s.d_added ? at<T>(s.d_added, user * sizes.z) : first.data();
+        T* to = s.d_added ? at<T>(s.d_added, user * sizes.z) : room.first.get();
 #pragma omp simd
         for (int64_t e = 0; e < sizes.z; ++e) to[e] = z[e] > T(0) ? dy[e] : T(0);
         dy = to;
@@ -102,20 +115,25 @@ void backward_of(const Step& s, const Sizes& sizes, int64_t user, std::vector<T>
     const Rest<T> rest = rest_of<T>(s, user, threads);
     if (norms) {
         T *d_gamma = at<T>(s.d_gamma, user * s.outputs), *d_beta = at<T>(s.d_beta, user * s.outputs);
-        rest.backward(dy, at<T>(s.y, user * sizes.y), second.data(), d_gamma, d_beta, s.relu && !pools && !s.added);
-        dy = second.data();
+        rest.backward(dy, at<T>(s.y, user * sizes.y), room.second.get(), d_gamma, d_beta, s.relu && !pools && !s.added);
+        dy = room.second.get();
     }
     if (s.d_bias) {
         typename Rest<T>::Table found, none;
         rest.sums(found, none, [=](int64_t at, int64_t, T& a, T&) { a += dy[at]; });
         rest.parameters(found, at<T>(s.d_bias, user * s.outputs));
     }
-    if (s.d_weight) weight_gradient<T>(s, x, dy, at<T>(s.d_weight, user * sizes.weight), threads);
+    if (s.d_weight) {
+        const Turned<T> turned(s, aligned(room.turned.data()));
+        turned.fill(x, threads);
+        weight_gradient<T>(turned, dy, at<T>(s.d_weight, user * sizes.weight), threads);
+    }
     if (!s.dx) return;
     const T* weight = at<T>(s.weight, user * s.weight_stride);
     const auto packed = pack<T>(weight, s.outputs, s.channels, s.kernel[0], s.kernel[1], true);
+    const T* passed = at<T>(s.passed, user * sizes.x);
     T* dx = at<T>(s.dx, user * sizes.x);
-    convolve<T>(taps_of(s, true), dy, packed.data(), nullptr, dx, s.height, s.width, s.channels, s.lanes, threads);
+    convolve<T>(taps_of(s, true), dy, packed.data(), nullptr, passed, dx, s.height, s.width, s.channels, s.lanes, threads);
 }
 
 template <typename T, typename F>
@@ -124,9 +142,9 @@ void for_each_user(const Step& s, F work) {
     const int64_t outer = inner_threads(s) == 1 ? s.threads : 1;
 #pragma omp parallel num_threads(outer) if (outer > 1)
     {
-        std::vector<T> first(sizes.y), second(s.norm != PLAIN ? sizes.y : 0);
+        Room<T> room(s, sizes);
 #pragma omp for schedule(dynamic)
-        for (int64_t user = 0; user < s.users; ++user) work(s, sizes, user, first, second);
+        for (int64_t user = 0; user < s.users; ++user) work(s, sizes, user, room);
     }
 }
 

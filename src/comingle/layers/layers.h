@@ -9,6 +9,8 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <memory>
+#include <type_traits>
 #include <vector>
 
 enum Kind : int64_t { PLAIN = 0, BATCH_NORM = 1, GROUP_NORM = 2 };
@@ -28,6 +30,7 @@ struct Step {
     void *z;             // of the whole step
     uint8_t *taken;      // which place of its window each entry of z is from
     const void *dz;
+    const void *passed;  // added to dx: what others have found at x
     void *dx, *d_weight, *d_bias, *d_gamma, *d_beta, *d_added;  // any may be missing; (users, ...), contiguous
 };
 
@@ -48,6 +51,10 @@ struct Vector {
 template <typename T>
 using Vec = typename Vector<T>::type;
 
+// As wide as T.
+template <typename T>
+using Index = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
+
 template <typename T>
 inline Vec<T> load(const T* from) {
     return *reinterpret_cast<const Vec<T>*>(from);
@@ -56,6 +63,12 @@ inline Vec<T> load(const T* from) {
 template <typename T>
 inline void store(T* to, Vec<T> value) {
     *reinterpret_cast<Vec<T>*>(to) = value;
+}
+
+// The first place of a vector behind `from`.
+template <typename T>
+inline T* aligned(T* from) {
+    return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(from) + BYTES - 1) / BYTES * BYTES);
 }
 
 // Threads share users out among them; where there are fewer users, each user's rows.

@@ -170,31 +170,37 @@ struct Rest {
     }
 };
 
-// The largest of each window, the first where several are equal; what is no number is largest.
+// The largest of each window, the first where several are equal; what is no number is largest. Places are counted in
+// numbers as wide as T first, or not all compilers make vectors of this.
 template <typename T>
 void pool_forward(const Step& s, const T* x, T* z, uint8_t* taken, int64_t threads) {
     const int64_t entries = s.outputs * s.lanes, size = s.pool, up = s.high / size, across = s.wide / size;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t p = 0; p < up * across; ++p) {
-        const T* corner = x + (p / across * size * s.wide + p % across * size) * entries;
-        T* best = z + p * entries;
-        uint8_t* place = taken + p * entries;
-        std::copy(corner, corner + entries, best);
-        std::fill(place, place + entries, uint8_t(0));
-        for (int64_t k = 1; k < size * size; ++k) {
-            const T* v = corner + (k / size * s.wide + k % size) * entries;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        std::vector<Index<T>> room(entries);
+        Index<T>* place = room.data();
+#pragma omp for
+        for (int64_t p = 0; p < up * across; ++p) {
+            const T* corner = x + (p / across * size * s.wide + p % across * size) * entries;
+            T* best = z + p * entries;
+            std::copy(corner, corner + entries, best);
+            std::fill(place, place + entries, Index<T>(0));
+            for (int64_t k = 1; k < size * size; ++k) {
+                const T* v = corner + (k / size * s.wide + k % size) * entries;
+#pragma omp simd
+                for (int64_t e = 0; e < entries; ++e) {
+                    const bool larger = v[e] > best[e] || v[e] != v[e];
+                    place[e] = larger ? Index<T>(k) : place[e];
+                    best[e] = larger ? v[e] : best[e];
+                }
+            }
+            const T low = s.relu ? T(0) : -std::numeric_limits<T>::infinity();
 #pragma omp simd
             for (int64_t e = 0; e < entries; ++e) {
-                const bool larger = v[e] > best[e] || v[e] != v[e];
-                place[e] = larger ? uint8_t(k) : place[e];
-                best[e] = larger ? v[e] : best[e];
+                place[e] = s.relu && best[e] <= T(0) ? Index<T>(NONE) : place[e];
+                best[e] = best[e] < low ? low : best[e];
             }
-        }
-        if (!s.relu) continue;
-#pragma omp simd
-        for (int64_t e = 0; e < entries; ++e) {
-            place[e] = best[e] <= T(0) ? NONE : place[e];
-            best[e] = best[e] < T(0) ? T(0) : best[e];
+            std::copy(place, place + entries, taken + p * entries);
         }
     }
 }

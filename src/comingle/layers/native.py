@@ -42,7 +42,7 @@ class Step(ctypes.Structure):
             (n, ctypes.c_void_p)
             for n in ("x", "weight", "bias", "gamma", "beta", "added", "y", "mean", "rstd", "z", "taken")
         ],
-        *[(n, ctypes.c_void_p) for n in ("dz", "dx", "d_weight", "d_bias", "d_gamma", "d_beta", "d_added")],
+        *[(n, ctypes.c_void_p) for n in ("dz", "passed", "dx", "d_weight", "d_bias", "d_gamma", "d_beta", "d_added")],
     )
 
 
@@ -79,14 +79,20 @@ def run(name: str, step: Step, dtype: torch.dtype, **tensors: Tensor | None) -> 
     """``forward`` or ``backward`` of a step, on tensors that lie as its structure says."""
     assert _library is not None
     if _tells:
-        _room(step, next(t for t in tensors.values() if t is not None))
+        _room(step, next(t for t in tensors.values() if t is not None), turns=tensors.get("d_weight") is not None)
         return
     for key, tensor in tensors.items():
         setattr(step, key, None if tensor is None else tensor.data_ptr())
     getattr(_library, f"{name}_{DTYPES[dtype]}")(ctypes.byref(step))
 
 
-def _room(step: Step, like: Tensor) -> None:
-    """Take and leave what native code takes besides: ``for_each_user`` of layers.cpp, at most."""
+def _room(step: Step, like: Tensor, *, turns: bool) -> None:
+    """Take and leave what native code takes besides: ``Room`` of layers.cpp for each thread, at most."""
     each = step.high * step.wide * step.outputs * step.lanes * (1 if step.norm == NO_NORM else 2)
+    if turns:
+        vector = LANES[like.dtype]
+        padding = step.padding[1] * step.channels
+        front = -(-padding // vector) * vector
+        width = -(-(front + step.width * step.channels + padding) // vector) * vector
+        each += step.height * step.lanes * width + 2 * vector
     like.new_empty(min(step.threads, step.users), each)

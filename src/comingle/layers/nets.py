@@ -58,11 +58,15 @@ class Sum(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``relu(chain(x) + other(x))``."""
-        (other,), x = self.other, self.crowd.lanes(x)
+        (other,), left, x = self.other, self.first, self.crowd.lanes(x)
+        made = x
+        if left and isinstance(left[0], Step):
+            made, x = left[0].passing(x)
+            left = left[1:]
         added = self.crowd.lanes(other(x))
-        for step in self.first:
-            x = step(x)
-        return self.last(x, added)
+        for step in left:
+            made = step(made)
+        return self.last(made, added)
 
 
 FEWEST = 10

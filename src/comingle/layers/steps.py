@@ -66,16 +66,25 @@ class Step:
 
     def __call__(self, x: Tensor, added: Made | None = None) -> Made:
         """By parameters ``(users, ...)``; running statistics change in place."""
-        c, norm, x = self.convolution, self.norm, self.crowd.lanes(x)
+        made: Made = self._made(self.crowd.lanes(x), added, passes=False)
+        return made
+
+    def passing(self, x: Maps) -> tuple[Made, Maps]:
+        """The same, and ``x`` for others: what they find at it is added where this step writes its own gradient."""
+        made: tuple[Made, Maps] = self._made(x, None, passes=True)
+        return made
+
+    def _made(self, x: Maps, added: Made | None, *, passes: bool) -> Any:
+        c, norm = self.convolution, self.norm
         # Native code reads what it is told to be there.
         assert (x.shape[2], x.dtype) == (c.in_channels, c.weight.dtype)
         assert c.weight.shape == (len(x), c.out_channels, c.in_channels, *c.kernel_size)
         gamma, beta = (None, None) if norm is None else (norm.weight, norm.bias)
         mean, rstd = self._statistics(x)
-        z = _Fused.apply(self, x, c.weight, c.bias, gamma, beta, mean, rstd, added)
+        made = _Fused.apply(self, x, c.weight, c.bias, gamma, beta, mean, rstd, added, passes)
         if isinstance(norm, nn.BatchNorm2d) and norm.training:
             self._keep(norm, x, mean, rstd)
-        return z
+        return made
 
     @property
     def given(self) -> bool:
@@ -140,8 +149,8 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, step: Step, x: Maps, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
-        mean: Tensor | None, rstd: Tensor | None, added: Made | None,
-    ) -> Made:  # fmt: skip
+        mean: Tensor | None, rstd: Tensor | None, added: Made | None, passes: bool,
+    ) -> Made | tuple[Made, Maps]:  # fmt: skip
         parameters = [_rows(t) for t in (weight, bias, gamma, beta)]
         native_step, inside = step.described(x, *parameters), _inside(x)  # type: ignore[arg-type]
         users, lanes, (high, wide), pool = len(x), x.shape[1], step.out(x), step.pool
@@ -155,13 +164,12 @@ class _Fused(torch.autograd.Function):
         )
         kept = z if step.relu and taken is None and (y is None or added is not None) else None
         ctx.save_for_backward(inside, *parameters, mean, rstd, y, taken, kept)
-        ctx.step, ctx.adds = step, added is not None
-        return _outside(z)
+        ctx.step, ctx.native_step, ctx.adds = step, native_step, added is not None
+        return (_outside(z), x) if passes else _outside(z)
 
     @staticmethod
-    def backward(ctx: Any, dz: Made) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dz: Made, passed: Maps | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, bias, gamma, beta, mean, rstd, y, taken, z = ctx.saved_tensors
-        native_step = ctx.step.described(x.permute(0, 4, 3, 1, 2), weight, bias, gamma, beta)
         wanted = zip(ctx.needs_input_grad[1:6], (x, weight, bias, gamma, beta), strict=True)
         made = [t.new_empty(t.shape) if want else None for want, t in wanted]
         names = ("dx", "d_weight", "d_bias", "d_gamma", "d_beta")
@@ -169,9 +177,9 @@ class _Fused(torch.autograd.Function):
         masks = ctx.adds and ctx.step.relu  # else what is added has the same gradient
         d_added = torch.empty_like(given) if masks else given
         native.run(
-            "backward", native_step, x.dtype, x=x, weight=weight, gamma=gamma, beta=beta, mean=mean, rstd=rstd, y=y,
+            "backward", ctx.native_step, x.dtype, x=x, weight=weight, gamma=gamma, beta=beta, mean=mean, rstd=rstd, y=y,
             taken=taken, z=z, dz=given, added=z if masks else None, d_added=d_added if masks else None,
-            **dict(zip(names, made, strict=True)),
+            passed=_inside(passed), **dict(zip(names, made, strict=True)),
         )  # fmt: skip
         d_x, *rest = made
-        return None, _outside(d_x), *rest, None, None, _outside(d_added) if ctx.adds else None
+        return None, _outside(d_x), *rest, None, None, _outside(d_added) if ctx.adds else None, None

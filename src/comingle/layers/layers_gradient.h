@@ -1,0 +1,223 @@
+// The gradient at a convolution's weights, of one user.
+//
+//   dW[o, i, k, l] = sum over h, w and images of dy[h, w, o] x[h s + k d - p, w s + l d - p, i]
+//
+// A vector is of channels and neighbouring taps here, not of images: each product is of one entry of dy and a vector of
+// x, so sums need no adding up over a vector's places. For that x is turned first.
+
+#pragma once
+
+#include "layers.h"
+
+// Entries of two vectors, numbered one after the other.
+template <typename T>
+inline Vec<T> choose(Vec<T> a, Vec<T> b, Vec<Index<T>> order) {
+#ifdef __clang__
+    constexpr int64_t SIZE = Vector<T>::SIZE;
+    Vec<T> found;
+    for (int64_t i = 0; i < SIZE; ++i) found[i] = order[i] < SIZE ? a[order[i]] : b[order[i] - SIZE];
+    return found;
+#else
+    return __builtin_shuffle(a, b, order);
+#endif
+}
+
+// Turns a square: as often as SIZE can be halved, row i and row i + SIZE / 2 are interleaved.
+template <typename T>
+inline void transpose(Vec<T>* rows) {
+    constexpr int64_t SIZE = Vector<T>::SIZE;
+    Vec<Index<T>> low{}, high{};
+    for (int64_t i = 0; i < SIZE; ++i) {
+        low[i] = Index<T>(i / 2 + i % 2 * SIZE);
+        high[i] = Index<T>(low[i] + SIZE / 2);
+    }
+#pragma GCC unroll 4
+    for (int64_t n = SIZE; n > 1; n /= 2) {
+        Vec<T> made[SIZE];
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < SIZE / 2; ++i) {
+            made[2 * i] = choose<T>(rows[i], rows[i + SIZE / 2], low);
+            made[2 * i + 1] = choose<T>(rows[i], rows[i + SIZE / 2], high);
+        }
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < SIZE; ++i) rows[i] = made[i];
+    }
+}
+
+// x as (height, lanes, padded width, channels): what neighbouring taps of a row read lies in one piece.
+template <typename T>
+struct Turned {
+    static constexpr int64_t SIZE = Vector<T>::SIZE;
+    const Step& s;
+    const int64_t entries, padding, front, width, row;  // of an image's row; `row` is that of all images
+    T* rows;
+
+    Turned(const Step& s, T* room)
+        : s(s), entries(s.width * s.channels), padding(s.padding[1] * s.channels), front(whole(padding)),
+          width(whole(front + entries + padding)), row(s.lanes * width), rows(room) {}
+
+    static int64_t whole(int64_t count) { return (count + SIZE - 1) / SIZE * SIZE; }
+
+    // Entries of the room, all 0 at first: nothing is written outside the image. Vectors may reach behind the last row.
+    int64_t size() const { return s.height * row + SIZE; }
+
+    // Where a place of the padded image lies.
+    const T* at(int64_t h, int64_t w) const { return rows + h * row + front - padding + w * s.channels; }
+
+    // Whether a tap reads a row.
+    bool reads(int64_t h) const {
+        for (int64_t k = 0; k < s.kernel[0]; ++k) {
+            const int64_t from = h + s.padding[0] - k * s.dilation[0];
+            if (from >= 0 && from % s.stride[0] == 0 && from / s.stride[0] < s.high) return true;
+        }
+        return false;
+    }
+
+    void fill(const T* x, int64_t threads) const {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+        for (int64_t h = 0; h < s.height; ++h) {
+            if (!reads(h)) continue;
+            const T* from = x + h * entries * s.lanes;
+            T* to = rows + h * row + front;
+            int64_t e = 0;
+            for (; e + SIZE <= entries; e += SIZE)
+                for (int64_t n = 0; n < s.lanes; n += SIZE) {
+                    Vec<T> square[SIZE];
+#pragma GCC unroll 16
+                    for (int64_t i = 0; i < SIZE; ++i) square[i] = load<T>(from + (e + i) * s.lanes + n);
+                    transpose<T>(square);
+#pragma GCC unroll 16
+                    for (int64_t i = 0; i < SIZE; ++i) store<T>(to + (n + i) * width + e, square[i]);
+                }
+            for (; e < entries; ++e)
+                for (int64_t n = 0; n < s.lanes; ++n) to[n * width + e] = from[e * s.lanes + n];
+        }
+    }
+};
+
+constexpr int64_t PLACES = 8;  // pixels after which the next taps have their turn, so that all find them in the cache
+constexpr int64_t MANY = 3;    // vectors at once: BLOCK MANY sums stay in registers
+
+// sums[j][o] += dy[o] x[j] over pixels of a row and images, of OUT outputs and SOME vectors.
+template <typename T, int OUT, int SOME>
+void tile(
+    const Step& s, const T* dy, const T* x, const int64_t* offsets, int64_t pixels, int64_t width, T* const* sums,
+    int64_t stride
+) {
+    const int64_t step_y = s.outputs * s.lanes, step_x = s.stride[1] * s.channels, lanes = s.lanes, images = s.images;
+    int64_t offset[SOME];
+    for (int j = 0; j < SOME; ++j) offset[j] = offsets[j];
+    Vec<T> found[OUT][SOME] = {};
+    for (int64_t n = 0; n < images; ++n, ++dy, x += width) {
+        // Two pointers at outputs, or there are too few registers for their addresses.
+        const T *by = dy, *behind = dy + OUT / 2 * lanes, *from = x;
+        for (int64_t p = 0; p < pixels; ++p, by += step_y, behind += step_y, from += step_x) {
+            Vec<T> values[SOME];
+#pragma GCC unroll 4
+            for (int j = 0; j < SOME; ++j) values[j] = load<T>(from + offset[j]);
+#pragma GCC unroll 8
+            for (int o = 0; o < OUT; ++o) {
+                const T one = o < OUT / 2 ? by[o * lanes] : behind[(o - OUT / 2) * lanes];
+#pragma GCC unroll 4
+                for (int j = 0; j < SOME; ++j) found[o][j] += one * values[j];
+            }
+        }
+    }
+    for (int j = 0; j < SOME; ++j)
+        for (int o = 0; o < OUT; ++o) {
+            T* to = sums[j] + o * stride;
+            store<T>(to, load<T>(to) + found[o][j]);
+        }
+}
+
+template <typename T>
+using Tile = void (*)(const Step&, const T*, const T*, const int64_t*, int64_t, int64_t, T* const*, int64_t);
+
+template <typename T, int OUT>
+Tile<T> tile_of(int64_t some) {
+    return some == 1 ? tile<T, OUT, 1> : some == 2 ? tile<T, OUT, 2> : tile<T, OUT, 3>;
+}
+
+template <typename T>
+Tile<T> tile_of(int64_t out, int64_t some) {
+    if (out == 1) return tile_of<T, 1>(some);
+    if (out == 2) return tile_of<T, 2>(some);
+    return out == 4 ? tile_of<T, 4>(some) : tile_of<T, BLOCK>(some);
+}
+
+// What vectors are of. Neighbouring taps of a row are taken as one; `channels` at a time are summed in one sweep over the
+// image: as many as a vector has, where that divides them, else all.
+template <typename T>
+struct Plan {
+    static constexpr int64_t SIZE = Vector<T>::SIZE;
+    const int64_t all, joined, taps, channels, vectors;
+    std::vector<int64_t> starts;  // of each vector in what a row of taps reads, for the first channels
+    std::vector<Index<T>> table;  // which entry of an output's sums (vectors, taps, SIZE) goes to (channels, kernel)
+
+    explicit Plan(const Step& s)
+        : all(s.kernel[0] * s.kernel[1]), joined(s.dilation[1] == 1 ? s.kernel[1] : 1), taps(all / joined),
+          channels(s.channels % SIZE ? s.channels : SIZE),
+          vectors(s.channels % SIZE ? (joined * channels + SIZE - 1) / SIZE : joined), table(channels * all) {
+        for (int64_t v = 0; v < vectors; ++v) starts.push_back(s.channels % SIZE ? v * SIZE : v * s.channels);
+        for (int64_t c = 0; c < channels; ++c)
+            for (int64_t tap = 0; tap < all; ++tap) {
+                const int64_t e = tap % joined * channels + c;
+                table[c * all + tap] = Index<T>((e / SIZE * taps + tap / joined) * SIZE + e % SIZE);
+            }
+    }
+    int64_t size() const { return vectors * taps * SIZE; }
+};
+
+// Of `out` outputs from `first` on, what a row of places adds by taps inside the image, MANY vectors at a time.
+template <typename T>
+void add_row(
+    const Plan<T>& plan, const Turned<T>& x, const T* dy, int64_t h, int64_t first, int64_t out, int64_t channel, T* sums
+) {
+    const Step& s = x.s;
+    int64_t offsets[MANY], count = 0;
+    T* totals[MANY];
+    const T *given = dy + (h * s.wide * s.outputs + first) * s.lanes, *origin = x.at(0, 0) + channel;
+    const auto flush = [&] {
+        const Tile<T> tile = tile_of<T>(out, count);
+        for (int64_t w = 0; w < s.wide; w += PLACES)
+            tile(s, given + w * s.outputs * s.lanes, origin + w * s.stride[1] * s.channels, offsets,
+                 std::min(PLACES, s.wide - w), x.width, totals, plan.size());
+        count = 0;
+    };
+    for (const int64_t start : plan.starts)
+        for (int64_t k = 0; k < s.kernel[0]; ++k) {
+            const int64_t row = h * s.stride[0] + k * s.dilation[0] - s.padding[0];
+            for (int64_t l = 0; l < s.kernel[1]; l += plan.joined, sums += plan.SIZE) {
+                if (row < 0 || row >= s.height) continue;
+                offsets[count] = row * x.row + l * s.dilation[1] * s.channels + start;
+                totals[count++] = sums;
+                if (count == MANY) flush();
+            }
+        }
+    if (count) flush();
+}
+
+// Each sum is made in an order that sizes alone decide. Outputs are taken in powers of two.
+template <typename T>
+void weight_gradient(const Turned<T>& x, const T* dy, T* found, int64_t threads) {
+    const Step& s = x.s;
+    const Plan<T> plan(s);
+    const int64_t blocks = (s.outputs + BLOCK - 1) / BLOCK, parts = s.channels / plan.channels;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t task = 0; task < blocks * parts; ++task) {
+        const int64_t channel = task % parts * plan.channels;
+        int64_t first = task / parts * BLOCK;
+        const int64_t end = std::min(s.outputs, first + BLOCK);
+        for (int64_t out = BLOCK; out > 0; out /= 2) {
+            if (first + out > end) continue;
+            std::vector<T> sums(out * plan.size(), T(0));
+            for (int64_t h = 0; h < s.high; ++h) add_row<T>(plan, x, dy, h, first, out, channel, sums.data());
+            for (int64_t o = 0; o < out; ++o) {
+                T* to = found + ((first + o) * s.channels + channel) * plan.all;
+                const T* sum = sums.data() + o * plan.size();
+                for (size_t m = 0; m < plan.table.size(); ++m) to[m] = sum[plan.table[m]];
+            }
+            first += out;
+        }
+    }
+}
