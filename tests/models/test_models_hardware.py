@@ -18,6 +18,8 @@ CPU = torch.device("cpu")
     [
         ({"avx512_bf16"}, torch.bfloat16),
         ({"amx_bf16"}, torch.bfloat16),
+        ({"amx_bf16", "avx512_bf16", "avx512_fp16"}, torch.bfloat16),
+        ({"avx512_bf16", "avx512_fp16"}, torch.float32),
         ({"avx2", "avx512_f"}, torch.float32),
         (set(), torch.float32),
     ],
