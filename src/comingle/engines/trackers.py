@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from comingle.errors import RecipeError
 from comingle.plugins import Registry
@@ -22,6 +22,7 @@ class Tracked:
     """The recipe as YAML."""
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """An observer that has an end."""
 

@@ -107,8 +107,8 @@ def fast_bf16(device: torch.device) -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type != "cpu":
         return False
-    # Processors that have avx512_fp16 are Intel's with AMX. Where a virtual machine hides that, what is left for bfloat16
-    # has half the rate of float32: measured, 159 and 285 GFLOP/s of two cores.
+    # Processors that have avx512_fp16 are Intel's with AMX. Where a virtual machine hides that, what is left multiplies
+    # bfloat16 at half the rate of float32: measured, 159 and 285 GFLOP/s of two cores.
     features = _cpu_features()
     return "amx_bf16" in features or ("avx512_bf16" in features and "avx512_fp16" not in features)
 

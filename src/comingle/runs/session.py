@@ -226,7 +226,7 @@ def execute(
         start, kept, clock = progress.round, progress.events_bytes, progress.clock
     writes = folder is not None and federation.leads
     log = EventLog(folder / "events.jsonl", keep_bytes=kept) if folder is not None and writes else None
-    trackers = [*boards(folder, recipe)] if folder is not None and writes else []
+    trackers = [*boards(folder, recipe, len(clients.everybody))] if folder is not None and writes else []
     sinks = [sink for sink in (log, *trackers, *observers) if sink is not None]
     told: list[dict[str, Any]] = []
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from comingle.data.crowds import digest_names
 from comingle.engines.checkpoints import progress_of, prune_checkpoints
 from comingle.engines.clock import Clock
+from comingle.engines.crowd import MOST_SERIES, Crowd
 from comingle.engines.events import EventLog, tensorboard
 from comingle.engines.rounds import Checkpoint
 from comingle.engines.state import Stored
@@ -17,8 +18,13 @@ from comingle.recipes import Recipe
 from comingle.transports.inprocess import InProcess
 
 
-def boards(folder: Path, recipe: Recipe) -> Iterator[Tracker]:
-    """TensorBoard, where it is installed, and what the recipe asks for."""
+def boards(folder: Path, recipe: Recipe, users: int) -> Iterator[Tracker]:
+    """TensorBoard, where it is installed, and what the recipe asks for, of a run of so many users."""
+    for tracker in _trackers(folder, recipe):
+        yield tracker if users <= MOST_SERIES else Crowd(tracker)
+
+
+def _trackers(folder: Path, recipe: Recipe) -> Iterator[Tracker]:
     if (board := tensorboard(folder / "tensorboard")) is not None:
         yield board
     place = folder.resolve()
