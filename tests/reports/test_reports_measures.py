@@ -61,6 +61,8 @@ def test_numbers_are_in_the_unit_of_their_measure(measure: str, value: float, ce
         ("rouge1", 0.783, 0.77, 1.3, "+1.3\u00a0points", False),
         ("loss", 1e-6, 1e-2, -4.0, "×0.0001", False),
         ("loss", 0.6, 0.2, math.log10(3), "×3", True),
+        ("loss", 0.20014, 0.2, math.log10(1.0007), "×1.00070", True),
+        ("loss", 0.2, 0.2, 0.0, "×1", False),
     ],
 )
 def test_changes_are_told_as_their_measure_is_compared(

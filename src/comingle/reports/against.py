@@ -19,9 +19,18 @@ import numpy as np
 from rich.text import Text
 
 from comingle.errors import RecipeError, did_you_mean
-from comingle.records import MEASURES
 from comingle.reports.framing import Table
-from comingle.reports.measures import as_change, change_text, difference, is_worse, markdown_line, reach_text, rule
+from comingle.reports.measures import (
+    as_change,
+    best,
+    change_text,
+    difference,
+    is_worse,
+    markdown_line,
+    reach_text,
+    rule,
+    worst,
+)
 from comingle.reports.significance import (
     ERROR,
     Estimate,
@@ -153,11 +162,11 @@ def hold(results: Results, measure: str, baseline: str) -> Against | None:
 
 def _best(of: Sequence[Mapping[int, Mapping[str, float | None]]], measure: str) -> dict[int, dict[str, float | None]]:
     """Each user's best result with each seed that all of them have; None where one of them is not finite."""
-    best = min if MEASURES[measure] == "lower" else max
+    pick = best(measure)
 
     def best_of(seed: int, user: str) -> float | None:
         values = [value for one in of if (value := one[seed].get(user)) is not None and math.isfinite(value)]
-        return best(values) if len(values) == len(of) else None
+        return pick(values) if len(values) == len(of) else None
 
     seeds = [seed for seed in of[0] if all(seed in one for one in of)]
     return {seed: {user: best_of(seed, user) for user in of[0][seed]} for seed in seeds}
@@ -168,8 +177,8 @@ def _counted(pairs: Mapping[int, Sequence[float | None]], measure: str) -> dict[
     found = [value for values in pairs.values() for value in values]
     known = [value for value in found if value is not None]
     ahead = sum(value != 0 and not is_worse(value, measure) for value in known)
-    worst = (max if MEASURES[measure] == "lower" else min)(known) if known and len(known) == len(found) else None
-    return {"ahead": ahead, "pairs": len(found), "worst": None if worst is None else as_change(worst, measure)}
+    last = worst(measure)(known) if known and len(known) == len(found) else None
+    return {"ahead": ahead, "pairs": len(found), "worst": None if last is None else as_change(last, measure)}
 
 
 def _differences(

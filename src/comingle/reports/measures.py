@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from comingle.records import MEASURES, SHARES
 
@@ -84,6 +85,16 @@ def is_worse(difference: float, measure: str) -> bool:
     return difference < 0 if MEASURES[measure] == "higher" else difference > 0
 
 
+def best(measure: str) -> Callable[..., Any]:
+    """What finds the best of several results or changes: ``min`` or ``max``."""
+    return min if MEASURES[measure] == "lower" else max
+
+
+def worst(measure: str) -> Callable[..., Any]:
+    """What finds the worst of them."""
+    return max if MEASURES[measure] == "lower" else min
+
+
 def level(measure: str) -> float:
     """Below what size a change of a single seed says nothing: 1 per cent, 1 point, a factor of 1.01 of losses."""
     return math.log10(1.01) if measure == "loss" else 1.0
@@ -94,17 +105,29 @@ def level_text(measure: str) -> str:
     return "a factor of 1.01" if measure == "loss" else "1 point" if measure in _POINTS else "1%"
 
 
+def factor_text(factor: float) -> str:
+    """A factor with three digits, or with as many as show that it is not 1.
+
+    >>> factor_text(0.0625), factor_text(1.00072), factor_text(1.0)
+    ('×0.0625', '×1.00072', '×1')
+    """
+    away = abs(factor - 1)
+    if not 0 < away < 0.005:
+        return f"×{factor:.3g}"
+    return f"×{factor:.{min(9, 1 - math.floor(math.log10(away)))}f}"
+
+
 def change_text(difference: float, measure: str) -> str:
     """A change as people read it."""
     if measure == "loss":
-        return f"×{10**difference:.3g}"
+        return factor_text(10**difference)
     return f"{difference:+.1f}\u00a0points" if measure in _POINTS else f"{difference:+.1f}%"
 
 
 def reach_text(reach: tuple[float, float], measure: str) -> str:
     """An interval of changes as people read it, with a digit more where it is narrow."""
     if measure == "loss":
-        return " to ".join(f"×{10 ** min(end, _LARGEST / math.log(10)):.3g}" for end in reach)
+        return " to ".join(factor_text(10 ** min(end, _LARGEST / math.log(10))) for end in reach)
     digits = 1 if reach[1] - reach[0] >= 1 else 2
     return f"{reach[0]:+.{digits}f} to {reach[1]:+.{digits}f}"
 

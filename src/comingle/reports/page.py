@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from comingle.records import MEASURES, number
+from comingle.records import number
 from comingle.reports.against import BETTER, WORSE, Against, heading, notes, rows_of
 from comingle.reports.colours import INK, LINE, MUTED, PAPER, Colour, expert_colour, expert_css, rgb, styles
 from comingle.reports.drawn import Drawn
@@ -18,7 +18,9 @@ from comingle.reports.gains import bars_room, population_panels, users_panels
 from comingle.reports.heatmaps import scores_panels
 from comingle.reports.judged import judged_tables
 from comingle.reports.ledger import ledger
+from comingle.reports.measures import best as best_of
 from comingle.reports.measures import level_text, rule
+from comingle.reports.measures import worst as worst_of
 from comingle.reports.mixtures import Mixtures, mixtures_figure, read_mixtures
 from comingle.reports.notices import notices
 from comingle.reports.runs import Entry
@@ -141,7 +143,7 @@ def _results(entries: Sequence[Entry], users: Sequence[str]) -> dict[str, Any]:
 
 def _extreme(by_user: dict[str, list[Spread | None]], measure: str, *, worst: bool) -> tuple[str, list[Any]]:
     """Each entry's user with the worst or the best mean over seeds."""
-    pick = max if (MEASURES[measure] == "higher") != worst else min
+    pick = worst_of(measure) if worst else best_of(measure)
     cells = []
     for values in zip(*by_user.values(), strict=True):
         known = {user: value for user, value in zip(by_user, values, strict=True) if value is not None}
