@@ -38,7 +38,7 @@ def spread(event: dict[str, Any]) -> dict[str, Any]:
     if event["event"] == "round" and event["train_loss_nats"]:
         losses = event["train_loss_nats"].values()
         return event | {"train_loss_nats": {"mean": fmean(losses)} | _quantiles(losses)}
-    if event["event"] != "evaluation":
+    if event["event"] != "evaluation" or not event["users"]:
         return event
     name = f"test_{measure_of(event)}"
     scores = _quantiles([score[name] for score in event["users"].values()])
