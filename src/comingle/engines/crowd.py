@@ -17,7 +17,7 @@ MOST_SERIES = 100
 _SPREAD = {"least": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "largest": 1.0}
 
 
-class Crowd:
+class Summarised:
     """A tracker of a run of more users than can be looked at one by one."""
 
     def __init__(self, tracker: Tracker):

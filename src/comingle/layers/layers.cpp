@@ -30,14 +30,21 @@ struct Sizes {
           weight(s.outputs * s.channels * s.kernel[0] * s.kernel[1]) {}
 };
 
-// What a thread needs for a user at a time, counted by native.py too.
+// Entries that a thread needs for a user at a time.
+template <typename T>
+struct Needs {
+    int64_t first, second, turned;
+    explicit Needs(const Step& s)
+        : first(Sizes(s).y), second(s.norm != PLAIN ? first : 0),
+          turned(s.d_weight ? Turned<T>(s, nullptr).size() + Vector<T>::SIZE : 0) {}
+    int64_t all() const { return first + second + turned; }
+};
+
 template <typename T>
 struct Room {
     std::unique_ptr<T[]> first, second;  // not filled
     std::vector<T> turned;
-    Room(const Step& s, const Sizes& sizes)
-        : first(new T[sizes.y]), second(new T[s.norm != PLAIN ? sizes.y : 0]),
-          turned(s.d_weight ? Turned<T>(s, nullptr).size() + Vector<T>::SIZE : 0) {}
+    explicit Room(const Needs<T>& needs) : first(new T[needs.first]), second(new T[needs.second]), turned(needs.turned) {}
 };
 
 Taps taps_of(const Step& s, bool transposed) {
@@ -142,7 +149,7 @@ void for_each_user(const Step& s, F work) {
     const int64_t outer = inner_threads(s) == 1 ? s.threads : 1;
 #pragma omp parallel num_threads(outer) if (outer > 1)
     {
-        Room<T> room(s, sizes);
+        Room<T> room{Needs<T>(s)};
 #pragma omp for schedule(dynamic)
         for (int64_t user = 0; user < s.users; ++user) work(s, sizes, user, room);
     }
@@ -151,6 +158,8 @@ void for_each_user(const Step& s, F work) {
 }  // namespace
 
 extern "C" {
+int64_t room_float(const Step* s) { return Needs<float>(*s).all(); }
+int64_t room_double(const Step* s) { return Needs<double>(*s).all(); }
 void forward_float(const Step* s) { for_each_user<float>(*s, forward_of<float>); }
 void forward_double(const Step* s) { for_each_user<double>(*s, forward_of<double>); }
 void backward_float(const Step* s) { for_each_user<float>(*s, backward_of<float>); }

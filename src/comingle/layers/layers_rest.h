@@ -194,11 +194,12 @@ void pool_forward(const Step& s, const T* x, T* z, uint8_t* taken, int64_t threa
                     best[e] = larger ? v[e] : best[e];
                 }
             }
-            const T low = s.relu ? T(0) : -std::numeric_limits<T>::infinity();
+            if (s.relu) {
 #pragma omp simd
-            for (int64_t e = 0; e < entries; ++e) {
-                place[e] = s.relu && best[e] <= T(0) ? Index<T>(NONE) : place[e];
-                best[e] = best[e] < low ? low : best[e];
+                for (int64_t e = 0; e < entries; ++e) {
+                    place[e] = best[e] <= T(0) ? Index<T>(NONE) : place[e];
+                    best[e] = best[e] < T(0) ? T(0) : best[e];
+                }
             }
             std::copy(place, place + entries, taken + p * entries);
         }

@@ -79,20 +79,17 @@ def run(name: str, step: Step, dtype: torch.dtype, **tensors: Tensor | None) -> 
     """``forward`` or ``backward`` of a step, on tensors that lie as its structure says."""
     assert _library is not None
     if _tells:
-        _room(step, next(t for t in tensors.values() if t is not None), turns=tensors.get("d_weight") is not None)
+        step.d_weight = int(tensors.get("d_weight") is not None)  # whether there is one is all that is asked
+        _room(step, next(t for t in tensors.values() if t is not None))
         return
     for key, tensor in tensors.items():
         setattr(step, key, None if tensor is None else tensor.data_ptr())
     getattr(_library, f"{name}_{DTYPES[dtype]}")(ctypes.byref(step))
 
 
-def _room(step: Step, like: Tensor, *, turns: bool) -> None:
-    """Take and leave what native code takes besides: ``Room`` of layers.cpp for each thread, at most."""
-    each = step.high * step.wide * step.outputs * step.lanes * (1 if step.norm == NO_NORM else 2)
-    if turns:
-        vector = LANES[like.dtype]
-        padding = step.padding[1] * step.channels
-        front = -(-padding // vector) * vector
-        width = -(-(front + step.width * step.channels + padding) // vector) * vector
-        each += step.height * step.lanes * width + 2 * vector
-    like.new_empty(min(step.threads, step.users), each)
+def _room(step: Step, like: Tensor) -> None:
+    """Take and leave what native code takes besides, at most: ``Needs`` of layers.cpp for each thread."""
+    assert _library is not None
+    room = getattr(_library, f"room_{DTYPES[like.dtype]}")
+    room.restype = ctypes.c_int64
+    like.new_empty(min(step.threads, step.users), room(ctypes.byref(step)))

@@ -22,14 +22,14 @@ from comingle.errors import RecipeError, did_you_mean
 from comingle.reports.framing import Table
 from comingle.reports.measures import (
     as_change,
-    best,
+    best_of,
     change_text,
     difference,
     is_worse,
     markdown_line,
     reach_text,
     rule,
-    worst,
+    worst_of,
 )
 from comingle.reports.significance import (
     ERROR,
@@ -162,14 +162,14 @@ def hold(results: Results, measure: str, baseline: str) -> Against | None:
 
 def _best(of: Sequence[Mapping[int, Mapping[str, float | None]]], measure: str) -> dict[int, dict[str, float | None]]:
     """Each user's best result with each seed that all of them have; None where one of them is not finite."""
-    pick = best(measure)
+    pick = best_of(measure)
 
-    def best_of(seed: int, user: str) -> float | None:
+    def pick_of(seed: int, user: str) -> float | None:
         values = [value for one in of if (value := one[seed].get(user)) is not None and math.isfinite(value)]
         return pick(values) if len(values) == len(of) else None
 
     seeds = [seed for seed in of[0] if all(seed in one for one in of)]
-    return {seed: {user: best_of(seed, user) for user in of[0][seed]} for seed in seeds}
+    return {seed: {user: pick_of(seed, user) for user in of[0][seed]} for seed in seeds}
 
 
 def _counted(pairs: Mapping[int, Sequence[float | None]], measure: str) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _counted(pairs: Mapping[int, Sequence[float | None]], measure: str) -> dict[
     found = [value for values in pairs.values() for value in values]
     known = [value for value in found if value is not None]
     ahead = sum(value != 0 and not is_worse(value, measure) for value in known)
-    last = worst(measure)(known) if known and len(known) == len(found) else None
+    last = worst_of(measure)(known) if known and len(known) == len(found) else None
     return {"ahead": ahead, "pairs": len(found), "worst": None if last is None else as_change(last, measure)}
 
 

@@ -85,12 +85,12 @@ def is_worse(difference: float, measure: str) -> bool:
     return difference < 0 if MEASURES[measure] == "higher" else difference > 0
 
 
-def best(measure: str) -> Callable[..., Any]:
+def best_of(measure: str) -> Callable[..., Any]:
     """What finds the best of several results or changes: ``min`` or ``max``."""
     return min if MEASURES[measure] == "lower" else max
 
 
-def worst(measure: str) -> Callable[..., Any]:
+def worst_of(measure: str) -> Callable[..., Any]:
     """What finds the worst of them."""
     return max if MEASURES[measure] == "lower" else min
 

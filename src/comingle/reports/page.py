@@ -18,9 +18,7 @@ from comingle.reports.gains import bars_room, population_panels, users_panels
 from comingle.reports.heatmaps import scores_panels
 from comingle.reports.judged import judged_tables
 from comingle.reports.ledger import ledger
-from comingle.reports.measures import best as best_of
-from comingle.reports.measures import level_text, rule
-from comingle.reports.measures import worst as worst_of
+from comingle.reports.measures import best_of, level_text, rule, worst_of
 from comingle.reports.mixtures import Mixtures, mixtures_figure, read_mixtures
 from comingle.reports.notices import notices
 from comingle.reports.runs import Entry

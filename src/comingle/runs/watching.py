@@ -9,7 +9,7 @@ from pathlib import Path
 from comingle.data.crowds import digest_names
 from comingle.engines.checkpoints import progress_of, prune_checkpoints
 from comingle.engines.clock import Clock
-from comingle.engines.crowd import MOST_SERIES, Crowd
+from comingle.engines.crowd import MOST_SERIES, Summarised
 from comingle.engines.events import EventLog, tensorboard
 from comingle.engines.rounds import Checkpoint
 from comingle.engines.state import Stored
@@ -21,7 +21,7 @@ from comingle.transports.inprocess import InProcess
 def boards(folder: Path, recipe: Recipe, users: int) -> Iterator[Tracker]:
     """TensorBoard, where it is installed, and what the recipe asks for, of a run of so many users."""
     for tracker in _trackers(folder, recipe):
-        yield tracker if users <= MOST_SERIES else Crowd(tracker)
+        yield tracker if users <= MOST_SERIES else Summarised(tracker)
 
 
 def _trackers(folder: Path, recipe: Recipe) -> Iterator[Tracker]:
