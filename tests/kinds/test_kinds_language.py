@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +22,11 @@ def test_auto_compiles_from_where_it_was_measured_to_pay(
     base: str, tokens: int, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
+    as_it_is = language.adapt
 
-    def adapt(*_: Any, compiled: bool, **__: Any) -> Any:
+    def adapt(*given: Any, compiled: bool, **options: Any) -> Any:
         asked.append(compiled)
-        return SimpleNamespace()
+        return as_it_is(*given, compiled=False, **options)
 
     monkeypatch.setattr(language, "adapt", adapt)
     recipe = parse_recipe({"base": base, "method": "fedavg", "data": {"users": {"a": "a.txt", "b": "b.txt"}}})
