@@ -170,10 +170,10 @@ def assign(tree: Tree, layout: Layout, roles: Iterable[str], values: Tree) -> No
             tree[slot.name][:, keep] = values[slot.name]
 
 
-def flatten(tensors: Sequence[Tensor]) -> Float[Tensor, "users columns"]:
-    """Tensors ``(users, ...)`` side by side as columns, in order."""
+def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Float[Tensor, "users columns"]:
+    """Tensors ``(users, ...)`` side by side as columns, in order; in the first one's dtype if none is given."""
     users, sizes = len(tensors[0]), [math.prod(t.shape[1:]) for t in tensors]
-    columns = tensors[0].new_empty(users, sum(sizes))
+    columns = tensors[0].new_empty(users, sum(sizes), dtype=dtype)
     for part, t in zip(columns.split(sizes, 1), tensors, strict=True):
         part.unflatten(1, t.shape[1:] or (1,)).copy_(t if t.dim() > 1 else t.unsqueeze(1))
     return columns

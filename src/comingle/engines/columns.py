@@ -52,7 +52,7 @@ def take_step(
             descend(settings, rate, views[slot.name], gradients.pop(slot.name))
         return
     span = layout.span(trained)
-    gradient = flatten([gradients.pop(slot.name) for slot in trained.slots])
+    gradient = flatten([gradients.pop(slot.name) for slot in trained.slots], part.rows.dtype)
     if cohort.mask is not None:
         gradient *= cohort.mask[:, span]
     if held is not None:

@@ -213,7 +213,8 @@ class Steps:
     ) -> tuple[Float[Tensor, " users"], Tree]:
         """Each user's mean loss, and its gradient at the tensors that the phase trains or leaves to others.
 
-        With ``names`` at those of them alone. In float16 losses are scaled on the way.
+        With ``names`` at those of them alone. In float16 losses are scaled on the way. Gradients are in the rows'
+        dtype, or in the model's, where nothing is done to them before a step.
         """
         if self.model.dtype == torch.float16:
             run = partial(self._pass, cohort, drawn, phase, noise, names)
@@ -248,7 +249,10 @@ class Steps:
             tensors[name] = tensors[name].detach().requires_grad_()
         model = self.model.without(phase.without) if phase.without else self.model
         total, gradients = torch.zeros(len(owners), device=rows.device), Tree()
-        for part in self.batches.move(drawn, rows.device).split(self.portions.sequences, dim=1):
+        parts = self.batches.move(drawn, rows.device).split(self.portions.sequences, dim=1)
+        # What goes straight into steps stays in the dtype that it was computed in.
+        wide = len(parts) > 1 or bool(self.method.client.parts) or names is not None or scales is not None
+        for part in parts:
             counted = self.feed.counted(part)
             share = counted.to(rows.dtype) / whole.to(rows)
             batch: Any = self.feed.read(phase.stream, owners, part)
@@ -266,7 +270,8 @@ class Steps:
             grads = self._preconditioned(tensors, dict(zip(trained, gradients_found, strict=True)))
             for name, gradient in grads.items():
                 earlier = gradients.get(name)
-                gradients[name] = gradient.to(rows.dtype) if earlier is None else earlier + gradient
+                found = gradient.to(rows.dtype) if wide else gradient
+                gradients[name] = found if earlier is None else earlier + found
             total += (share * means.detach()).float()
         keep_statistics(layout, rows, tensors)
         self.batches.ahead()
