@@ -71,6 +71,42 @@ def test_tables_have_prompts_and_responses_by_names_of_their_own(tmp_path: Path,
     assert sorted(pair for part in parts for pair in part) == sorted([f"q{i}", f"a{i}"] for i in range(10))
 
 
+ALPACA = [
+    {"instruction": "Add.", "input": "1, 2", "output": "3"},
+    {"instruction": "Say hello.", "input": "", "output": "Hello."},
+    {"instruction": "Count.", "input": None, "output": "One."},
+]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_prompt_may_be_the_texts_of_several_columns(tmp_path: Path, suffix: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    path = tmp_path / f"ada.{suffix}"
+    write(path, ALPACA) if suffix == "jsonl" else datasets.Dataset.from_list(ALPACA).to_parquet(str(path))
+    columns = {"prompt": ["instruction", "input"], "response": "output"}
+    (ada,) = read({"users": {"ada": str(path)}, **columns, "split": {"valid": 0, "test": 0}})
+    assert sorted(said(ada, "train")) == [["Add.\n\n1, 2", "3"], ["Count.", "One."], ["Say hello.", "Hello."]]
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    [
+        (
+            {"instruction": "a", "output": "b"},
+            "no column 'input'; found: instruction, output; allowed: 'instruction', 'in",
+        ),
+        ({"instruction": None, "input": "a", "output": "b"}, "no column 'instruction'; found: instruction, input, out"),
+        ({"instruction": "a", "input": 3, "output": "b"}, "input is 3; allowed: text"),
+    ],
+)
+def test_a_column_of_the_prompt_that_a_row_lacks_is_named(tmp_path: Path, row: Mapping[str, Any], wrong: str) -> None:
+    path = write(tmp_path / "ada.jsonl", [*ALPACA, row])
+    with pytest.raises(DataError) as found:
+        read({"users": {"ada": str(path)}, "prompt": ["instruction", "input"], "response": "output"})
+    assert str(found.value).startswith(f"user 'ada': {path}: line 4: {wrong}")
+    assert "\n" not in str(found.value)
+
+
 def test_splits_given_as_files_are_kept_and_valid_is_cut_from_train(tmp_path: Path) -> None:
     rows = [{"prompt": f"q{i}", "response": "a"} for i in range(12)]
     old, new = write(tmp_path / "old.jsonl", rows[:10]), write(tmp_path / "new.jsonl", rows[10:])
@@ -136,6 +172,10 @@ def test_a_response_that_is_no_label_is_named(tmp_path: Path) -> None:
         ({"labels": ["a"]}, "scores: [accuracy] and labels need each other"),
         ({"scores": ["rouge1", "rouge1"]}, "scores has something twice"),
         ({"loss_on": "prompts"}, "loss_on"),
+        ({"prompt": []}, "data.prompt"),
+        ({"prompt": 3}, "data.prompt: give the name of a column, or a list of names; got 3"),
+        ({"prompt": ["a", 3]}, "data.prompt.1: "),
+        ({"prompt": ["a", "a"]}, "prompt has something twice; name each once"),
         ({"held_out": "mixture"}, "held_out is not read for conversations; everybody is tested on conversations of"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,24 +23,29 @@ class Columns:
     """Where a row has its messages."""
 
     messages: str = "messages"
-    prompt: str = "prompt"
+    prompt: tuple[str, ...] = ("prompt",)
     response: str = "response"
 
     @property
     def named(self) -> bool:
         """Whether prompt or response have names of their own, which are then read and not the messages."""
-        return (self.prompt, self.response) != ("prompt", "response")
+        return (self.prompt, self.response) != (("prompt",), "response")
 
     @property
     def told(self) -> str:
         """As messages to people have it."""
-        two = f"{self.prompt!r} and {self.response!r}"
+        two = f"{', '.join(map(repr, self.prompt))} and {self.response!r}"
         return two if self.named else f"{self.messages!r}, or {two}, or {SHAREGPT!r} as ShareGPT has them"
 
-    def has(self, names: Sequence[str]) -> bool:
+    def has(self, names: Collection[str]) -> bool:
         """Whether rows with columns of these names have messages."""
-        two = all(name in names or name.partition(".")[0] in names for name in (self.prompt, self.response))
+        two = all(_among(names, name) for name in (*self.prompt, self.response))
         return two or (not self.named and (self.messages in names or SHAREGPT in names))
+
+
+def _among(names: Collection[str], column: str) -> bool:
+    """Whether a column is one of these, or a field of one."""
+    return column in names or column.partition(".")[0] in names
 
 
 def messages_of(row: Mapping[str, Any], columns: Columns) -> Messages:
@@ -60,11 +65,15 @@ def messages_of(row: Mapping[str, Any], columns: Columns) -> Messages:
 
 
 def _pair(row: Mapping[str, Any], columns: Columns) -> list[dict[str, str]]:
-    names = (columns.prompt, columns.response)
-    if missing := [name for name in names if field_of(row, name) is None]:
+    first, *others = columns.prompt
+    missing = [name for name in (first, columns.response) if field_of(row, name) is None]
+    if missing := missing + [name for name in others if not _among(row, name)]:
         hint = did_you_mean(missing[0], row) if columns.named else ""
         raise ValueError(f"no column {missing[0]!r}; found: {', '.join(row)}; allowed: {columns.told}.{hint}")
-    prompt, response = (_text(field_of(row, name), name) for name in names)
+    parts = [(name, field_of(row, name)) for name in columns.prompt]
+    prompts = [_text(value, name) for name, value in parts if value is not None]
+    prompt = "\n\n".join(text for text in prompts if text.strip()) if others else prompts[0]
+    response = _text(field_of(row, columns.response), columns.response)
     return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": response}]
 
 

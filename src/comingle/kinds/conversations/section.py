@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from comingle.kinds.conversations.rows import Columns
 from comingle.kinds.text.section import UserFiles, UsersRows, anchored_sources, named_sources
@@ -29,7 +29,7 @@ class ConversationsSection(DataSection):
     users: dict[str, UserFiles] | None = None
     dataset: ConversationRows | None = None
     messages: str = "messages"
-    prompt: str = "prompt"
+    prompt: str | Annotated[list[Source], Field(min_length=1)] = "prompt"
     response: str = "response"
     split: SplitSection = SplitSection()
     loss_on: Literal["responses", "all"] = "responses"
@@ -53,6 +53,7 @@ class ConversationsSection(DataSection):
         "users.*": "a path, or a mapping with path, or with train and test (and valid)",
         "dataset.path": "a path or a hub name, or a list of them",
         "dataset.users": "a list of names, or how many to take",
+        "prompt": "the name of a column, or a list of names",
     }
 
     @field_validator("users", mode="before")
@@ -74,7 +75,7 @@ class ConversationsSection(DataSection):
     def _labels_are_scored(self) -> ConversationsSection:
         if ("accuracy" in self.scores) != bool(self.labels):
             raise ValueError("scores: [accuracy] and labels need each other: labels are the responses that there are")
-        for key, listed in (("scores", self.scores), ("labels", self.labels)):
+        for key, listed in (("scores", self.scores), ("labels", self.labels), ("prompt", self.columns.prompt)):
             if len(set(listed)) < len(listed):
                 raise ValueError(f"{key} has something twice; name each once")
         return self
@@ -92,7 +93,8 @@ class ConversationsSection(DataSection):
     @property
     def columns(self) -> Columns:
         """Where the messages are in a row."""
-        return Columns(self.messages, self.prompt, self.response)
+        prompt = (self.prompt,) if isinstance(self.prompt, str) else tuple(self.prompt)
+        return Columns(self.messages, prompt, self.response)
 
     def anchored(self, anchor: Anchor) -> dict[str, Any]:
         """Users' files, and those of a data set."""
