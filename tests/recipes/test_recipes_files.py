@@ -121,6 +121,31 @@ def test_a_setting_of_the_method_can_be_changed_alone_or_with_the_method(recipe_
     assert (bare.method.name, bare.method.settings) == ("comigs-1g1s", {"router_every": 9})
 
 
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_section_by_its_name_alone_and_what_is_in_it_are_both_taken(recipe_file: Path, backwards: bool) -> None:
+    changes = {
+        "method": "comigs-2s", "method.router_every": 2, "aggregation": "median", "aggregation.hostile": 0.3
+    }  # fmt: skip
+    given = dict(reversed(changes.items())) if backwards else dict(changes)
+    changed = load_recipe(recipe_file).with_changes(given)
+    assert (changed.method.name, changed.method.settings) == ("comigs-2s", {"router_every": 2})
+    assert (changed.aggregation.rule, changed.aggregation.hostile) == ("median", 0.3)
+    task = {"data": {"task": {"name": "mlp"}}, "method": "fedavg"}
+    named = parse_recipe(task).with_changes({"data.task": "linear", "data.task.users": 7}).data
+    assert (named.task.name, named.task.users) == ("linear", 7)  # type: ignore[attr-defined]
+
+
+def test_what_is_handed_over_stays_as_it_is(recipe_file: Path) -> None:
+    method = {"name": "comigs-2s"}
+    load_recipe(recipe_file).with_changes({"method": method, "method.router_every": 2})
+    assert method == {"name": "comigs-2s"}
+
+
+def test_a_text_that_is_no_section_is_not_lost_in_silence(recipe_file: Path) -> None:
+    with pytest.raises(RecipeError, match=r"training\.uploads"):
+        load_recipe(recipe_file).with_changes({"training.uploads": "int8", "training.uploads.form": "int8"})
+
+
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [

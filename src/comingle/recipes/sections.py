@@ -246,17 +246,21 @@ class Recipe(Section):
     def with_changes(self, changes: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
         """A copy with dotted keys replaced, as ``{"training.rounds": 3}``; ``where`` is what messages call them.
 
+        A section is replaced before what is in it, whatever their order: ``{"method.models": 5, "method": "ifca"}``.
+
         Raises:
             RecipeError: an unknown key or a wrong value.
         """
         content = self.model_dump(mode="json", exclude_unset=True)
-        for key, value in changes.items():
+        for key in sorted(changes, key=lambda key: key.count(".")):
             place = content
             *path, last = key.split(".")
             for part in path:
                 inner = place.get(part)
-                place[part] = place = inner if isinstance(inner, dict) else {}
-            place[last] = value
+                if isinstance(inner, str):  # a section that was written as its name alone
+                    inner = {"rule" if part == "aggregation" else "name": inner}
+                place[part] = place = dict(inner) if isinstance(inner, Mapping) else {}
+            place[last] = changes[key]
         return parse_recipe(content, where=where)
 
     def as_yaml(self) -> str:

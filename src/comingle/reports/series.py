@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from comingle.records import MEASURES
-from comingle.reports.against import BASELINE, Against, baseline_of, hold
+from comingle.reports.against import BASELINE, Against, baseline_of, hold, members
 from comingle.reports.measures import change, change_text, is_worse, level
 from comingle.reports.runs import Entry, Evaluation
 from comingle.reports.significance import interval
@@ -177,7 +177,8 @@ def held(entries: Sequence[Entry], wanted: str | None = None) -> Against | None:
     """
     labels = [entry.label for entry in entries]
     by_method = {entry.method: entry.label for entry in reversed(entries)}
-    name = by_method.get(BASELINE) if wanted is None else wanted if wanted in labels else by_method.get(wanted, wanted)
+    named = [one if one in labels else by_method.get(one, one) for one in members(wanted or BASELINE)]
+    name = ",".join(named) if wanted or named[0] in labels else None
     results = {
         entry.label: {run.seed: {user: run.chosen.value(user) for user in run.users} for run in entry.runs}
         for entry in entries

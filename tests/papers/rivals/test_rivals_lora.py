@@ -13,7 +13,7 @@ from torch import Tensor
 from comingle.errors import RecipeError
 from comingle.models.changes import changes_of_adapted
 from comingle.transports.inprocess import InProcess
-from federations import exchange
+from federations import download_all, exchange, play_round
 from federations import local_round as train
 from naive import Reference, Rules, honest_double
 
@@ -192,9 +192,19 @@ def test_what_a_user_takes_home_has_the_residual_in_its_weights(tiny: Any, name:
     assert residual.abs().max() > 1e-7
 
 
-def test_fedex_needs_one_rank(tiny: Any) -> None:
-    with pytest.raises(RecipeError, match=r"fedex-lora: adapters\.rank differs between users"):
-        tiny("fedex-lora", **{"adapters.rank": [1, 2, 2]})
+@pytest.mark.parametrize("name", ["fedex-lora", "scaffold", "momentum-clustering"])
+def test_servers_that_count_movements_need_one_rank(tiny: Any, name: str) -> None:
+    """Else what a user of a lower rank has not would count as having moved to 0."""
+    with pytest.raises(RecipeError, match=rf"{name}: adapters\.rank differs between users"):
+        tiny(name, **{"adapters.rank": [1, 2, 2]})
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["scaffold", "fedalt", "momentum-clustering", "flora-stacking"])
+def test_compressed_uploads_reach_a_server_in_float64(federate: Any, name: str, form: str) -> None:
+    federation = federate(name, dtype="float64", changes={"training.uploads": form})
+    play_round(federation, 0)
+    assert download_all(federation).clients.state.rows.isfinite().all()
 
 
 def test_sdflora_averages_products_of_what_is_shared_and_keeps_the_rest(tiny: Any) -> None:

@@ -58,7 +58,7 @@ class RestOfWorld(Server):
     def aggregate(self, kept: Tree, received: Received) -> None:
         """What has been sent takes the place of what was."""
         users = list(received.users)
-        kept[OWN][users] = flatten([received.tensors[name] for name in model_of(kept)])
+        kept[OWN][users] = flatten([received.tensors[name] for name in model_of(kept)]).to(kept[OWN])
         kept[SENT][users] = 1
         kept[TOTAL].copy_(kept[OWN].sum(0))
         kept[COUNT].copy_(kept[SENT].sum())

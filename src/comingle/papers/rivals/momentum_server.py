@@ -27,6 +27,7 @@ class Centres(Server):
     stands: bool = False
     kind = "stack"
     knows_starts = True
+    one_rank = True  # what is beyond a user's rank has not moved, and would count as if it had
     by_user = frozenset({OWN, DRAW})
 
     def start(self, setup: ServerSetup) -> Tree:

@@ -100,6 +100,7 @@ class ControlledMean(Mean):
     kind = "stack"
     clipped_mean = False
     knows_starts = False
+    one_rank = True  # what is beyond a user's rank has not moved, and would count as if it had
 
     def start(self, setup: ServerSetup) -> Tree:
         """The model, c = 0, and how many users there are."""
@@ -112,7 +113,7 @@ class ControlledMean(Mean):
             model, control, sent = kept[KEPT + name], kept[CONTROL + name], received.tensors[name]
             steps = mean_step(model.expand_as(sent), sent, received.reports[RATES])
             control += (steps - control).sum(0) / kept[USERS]
-            model.lerp_(mean, self.rate)
+            model.lerp_(mean.to(model), self.rate)
 
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
         """The model and c."""
