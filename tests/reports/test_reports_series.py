@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from comingle.reports.series import (
     expert_curves,
     final,
     gains,
+    held,
     learning_curve,
     measured,
     verdicts,
@@ -41,6 +43,17 @@ def test_a_curve_is_the_mean_over_seeds_with_the_sample_deviation(write_run: Any
     assert [value.std for value in found.values] == pytest.approx([0, math.sqrt(2)])
     mean = learning_curve(entry(write_run, "fedavg", (4.0, 8.0)))
     assert mean.values == (Spread(mean=15.0), Spread(mean=6.0))
+
+
+def test_a_baseline_of_several_may_be_of_methods_that_occur_twice(write_run: Any) -> None:
+    """The first of them, as where it is the only baseline."""
+    local = entry(write_run, "local", (4.0, 8.0), (6.0, 8.0))
+    fedavg = entry(write_run, "fedavg", (5.0, 7.0), (5.0, 9.0))
+    entries = [local, *(replace(fedavg, label=f"fedavg (rate {n})") for n in (1, 2))]
+    found = held(entries, "local,fedavg")
+    assert found == held(entries, "local,fedavg (rate 1)")
+    assert found is not None
+    assert found.baseline == "the better of local and fedavg (rate 1)"
 
 
 def test_a_loss_that_is_not_finite_leaves_a_gap_and_no_final_number(write_run: Any) -> None:

@@ -28,7 +28,8 @@ def scaffold(*, server_rate: NotNegative = 1.0) -> Method:
     Server: ``x = x + eta_g (mean of y_i - x)`` and ``c = c + 1/N sum_i (c_i's change)`` over the round's users.
     Differs from the paper: users send their rates' sum, of which and y_i the server computes the change of c_i: half
     the upload.  With plain descent at a constant rate all is as in the paper; of other optimisers the step is what is
-    controlled.  x is a mean by ``training.weighting``; ``evaluation.model: exchanged`` scores it, the default y_i.
+    controlled.  Of compressed uploads c has what was sent, c_i what was meant.  x is a mean by ``training.weighting``;
+    ``evaluation.model: exchanged`` scores it, the default y_i.
     """
     return Method(
         name="scaffold",
