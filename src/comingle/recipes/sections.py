@@ -253,10 +253,10 @@ class Recipe(Section):
         """
         content = self.model_dump(mode="json", exclude_unset=True)
         for key in sorted(changes, key=lambda key: key.count(".")):
-            place = content
+            place: dict[str, Any] = content
             *path, last = key.split(".")
             for part in path:
-                inner = place.get(part)
+                inner: Any = place.get(part)
                 if isinstance(inner, str):  # a section that was written as its name alone
                     inner = {"rule" if part == "aggregation" else "name": inner}
                 place[part] = place = dict(inner) if isinstance(inner, Mapping) else {}
