@@ -37,14 +37,11 @@ PIECE = 1 << 20
 
 
 @torch.no_grad()
-def descend(
-    settings: OptimizerSettings, rate: float, values: Float[Tensor, "users ..."], gradient: Float[Tensor, "users ..."]
-) -> None:
-    """One step of plain SGD, in place on ``values``; a ``gradient`` in a narrower dtype counts as it is."""
+def descend(settings: OptimizerSettings, rate: float, values: Tensor, gradient: Tensor) -> None:
+    """One step of plain SGD, in place on ``values`` ``(users, ...)``; a narrower ``gradient`` counts as it is."""
     if settings.weight_decay:
         values.mul_(1 - rate * settings.weight_decay)
-    pieces = gradient.dtype != values.dtype and values.device.type == "cpu"
-    users = max(1, PIECE // max(1, values[:1].numel()) if pieces else len(values))
+    users = len(values) if gradient.dtype == values.dtype else max(1, PIECE // max(1, values[:1].numel()))
     for some, by in zip(values.split(users), gradient.split(users), strict=True):
         some.sub_(by.to(values.dtype), alpha=rate)
 

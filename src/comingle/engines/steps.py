@@ -249,10 +249,9 @@ class Steps:
             tensors[name] = tensors[name].detach().requires_grad_()
         model = self.model.without(phase.without) if phase.without else self.model
         total, gradients = torch.zeros(len(owners), device=rows.device), Tree()
-        parts = self.batches.move(drawn, rows.device).split(self.portions.sequences, dim=1)
         # What goes straight into steps stays in the dtype that it was computed in.
-        wide = len(parts) > 1 or bool(self.method.client.parts) or names is not None or scales is not None
-        for part in parts:
+        wide = drawn.shape[1] > self.portions.sequences or bool(self.method.client.parts) or names is not None
+        for part in self.batches.move(drawn, rows.device).split(self.portions.sequences, dim=1):
             counted = self.feed.counted(part)
             share = counted.to(rows.dtype) / whole.to(rows)
             batch: Any = self.feed.read(phase.stream, owners, part)
@@ -269,9 +268,8 @@ class Steps:
             gradients_found = torch.autograd.grad((objective * weight).sum(), leaves, materialize_grads=True)
             grads = self._preconditioned(tensors, dict(zip(trained, gradients_found, strict=True)))
             for name, gradient in grads.items():
-                earlier = gradients.get(name)
                 found = gradient.to(rows.dtype) if wide else gradient
-                gradients[name] = found if earlier is None else earlier + found
+                gradients[name] = gradients[name] + found if name in gradients else found
             total += (share * means.detach()).float()
         keep_statistics(layout, rows, tensors)
         self.batches.ahead()
