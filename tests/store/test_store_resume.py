@@ -80,6 +80,23 @@ def test_a_run_on_disk_is_one_in_memory(recipe: Path, whole: Path, stage: Path) 
     assert not (memory / "store").exists()
 
 
+@pytest.mark.parametrize(
+    "method",
+    [{"name": "fedalt"}, {"name": "momentum-clustering", "clusters": 2, "quantile": 0.5}],
+    ids=lambda m: m["name"],
+)
+def test_servers_that_lay_tensors_side_by_side_go_on_with_them_in_order(
+    recipe: Path, tmp_path: Path, method: dict[str, Any]
+) -> None:
+    """A file has them by name, the server as the model does."""
+    changed = load_recipe(recipe).with_changes({"method": method})
+    api.run(changed, out=tmp_path / "whole")
+    with pytest.raises(StoppedError):
+        api.run(changed, out=tmp_path / "run", observers=[stop_in_round_3])
+    api.run(changed, out=tmp_path / "run", resume=True)
+    require_same(tmp_path / "run", tmp_path / "whole")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed after a fork")
 @pytest.mark.parametrize("moment", MOMENTS)
