@@ -226,7 +226,7 @@ class Steps:
         cohort: Members,
         drawn: Int[Tensor, "users batch ..."],
         phase: Phase,
-        noise: Float[Tensor, "users clusters"] | None,
+        noise: Float[Tensor, "users *layers clusters"] | None,
         names: Collection[str] | None,
         scales: Float[Tensor, " users"] | None = None,
     ) -> tuple[Float[Tensor, " users"], Tree]:
