@@ -219,7 +219,7 @@ Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 def read_tensors(
     path: Path, expected: Expected, device: torch.device, *, besides: str | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of a checkpoint's file, in the dtypes that are expected.
+    """The tensors of a checkpoint's file, in the order and the dtypes that are expected; the file's order is its own.
 
     Of those whose names begin with ``besides`` none is read that is not expected.
 
@@ -241,7 +241,7 @@ def read_tensors(
             raise RunError(f"{path}: foreign checkpoint, tensor {name!r}: got {said[0]}, this recipe has {said[1]}")
         if wrong := _find_impossible(name, tensors[name]):
             raise RunError(f"{path}: tensor {name!r} {wrong}; {advise(folder)}")
-    return {name: t.to(device, expected[name][1]) for name, t in tensors.items()}
+    return {name: tensors[name].to(device, dtype) for name, (_, dtype) in expected.items()}
 
 
 def _fits(got: tuple[Any, torch.dtype] | None, wanted: tuple[Any, torch.dtype] | None) -> bool:

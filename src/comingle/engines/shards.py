@@ -78,8 +78,7 @@ def load_server(folder: Path, progress: Progress, like: Tree, device: torch.devi
     verify(folder, file)
     expected = {OF_SERVER + name: (tuple(t.shape), t.dtype) for name, t in like.items()}
     found = read_tensors(folder / file, expected, device, besides=None if apart else "")
-    # In the order that the server has them, not the file: some lay them side by side.
-    return {name: found[OF_SERVER + name] for name in like}
+    return {name.removeprefix(OF_SERVER): t for name, t in found.items()}
 
 
 def _files(progress: Progress) -> list[tuple[str, list[str]]]:
