@@ -27,9 +27,9 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def plain_name(section: Any) -> Any:
-    """A section that may be written as its name alone."""
-    return {"name": section} if isinstance(section, str) else section
+def plain_name(section: Any, *, key: str = "name") -> Any:
+    """A section that may be written as its name alone, which it has under ``key``."""
+    return {key: section} if isinstance(section, str) else section
 
 
 def number_in(value: Any) -> Any:

@@ -18,7 +18,7 @@ from comingle.engines.settings import EVERYBODY, OptimizerSettings, Training
 from comingle.errors import RecipeError
 from comingle.protocol.formats import Format
 from comingle.recipes.data import DataSection, section_of
-from comingle.recipes.fields import Count, Fraction, NotNegative, Positive, Section, Steps, number_in
+from comingle.recipes.fields import Count, Fraction, NotNegative, Positive, Section, Steps, number_in, plain_name
 from comingle.recipes.guards import AggregationSection, PrivacySection
 from comingle.recipes.problems import first_problem
 from comingle.robust.settings import Aggregation
@@ -208,7 +208,7 @@ class Recipe(Section):
     @field_validator("aggregation", mode="before")
     @classmethod
     def _plain_rule(cls, aggregation: Any) -> Any:
-        return {"rule": aggregation} if isinstance(aggregation, str) else aggregation
+        return plain_name(aggregation, key="rule")
 
     @property
     def computed(self) -> dict[str, Any]:
@@ -256,9 +256,7 @@ class Recipe(Section):
             place: dict[str, Any] = content
             *path, last = key.split(".")
             for part in path:
-                inner: Any = place.get(part)
-                if isinstance(inner, str):  # a section that was written as its name alone
-                    inner = {"rule" if part == "aggregation" else "name": inner}
+                inner = plain_name(place.get(part), key="rule" if part == "aggregation" else "name")
                 place[part] = place = dict(inner) if isinstance(inner, Mapping) else {}
             place[last] = changes[key]
         return parse_recipe(content, where=where)
