@@ -88,6 +88,15 @@ def test_a_prompt_may_be_the_texts_of_several_columns(tmp_path: Path, suffix: st
     assert sorted(said(ada, "train")) == [["Add.\n\n1, 2", "3"], ["Count.", "One."], ["Say hello.", "Hello."]]
 
 
+def test_a_field_of_the_prompt_that_no_row_has_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    rows = [{"q": "a", "meta": {"context": "b"}, "response": "c"}, {"q": "a", "meta": None, "response": "c"}]
+    users = {"ada": str(write(tmp_path / "ada.jsonl", rows))}
+    (ada,) = read({"users": users, "prompt": ["q", "meta.context"], "split": {"valid": 0, "test": 0}})
+    assert sorted(said(ada, "train")) == [["a", "c"], ["a\n\nb", "c"]]
+    with pytest.raises(DataError, match=r"line 1: no column 'meta\.contxt'; found: q, meta, response"):
+        read({"users": users, "prompt": ["q", "meta.contxt"]})
+
+
 @pytest.mark.parametrize(
     ("row", "wrong"),
     [

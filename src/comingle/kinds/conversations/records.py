@@ -62,6 +62,13 @@ def field_of(row: Row, column: str) -> Any:
     return inner.get(field) if field and isinstance(inner, dict) else None
 
 
+def has_column(row: Row, column: str) -> bool:
+    """Whether a row has such a column or field, be it without a value."""
+    head, _, field = column.partition(".")
+    inner = row.get(head)
+    return column in row or (head in row and (inner is None or (isinstance(inner, dict) and field in inner)))
+
+
 def _is_lines(path: Path) -> bool:
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in COMPRESSIONS]
     return builder_of(path) is not None and suffixes[-1:] != [] and suffixes[-1] in _LINES

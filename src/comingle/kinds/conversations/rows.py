@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from comingle.data.templates import ASSISTANT, ROLES
 from comingle.errors import did_you_mean
-from comingle.kinds.conversations.records import field_of
+from comingle.kinds.conversations.records import field_of, has_column
 
 Messages = tuple[dict[str, str], ...]
 """A conversation: ``role`` and ``content`` of each message."""
@@ -37,15 +37,11 @@ class Columns:
         two = f"{', '.join(map(repr, self.prompt))} and {self.response!r}"
         return two if self.named else f"{self.messages!r}, or {two}, or {SHAREGPT!r} as ShareGPT has them"
 
-    def has(self, names: Collection[str]) -> bool:
+    def has(self, names: Sequence[str]) -> bool:
         """Whether rows with columns of these names have messages."""
-        two = all(_among(names, name) for name in (*self.prompt, self.response))
+        columns = (*self.prompt, self.response)
+        two = all(name in names or name.partition(".")[0] in names for name in columns)
         return two or (not self.named and (self.messages in names or SHAREGPT in names))
-
-
-def _among(names: Collection[str], column: str) -> bool:
-    """Whether a column is one of these, or a field of one."""
-    return column in names or column.partition(".")[0] in names
 
 
 def messages_of(row: Mapping[str, Any], columns: Columns) -> Messages:
@@ -65,16 +61,15 @@ def messages_of(row: Mapping[str, Any], columns: Columns) -> Messages:
 
 
 def _pair(row: Mapping[str, Any], columns: Columns) -> list[dict[str, str]]:
-    first, *others = columns.prompt
-    missing = [name for name in (first, columns.response) if field_of(row, name) is None]
-    if missing := missing + [name for name in others if not _among(row, name)]:
+    values = {name: field_of(row, name) for name in (*columns.prompt, columns.response)}
+    others = columns.prompt[1:]
+    if missing := [n for n, value in values.items() if value is None and not (n in others and has_column(row, n))]:
         hint = did_you_mean(missing[0], row) if columns.named else ""
         raise ValueError(f"no column {missing[0]!r}; found: {', '.join(row)}; allowed: {columns.told}.{hint}")
-    parts = [(name, field_of(row, name)) for name in columns.prompt]
-    prompts = [_text(value, name) for name, value in parts if value is not None]
+    texts = {name: _text(value, name) for name, value in values.items() if value is not None}
+    prompts = [texts[name] for name in columns.prompt if name in texts]
     prompt = "\n\n".join(text for text in prompts if text.strip()) if others else prompts[0]
-    response = _text(field_of(row, columns.response), columns.response)
-    return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": response}]
+    return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": texts[columns.response]}]
 
 
 def _messages(value: Any, column: str) -> list[dict[str, str]]:
