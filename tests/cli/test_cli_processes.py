@@ -24,6 +24,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 LONG = ["training.rounds=60", "training.local_steps=1", "training.batch_size=1", "evaluation.every=60"]
 
+SHORT = ["training.rounds=1", "training.local_steps=1", "evaluation.every=1"]
+
 
 def options(*sets: str) -> list[str]:
     return [word for one in sets for word in ("--set", one)]
@@ -53,8 +55,9 @@ def rounds(run: Path) -> list[int]:
 
 @pytest.fixture
 def run(recipe_file: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """The words of a run of 60 rounds."""
-    return lambda *more: ["run", str(recipe_file), "--out", str(tmp_path / "run"), "--quiet", *options(*LONG), *more]
+    """The words of a run of 60 rounds, or with other settings."""
+    words = ["run", str(recipe_file), "--out", str(tmp_path / "run"), "--quiet"]
+    return lambda *more, sets=LONG: [*words, *options(*sets), *more]
 
 
 @pytest.fixture
@@ -149,3 +152,41 @@ def test_torchrun_begins_anew_from_the_last_round_when_a_process_dies(
     assert process.returncode == 0, said
     assert rounds(folder) == list(range(1, 61))
     assert "ann" in out
+
+
+@pytest.mark.slow
+def test_torchrun_refuses_the_folder_of_an_earlier_launch_in_each_attempt(
+    run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    short = run(sets=SHORT)
+    first = started(*TORCHRUN, "-m", "comingle", *short)
+    assert "ann" in first.communicate(timeout=300)[0]
+    before = (tmp_path / "run" / "events.jsonl").read_bytes()
+    process = started(*TORCHRUN, "--max-restarts", "1", "-m", "comingle", *short)
+    out, said = process.communicate(timeout=300)
+    assert process.returncode == 1, out
+    assert said.count("exists; --resume goes on with it, --force replaces it") == 2
+    assert (tmp_path / "run" / "events.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_restart_before_the_folder_was_opened_still_replaces_what_was_there(
+    run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    short = run(sets=SHORT)
+    first = started(*TORCHRUN, "-m", "comingle", *short)
+    assert "ann" in first.communicate(timeout=300)[0]
+    before = (tmp_path / "run" / "events.jsonl").read_bytes()
+    script = tmp_path / "dies_once.py"
+    script.write_text(
+        "import os, signal\n"
+        "from comingle.cli import main, training\n"
+        "if (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) == ('1', '0'):\n"
+        "    training.read_shared = lambda *given: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "main()\n"
+    )
+    process = started(*TORCHRUN, "--max-restarts", "1", str(script), *short, "--force")
+    out, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert "ann" in out
+    assert (tmp_path / "run" / "events.jsonl").read_bytes() != before  # seconds differ

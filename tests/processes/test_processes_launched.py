@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,3 +101,31 @@ def test_a_gpu_beside_none_is_refused() -> None:
     with pytest.raises(RecipeError, match=told):
         _check_alike(federation(["cpu", "float32"], ["cuda", "float32"]))
     _check_alike(federation(["cpu", "float32"]))
+
+
+LEAVES = """
+import os, sys
+from comingle.processes.launched import Place
+from comingle.processes.ranks import joined
+with joined(Place(rank=int(sys.argv[1]), size=2, local_rank=0, local_size=1, meeting=sys.argv[2])) as ranks:
+    import torch._dynamo
+    ranks.share(lambda: 1)
+    within = len(os.listdir("/proc/self/task"))
+print(within, len(os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_no_thread_is_left_that_a_process_could_die_of_as_it_ends(tmp_path: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVES, str(rank), str(tmp_path / "meeting")],
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    for child in children:
+        within, after = map(int, child.communicate(timeout=120)[0].split())
+        assert within > after == 1

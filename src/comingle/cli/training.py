@@ -67,7 +67,7 @@ def train_here(
             each = _alone if ranks is None else ranks.each
             recipe = each(lambda: read_recipe(path, sets, seed))
             folder = out or default_folder(path, recipe.method.name, recipe.seed)
-            if place is not None and place.has_begun(folder):
+            if ranks is not None and ranks.has_opened(folder):
                 resume, force = True, False
             each(lambda: check_folder(folder, recipe, resume=resume, force=force) if leads else None)
             with reporting(quiet=quiet or not leads) as reporter:
@@ -81,7 +81,9 @@ def train_here(
                 if leads:
                     warn_unread(recipe)
                 building = build if ranks is None else partial(build_sharded, ranks=ranks)
-                done = run_in(folder, recipe, materials, resume=resume, force=force, observers=watch, building=building)
+                opened = (lambda folder: None) if ranks is None else ranks.opened
+                how = {"resume": resume, "force": force, "building": building, "opened": opened}
+                done = run_in(folder, recipe, materials, observers=watch, **how)
         return (folder, done) if leads else None
     except RankLostError:
         if PARENT in os.environ:

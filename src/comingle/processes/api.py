@@ -52,7 +52,7 @@ def run(
     folder, given = Path(out), given_of(users, base, method, loss)
     with joined(place) as ranks, lending([method]) as [named]:
         read = ranks.each(lambda: recipe_with(recipe, given, base=base, method=named, changes=changes))
-        if place.has_begun(folder):
+        if ranks.has_opened(folder):
             resume, force = True, False
         ranks.each(lambda: check_folder(folder, read, resume=resume, force=force) if place.leads else None)
         with reporting(quiet=not (progress and place.leads)) as reporter:
@@ -64,7 +64,8 @@ def run(
                 return [*observers, reporter.watch(clients)]
 
             building = partial(build_sharded, ranks=ranks)
-            run_in(folder, read, here, resume=resume, force=force, observers=watch, building=building)
+            how = {"resume": resume, "force": force}
+            run_in(folder, read, here, **how, observers=watch, building=building, opened=ranks.opened)
     return api.load(folder, users=users, base=_handed(base), method=method, loss=loss)
 
 

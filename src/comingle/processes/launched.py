@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from comingle.errors import RunError
 
@@ -40,10 +39,6 @@ class Place:
     def leads(self) -> bool:
         """Whether it has the server, and speaks for all."""
         return self.rank == 0
-
-    def has_begun(self, folder: Path) -> bool:
-        """Whether the launcher's processes before these have begun the run in this folder."""
-        return self.restarts > 0 and (folder / "recipe.yaml").exists()
 
 
 def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # read while there is a group, its functions' defaults would keep that and its threads
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from comingle import errors
@@ -41,13 +43,22 @@ _BOTH = "cpu:gloo,cuda:nccl"
 class Ranks:
     """This process among several. Each method is called by all of them, in the same order."""
 
-    def __init__(self, place: Place):
-        self.place = place
+    def __init__(self, place: Place, kept: Store):
+        self.place, self._kept = place, kept
         self.rank, self.size, self.leads = place.rank, place.size, place.leads
 
     def meet(self) -> None:
         """Return when everybody is here: who leaves while others still look for each other keeps them waiting."""
         self._numbers(0)
+
+    def opened(self, folder: Path) -> None:
+        """Remember, for as long as the launcher lives, that this run's folder has been opened."""
+        if self.leads:
+            self._kept.set(str(folder.absolute()), "opened")
+
+    def has_opened(self, folder: Path) -> bool:
+        """Whether the launcher's processes before these have, for this very run."""
+        return self.share(lambda: self._kept.check([str(folder.absolute())]))
 
     # ---------------------------------------------------------------- doing the same
 
@@ -201,15 +212,22 @@ def joined(place: Place) -> Iterator[Ranks]:
     with _told():
         store, rank, size = next(rendezvous(url, place.rank, place.size))
         # A launcher's second attempt, or a program's second run, may find the addresses of the first in the same store.
-        store = PrefixStore(f"comingle/{place.restarts}/{next(_JOINED)}", store)
+        number = next(_JOINED)
+        kept = PrefixStore(f"comingle/runs/{number}", _of_launcher(store))
+        store = PrefixStore(f"comingle/{place.restarts}/{number}", store)
         backend = _BOTH if torch.cuda.is_available() and dist.is_nccl_available() else _GLOO
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     try:
-        ranks = Ranks(place)
+        ranks = Ranks(place, kept)
         ranks.meet()
         yield ranks
     finally:
         dist.destroy_process_group()
+
+
+def _of_launcher(store: Store) -> Store:
+    """Where words outlast an attempt; torchrun gives each attempt a prefix of its own."""
+    return _of_launcher(store.underlying_store) if isinstance(store, PrefixStore) else store
 
 
 def _end_with(pipe: int) -> None:

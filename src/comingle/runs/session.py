@@ -172,11 +172,12 @@ def run_in(
     force: bool,
     observers: Callable[[Clients], Sequence[Observer]] = lambda clients: (),
     building: Callable[[Recipe, Materials], InProcess] = build,
+    opened: Callable[[Path], None] = lambda folder: None,
 ) -> Run:
     """Build a recipe's federation and run it in its folder; ``observers`` of its users' events are made for it.
 
     Without a folder nothing is written. ``building`` makes the federation; where it is one of several processes, the
-    process that leads observes and writes.
+    process that leads observes and writes. ``opened`` is told of the folder once the run has it.
 
     Raises:
         ComingleError: as ``building``, :func:`comingle.runs.folders.open_folder` and :func:`execute`.
@@ -187,9 +188,10 @@ def run_in(
     if folder is None:
         return replace(execute(federation, recipe, None, observers=watching), settings=settings)
     inputs = _described(federation, materials, recipe)
-    with ExitStack() as opened:
+    with ExitStack() as entered:
         entering = open_folder(folder, recipe, inputs, resume=resume, force=force)
-        federation.share(lambda: opened.enter_context(entering))
+        federation.share(lambda: entered.enter_context(entering))
+        opened(folder)
         done = execute(federation, recipe, folder, resume=resume, observers=watching)
     return replace(done, settings=settings)
 
