@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,26 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
     assert list_checkpoints(folder)
     api.run(recipe, out=folder, resume=True)
     require_same(folder, whole)
+
+
+def test_a_full_disk_of_temporary_files_is_not_taken_for_the_runs(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where users finetune before they are scored, what that makes of them lies elsewhere."""
+    original, elsewhere = os.pwrite, tmp_path / "elsewhere"
+
+    def write(handle: int, *args: Any) -> int:
+        if os.readlink(f"/proc/self/fd/{handle}").startswith(str(elsewhere)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(handle, *args)
+
+    elsewhere.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    monkeypatch.setattr(files.os, "pwrite", write)
+    finetunes = load_recipe(recipe).with_changes({"method": "fedavg+"})
+    with pytest.raises(RunError) as caught:
+        api.run(finetunes, out=tmp_path / "run")
+    assert str(caught.value).startswith(f"{elsewhere}: cannot be written to: No space left on device; once it can be, ")
 
 
 def test_a_store_of_another_recipe_is_refused(recipe: Path, stopped: Path) -> None:

@@ -69,11 +69,15 @@ class RecordFile:
         Raises:
             OSError: the disk does not take it.
         """
-        for at, record in zip(places, records, strict=True):
-            seal(record)
-            content, done = record.data, 0
-            while done < self.size_bytes:
-                done += os.pwrite(self._handle, content[done:], at * self.size_bytes + done)
+        try:
+            for at, record in zip(places, records, strict=True):
+                seal(record)
+                content, done = record.data, 0
+                while done < self.size_bytes:
+                    done += os.pwrite(self._handle, content[done:], at * self.size_bytes + done)
+        except OSError as error:
+            error.filename = str(self.path)  # it need not be the run's
+            raise
 
     def read(self, places: Sequence[int], rows: Sequence[int], into: Sequence[np.ndarray]) -> None:
         """Records of these rows.

@@ -69,7 +69,8 @@ def told(run: Path | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = tempfile.gettempdir() if run is None else run / FOLDER
+        path = Path(error.filename or (run or Path(tempfile.gettempdir())) / FOLDER)
+        where = path.parent if run is None or run not in path.parents else run / FOLDER
         goes_on = "" if run is None else f"; once it can be, {resume_command(run / 'checkpoints' / 'newest')} goes on"
         raise RunError(f"{where}: cannot be written to: {error.strerror}{goes_on}") from None
 

@@ -188,7 +188,8 @@ class Records(Stored):
         """Where to write: the run's own file, or one that ends with this process."""
         files = self._files[group]
         if group not in self._into:
-            handle, name = tempfile.mkstemp(prefix="comingle-", suffix=".rows")
+            with told(self._run):
+                handle, name = tempfile.mkstemp(prefix="comingle-", suffix=".rows")
             with open(handle, "rb"):
                 files.append(RecordFile(Path(name), self._forms[group].bytes, writes=True, lives=False))
             self._into[group] = len(files) - 1
