@@ -21,6 +21,9 @@ FOUND = Found(
 )  # fmt: skip
 
 
+FLOATS = ("--price", "--link", "--latency", "--disk", "--step")
+
+
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "measure", lambda *args: FOUND)
@@ -54,6 +57,9 @@ def test_a_plan_for_machines_is_a_table_and_json(known: None, comingle: Any, rec
         (["--price", 2], "--price: is read with --machines N alone"),
         (["--machines", 2, "--gpus", 2, "--processes", 2], "--gpus and --processes: got both"),
         (["--machines", 2, "--gpus", 8], "give --step SECONDS"),
+        *((["--machines", 2, option, "nan"], f"{option}: got nan; give a finite number") for option in FLOATS),
+        (["--machines", 2, "--link", "inf"], "--link: got inf; give a finite number"),
+        (["--machines", 10**9], "--machines: 1,000,000,000 processes in all; allowed: up to 100,000,000 processes"),
     ],
 )
 def test_machines_that_make_no_sense(

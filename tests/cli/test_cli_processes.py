@@ -14,7 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+from comingle.cli import processes
 from comingle.engines.checkpoints import list_checkpoints
+from comingle.errors import RunError
 from comingle.records import read_events, read_metrics
 
 # What a shell starts in the background ignores Ctrl-C, and so do its children: the program is told to hear it again.
@@ -190,3 +192,11 @@ def test_a_restart_before_the_folder_was_opened_still_replaces_what_was_there(
     assert process.returncode == 0, said
     assert "ann" in out
     assert (tmp_path / "run" / "events.jsonl").read_bytes() != before  # seconds differ
+
+
+@pytest.mark.parametrize(("names", "newest"), [(["round-9999", "round-10000"], "round-10000"), ([], "the beginning")])
+def test_who_was_killed_is_told_with_the_newest_checkpoint(names: list[str], newest: str, tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    with pytest.raises(RunError, match=rf"process 1 of 2 was ended by SIGKILL.* goes on from {newest}$"):
+        processes._tell([0, -signal.SIGKILL], tmp_path)

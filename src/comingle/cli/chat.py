@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from comingle.cli.options import finite
 from comingle.cli.serve import Method, RunPath, opened, require_app
 from comingle.errors import ComingleError, RecipeError, require_user
 
@@ -36,7 +37,9 @@ def chat(
         Path | None, typer.Option("--against", metavar="RUN", help="A run of local models, for /compare.")
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens of an answer.")] = 256,
-    temperature: Annotated[float, typer.Option("--temperature", min=0, max=2, help="0: the likeliest token.")] = 0.7,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0, max=2, callback=finite, help="0: the likeliest token.")
+    ] = 0.7,
     seed: Annotated[
         int | None,
         typer.Option("--seed", min=0, help="Of what is drawn, not of a run."),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from comingle.cli.options import finite
 from comingle.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -20,15 +21,25 @@ Machines = Annotated[
 Processes = Annotated[int | None, typer.Option("--processes", min=1, help="Processes on each machine (default: 1).")]
 Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="GPUs of each machine, a process for each.")]
 Cores = Annotated[int | None, typer.Option("--cores", min=1, help="Cores of each machine (default: as here).")]
-Price = Annotated[float | None, typer.Option("--price", min=0, help="Money for a machine and an hour.")]
-Link = Annotated[float, typer.Option("--link", min=1, help="Bytes a second between two machines.")]
-Latency = Annotated[float, typer.Option("--latency", min=0, help="Seconds that a message takes between two machines.")]
+Price = Annotated[
+    float | None, typer.Option("--price", min=0, callback=finite, help="Money for a machine and an hour.")
+]
+Link = Annotated[float, typer.Option("--link", min=1, callback=finite, help="Bytes a second between two machines.")]
+Latency = Annotated[
+    float, typer.Option("--latency", min=0, callback=finite, help="Seconds that a message takes between two machines.")
+]
 Disk = Annotated[
-    float | None, typer.Option("--disk", min=1, help="Bytes a second to a machine's disk (default: measured here).")
+    float | None,
+    typer.Option("--disk", min=1, callback=finite, help="Bytes a second to a machine's disk (default: measured here)."),
 ]
 Step = Annotated[
     float | None,
-    typer.Option("--step", min=0, help="Seconds of a local step of one user in a process (default: measured here)."),
+    typer.Option(
+        "--step",
+        min=0,
+        callback=finite,
+        help="Seconds of a local step of one user in a process (default: measured here).",
+    ),
 ]
 
 

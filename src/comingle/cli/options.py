@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,6 +46,17 @@ def possible(out: Path | None) -> Path | None:
         except RunError as error:
             raise RunError(f"--out {error}") from None
     return out
+
+
+def finite(option: typer.CallbackParam, value: float | None) -> float | None:
+    """What an option is given that wants a number; comparisons with its bounds let NaN pass.
+
+    Raises:
+        RecipeError: it is infinite, or no number.
+    """
+    if value is not None and not math.isfinite(value):
+        raise RecipeError(f"{option.opts[0]}: got {value}; give a finite number")
+    return value
 
 
 def out_option(told: str) -> Any:

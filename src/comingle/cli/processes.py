@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from comingle.engines.checksums import list_checkpoints
 from comingle.errors import RunError
 from comingle.processes.launched import LOST, MEETING, PARENT
 
@@ -88,7 +89,8 @@ def _tell(codes: Sequence[int], folder: Path) -> None:
         if code < 0:
             name = signal.Signals(-code).name
             memory = ", as when memory runs out" if name == "SIGKILL" else ""
-            where = max((path.name for path in (folder / "checkpoints").glob("round-*")), default="the beginning")
+            newest = list_checkpoints(folder)[-1:]
+            where = newest[0].name if newest else "the beginning"
             goes_on = f"the same command with --resume goes on from {where}"
             raise RunError(f"process {rank} of {len(codes)} was ended by {name}{memory}; {goes_on}")
     if _INTERRUPTED in codes:

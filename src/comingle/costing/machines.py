@@ -174,9 +174,12 @@ def plan_times(
     :func:`comingle.costing.plan`.
 
     Raises:
-        ComingleError: as :func:`measure`.
+        ComingleError: as :func:`measure`, or more processes than users of any population.
     """
     methods, own = [], len(plan.users)
+    if cluster.size > max(own, *POPULATIONS):
+        most = f"{max(own, *POPULATIONS):,} processes, one for each user of the largest population"
+        raise RecipeError(f"--machines: {cluster.size:,} processes in all; allowed: up to {most}")
     kept = {"training.participation": recipe.training.participation, "runtime.compile": recipe.runtime.compile}
     for cost in plan.methods:
         one = with_method(recipe, cost.method, for_all).with_changes(kept)
