@@ -18,7 +18,7 @@ from comingle.papers.tasks.kind import KIND as TASKS
 from comingle.recipes import Recipe, load_recipe
 from comingle.recipes.sections import FloralSection
 from comingle.runs import api
-from comingle.runs.session import prepare
+from comingle.runs.session import prepare, warn_unread
 
 SGD = {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "weight_decay": 0}
 TASK = {
@@ -181,6 +181,28 @@ def test_compare_refuses_methods_for_the_other_users_before_it_trains(
     line = one_line(comingle("compare", recipe_file, *command, "fedavg,floral-optimal"))
     assert line == "method floral-optimal: needs users whose true clusters are known, as in made tasks"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"method": "fedavg", "adapters.top_k": 1}, "method fedavg: has no router of tokens, {}: adapters.top_k"),
+        (
+            {"training.experts.momentum": 0.9},
+            "training.experts: adamw has no such settings, {}: training.experts.momentum",
+        ),
+        (
+            {"training.router": {"name": "sgd", "betas": (0.8, 0.9), "eps": 1e-6, "momentum": 0.5}},
+            "training.router: sgd has no such settings, {}: training.router.betas, training.router.eps",
+        ),
+        ({"adapters.top_k": 1, "training.router.betas": (0.8, 0.9)}, ""),
+    ],
+)
+def test_settings_of_other_methods_and_optimisers_are_said(
+    changes: dict[str, Any], said: str, recipe_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_unread(load_recipe(recipe_file).with_changes(changes))
+    assert caplog.messages == ([said.format("so these are not read")] if said else [])
 
 
 def test_settings_of_adaptors_that_a_run_does_not_read_are_said(

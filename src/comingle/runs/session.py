@@ -103,26 +103,26 @@ def check_method(recipe: Recipe) -> None:
     method = make(recipe.method.name, **recipe.method.settings)
     kind_of(recipe).check(recipe, method)
     if (privacy := privacy_of(recipe)) is not None:
-        check_private(
-            method,
-            privacy,
-            weighting=recipe.training.weighting,
-            select=recipe.evaluation.select,
-            uploads=recipe.training.uploads,
-        )
-        valid = bool(getattr(recipe.data, "train_on_valid", False))
-        clip_norm, dtype = recipe.training.experts.clip_norm, recipe.runtime.dtype
-        check_steps(privacy, clip_norm=clip_norm, train_on_valid=valid, dtype=dtype)
+        training, select = recipe.training, recipe.evaluation.select
+        check_private(method, privacy, weighting=training.weighting, select=select, uploads=training.uploads)
+        valid, dtype = bool(getattr(recipe.data, "train_on_valid", False)), recipe.runtime.dtype
+        check_steps(privacy, clip_norm=training.experts.clip_norm, train_on_valid=valid, dtype=dtype)
     check_aggregation(recipe, method, privacy)
 
 
 def warn_unread(recipe: Recipe) -> None:
-    """Say which settings of ``floral`` a single run's method will not read; in a comparison they are for others."""
-    mixture = make(recipe.method.name, **recipe.method.settings).placement.mixture
-    keys = [key for key, _ in changed(recipe, "floral")]
-    if keys and not (mixture is not None and mixture.of == "adaptors"):
-        name = recipe.method.name
-        logger.warning("method %s: has no adaptors in nets, so these are not read: %s", name, ", ".join(keys))
+    """Say which settings a single run will not read; in a comparison they are for other methods."""
+    name, training = recipe.method.name, recipe.training
+    placement = make(name, **recipe.method.settings).placement
+    adaptors = placement.mixture is not None and placement.mixture.of == "adaptors"
+    unread = [(f"method {name}: has no adaptors in nets", [] if adaptors else ["floral"])]
+    unread += [(f"method {name}: has no router of tokens", [] if placement.routed else ["adapters.top_k"])]
+    for key, settings in {"experts": training.experts, "router": training.router}.items():
+        others = [f"training.{key}.{one}" for one in (["momentum"] if settings.name == "adamw" else ["betas", "eps"])]
+        unread += [(f"training.{key}: {settings.name} has no such settings", others)]
+    for why, places in unread:
+        if keys := [key for place in places for key, _ in changed(recipe, place)]:
+            logger.warning("%s, so these are not read: %s", why, ", ".join(keys))
 
 
 def describe(materials: Materials, recipe: Recipe) -> Inputs:

@@ -43,7 +43,7 @@ def feddpa(
     experts of a whole MLP whose outputs are mixed (in the linears with ``adapters: {mix: linear}``, as in the paper),
     and attention has a global one alone.  Steps on the two alternate from the first round on, where the code trains the
     local LoRA first, for all of its epochs, from the second round on.  The public code was at hand, which has nothing
-    of FedDPA-F but how it is used, and of the paper its abstract and introduction.
+    of FedDPA-F but how it is used, and of the paper its abstract and introduction.  ``adapters.top_k`` is not read.
     """
     own = Phase(roles=frozenset({SPECIALIST}), without=ROUTERS, label="local")
     everybodys = Phase(roles=GLOBAL, without=frozenset({SPECIALIST, ROUTER}))
