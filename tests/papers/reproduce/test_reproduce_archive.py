@@ -8,13 +8,14 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from comingle.errors import RunError
+from comingle.errors import RecipeError, RunError
 from comingle.papers.reproduce.archive import merge_records, plan_of, read_archive, take, write_archive
 from comingle.papers.reproduce.measured import MEASURED
 from comingle.papers.reproduce.plan import Cell, Wanted, plan
@@ -357,7 +358,10 @@ def test_published_runs_are_those_of_the_tables_as_they_are(path: Path) -> None:
     paper, _, scale = path.name.removesuffix(".jsonl.xz").partition("-")
     wanted = Wanted(scale=scale, seeds=sorted({record.computed["seed"] for record in records.values()}))
     tables = [name for name, one in list_experiments().items() if name.startswith(f"{paper}/") and one.kind == "runs"]
-    known = {cell.folder for name in tables for cell in plan_of(records, name, wanted).cells}
+    known: set[str] = set()
+    for name in tables:
+        with suppress(RecipeError):  # nothing of it is at this scale
+            known |= {cell.folder for cell in plan_of(records, name, wanted).cells}
     assert sorted(records.keys() - known) == []
     assert "/" not in "".join(record.made["machine"] for record in records.values())
     assert path.stat().st_size < 300_000

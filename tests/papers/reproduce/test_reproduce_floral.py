@@ -241,14 +241,16 @@ def test_the_cpu_scale_has_fewer_seeds_where_a_run_is_long() -> None:
     assert asked.seeds == (3, 4)
 
 
-def test_images_come_from_the_folder_or_the_hub(folder: Path) -> None:
+def test_images_come_from_the_folder_or_the_hub(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     def paths(found: Plan) -> set[str | None]:
         return {cell.recipe.data.task.path for cell in found.cells if cell.recipe.data.task is not None}
 
     assert paths(planned("table4", data=folder)) == {str(folder / "images")}
     assert paths(planned("table4")) == {None}  # which the task reads as the hub's
+    assert not caplog.messages
     (folder / "images" / "cifar100.npz").unlink()
     assert paths(planned("table4", data=folder)) == {str(folder / "images"), None}
+    assert caplog.messages == [f"cifar100-reduced: {folder}/images has no cifar100, so the hub's are read"]
     small = planned("table4", "smoke", data=folder)
     assert small.left_out == {
         "cifar100-reduced": f"{folder}/images has no cifar100, and this scale takes nothing from the hub"

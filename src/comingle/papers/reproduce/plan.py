@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,12 +28,15 @@ from comingle.papers.reproduce.sources import (
     data_folder,
     data_section,
     find_absent,
+    find_hubs,
     inside,
     limits_by_name,
     placed,
 )
 from comingle.papers.reproduce.weights import weigh
 from comingle.recipes import Recipe, parse_recipe
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +131,10 @@ def plan(name: str, wanted: Wanted) -> Plan:
     folder = data_folder(wanted.data)
     left_out = {c: why for c in columns if (why := _obstacle(study, experiment, scale, c, folder, wanted))}
     columns = [column for column in columns if column not in left_out]
+    for column in columns:
+        data = study.data[_columns_of(study, experiment, column)[1].data]
+        if folder is not None and (lacks := find_hubs(data, folder)):
+            logger.warning("%s: %s, so the hub's are read", column, lacks)
     seeds = {column: _seeds(study, experiment, scale, column, wanted) for column in columns}
     cells = tuple(
         Cell(row=row, column=column, seed=seed, recipe=recipe, data=folder)

@@ -58,11 +58,10 @@ def find_absent(data: DataSet, scale: Scale, folder: Path | None) -> str:
     """Why the text or the images of a column cannot be had; empty where they can."""
     if scale.text == "demo" or folder == ANYWHERE:
         return ""
-    if data.task is not None or data.questions is not None:
-        at_hand = not (data.images or data.questions) or _found_below(data, folder) is not None
-        return "" if at_hand or scale.text == "real" else _without(data, folder)
-    if folder is None:
-        return "" if scale.text == "real" else _without(data, folder)
+    if data.task is not None or data.questions is not None or folder is None:
+        what = find_hubs(data, folder) if folder is not None else "there is no folder; give --data FOLDER"
+        made = data.task is not None and not data.images
+        return "" if made or not what or scale.text == "real" else f"{what}, and this scale takes nothing from the hub"
     absent = [path for path in _local_paths(data) if not (folder / path).exists()]
     return f"{folder / absent[0]} does not exist" if absent else ""
 
@@ -78,14 +77,13 @@ def _found_below(data: DataSet, folder: Path | None) -> Path | None:
     return images if folder == ANYWHERE or has_images(data.images, images) else None
 
 
-def _without(data: DataSet, folder: Path | None) -> str:
-    if folder is None:
-        what = "there is no folder; give --data FOLDER"
-    elif data.questions is not None:
-        what = f"{folder / data.questions['name']} does not exist"
-    else:
-        what = f"{folder / IMAGES} has no {data.images}"
-    return f"{what}, and this scale takes nothing from the hub"
+def find_hubs(data: DataSet, folder: Path) -> str:
+    """What a folder lacks of images or questions, which are the hub's then; empty where it has them."""
+    if not (data.images or data.questions) or _found_below(data, folder) is not None:
+        return ""
+    if data.questions is not None:
+        return f"{folder / data.questions['name']} does not exist"
+    return f"{folder / IMAGES} has no {data.images}"
 
 
 def _local_paths(data: DataSet) -> list[str]:
