@@ -108,11 +108,17 @@ def test_what_it_is_not_for_is_refused(recipe_file: Path, monkeypatch: pytest.Mo
         api.run({"quantise": "4bit"}, users={"ann": ["x" * 2000]}, base=(base.model, base.tokenizer))
 
 
-def test_checkpointing_changes_no_bit_and_keeps_less(recipe_file: Path) -> None:
+@pytest.mark.parametrize("method", ["comigs-1g1s", "stacking"])  # of which a step has one model, and several
+def test_checkpointing_changes_no_bit_and_keeps_less(recipe_file: Path, method: str) -> None:
     rows, peaks = [], []
     for checkpointed in (False, True):
         recipe = load_recipe(recipe_file).with_changes(
-            {**WIDE, "adapters.balance": "uniform", "runtime.gradient_checkpointing": checkpointed}
+            {
+                **WIDE,
+                "method": method,
+                "adapters.balance": "uniform",
+                "runtime.gradient_checkpointing": checkpointed,
+            }
         )
         federation = build(recipe, prepare(recipe))
         with LiveBytes() as live:

@@ -206,7 +206,7 @@ def adapt(
     layers = decoder_layers(network)
     if checkpointed:
         for layer in layers:
-            setattr(layer, "forward", _computed_twice(layer.forward))  # noqa: B010 (a method, not a Tensor)
+            setattr(layer, "forward", _computed_twice(layer))  # noqa: B010 (a method, not a Tensor)
     elif compiled and not base.quantised:
         _keep_compiled_code()
         _forget_other_models(base.model, adapters)
@@ -242,12 +242,21 @@ def _keep_compiled_code() -> None:
 _KEEPS = "autograd_cache_allow_custom_autograd_functions"
 
 
-def _computed_twice(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(forward)
+def _computed_twice(layer: nn.Module) -> Callable[..., Any]:
+    """The second time with what was bound at the first: a loss may be of several models, bound one after another."""
+
+    @wraps(forward := layer.forward)
     def call(*args: Any, **kwargs: Any) -> Any:
+        bound = [(module, dict(vars(module))) for module in layer.modules()]
+
+        def as_bound(*args: Any, **kwargs: Any) -> Any:
+            for module, was in bound:
+                vars(module).update(was)
+            return forward(*args, **kwargs)
+
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return checkpoint(as_bound, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return call
 

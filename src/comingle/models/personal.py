@@ -64,19 +64,12 @@ class PersonalModel(Personal):
             with self.model.speaking(self.tensors, [self.row]) as network:
                 yield network
         else:
-            with self._own.mixing(self._shares):
+            with self._own.mixing(self.model.shares(self.tensors)[0]):
                 yield cast(PreTrainedModel, self._own.model)
 
     @cached_property
     def _own(self) -> FloralModel:
-        assert isinstance(self.model, MixedLanguageModel)
-        return self.model.of_one_user(self.tensors)
-
-    @property
-    def _shares(self) -> Tensor:
-        """The user's mixture."""
-        assert isinstance(self.model, MixedLanguageModel)
-        return self.model.shares(self.tensors)[0]
+        return cast(MixedLanguageModel, self.model).of_one_user(self.tensors)
 
     def merge(self) -> PreTrainedModel:
         """A plain copy of the base's architecture, in whose weights are this user's: for ``save_pretrained``.
@@ -87,7 +80,7 @@ class PersonalModel(Personal):
             DataError: several experts are mixed behind a nonlinearity, so no weights can hold them.
         """
         if isinstance(self.model, MixedLanguageModel):
-            return cast(PreTrainedModel, self._own.merge(self._shares))
+            return cast(PreTrainedModel, self._own.merge(self.model.shares(self.tensors)[0]))
         if isinstance(self.model, EnsembleModel):
             raise DataError(f"user {self.name!r}: {WHY_NOT_ONE}")
         if why := why_not_merged(self.model, self.row):

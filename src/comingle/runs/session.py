@@ -118,8 +118,8 @@ def warn_unread(recipe: Recipe) -> None:
     unread = [(f"method {name}: has no adaptors in nets", [] if adaptors else ["floral"])]
     unread += [(f"method {name}: has no router of tokens", [] if placement.routed else ["adapters.top_k"])]
     for key, settings in {"experts": training.experts, "router": training.router}.items():
-        others = [f"training.{key}.{one}" for one in (["momentum"] if settings.name == "adamw" else ["betas", "eps"])]
-        unread += [(f"training.{key}: {settings.name} has no such settings", others)]
+        others = ["momentum"] if settings.name == "adamw" else ["betas", "eps"]
+        unread += [(f"training.{key}: {settings.name} has no such settings", [f"training.{key}.{o}" for o in others])]
     for why, places in unread:
         if keys := [key for place in places for key, _ in changed(recipe, place)]:
             logger.warning("%s, so these are not read: %s", why, ", ".join(keys))
