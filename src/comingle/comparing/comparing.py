@@ -35,9 +35,14 @@ def recipes_of(
     its settings, another its defaults; ``for_all`` goes to whichever has such a setting.
 
     Raises:
-        RecipeError: a method twice or unknown, a wrong setting or seed, or a method for other users: said before
-            the first hour of training.
+        RecipeError: a method twice or unknown, a wrong setting or seed, other users with each seed, or a method for
+            other users: said before the first hour of training.
     """
+    if recipe.evaluation.users and len(set(seeds)) > 1:
+        raise RecipeError(
+            f"evaluation.users: {recipe.evaluation.users} with {len(set(seeds))} seeds, each of which draws others, so "
+            "that nobody can be held against itself; allowed: all users (null), or one seed"
+        )
     chosen = [m if isinstance(m, Mapping) else _method(recipe, m, for_all) for m in methods]
     names = [m["name"] for m in chosen]
     if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):

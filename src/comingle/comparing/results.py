@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from comingle.records import measure_of
 from comingle.reports.against import baseline_of, hold
+from comingle.reports.comparisons import require_same_users
 from comingle.runs.results import records_of, table_of
 from comingle.terminal import printable
 
@@ -52,7 +53,9 @@ class Comparison:
 
         Raises:
             RecipeError: the baseline is not among the methods.
+            RunError: runs are of other users.
         """
+        require_same_users(list(self.metrics.values()))
         results: dict[str, dict[int, dict[str, Any]]] = {}
         for (method, seed), metrics in self.metrics.items():
             key = f"test_{measure_of(metrics)}"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from comingle.errors import RunError
 from comingle.records import GEOMETRIC, geometric, measure_of, read_metrics
 from comingle.reports.against import Against, baseline_of, hold
+
+MOST_NAMED = 5
 
 
 def _spread(values: Sequence[float | None]) -> tuple[float | None, float | None]:
@@ -25,14 +27,32 @@ def compare_runs(folders: Sequence[Path], baseline: str | None = None) -> dict[s
     """Mean and deviation over seeds, for each method in the order given, and each against a baseline.
 
     Raises:
-        RunError: a run is missing or has not finished.
+        RunError: a run is missing or has not finished, or runs are of other users.
         RecipeError: the baseline is not among the methods.
     """
     by_method: dict[str, list[dict[str, Any]]] = {}
     for folder in folders:
         metrics = read_metrics(folder)
         by_method.setdefault(metrics["method"], []).append(metrics)
+    require_same_users([run for runs in by_method.values() for run in runs])
     return hold_against({"methods": [_row(name, runs) for name, runs in by_method.items()]}, baseline)
+
+
+def require_same_users(runs: Sequence[Mapping[str, Any]]) -> None:
+    """Whether the metrics of runs are of the same users, so that means and differences are.
+
+    Raises:
+        RunError: they are not, as where those who have too little text are skipped and each seed parts it otherwise.
+    """
+    first = set(runs[0]["users"])
+    for run in runs:
+        if others := sorted(first ^ set(run["users"])):
+            who = f"{', '.join(others[:MOST_NAMED])} {'is' if len(others) == 1 else 'are'}"
+            raise RunError(
+                f"{run['method']}, seed {run['seed']}: is not of the users of {runs[0]['method']}, seed "
+                f"{runs[0]['seed']}; {who} in one alone, as "
+                "data.on_small_user: skip leaves them out; compare seeds with the same users, or one at a time"
+            )
 
 
 def hold_against(table: dict[str, Any], baseline: str | None) -> dict[str, Any]:
