@@ -38,6 +38,12 @@ def started(*command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True, **pipes)
 
 
+def launched_before(words: list[str], folder: Path) -> bytes:
+    """What an earlier launch of the same run has told."""
+    assert "ann" in started(*TORCHRUN, "-m", "comingle", *words).communicate(timeout=300)[0]
+    return (folder / "run" / "events.jsonl").read_bytes()
+
+
 def wait_for_checkpoint(run: Path, process: subprocess.Popen[str], after: int = 0) -> None:
     while process.poll() is None and (
         not list_checkpoints(run) or list_checkpoints(run)[-1].name <= f"round-{after:04d}"
@@ -161,9 +167,7 @@ def test_torchrun_refuses_the_folder_of_an_earlier_launch_in_each_attempt(
     run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     short = run(sets=SHORT)
-    first = started(*TORCHRUN, "-m", "comingle", *short)
-    assert "ann" in first.communicate(timeout=300)[0]
-    before = (tmp_path / "run" / "events.jsonl").read_bytes()
+    before = launched_before(short, tmp_path)
     process = started(*TORCHRUN, "--max-restarts", "1", "-m", "comingle", *short)
     out, said = process.communicate(timeout=300)
     assert process.returncode == 1, out
@@ -176,9 +180,7 @@ def test_a_restart_before_the_folder_was_opened_still_replaces_what_was_there(
     run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     short = run(sets=SHORT)
-    first = started(*TORCHRUN, "-m", "comingle", *short)
-    assert "ann" in first.communicate(timeout=300)[0]
-    before = (tmp_path / "run" / "events.jsonl").read_bytes()
+    before = launched_before(short, tmp_path)
     script = tmp_path / "dies_once.py"
     script.write_text(
         "import os, signal\n"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from comingle.records import measure_of
 from comingle.reports.against import baseline_of, hold
-from comingle.reports.comparisons import require_same_users
+from comingle.reports.comparisons import require_same_users, users_of
 from comingle.runs.results import records_of, table_of
 from comingle.terminal import printable
 
@@ -55,7 +55,7 @@ class Comparison:
             RecipeError: the baseline is not among the methods.
             RunError: runs are of other users.
         """
-        require_same_users(list(self.metrics.values()))
+        require_same_users(users_of(self.metrics.values()))
         results: dict[str, dict[int, dict[str, Any]]] = {}
         for (method, seed), metrics in self.metrics.items():
             key = f"test_{measure_of(metrics)}"

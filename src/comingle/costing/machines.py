@@ -177,9 +177,9 @@ def plan_times(
         ComingleError: as :func:`measure`, or more processes than users of any population.
     """
     methods, own = [], len(plan.users)
-    if cluster.size > max(own, *POPULATIONS):
-        most = f"{max(own, *POPULATIONS):,} processes, one for each user of the largest population"
-        raise RecipeError(f"--machines: {cluster.size:,} processes in all; allowed: up to {most}")
+    if cluster.size > (most := max(own, *POPULATIONS)):
+        why = f"allowed: up to {most:,} processes, one for each user of the largest population"
+        raise RecipeError(f"--machines: {cluster.size:,} processes in all; {why}")
     kept = {"training.participation": recipe.training.participation, "runtime.compile": recipe.runtime.compile}
     for cost in plan.methods:
         one = with_method(recipe, cost.method, for_all).with_changes(kept)

@@ -247,6 +247,8 @@ def _computed_twice(layer: nn.Module) -> Callable[..., Any]:
 
     @wraps(forward := layer.forward)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
         bound = [(module, dict(vars(module))) for module in layer.modules()]
 
         def as_bound(*args: Any, **kwargs: Any) -> Any:
@@ -254,8 +256,6 @@ def _computed_twice(layer: nn.Module) -> Callable[..., Any]:
                 vars(module).update(was)
             return forward(*args, **kwargs)
 
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
         return checkpoint(as_bound, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return call

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from comingle.errors import RunError
+from comingle.errors import RunError, list_names
 from comingle.records import GEOMETRIC, geometric, measure_of, read_metrics
 from comingle.reports.against import Against, baseline_of, hold
-
-MOST_NAMED = 5
 
 
 def _spread(values: Sequence[float | None]) -> tuple[float | None, float | None]:
@@ -34,25 +32,28 @@ def compare_runs(folders: Sequence[Path], baseline: str | None = None) -> dict[s
     for folder in folders:
         metrics = read_metrics(folder)
         by_method.setdefault(metrics["method"], []).append(metrics)
-    require_same_users([run for runs in by_method.values() for run in runs])
+    require_same_users(users_of(run for runs in by_method.values() for run in runs))
     return hold_against({"methods": [_row(name, runs) for name, runs in by_method.items()]}, baseline)
 
 
-def require_same_users(runs: Sequence[Mapping[str, Any]]) -> None:
-    """Whether the metrics of runs are of the same users, so that means and differences are.
+def require_same_users(runs: Sequence[tuple[str, Collection[str]]]) -> None:
+    """Whether runs, by what they are called, are of the same users, so that means and differences are.
 
     Raises:
-        RunError: they are not, as where those who have too little text are skipped and each seed parts it otherwise.
+        RunError: they are not.
     """
-    first = set(runs[0]["users"])
-    for run in runs:
-        if others := sorted(first ^ set(run["users"])):
-            who = f"{', '.join(others[:MOST_NAMED])} {'is' if len(others) == 1 else 'are'}"
+    first, theirs = runs[0]
+    for name, users in runs[1:]:
+        if set(users) != set(theirs):
             raise RunError(
-                f"{run['method']}, seed {run['seed']}: is not of the users of {runs[0]['method']}, seed "
-                f"{runs[0]['seed']}; {who} in one alone, as "
-                "data.on_small_user: skip leaves them out; compare seeds with the same users, or one at a time"
+                f"{name}: its users are {list_names(users)}, those of {first} are {list_names(theirs)}; give runs of "
+                "the same users (data.on_small_user: skip may leave out others with another seed)"
             )
+
+
+def users_of(runs: Iterable[Mapping[str, Any]]) -> list[tuple[str, Collection[str]]]:
+    """For :func:`require_same_users`, out of metrics."""
+    return [(f"{run['method']}, seed {run['seed']}", run["users"]) for run in runs]
 
 
 def hold_against(table: dict[str, Any], baseline: str | None) -> dict[str, Any]:

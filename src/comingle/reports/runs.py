@@ -13,6 +13,7 @@ import yaml
 
 from comingle.errors import RunError
 from comingle.records import geometric_mean, measure_of, read_events, read_metrics
+from comingle.reports.comparisons import require_same_users
 
 logger = logging.getLogger(__name__)
 
@@ -245,11 +246,7 @@ def read_entries(paths: Sequence[Path]) -> list[Entry]:
                 f"{run.folder}: its models are compared by {run.measure}, those of {runs[0].folder} by "
                 f"{runs[0].measure}; give runs that are measured alike"
             )
-        if set(run.users) != set(runs[0].users):
-            raise RunError(
-                f"{run.folder}: its users are {', '.join(run.users)}, those of {runs[0].folder} are "
-                f"{', '.join(runs[0].users)}; give runs of the same users"
-            )
+    require_same_users([(str(run.folder), run.users) for run in runs])
     groups: dict[Any, dict[int, RunRecord]] = {}
     for run in runs:
         if (counted := groups.setdefault(repr(run.key), {}).setdefault(run.seed, run)) is not run:

@@ -8,7 +8,7 @@ from typing import cast
 
 from comingle.adapters import native
 from comingle.errors import DataError
-from comingle.inputs import INPUTS, read_inputs
+from comingle.inputs import read_inputs
 from comingle.kinds.base import kind_of
 from comingle.models.cache import cache_folder
 from comingle.models.personal import PersonalModel
@@ -63,4 +63,4 @@ def names_in(run: Path) -> list[str]:
         RunError: not a finished run.
     """
     scored = list(read_metrics(run)["users"])  # of a sample, where the recipe says evaluation.users
-    return list(read_inputs(run).users) or scored if (run / INPUTS).exists() else scored
+    return list(read_inputs(run).users) or scored  # of a population on disk inputs name nobody
