@@ -219,6 +219,25 @@ def test_a_finished_run_opens_and_notices_changed_conversations(tmp_path: Path) 
         len(api.load(tmp_path / "out").federation.clients.users[0].test)
 
 
+@pytest.mark.parametrize("place", ["recipe", "section", "keys"])
+def test_rows_with_columns_by_other_names_are_handed_over(tmp_path: Path, place: str) -> None:
+    rows = [{"q": f"What is {n}?", "context": "", "a": f"{n}."} for n in range(9)]
+    plain = [{"prompt": row["q"], "response": row["a"]} for row in rows]
+    options = recipe_of(tmp_path).model_dump(mode="json", exclude_unset=True)
+    split = options.pop("data")["split"]
+    named = {"prompt": ["q", "context"], "response": "a"}
+    if place == "recipe":
+        options["data"], changes = {"split": split, **named}, {}
+    elif place == "section":
+        changes = {"data": {"split": split, **named}}
+    else:
+        options["data"], changes = {"split": split}, {f"data.{key}": value for key, value in named.items()}
+    run = api.run(options, users={"ada": rows}, **changes)
+    expected = api.run(options, users={"ada": plain}, data={"split": split})
+    assert run.recipe.data.kind == "conversations"
+    assert run.metrics["users"] == expected.metrics["users"]
+
+
 def test_programs_hand_over_rows_data_sets_and_files(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     recipe = recipe_of(tmp_path, users=["ada", "ben", "cy"])
@@ -233,10 +252,13 @@ def test_programs_hand_over_rows_data_sets_and_files(tmp_path: Path) -> None:
         "ben": datasets.Dataset.from_list(rows_of("ben")),
         "cy": tmp_path / "cy.jsonl",
     }
-    assert [kind.takes(data) for data in held.values()] == [True, True, False]  # a path may be of any kind
-    assert kind.takes([{"prompt": "a", "response": "b"}])
-    assert not kind.takes(["text"])
-    assert not kind.takes([{"text": "a"}])
+    assert [kind.takes(data, {}) for data in held.values()] == [True, True, False]  # a path may be of any kind
+    assert kind.takes([{"prompt": "a", "response": "b"}], {})
+    assert kind.takes([{"q": "a", "context": "", "a": "b"}], {"prompt": ["q", "context"], "response": "a"})
+    assert not kind.takes([{"prompt": "a", "response": "b"}], {"prompt": "q"})
+    assert kind.takes([{"prompt": "a", "response": "b"}], {"prompt": 3, "response": []})  # which are refused later
+    assert not kind.takes(["text"], {})
+    assert not kind.takes([{"text": "a"}], {})
     found = kind.adopt(given, held, lambda: base, validates=False)
     assert found.digests == files.digests
     splits = {"train": rows_of("ada"), "test": rows_of("eve", 2)}

@@ -183,7 +183,7 @@ def test_a_handed_base_cannot_be_counted(comingle_command: Any, texts: dict[str,
     ],
 )
 def test_users_of_no_kind_are_refused_in_one_line(users: dict[str, Any], wanted: str) -> None:
-    assert wanted in refused(DataError, lambda: section_for(users))
+    assert wanted in refused(DataError, lambda: section_for(users, {}))
 
 
 @pytest.mark.parametrize(
@@ -203,8 +203,8 @@ def test_text_that_cannot_be_used_is_refused_in_one_line(options: dict[str, Any]
 def test_users_of_two_kinds_are_refused_with_who_is_of_which(monkeypatch: pytest.MonkeyPatch) -> None:
     from comingle.papers.questions.kind import QuestionsKind
 
-    monkeypatch.setattr(QuestionsKind, "takes", lambda self, data: data == 3)
-    message = refused(DataError, lambda: section_for({"ann": ["a"], "bob": 3, "cem": ["b"]}))
+    monkeypatch.setattr(QuestionsKind, "takes", lambda self, data, options: data == 3)
+    message = refused(DataError, lambda: section_for({"ann": ["a"], "bob": 3, "cem": ["b"]}, {}))
     assert message == "users: all must have one kind of data; ann has text, bob has questions"
 
 

@@ -81,7 +81,7 @@ def newcomer(run: Run, name: str, data: Any, *, rounds: int | None, local_step: 
         )
     handed = None if isinstance(data, str | os.PathLike) else {name: data}
     if handed is not None:
-        section_for(handed, run.recipe.data.kind)
+        section_for(handed, run.recipe.data.model_dump())
     recipe = of_one_user(run.recipe, max)
     total = (rounds or recipe.training.rounds) + local_step
     changes = {"training.rounds": total, "data": _data(run, name, data)}

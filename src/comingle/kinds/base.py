@@ -111,8 +111,8 @@ class Kind(ABC):
             BaseModelError: the base cannot.
         """
 
-    def takes(self, data: Any) -> bool:
-        """Whether this is what a program may hand over as one user's data of this kind."""
+    def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
+        """Whether this is what a program may hand over as one user's data of this kind, by its section's options."""
         return False
 
     def adopt(

@@ -15,8 +15,9 @@ _LAST = "text"
 """Asked after all others: paths and tables may be of a more particular kind."""
 
 
-def section_for(users: Mapping[str, Any], wanted: str | None = None) -> str:
-    """The ``data.kind`` of users who are handed over by their names: the one ``wanted``, or one that takes them all.
+def section_for(users: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """The ``data.kind`` of users who are handed over by their names: that of the section's options, or one that takes
+    them all.
 
     Raises:
         DataError: nobody, a name that cannot be one, data that no kind takes, or users of several kinds.
@@ -26,9 +27,10 @@ def section_for(users: Mapping[str, Any], wanted: str | None = None) -> str:
         raise DataError(f"users: got {_described(users)}; allowed: a mapping of names to data, as {{'ada': [...]}}")
     if problem := name_problem(name if isinstance(name, str) else "" for name in users):
         raise DataError(f"users: {problem}")
-    offered = dict(_kinds(wanted))
+    offered = dict(_kinds(options.get("kind")))
     found = {
-        name: next((key for key, kind in offered.items() if kind.takes(data)), None) for name, data in users.items()
+        name: next((key for key, kind in offered.items() if kind.takes(data, options)), None)
+        for name, data in users.items()
     }
     for name, key in found.items():
         if key is None:

@@ -125,7 +125,7 @@ def recipe_with(
     """
 
     def marked(content: Any) -> Any:
-        content = _with_users(content, given.users) if given.users is not None else content
+        content = _with_users(content, given.users, changes) if given.users is not None else content
         if given.net is not None and isinstance(content, Mapping):  # which is in the place of one by name
             return {key: value for key, value in content.items() if key != "base"}
         return content
@@ -139,17 +139,20 @@ def recipe_with(
         read = parse_recipe(marked(content))
     name = base if isinstance(base, str) else GIVEN if given.loaded is not None else None
     if given.users is not None and "data" in changes:  # whose options it may replace, and not who they are
-        changes = {**changes, **_with_users({"data": changes["data"]}, given.users)}
+        changes = {**changes, **_with_users({"data": changes["data"]}, given.users, changes)}
     named = {"base": name, "method": method}
     changed = {**{key: value for key, value in named.items() if value is not None}, **changes}
     return read.with_changes(changed) if changed else read
 
 
-def _with_users(content: Any, users: Mapping[str, Any]) -> Any:
-    """A recipe's content whose ``data`` keeps its options, and says of the users that they are given."""
+def _with_users(content: Any, users: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
+    """A recipe's content whose ``data`` keeps its options, and says of the users that they are given; of which kind
+    they are is told by the options as they will be."""
     if not isinstance(content, Mapping) or not isinstance(data := content.get("data") or {}, Mapping):
         return content
-    kind = section_for(users, data.get("kind"))
+    options = changes["data"] if isinstance(changes.get("data"), Mapping) else data
+    named = {key.removeprefix("data."): value for key, value in changes.items() if key.startswith("data.")}
+    kind = section_for(users, {**options, **named})
     elsewhere = {"users", "dataset", *load_section(kind).marks}
     options = {key: value for key, value in data.items() if key not in elsewhere}
     return {**content, "data": {**options, "kind": kind, "given": True}}

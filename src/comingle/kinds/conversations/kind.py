@@ -34,7 +34,10 @@ NOTE = "Conversations count as long as the context, the most that training on th
 ABSENT_NOTE = f"{NOTE} How many there are is not known, so a round has one batch ({{}})."
 
 
-TAKEN = "rows with messages or with prompt and response (a list, a datasets.Dataset), or {train, valid, test} of these"
+TAKEN = (
+    "rows with messages, or with prompt and response or what data.prompt and data.response name "
+    "(a list, a datasets.Dataset), or {train, valid, test} of these"
+)
 
 
 class AnswersKind(LanguageKind):
@@ -99,9 +102,9 @@ class ConversationsKind(AnswersKind):
         """Conversations are read before the base is loaded, as more can be wrong with them."""
         return self._encoded(recipe, read_users(section(recipe), recipe.seed), load_base, validates)
 
-    def takes(self, data: Any) -> bool:
-        """Rows with messages, or with a prompt and a response."""
-        return has_messages(data, Columns())
+    def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
+        """Rows with messages, or with a prompt and a response, by the names that the section has for them."""
+        return has_messages(data, Columns.read(options))
 
     def adopt(
         self, recipe: Recipe, given: Mapping[str, Any], load_base: LoadBase, *, validates: bool, net: Any = None

@@ -26,6 +26,16 @@ class Columns:
     prompt: tuple[str, ...] = ("prompt",)
     response: str = "response"
 
+    @classmethod
+    def read(cls, section: Mapping[str, Any]) -> Columns:
+        """By the keys of a section that has not been checked yet: what cannot be a name counts as not given."""
+        prompt = section.get("prompt")
+        listed = [prompt] if isinstance(prompt, str) else prompt
+        given = {key: section[key] for key in ("messages", "response") if isinstance(section.get(key), str)}
+        if isinstance(listed, list | tuple) and listed and all(isinstance(name, str) for name in listed):
+            given["prompt"] = tuple(listed)
+        return cls(**given)
+
     @property
     def named(self) -> bool:
         """Whether prompt or response have names of their own, which are then read and not the messages."""

@@ -93,8 +93,7 @@ class ConversationsSection(DataSection):
     @property
     def columns(self) -> Columns:
         """Where the messages are in a row."""
-        prompt = (self.prompt,) if isinstance(self.prompt, str) else tuple(self.prompt)
-        return Columns(self.messages, prompt, self.response)
+        return Columns.read({"messages": self.messages, "prompt": self.prompt, "response": self.response})
 
     def anchored(self, anchor: Anchor) -> dict[str, Any]:
         """Users' files, and those of a data set."""

@@ -83,7 +83,7 @@ class SamplesKind(NetKind):
         users, labels = read_users(section(recipe), recipe.seed)
         return self._materials(recipe, users, section(recipe).loss, None, labels)
 
-    def takes(self, data: Any) -> bool:
+    def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Data sets of PyTorch, pairs of arrays, splits of these."""
         return takes(data)
 

@@ -73,7 +73,7 @@ class TextKind(LanguageKind):
         """Text is read before the base is loaded, as more can be wrong with it."""
         return self._materials(recipe, read_users(section(recipe), recipe.seed), load_base, validates)
 
-    def takes(self, data: Any) -> bool:
+    def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Documents, a table with a column of them, a path, or splits of these."""
         return takes(data)
 
