@@ -36,6 +36,16 @@ def test_full_participation_is_one_gaussian_with_less_noise(accountant: str, noi
     assert ours <= exact * (1.001 if accountant == "pld" else 1.2)
 
 
+@pytest.mark.parametrize("rate", [1.0, 0.1])
+@pytest.mark.parametrize("noise", [0.1, 1e-4, 1e-9])
+def test_hardly_any_noise_is_accounted_for_without_a_grid(noise: float, rate: float) -> None:
+    """Between the privacy loss's mean, which is of everybody in ten rounds, and a tenth more with five deviations."""
+    found = epsilon(Release(noise=noise, rate=rate), 10, DELTA, "pld")
+    mean = 10 / (2 * noise**2)
+    assert 200 < found < 1.1 * mean + 5 * math.sqrt(2 * mean)
+    assert found > mean or rate < 1
+
+
 def test_abadi_and_others_example() -> None:
     """q = 0.01, sigma = 4, 10,000 steps: 1.26 by the moments accountant (Abadi et al. 2016, section 3.2)."""
     release = Release(noise=4.0, rate=0.01)

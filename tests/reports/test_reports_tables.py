@@ -232,6 +232,19 @@ def test_accuracies_are_per_cent_and_nothing_is_marked(tmp_path: Path) -> None:
     assert "token" not in one
 
 
+def test_a_comparison_says_of_how_many_users_its_means_are(tmp_path: Path) -> None:
+    folders = []
+    for method, found in {"fedavg": [0.5, 0.25], "floral": [1.0, 0.755]}.items():
+        folders.append(net_folder(tmp_path / method, method=method, accuracies=found))
+        interval = [0.3, 0.45] if method == "fedavg" else None
+        sample = {"users": 2, "of": 1000, "interval": interval}
+        write_json(folders[-1] / "metrics.json", {**read_metrics(folders[-1]), "sample": sample})
+    table = write_comparison(tmp_path, folders)
+    told = "mean of 2 of 1,000 users; fedavg: 95% interval 30.0% to 45.0%"
+    assert f"\n\n{told}\n" in (tmp_path / "table.md").read_text()
+    assert told in "\n".join(printed(part) for part in tables_of(table))
+
+
 def test_of_many_users_only_the_mean_is_shown_and_said(tmp_path: Path) -> None:
     table = compare_runs([net_folder(tmp_path / "many", method="floral", accuracies=[0.5] * 9)])
     assert markdown(table).startswith("Table: mean test accuracy of 9 users (per cent, higher is better), seed 0\n")

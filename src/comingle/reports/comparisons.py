@@ -99,6 +99,7 @@ def _row(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
         "trainable_parameters": runs[0]["trainable_parameters"],
         f"{unit}_per_second": statistics.fmean(run[f"{unit}_per_second"] for run in runs),
         "wall_seconds": statistics.fmean(run["wall_seconds"] for run in runs),
+        **({"sample": runs[0]["sample"]} if len(runs) == 1 and "sample" in runs[0] else {}),
     }
 
 

@@ -64,7 +64,7 @@ def render_run(metrics: dict[str, Any], *, everybody: bool = False) -> Table:
     means = {"mean": metrics[f"mean_test_{measure}"], **_geometric(metrics["users"], measure)}
     table.columns[0].footer = "\n".join(means)
     table.add_column(measure, justify="right", footer="\n".join(number(mean, measure) for mean in means.values()))
-    for name in (f"test {unit}", "trainable", "upload / round"):
+    for name in (f"test {unit}", "trainable", "one upload"):  # in comparisons rounds without one count, too
         table.add_column(name, justify="right")
     if everybody or len(metrics["users"]) <= MOST_ROWS:
         _add_users(table, metrics, list(metrics["users"]))
@@ -196,13 +196,21 @@ def _spread_users(users: dict[str, dict[str, float | None]], measure: str) -> li
 
 
 def _note(table: dict[str, Any]) -> str:
-    """About budgets that differ, and methods of which a seed is missing."""
+    """About users who were drawn of all, budgets that differ, and methods of which a seed is missing."""
     seeds = sorted({seed for row in table["methods"] for seed in row["seeds"]})
     fewer = [row for row in table["methods"] if len(row["seeds"]) < len(seeds)]
     missing = [f"{row['method']}: seeds {', '.join(map(str, row['seeds']))} alone" for row in fewer]
-    return "; ".join(
-        [*missing, *filter(None, [budget_note([row["trainable_parameters"] for row in table["methods"]])])]
-    )
+    budget = budget_note([row["trainable_parameters"] for row in table["methods"]])
+    return "; ".join(filter(None, [_sample_note(table["methods"]), *missing, budget]))
+
+
+def _sample_note(rows: Sequence[dict[str, Any]]) -> str:
+    """Of how many users means are, where not of all, and how far each method's may be from theirs."""
+    told = [(row["method"], sample_told(row).split(", ", 1)) for row in rows if "sample" in row]
+    if not told:
+        return ""
+    intervals = [f"{method}: {', '.join(rest)}" for method, (_, *rest) in told if rest]
+    return "; ".join([told[0][1][0], *intervals])
 
 
 def _title(table: dict[str, Any]) -> str:
