@@ -40,6 +40,7 @@ WORDS = {
     "demo": "made-up users",
     "alone": "a recipe for one",
     "layers": "convolutions, native",
+    "gguf": "GGUF bases",
     "gpu": "Triton, graphs",
     "tracking": "W&B, MLflow",
     "masking": "keys, shares, masks",

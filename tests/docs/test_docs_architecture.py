@@ -51,7 +51,14 @@ def test_the_pictures_are_what_the_script_draws(drawing: Any, name: str) -> None
 def test_rooms_import_downwards_alone(drawing: Any) -> None:
     rows = drawing.rows(drawing.rooms())
     row = {room: i for i, names in enumerate(rows) for room in names}
-    assert rows[0] == ["papers", "demo", "layers", "gpu", "tracking"]  # what comes in through entry points alone
+    assert rows[0] == [
+        "papers",
+        "demo",
+        "layers",
+        "gguf",
+        "gpu",
+        "tracking",
+    ]  # through entry points alone
     assert rows[-1] == ["errors"]
     assert all(row[room] < row[other] for room, others in drawing.rooms().items() for other in others)
 

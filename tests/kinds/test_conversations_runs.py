@@ -196,6 +196,25 @@ def test_methods_of_text_run(tmp_path: Path, method: str) -> None:
     assert math.isfinite(api.run(recipe).metrics["mean_test_perplexity"])
 
 
+@pytest.mark.parametrize("method", [{"name": "comigs", "specialists": 2}, "fedamole"], ids=str)
+def test_a_users_balance_does_not_depend_on_others_conversations(method: Any) -> None:
+    users = {n: [{"prompt": f"{n} {i % 3}", "response": f"{n} {i % 5}"} for i in range(c)] for n, c in COUNTS.items()}
+    content = {
+        "base": "random:gpt2?layers=1&dim=32&ctx=128", "method": method,
+        "training": {"rounds": 2, "batch_size": 4, "context": 64, "balance_weight": 0.05},
+    }  # fmt: skip
+    data = {"given": True, "split": {"valid": 0.2, "test": 0.2}}
+    found = []
+    for at_once in (None, 1):
+        runtime = {"dtype": "float64", "users_per_step": at_once}
+        run = api.run({**content, "runtime": runtime}, users=users, data=data)
+        found.append([user["test_loss_nats"] for user in run.metrics["users"].values()])
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+
+
+COUNTS = {"ada": 20, "cy": 11}
+
+
 def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, "comigs-1g1s", **{"training.rounds": 3})
     whole = api.run(recipe, out=tmp_path / "whole")

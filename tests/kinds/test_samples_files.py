@@ -14,7 +14,8 @@ import torch
 import yaml
 from PIL import Image
 
-from comingle.errors import ComingleError, DataError, RunError
+import comingle
+from comingle.errors import ComingleError, DataError, RecipeError, RunError
 from comingle.kinds.samples.folders import Look, read_folder
 from comingle.models.personal_net import PersonalNet
 from comingle.recipes import Recipe, load_recipe
@@ -261,3 +262,11 @@ def test_a_wrong_section_is_one_line(data: dict[str, Any], message: str) -> None
         Recipe(data=data)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("given", ["base", "loss"])
+def test_a_function_for_samples_out_of_files_is_refused(tmp_path: Path, given: str) -> None:
+    np.savez(tmp_path / "ada.npz", inputs=np.zeros((9, 4), "float32"), targets=np.arange(9) % 3)
+    recipe = {"data": {"kind": "samples", "users": {"ada": str(tmp_path / "ada.npz")}}}
+    with pytest.raises(RecipeError, match=f"{given}: got a function, for users who are read; allowed: beside users="):
+        comingle.run(recipe, method="fedavg", **{given: lambda *_: torch.nn.Linear(4, 3)})

@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from comingle import gguf as conversion
 from comingle.errors import BaseModelError
-from comingle.models import conversion, folders
+from comingle.export.gguf import write_gguf as export_gguf
+from comingle.gguf import convert_gguf
+from comingle.models import folders
 from comingle.models.byte_tokenizer import byte_tokenizer
-from comingle.models.conversion import convert_gguf
 from comingle.models.language import Base, lm_head, load_base
 
 gguf = pytest.importorskip("gguf", reason="the extra demo is not installed")
@@ -22,7 +25,7 @@ def pair_rotations(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def write_gguf(path: Path, base: Base, *, leave_out: str = "") -> None:
+def write_gguf(path: Path, base: Base, *, leave_out: str = "", linear: bool = False) -> None:
     """Write `base`, a Llama, with the byte tokenizer and two merges, as llama.cpp's converter does."""
     config = base.model.config
     writer = gguf.GGUFWriter(path, "llama")
@@ -37,6 +40,9 @@ def write_gguf(path: Path, base: Base, *, leave_out: str = "") -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
+    if linear:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(2.0)
     vocab = byte_tokenizer().get_vocab()
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
@@ -194,3 +200,37 @@ def test_a_file_larger_than_memory_is_refused_before_it_is_read(file: Path, monk
     assert str(file) in str(caught.value)
     monkeypatch.setattr(folders, "free_bytes", lambda device: 8 * numbers)
     assert convert_gguf(file).is_dir()
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "left"),
+    [
+        ({"attention_bias": True}, "attn_"),
+        ({"mlp_bias": True}, "ffn_"),
+        ({"rope_parameters": LLAMA3}, "rope_freqs.weight"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}, "rope_freqs.weight"),
+    ],
+)
+def test_what_would_be_lost_is_refused(tmp_path: Path, original: Base, more: dict[str, Any], left: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**{**original.model.config.to_dict(), "rope_parameters": None, **more})
+    network = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    export_gguf(tmp_path / "file.gguf", "tiny", network, original.tokenizer, "F32")
+    with pytest.raises(BaseModelError, match=f"file.gguf: .*{left}.* would be lost.*; give its folder of safetensors"):
+        convert_gguf(tmp_path / "file.gguf")
+
+
+def test_scaling_that_settings_tell_of_is_refused(tmp_path: Path, original: Base) -> None:
+    write_gguf(tmp_path / "file.gguf", original, linear=True)
+    with pytest.raises(BaseModelError, match=r"linear RoPE scaling would be lost, .*its folder of safetensors"):
+        convert_gguf(tmp_path / "file.gguf")

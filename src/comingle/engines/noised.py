@@ -30,7 +30,7 @@ from comingle.privacy.checks import check_delta
 from comingle.privacy.clipping import clipped
 from comingle.privacy.examples import Examples, Work
 from comingle.privacy.noise import digest
-from comingle.trees import STATISTICS, Layout, Tree, restrict
+from comingle.trees import Layout, Tree, restrict
 
 TUNING = "tuning"
 """Label of the phases that finetune: their batches have a random stream of their own, and nothing of them is sent."""
@@ -194,9 +194,9 @@ def noised_steps(model: Model, method: Method, training: Training) -> Noised | N
     if (examples := examples_of(training)) is None:
         return None
     where = f"privacy: method {method.name}"
-    if STATISTICS in model.layout.roles:
+    if model.batchwise:
         raise RecipeError(
-            f"{where}: running statistics of batch norm are of all examples of a batch together; allowed: a net with "
+            f"{where}: statistics of batch norm are of all examples of a batch together; allowed: a net with "
             "group norm, as net:resnet9-group"
         )
     noised = Noised(examples=examples, method=method, training=training)

@@ -27,6 +27,8 @@ class PassFeed(Feed):
     """
 
     unit = "samples"
+    even = False
+    """Whether all batches have one shape, whoever shares a step."""
 
     def __init__(self, trainers: Sequence[Any], training: Training, batch_size: int, *, least: int = 1):
         self.trainers, self.training, self.batch_size, self.least = listed(trainers), training, batch_size, least
@@ -64,15 +66,15 @@ class PassFeed(Feed):
     def numbers(
         self, trainers: Sequence[int], phase: Phase, round_number: int, step: int, repeat: int
     ) -> Int64[Tensor, "users batch"]:
-        """The next batch of each trainer's shuffled pass, as wide as the largest of them; ``PAD`` fills the others.
+        """The next batch of each trainer's shuffled pass, as large as the largest of them, or if ``even`` as any.
 
-        Trainers with equally many samples have no padding.
+        ``PAD`` fills the others.
         """
         self.enter(round_number)
         purpose = f"{phase.purpose}/{phase.stream}" if step >= 0 else "before"
         place = repeat if step < 0 else step * phase.steps + repeat
         drawn = torch.stack([self._batch(trainer, phase.stream, purpose, round_number, place) for trainer in trainers])
-        return drawn[:, : max(1, int((drawn != PAD).sum(1).max()))]
+        return drawn if self.even else drawn[:, : max(1, int((drawn != PAD).sum(1).max()))]
 
     def enter(self, round_number: int) -> None:
         """Take note of the round: orders follow from it, so they are kept for its steps alone."""

@@ -236,7 +236,7 @@ class Steps:
         """
         rows, owners, layout = cohort.part.rows, cohort.owners, self.model.layout
         whole, statistics = self.feed.counted(drawn), layout.only({STATISTICS}).slots
-        if statistics and len(whole.unique()) > 1:
+        if self.model.batchwise and len(whole.unique()) > 1:
             return self._gradient_by_size(cohort, drawn, phase, noise)
         tensors = self.tensors(rows)
         if noise is not None:  # the gradient at the logits with noise is that of the logits

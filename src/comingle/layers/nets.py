@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from comingle.layers import native
 from comingle.layers.steps import Crowd, Step
 from comingle.models.cache import cache_folder
+from comingle.models.calling import call_with
 from comingle.models.side_by_side import FOLDING, Folded
 from comingle.trees import Tree
 
@@ -102,7 +102,7 @@ class Chained:
         self.crowd.users, self.crowd.images = inputs.shape[:2]
         self.net.train(train)
         with Folded():
-            outputs = functional_call(self.net, tensors, (inputs.flatten(0, 1),))
+            outputs = call_with(self.net, tensors, inputs.flatten(0, 1))
         return self.crowd.flat(outputs).unflatten(0, inputs.shape[:2])
 
     def takes(self, inputs: Tensor) -> bool:
@@ -123,18 +123,18 @@ class Chained:
         if getattr(net, "is_relu_of_sum", False):
             return self._sum(net)
         made = copy.copy(net)
-        made._modules = {name: self._chained(child) for name, child in net.named_children()}
+        made._modules = {name: self._chained(child) for name, child in _children(net)}
         return made
 
     def _sum(self, net: nn.Module) -> Sum:
-        names = [name for name, _ in net.named_children()]
-        chain, other = (self._chained(child) for child in net.children())
+        names = [name for name, _ in _children(net)]
+        chain, other = (self._chained(child) for _, child in _children(net))
         if not isinstance(chain, Chain) or not isinstance(chain.steps[-1], Step) or chain.steps[-1].pool > 1:
             raise UnknownLayerError
         return Sum(chain, other, self.crowd, names)
 
     def _chain(self, net: nn.Sequential) -> Chain:
-        made, left = Chain(), list(net.named_children())
+        made, left = Chain(), _children(net)
         made.steps = []
         while left:
             found = _step([module for _, module in left], self.crowd)
@@ -148,6 +148,11 @@ class Chained:
     def _on(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
         """A module on samples in the order that it can have."""
         return module if isinstance(module, (Chain, Sum, *_POINTWISE)) else lambda x: module(self.crowd.flat(x))
+
+
+def _children(net: nn.Module) -> list[tuple[str, nn.Module]]:
+    """By name, and as often as a child is there: ``named_children`` has each once."""
+    return [(name, child) for name, child in net._modules.items() if child is not None]
 
 
 def _step(following: Sequence[nn.Module], crowd: Crowd) -> tuple[Step, int] | None:

@@ -13,12 +13,12 @@ from typing import Any, cast
 import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from comingle.adapters.clustered import FloralModel, floral
-from comingle.data.batches import inputs_of
+from comingle.data.batches import PAD, inputs_of
 from comingle.models.base import Base
+from comingle.models.calling import call_with
 from comingle.models.copying import own_copy, share_weights
 from comingle.models.greedy import continue_greedily
 from comingle.models.language import Head, backbone, lm_head
@@ -73,7 +73,7 @@ class MixedLanguageModel(StackedModel):
                 with personal.mixing(self.shares(mine)[0]):
                     parts.append(continue_greedily(cast(PreTrainedModel, personal.model), of_user, limit))
         width = max(part.shape[1] for part in parts)
-        return torch.stack([F.pad(part, (0, width - part.shape[1])) for part in parts])
+        return torch.stack([F.pad(part, (0, width - part.shape[1]), value=PAD) for part in parts])
 
     def of_one_user(self, tensors: Tree) -> FloralModel:
         """The whole causal language model (``.model``) of one user: its own adaptors over the base's very weights."""
@@ -103,7 +103,7 @@ class MixedLanguageModel(StackedModel):
 
     def _call(self, user_tensors: Tree, inputs: Tensor, **options: Any) -> Tensor:
         options |= {"inputs_embeds": inputs, "use_cache": False}
-        return functional_call(self.net, user_tensors, (), options).last_hidden_state
+        return call_with(self.net, user_tensors, options=options).last_hidden_state
 
 
 def mix_language_model(

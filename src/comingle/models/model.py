@@ -26,6 +26,9 @@ class Model(ABC):
     device: torch.device
     dtype: torch.dtype
 
+    batchwise: bool = False
+    """Whether in training what becomes of a sample depends on the others of its batch, as with batch norm."""
+
     # ---------------------------------------------------------------- sizes
 
     @property

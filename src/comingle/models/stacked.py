@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 
 from comingle.adapters.clustered import FloralModel, centre, precondition
 from comingle.adapters.clustered.layer import Pairs
 from comingle.data.seeds import derive
 from comingle.evaluation.losses import MSE, Loss
+from comingle.models.calling import call_with
 from comingle.models.columns import layout_of, row_of
 from comingle.models.model import Model
 from comingle.models.side_by_side import FORMS, Folded, Form, FusedNorms, channels_last, folds
@@ -30,6 +31,14 @@ from comingle.trees import BASE, CLIENT_ROUTER, STATISTICS, Layout, Tree
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """Inputs ``(users, batch, ...)``, targets ``(users, batch, ...)`` and presence ``(users, batch)``."""
+
+
+_RANDOM = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)
+"""Modules of torch's that may draw; of what is not torch's nobody knows."""
+
+
+def _of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +57,7 @@ class StackedModel(Model):
     """Of outputs and targets."""
     compiled: bool = False
     """Whether the net may have a form of :data:`~comingle.models.side_by_side.FORMS`, made of compiled code."""
+    batchwise: bool = False
 
     @property
     def mixes_probabilities(self) -> bool:
@@ -88,11 +98,11 @@ class StackedModel(Model):
 
     @cached_property
     def _drops(self) -> bool:
-        return any(isinstance(m, nn.Dropout) for m in self.net.modules())
+        return any(isinstance(m, _RANDOM) or not _of_torch(m) for m in self.net.modules())
 
     @contextmanager
     def randomness(self, *key: object) -> Iterator[None]:
-        """Dropout draws from a stream of its own, so that a resumed run draws the same."""
+        """What is random in a net (dropout) draws from a stream of the step's, so that a resumed run draws the same."""
         if not self._drops:
             yield
             return
@@ -229,7 +239,7 @@ class StackedModel(Model):
         return folds(self.net)
 
     def _call(self, user_tensors: Tree, inputs: Tensor, **options: Any) -> Tensor:
-        return functional_call(self.net, user_tensors, (inputs,), options)
+        return call_with(self.net, user_tensors, inputs, options=options)
 
     # ---------------------------------------------------------------- adaptors
 
@@ -258,12 +268,14 @@ def stack(
     dtype: torch.dtype = torch.float32,
     loss: Loss = MSE,
     compiled: bool = False,
+    batchwise: bool = False,
 ) -> StackedModel:
     """Copies of a net for ``users`` users.
 
     ``nets`` holds one net, maybe a ``GatedPair``, or a :class:`FloralModel` where the mixture is of adaptors; or
     differently initialised ones: as many as there are clusters where the mixture is of whole models, or as the server
-    begins with where there is none. All users start from their values, or from the first's.
+    begins with where there is none. All users start from their values, or from the first's. ``batchwise`` says that a
+    net is so that has no norm of torch's by which that is known.
     """
     device = device or torch.device("cpu")
     nets = [net.to(device, dtype) for net in nets]
@@ -281,4 +293,10 @@ def stack(
         others=others,
         loss=loss,
         compiled=compiled,
+        batchwise=batchwise or any(map(_sees_batches, nets[0].modules())),
     )
+
+
+def _sees_batches(module: nn.Module) -> bool:
+    norms = nn.modules.batchnorm
+    return isinstance(module, norms._BatchNorm) or (isinstance(module, norms._NormBase) and module.track_running_stats)

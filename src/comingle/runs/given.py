@@ -61,6 +61,11 @@ class Given:
         if recipe.data.given and self.users is None:
             raise DataError(HANDED_OVER)
         self.check_base(recipe)
+        for name, function in {"base": self.net, "loss": self.loss}.items():
+            if function is not None and self.users is None:
+                raise RecipeError(
+                    f"{name}: got a function, for users who are read; allowed: beside users={{...}} alone"
+                )
 
     def check_base(self, recipe: Recipe) -> None:
         """As :meth:`check`, of the base alone."""

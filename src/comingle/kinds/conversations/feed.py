@@ -27,8 +27,8 @@ from comingle.methods.client import Phase, Stream
 class AnswerFeed(PassFeed):
     """Passes over conversations, in batches as wide as the longest of them; the loss is on the responses' tokens.
 
-    With ``even`` all batches are ``context`` wide. Padding has no loss, but a load-balancing penalty sees where it is
-    routed: with even batches a user's does not depend on how long the conversations of others are.
+    With ``even`` all batches have as many rows and are ``context`` wide. Padding has no loss, but a load-balancing
+    penalty sees where it is routed: with even batches a user's does not depend on others' conversations.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class AnswerFeed(PassFeed):
 
     def _text(self, tokens: Int64[Tensor, " new"], ends: Sequence[int]) -> str:
         """The text up to the first token that ends it."""
-        said = list(takewhile(lambda token: token not in ends, tokens.tolist()))
+        said = list(takewhile(lambda token: token != PAD and token not in ends, tokens.tolist()))
         return str(self.tokenizer.decode(said, skip_special_tokens=True)).strip()
 
 

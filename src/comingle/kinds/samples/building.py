@@ -26,7 +26,7 @@ from comingle.models.gated import gated_pair
 from comingle.models.hardware import require_room, resolve_device, resolve_dtype
 from comingle.models.stacked import StackedModel, stack
 from comingle.recipes import Recipe
-from comingle.trees import ADAPTOR, BASE, STATISTICS
+from comingle.trees import ADAPTOR, BASE
 
 
 def build_nets(
@@ -89,7 +89,7 @@ def net_model(recipe: Recipe, population: Population, method: Method) -> Stacked
     many = mixture.clusters if mixture is not None and mixture.of == "models" else method.server.server_models
     many = 2 if method.placement.gated else many
     first = make(recipe.seed)
-    check_net(first, name, population)
+    batchwise = check_net(first, name, population)
     require_room(f"method {method.name}", many, sum(p.numel() for p in first.parameters()))
     nets = [first, *(make(recipe.seed + SEED_STEP * number) for number in range(1, many))]
     if mixture is not None and mixture.of == "adaptors":
@@ -105,7 +105,13 @@ def net_model(recipe: Recipe, population: Population, method: Method) -> Stacked
     compiled = recipe.runtime.compile
     if compiled == "auto":
         compiled = recipe.training.rounds >= COMPILE_FROM
-    like = {"device": device, "dtype": dtype, "loss": population.measure, "compiled": bool(compiled)}
+    like = {
+        "device": device,
+        "dtype": dtype,
+        "loss": population.measure,
+        "compiled": bool(compiled),
+        "batchwise": batchwise,
+    }
     return stack(nets, name=NETS + name, users=users, mixture=mixture, **like)
 
 
@@ -161,7 +167,7 @@ def _check_clusters(population: Population, method: Method) -> None:
 
 def _least_batch(model: StackedModel, training: Training, size: int) -> int:
     """How many samples a batch has at least: batch norm needs two, and sees a batch as a whole."""
-    if STATISTICS not in model.layout.roles:
+    if not model.batchwise:
         return 1
     if size < LEAST_FOR_NORM:
         raise RecipeError(f"training.batch_size: got {size}; {model.name} has batch norm, which needs {LEAST_FOR_NORM}")

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 
 from comingle.data.seeds import derive
 from comingle.errors import RecipeError
 from comingle.kinds.language import NETS
 from comingle.kinds.samples.population import MakeNet, Population
+from comingle.models.calling import call_with
 from comingle.models.nets import make_net
 from comingle.recipes import Recipe
 
@@ -76,29 +77,54 @@ def _takes(own: MakeNet, *arguments: Any) -> bool:
     return True
 
 
-def check_net(net: nn.Module, name: str, population: Population) -> None:
+def check_net(net: nn.Module, name: str, population: Population) -> bool:
     """Whether users' copies of a net can be run together and give the outputs that the loss takes.
+
+    Returns whether training changes buffers, as running statistics of a batch.
 
     Raises:
         RecipeError: they cannot, or other outputs.
     """
-    net = copy.deepcopy(net).train()
+    _check_parts(net, name)
+    net = _tried(lambda: copy.deepcopy(net), f"net {name!r}: cannot be copied").train()
     tensors = {key: p.detach() for key, p in net.named_parameters()}
-    if not tensors:
-        raise RecipeError(f"net {name!r}: nothing in it can be trained; allowed: an nn.Module with parameters")
-    tensors |= {key: b.detach() for key, b in net.named_buffers() if b.is_floating_point()}
+    buffers = {key: b.detach() for key, b in net.named_buffers() if b.is_floating_point()}
+    tensors |= buffers
     like = next(iter(tensors.values()))
     inputs = torch.zeros(_TRIED, _TRIED, *population.input_shape, dtype=like.dtype, device=like.device)
 
     def call(own: dict[str, Tensor], x: Tensor) -> Any:
-        return functional_call(net, own, (x,))
+        return call_with(net, own, x)
 
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         shape = population.input_shape
-        alone = _tried(lambda: call(_copies(tensors, ()), inputs[0]), f"net {name!r}: cannot take inputs of {shape}")
+        copies = _copies(tensors, ())
+        alone = _tried(lambda: call(copies, inputs[0]), f"net {name!r}: cannot take inputs of {shape}")
         _check_outputs(alone, name, population)
         together = f"net {name!r}: users' copies cannot run together under torch.vmap"
         _tried(lambda: vmap(call, randomness="different")(_copies(tensors, (_TRIED,)), inputs), together)
+    return any(copies[key]._version or not torch.equal(copies[key], buffers[key]) for key in buffers)
+
+
+def _check_parts(net: nn.Module, name: str) -> None:
+    """Whether its modules are such that each user can have its own.
+
+    Raises:
+        RecipeError: they are not.
+    """
+    if not any(True for _ in net.parameters()):
+        raise RecipeError(f"net {name!r}: nothing in it can be trained; allowed: an nn.Module with parameters")
+    for key, t in (*net.named_parameters(), *net.named_buffers()):
+        if nn.parameter.is_lazy(t):
+            raise RecipeError(f"net {name!r}: {key} has no shape yet; allowed: modules that are not lazy")
+        if t.is_floating_point() and not bool(t.isfinite().all()):
+            raise RecipeError(f"net {name!r}: {key} is not finite; allowed: finite numbers (-1e9 in a mask for -inf)")
+    for key, module in net.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.track_running_stats:
+            why = "without running statistics a sample's output depends on others in evaluation, too"
+            raise RecipeError(f"net {name!r}: {key} has track_running_stats=False; allowed: True, as {why}")
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None:
+            raise RecipeError(f"net {name!r}: {key} has momentum None, a mean over all batches; allowed: a number")
 
 
 def _copies(tensors: dict[str, Tensor], users: tuple[int, ...]) -> dict[str, Tensor]:

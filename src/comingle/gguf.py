@@ -9,6 +9,7 @@ import io
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from comingle.models.folders import check_config, one_line, require_memory
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 
 # Part of every cached folder's name: raise it when the conversion changes what it writes.
-_VERSION = 1
+_VERSION = 2
 
 
 def convert_gguf(path: Path) -> Path:
@@ -64,12 +65,17 @@ def _convert_into(folder: Path, path: Path) -> None:
     except BaseModelError:
         raise
     except Exception as error:  # a foreign file meets a foreign library here; whatever it says, the file is at fault
-        raise BaseModelError(f"base model {path}: damaged or unsupported GGUF: {one_line(error)}") from error
+        raise BaseModelError(f"base model {path}: damaged or unsupported GGUF: {_told(error)}") from error
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     except SafetensorError as error:
         raise OSError(one_line(error)) from error
+
+
+def _told(error: Exception) -> str:
+    """All of it in one line: torch says in the first that tensors do not fit, and then which."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 @contextlib.contextmanager
@@ -94,7 +100,8 @@ def _read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    numbers = sum(int(tensor.n_elements) for tensor in GGUFReader(str(path)).tensors)
+    file = GGUFReader(str(path))
+    numbers = sum(int(tensor.n_elements) for tensor in file.tensors)
     # Twice: the tensors stand beside the model that they are copied into.
     advice = "its folder of safetensors"
     require_memory(f"base model {path}: converted,", 2 * numbers, torch.float32, torch.device("cpu"), advice)
@@ -103,8 +110,27 @@ def _read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be switched off
         tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    _require_all_read(path, file, model)
     _fill(path, model, tensors)
     return model, _read_tokenizer(path)
+
+
+def _require_all_read(path: Path, file: Any, model: PreTrainedModel) -> None:
+    """Whether the model has a place for all that is in the file: transformers leaves out what it has none for."""
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    kind = str(file.get_field("general.architecture").contents())
+    make = TENSOR_PROCESSORS.get(kind, TensorProcessor)
+    places = get_gguf_hf_weights_map(model, make(config=model.config.to_dict()))
+    left = [tensor.name for tensor in file.tensors if tensor.name not in places]
+    scaling = file.get_field(f"{kind}.rope.scaling.type")
+    if scaling is not None and str(scaling.contents()) not in ("", "none"):
+        left.append(f"{scaling.contents()} RoPE scaling")
+    if left:
+        raise BaseModelError(
+            f"base model {path}: {left[0]}{', ...' if len(left) > 1 else ''} would be lost, and with it what the model "
+            "says; give its folder of safetensors."
+        )
 
 
 def _fill(path: Path, model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
