@@ -41,3 +41,20 @@ def test_seeds_that_skip_other_users_are_said(one: str, other: str) -> None:
         Comparison(folder=None, metrics=runs).against()
     theirs = f"those of local, seed 3 are {', '.join(one)}; give runs of the same users (data.on_small_user: skip may "
     assert str(caught.value).startswith(f"local, seed 0: its users are {', '.join(other)}, {theirs}")
+
+
+def test_seeds_that_leave_out_others_are_refused_before_these_train(tmp_path: Path) -> None:
+    """Which of Dee's conversations she is tested on is the seed's matter, and one of them is too long for the base."""
+    rows = [{"prompt": f"{number}", "response": "yes"} for number in range(6)]
+    split = {"valid": 0.0, "test": 0.3}
+    kept = {"kind": "conversations", "given": True, "on_small_user": "skip", "too_long": "leave_out", "split": split}
+    recipe = comingle.Recipe(
+        base="random:llama?layers=1&dim=32", method="fedavg",
+        training={"rounds": 1, "batch_size": 1, "context": 64}, data=kept,
+    )  # fmt: skip
+    users = {"ann": rows, "dee": [*rows[:2], {"prompt": "why " * 40, "response": "yes"}]}
+    given = r"^seed \d: its users are ann(, dee)?, those of seed 0 are ann(, dee)?; give runs of"
+    with pytest.raises(RunError, match=given):
+        comingle.compare(recipe, ["local"], seeds=[*range(9)], users=users, out=tmp_path / "out")
+    assert (tmp_path / "out" / "local-seed0" / "metrics.json").exists()
+    assert not (tmp_path / "out" / "table.json").exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from comingle.data.crowds import names_of
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.errors import ComingleError, RecipeError
@@ -14,6 +15,7 @@ from comingle.kinds.base import Materials
 from comingle.methods import make, settings_beside
 from comingle.progress import LOADING, Reporter
 from comingle.recipes import Recipe
+from comingle.reports.comparisons import require_same_users
 from comingle.runs.folders import check_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
@@ -77,7 +79,8 @@ def compare_runs(
     ``among`` are all runs of the comparison, of which these are some.
 
     Raises:
-        ComingleError: what is wrong with a folder, before anything is read, and with the base or the data.
+        ComingleError: what is wrong with a folder, before anything is read, and with the base or the data; other
+            users are left out with another seed, which is known when that one's data is read.
     """
     among = among or recipes
     # Users who are too small are left out of all methods, or of none.
@@ -86,12 +89,16 @@ def compare_runs(
     again = check_folders(recipes, folders, resume=resume, force=force)
     materials: Materials | None = None
     last_seed = None
+    left: dict[str, list[str]] = {}
     for key, one in recipes.items():
         method, seed = key
         if materials is None or seed != last_seed:
             base, first = (materials.base, False) if materials else (None, True)
             with reporter.waiting(LOADING):
                 materials, last_seed = prepare(one, base=base, validates=validates, given=given), seed
+            if len({s for _, s in recipes}) > 1 and getattr(one.data, "on_small_user", "") == "skip":
+                left[f"seed {seed}"] = sorted(names_of(materials.users))
+                require_same_users(list(left.items()))
             if first:
                 ready(materials)
         title = f"run {list(among).index(key) + 1} of {len(among)} · {method}, seed {seed}"
