@@ -37,10 +37,6 @@ _RANDOM = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)
 """Modules of torch's that may draw; of what is not torch's nobody knows."""
 
 
-def _of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.")
-
-
 @dataclass(frozen=True, kw_only=True)
 class StackedModel(Model):
     """A net, the columns of a user's copy of it, and how components are mixed."""
@@ -98,7 +94,8 @@ class StackedModel(Model):
 
     @cached_property
     def _drops(self) -> bool:
-        return any(isinstance(m, _RANDOM) or not _of_torch(m) for m in self.net.modules())
+        kinds = {type(m) for m in self.net.modules()}
+        return any(issubclass(k, _RANDOM) or not k.__module__.startswith("torch.nn.") for k in kinds)
 
     @contextmanager
     def randomness(self, *key: object) -> Iterator[None]:
