@@ -80,9 +80,22 @@ _AGAIN = {
 """How a verb that was interrupted goes on; others have nothing to go on with."""
 
 
+SPINS = "2000"
+"""How often a thread of GNU's OpenMP looks whether the others are done before it sleeps. By itself it looks 300,000
+times, with which a run of two threads beside another on two processors took more than fifteen times as long; 2,000 cost
+a run that is alone 2% to 7% (``benchmarks/crowded.py``)."""
+
+
+def _prepare_threads() -> None:
+    """Before PyTorch is imported, which reads this; what a user has set stays."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+
+
 def main() -> None:
     """Entry point: a user's mistake is one line and exit code 2, an interruption is 130, a bug of ours a traceback."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    _prepare_threads()
     try:
         app()
     except BrokenPipeError:  # whoever read us has enough, as in `comingle methods | head -1`

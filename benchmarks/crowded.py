@@ -1,0 +1,96 @@
+"""A run beside another on the same processors: what threads cost that wait for each other by looking again and again.
+
+    python benchmarks/crowded.py [--rounds 3] [--patience 120] [--spins 1000,4000]
+
+Two threads train on a random GPT-2, alone and beside a process that trains another one in a single thread; once as
+GNU's OpenMP has it by default (``GOMP_SPINCOUNT`` unset) and once as the command line sets it, or by ``--spins``.
+Prints one JSON line: seconds of a round after the first, the median; null where a run took more than ``--patience``
+seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from comingle.cli import SPINS
+
+RECIPE = """
+base: "random:gpt2?layers=12&dim=576&heads=9&vocab=4096"
+data: {users: {a: "demo:library", b: "demo:reference"}, max_train_tokens: 4000, max_test_tokens: 200}
+method: fedavg
+training: {rounds: ROUNDS, local_steps: 4, batch_size: 1, context: 128}
+evaluation: {every: ROUNDS, first: false}
+checkpoints: {every: ROUNDS}
+"""
+RUN = "from comingle.cli import app; app()"  # not by main, which is what sets it
+
+
+def command(folder: Path, name: str, rounds: int, *options: str) -> list[str]:
+    """A run of so many rounds."""
+    recipe = folder / f"{name}.yaml"
+    recipe.write_text(RECIPE.replace("ROUNDS", str(rounds)), encoding="utf-8")
+    return [sys.executable, "-c", RUN, "run", str(recipe), "--out", str(folder / name), "--force", "--quiet", *options]
+
+
+@contextmanager
+def another(folder: Path) -> Iterator[None]:
+    """While this lasts, a single thread trains."""
+    endless = command(folder, "other", 100_000)
+    process = subprocess.Popen(
+        endless, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        events = folder / "other" / "events.jsonl"
+        while not (events.is_file() and '"round"' in events.read_text(encoding="utf-8")):
+            time.sleep(0.5)
+            assert process.poll() is None
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def seconds(folder: Path, rounds: int, patience: float, spins: str | None) -> float | None:
+    """Of a round."""
+    env = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")}
+    env |= {"OMP_NUM_THREADS": "2"} | ({} if spins is None else {"GOMP_SPINCOUNT": spins})
+    try:
+        subprocess.run(command(folder, "run", rounds), env=env, check=True, timeout=patience, stdout=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        return None
+    lines = (folder / "run" / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [event["seconds"] for event in map(json.loads, lines) if event["event"] == "round"]
+    return round(statistics.median(found[1:]), 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--patience", type=float, default=120)
+    parser.add_argument("--spins", default=SPINS)
+    args = parser.parse_args()
+    told: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for spins in (None, *args.spins.split(",")):
+            alone = seconds(folder, args.rounds, args.patience, spins)
+            with another(folder):
+                beside = seconds(folder, args.rounds, args.patience, spins)
+            told["default" if spins is None else f"GOMP_SPINCOUNT={spins}"] = {"alone": alone, "beside": beside}
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
