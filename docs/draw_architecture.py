@@ -39,7 +39,7 @@ WORDS = {
     "store": "users on disk",
     "demo": "made-up users",
     "alone": "a recipe for one",
-    "layers": "convolutions, native",
+    "layers": "native layers",
     "gguf": "GGUF bases",
     "gpu": "Triton, graphs",
     "tracking": "W&B, MLflow",
