@@ -48,8 +48,8 @@ def possible(out: Path | None) -> Path | None:
     return out
 
 
-def finite(option: typer.CallbackParam, value: float | None) -> float | None:
-    """What an option is given that wants a number; comparisons with its bounds let NaN pass.
+def finite(context: Any, option: Any, value: float | None) -> float | None:
+    """What an option that wants a number is given, as a callback of click's: comparisons with bounds let NaN pass.
 
     Raises:
         RecipeError: it is infinite, or no number.
