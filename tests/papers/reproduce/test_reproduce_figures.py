@@ -50,6 +50,7 @@ def test_every_kind_of_figure_shows_what_was_run(name: str, tmp_path: Path, monk
         text = svg.read_text(encoding="utf-8")
         assert [word for word in words if f">{word}<" not in text] == []
         assert ">pcl<" not in text
+        assert all(text.count(f">{word}<") == 1 for word in words if ", layer" in word)  # first and last are one here
 
 
 def test_entries_are_the_runs_of_all_seeds(tmp_path: Path) -> None:

@@ -30,11 +30,11 @@ def draw_routes(plan: Plan, entries: Mapping[tuple[str, str], Any]) -> Iterator[
     assert plot is not None
     for (row, column), entry in entries.items():
         view = prompts_view(plan, column, entry)
-        layers = [layer_of(name, view.layers) for name in plot.tokens]
+        layers = list(dict.fromkeys(layer_of(name, view.layers) for name in plot.tokens))  # one of a single layer
         if plot.own:
             yield f"{column}-{row}", own_texts_figure(view, layers)
         else:
-            for layer in dict.fromkeys(layers):
+            for layer in layers:
                 yield f"{column}-{row}-layer{layer}", tokens_figure(view, layer)
 
 
