@@ -160,6 +160,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "best NaN": (poison("best/rows", math.nan), "tensor 'best/rows' is not finite"),
     "lowest loss NaN": (poison("server/lowest_loss", math.nan), "tensor 'server/lowest_loss' is not finite"),
     "negative steps": (poison("iterations", -1), "tensor 'iterations' has a negative count"),
+    "negative versions": (poison("versions", -2), "tensor 'versions' has a negative count"),
     "negative ranks": (poison("ranks", -2), "tensor 'ranks' has a negative count"),
     "negative round": (count("round", -1), "round is -1"),
     "negative bytes": (count("upload_bytes", -5), "upload_bytes is -5"),

@@ -29,6 +29,12 @@ NETS: dict[str, dict[str, Any]] = {
     "losses": {"method": {"name": "floral-mfl", "clusters": 2}, "training.local_epochs": 2},
     "whole models": {"method": {"name": "mfl", "clusters": 2}},
     "ensemble": {"method": {"name": "ensemble", "clusters": 3}},
+    "never asked": {
+        "method": {"name": "ifca", "models": 2},
+        "training.participation": 0.2,
+        "evaluation.first": False,
+        "evaluation.users": 1,
+    },
     "moments": {"method": "local-adaptor", "training.experts": ADAMW, "training.router": ADAMW},
     "momentum": {"method": "fedavg", "training.experts": {**SGD, "momentum": 0.9}, "training.batch_size": 30},
 }

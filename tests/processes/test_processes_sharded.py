@@ -15,6 +15,7 @@ import torch
 from outcomes import tensors, told, unequal
 
 from comingle.engines.checkpoints import list_checkpoints
+from comingle.records import read_metrics
 from comingle.runs import api
 
 DRIVER = Path(__file__).with_name("shard_driver.py")
@@ -195,6 +196,7 @@ CASES = {
 def test_methods_and_settings_are_those_of_one_process(tmp_path: Path, write_recipe: Callable[[Path], Path]) -> None:
     runs = {f"{name}-{n}": [go(n, sets)] for name, sets in CASES.items() for n in (1, 2)}
     runs |= {f"comigs-{n}": [go(n, {})] for n in (1, 2, 4)}
+    runs["examples-reduced"] = [go(2, CASES["examples"] | {"runtime.shard_sums": "reduced"})]
     recipe = write_recipe(tmp_path / "project")
     text = (tmp_path / "project" / "texts" / "ann.txt").read_text()
     (tmp_path / "project" / "texts" / "dan.txt").write_text(text[::-1])
@@ -205,6 +207,8 @@ def test_methods_and_settings_are_those_of_one_process(tmp_path: Path, write_rec
         assert unequal(played[f"{name}-1"], played[f"{name}-2"]) == [], name
     for n in (2, 4):
         assert unequal(played["comigs-1"], played[f"comigs-{n}"]) == []
+    one, reduced = (read_metrics(played[run])["privacy"] for run in ("examples-1", "examples-reduced"))
+    assert one == reduced  # each round counts once
     evaluated = [event["round"] for event in told(played["auto-2"]) if event["event"] == "evaluation"]
     assert evaluated == [7, 14]  # neither the shortest period, 5, nor the end alone
 

@@ -217,7 +217,7 @@ def test_going_on_elsewhere_than_where_it_began_is_refused(recipe: Path, stopped
     memory = load_recipe(recipe).with_changes({"runtime.store": "memory"})
     assert "begun with another runtime.store; a run goes on with what it began with" in resumed(memory, stopped)
     rounded = load_recipe(recipe).with_changes({"runtime.store": "disk-bf16"})
-    assert "of another recipe or runtime.store" in resumed(rounded, stopped)
+    assert "of another recipe, runtime.store or runtime.dtype" in resumed(rounded, stopped)
 
 
 BEST = {"evaluation.select": "best", "evaluation.every": 1, "training.experts.learning_rate": 0.05}

@@ -256,7 +256,8 @@ def _find_impossible(name: str, tensor: Tensor) -> str:
     if tensor.is_floating_point():
         broken = tensor.isnan() if name == _SERVER + LOWEST else ~tensor.isfinite()
         return "is not finite" if bool(broken.any()) else ""
-    return "has a negative count" if bool((tensor < 0).any()) else ""
+    least = -1 if name.removeprefix(_BEST) == "versions" else 0  # of who has not even what everybody starts with
+    return "has a negative count" if bool((tensor < least).any()) else ""
 
 
 def named(layout: Layout, state: State, server: Tree) -> dict[str, Tensor]:

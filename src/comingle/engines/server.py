@@ -151,8 +151,7 @@ class ServerHalf:
         """Take in the uploads of a round."""
         numbers = self.numbers(upload.users)
         tensors = fill_ranks(expand(upload.tensors, self.uploads), self.layout)
-        if self.guard is not None and self.shares and self.guard.at_uploads:
-            self.guard.charge(numbers)
+        self._charge(numbers)
         if self.guard is not None and self.guard.privacy.mechanism == "central":
             received = self._private_mean(self.guard, tensors, upload)
         else:
@@ -181,8 +180,7 @@ class ServerHalf:
         """Take in weighted sums of a round's uploads, of which the rest is here."""
         server, numbers = self.method.server, self.numbers(upload.users)
         assert isinstance(server, Mean)
-        if self.guard is not None and self.shares:
-            self.guard.charge(numbers)
+        self._charge(numbers)
         server.step(self.kept, sums, self._received(numbers, {}, upload))
         self.ranks[numbers] = upload.ranks
         self.version = upload.round
@@ -191,8 +189,7 @@ class ServerHalf:
     def aggregate_sum(self, total: np.ndarray | Int[Tensor, " entries"], users: Sequence[str], done: int) -> None:
         """Take in the sum of what these users have uploaded in round ``done`` (from 1)."""
         assert self.sums is not None
-        if self.guard is not None:
-            self.guard.charge(self.numbers(users))
+        self._charge(self.numbers(users))
         model = self.model
         mean = self.sums.mean(total, model, len(users), done)
         self.method.server.aggregate(self.kept, _of_nobody(model, mean))
@@ -238,6 +235,11 @@ class ServerHalf:
             clustered=self.clustered,
             centred=self.centred,
         )
+
+    def _charge(self, numbers: Sequence[int]) -> None:
+        """Count what these users' uploads reveal, where it is they that do."""
+        if self.guard is not None and self.shares and self.guard.at_uploads:
+            self.guard.charge(numbers)
 
     def _defended(self, received: Received, names: Sequence[str]) -> Received | None:
         """What the rule makes of it; None where too few uploads have arrived, so that the model stays as it is."""

@@ -95,7 +95,9 @@ def check_store(run: Path, checkpoint: Path, about: Mapping[str, Any], groups: S
     """
     kept = read_json(checkpoint / ABOUT)
     if {key: value for key, value in kept.items() if key != "id"} != about:
-        raise RunError(f"{checkpoint}: its users' records are of another recipe or runtime.store; use another --out")
+        raise RunError(
+            f"{checkpoint}: its users' records are of another recipe, runtime.store or runtime.dtype; use another --out"
+        )
     require_files(run, checkpoint, groups)
     if read_json(run / FOLDER / ABOUT) != kept:
         raise RunError(f"{run / FOLDER}: of another run than {checkpoint.name}; restore the one that belongs to it")
