@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,27 @@ def test_a_program_of_two_processes_runs_what_one_does(tmp_path: Path) -> None:
     for seed in "01":
         one, two = (json.loads((tmp_path / name / seed / "metrics.json").read_text()) for name in launcher)
         assert one["users"] == two["users"]
+
+
+@pytest.mark.slow
+def test_runs_follow_one_another_without_torchrun(tmp_path: Path) -> None:
+    """As other launchers start processes: the first of them is the server at which they meet."""
+    (tmp_path / "script.py").write_text(SCRIPT.replace("(0, 1)", "range(8)"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "runs")]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **launched, "RANK": rank})
+        for rank in "01"
+    ]
+    try:
+        said = [process.communicate(timeout=120)[0].split("\n") for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert [[line[0] for line in lines if line] for lines in said] == [list("01234567")] * 2
 
 
 def test_the_environment_says_which_run_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

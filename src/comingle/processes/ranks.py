@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -208,21 +209,29 @@ def joined(place: Place) -> Iterator[Ranks]:
     """
     if PARENT in os.environ:
         threading.Thread(target=_end_with, args=(int(os.environ[PARENT]),), daemon=True).start()
-    url = f"file://{place.meeting}" if place.meeting else "env://"
     with _told():
-        store, rank, size = next(rendezvous(url, place.rank, place.size))
+        store = _meet(f"file://{place.meeting}" if place.meeting else "env://", place.rank, place.size)
         # A launcher's second attempt, or a program's second run, may find the addresses of the first in the same store.
         number = next(_JOINED)
         kept = PrefixStore(f"comingle/runs/{number}", _of_launcher(store))
         store = PrefixStore(f"comingle/{place.restarts}/{number}", store)
         backend = _BOTH if torch.cuda.is_available() and dist.is_nccl_available() else _GLOO
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=PATIENCE)
     try:
         ranks = Ranks(place, kept)
         ranks.meet()
         yield ranks
     finally:
         dist.destroy_process_group()
+
+
+@cache
+def _meet(url: str, rank: int, size: int) -> Store:
+    """Where processes find each other, for all runs of a program.
+
+    Without torchrun the first process is the server, which must not end with a run while others come for the next.
+    """
+    return next(rendezvous(url, rank, size))[0]
 
 
 def _of_launcher(store: Store) -> Store:
