@@ -37,11 +37,11 @@ checkpoints: {every: ROUNDS}
 RUN = "from comingle.cli import app; app()"  # not by main, which is what sets it
 
 
-def command(folder: Path, name: str, rounds: int, *options: str) -> list[str]:
+def command(folder: Path, name: str, rounds: int) -> list[str]:
     """A run of so many rounds."""
     recipe = folder / f"{name}.yaml"
     recipe.write_text(RECIPE.replace("ROUNDS", str(rounds)), encoding="utf-8")
-    return [sys.executable, "-c", RUN, "run", str(recipe), "--out", str(folder / name), "--force", "--quiet", *options]
+    return [sys.executable, "-c", RUN, "run", str(recipe), "--out", str(folder / name), "--force", "--quiet"]
 
 
 @contextmanager
