@@ -72,7 +72,7 @@ def told(run: Path | None) -> Iterator[None]:
         path = Path(error.filename or (run or Path(tempfile.gettempdir())) / FOLDER)
         where = path.parent if run is None or run not in path.parents else run / FOLDER
         goes_on = "" if run is None else f"; once it can be, {resume_command(run / 'checkpoints' / 'newest')} goes on"
-        raise RunError(f"{where}: cannot be written to: {error.strerror}{goes_on}") from None
+        raise RunError(f"{where}: cannot be written to: {error.strerror or error}{goes_on}") from None
 
 
 def require_files(run: Path, checkpoint: Path, groups: Sequence[str]) -> None:

@@ -41,7 +41,8 @@ def fedamole(
     has.  Then it sends the mean of T x and of each A_e x over ``instances`` windows.
     Server: means of what all have, of a domain expert over those who have it, and of A_e x likewise.  By these and T x
     each expert has a softmax over users; an integer program maximises the sum of the chosen, where each expert chooses
-    ``choices`` users and each user is chosen at least twice (once, where there are fewer), at most ``most`` times.
+    ``choices`` users (all, where there are fewer) and each user is chosen at least twice (once, where there are fewer
+    experts), at most ``most`` times.
     Differs from the paper: its code and its abstract were at hand, not its equations.  One router and one assignment
     for each MLP, in place of each linear; A_e is that of ``up``.  An MLP's output is half the shared expert's, half the
     mixture's of whole experts; ``adapters: {mix: linear}`` with twice the alpha is the paper's sum inside each linear.
