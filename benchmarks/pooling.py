@@ -32,8 +32,8 @@ from torch import Tensor
 
 import comingle
 from comingle.data.batches import PAD, evaluation_windows, inputs_of
-from comingle.methods.likelihood import likeliest
 from comingle.models.ensembles import EnsembleModel
+from comingle.papers.rivals.likelihood import likeliest
 from comingle.runs.results import Run
 
 BATCH = 16

@@ -15,7 +15,6 @@ from comingle.methods.fedavg import fedavg
 from comingle.methods.local import local
 from comingle.methods.pretrained import pretrained
 from comingle.methods.settings import allowed, by_type
-from comingle.methods.stacking import stacking
 from comingle.plugins import Registry
 
 Make = Callable[..., Method]
@@ -31,7 +30,6 @@ _OWN: dict[str, Make] = {
     "comigs-2g": comigs_2g,
     "comigs-2s": comigs_2s,
     "comigs-1gxs": comigs_1gxs,
-    "stacking": stacking,
 }
 
 REGISTRY: Registry[Make] = Registry("comingle.methods", _OWN)

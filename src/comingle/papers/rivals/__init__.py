@@ -1,1 +1,1 @@
-"""Methods that came before and after the three papers, each in one file, which reach the core as any plug-in does."""
+"""Methods from before and after the three papers, and our own answer; they reach the core as any plug-in does."""

@@ -15,8 +15,8 @@ from comingle.data.pack import UserData
 from comingle.engines.local import settle
 from comingle.engines.rounds import run_rounds
 from comingle.errors import DataError, RecipeError
-from comingle.methods.likelihood import likeliest
 from comingle.models.personal import PersonalModel
+from comingle.papers.rivals.likelihood import likeliest
 from comingle.routers.mixtures import mix_losses
 from comingle.trees import CLIENT_ROUTER
 from federations import exchange, local_round
