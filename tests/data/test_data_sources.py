@@ -247,7 +247,7 @@ def test_many_users_are_not_all_printed(tmp_path: Path):
         ("numbers.jsonl", '{"text": 1}\n', "column 'text' holds int, a document must be text"),
         ("empty.jsonl", "", "no text in it, a user needs at least one document"),
         ("blank.jsonl", '{"text": " "}\n', "no text in it"),
-        ("ragged.csv", 'text,who\na,b\na,b,c,d\n"', "cannot be loaded as a data set: "),
+        ("ragged.csv", 'text,who\na,b\na,b,c,d\n"', "cannot be read beyond line 2: 4 fields, 2 columns"),
         ("fake.parquet", "no parquet", "cannot be loaded as a data set: "),
     ],
 )
@@ -369,3 +369,51 @@ def test_447_natural_users(shared_data: Path):
     grouped = read_dataset(shared_data / "users" / "shakespeare_roles.jsonl.xz", user="user")
     assert len(grouped) == 447
     assert sum(len(splits["train"]) for splits in grouped.values()) == 25_641
+
+
+def test_fields_of_csv_files_are_text_as_typed(tmp_path: Path):
+    rows = "who,text\n007,NA\n7,1.50\nTrue,x\n"
+    (tmp_path / "ids.csv").write_text(rows)
+    wanted = {"007": ["NA"], "7": ["1.50"], "True": ["x"]}
+    whole = {who: {"train": texts} for who, texts in wanted.items()}
+    assert read_dataset(tmp_path / "ids.csv", user="who") == whole
+    assert read_dataset("csv", data_files=str(tmp_path / "ids.csv"), user="who") == whole
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "train.tsv").write_text(rows.replace(",", "\t"))
+    (folder / "test.tsv").write_text("who\ttext\n007\tb, c\n")
+    assert read_dataset(folder, user="who") == whole | {"007": {"train": ["NA"], "test": ["b, c"]}}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            "who,text\nada,hello, you\n",
+            "cannot be read beyond line 1: 3 fields, 2 columns; quote a text with ',' in it",
+        ),
+        ("who,text\nada,x\nben,a,b\n", "cannot be read beyond line 2: 3 fields, 2 columns"),
+        ('who,text\nada,x\nben,"a\nada,c\n', "cannot be read beyond line 2: unexpected end of data"),
+        ("who,text,text\nada,x,y\n", "cannot be read beyond line 0: two columns of one name: who, text, text"),
+        ("who,text\n", "no row has both text in column 'text' and a user in column 'who'"),
+    ],
+)
+def test_a_csv_file_whose_fields_do_not_fit_its_columns_is_refused(tmp_path: Path, content: str, message: str):
+    path = tmp_path / "rows.csv"
+    path.write_text(content)
+    with pytest.raises(DataError) as raised:
+        read_dataset(path, user="who")
+    assert str(raised.value).startswith(f"{path}: {message}")
+
+
+def test_names_that_look_like_dates_to_a_reader_are_refused_and_not_spelt_anew(tmp_path: Path):
+    path = write_jsonl(
+        tmp_path / "days.jsonl", [{"who": "2024-01-01", "text": "a"}, {"who": "2024-01-02", "text": "b"}]
+    )
+    with pytest.raises(DataError, match="column 'who' holds datetime, a name must be text or a number"):
+        read_dataset(path, user="who")
+
+
+def test_a_file_may_have_brackets_in_its_name(tmp_path: Path):
+    path = write_jsonl(tmp_path / "rows [1].jsonl", [{"who": "ada", "text": "a"}])
+    assert read_dataset(path, user="who") == {"ada": {"train": ["a"]}}

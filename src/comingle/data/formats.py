@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 COMPRESSIONS = (".xz", ".gz")
-# Suffix -> builder of ``datasets`` and its options. NA, null and None are words that people write, not missing values.
+# Suffix -> builder of ``datasets`` and its options.
 BUILDERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ".jsonl": ("json", {}),
     ".ndjson": ("json", {}),
     ".json": ("json", {}),
-    ".csv": ("csv", {"keep_default_na": False}),
-    ".tsv": ("csv", {"keep_default_na": False, "sep": "\t"}),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
     ".parquet": ("parquet", {}),
 }
 

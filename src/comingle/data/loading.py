@@ -6,6 +6,7 @@ that is deleted at once: private text leaves no copy in a shared cache, and a ch
 
 from __future__ import annotations
 
+import glob
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from comingle.data.csv_files import read_csv
 from comingle.data.files import check_regular
 from comingle.data.formats import BUILDERS, COMPRESSIONS, builder_of, is_saved, looks_like_path
 from comingle.data.hub import HUB_PREFIX, parse_hub_name
@@ -88,14 +90,17 @@ def _as_splits(loaded: Any, name: str) -> list[tuple[str, Rows]]:
 def _load_any(
     datasets: Any, path: Path, source: str, name: str | None, data_files: Any, where: dict[str, str]
 ) -> Rows | dict[str, Rows]:
-    builder = builder_of(path)
     if path.is_dir() and is_saved(path):
         return datasets.load_from_disk(str(path))
-    if path.is_file() and builder:
-        return datasets.load_dataset(builder[0], data_files=str(path), **builder[1], **where)
-    return datasets.load_dataset(
-        str(path) if os.path.exists(path) else source, name=name, data_files=data_files, **where
-    )
+    options = {"name": name, "data_files": data_files, **where}
+    source = str(path) if os.path.exists(path) else source
+    if path.is_file() and (builder := builder_of(path)):
+        source, options = builder[0], {"data_files": glob.escape(str(path)), **builder[1], **where}
+    if where and (found := datasets.load_dataset_builder(source, **options)).name == "csv":
+        made, config = datasets.IterableDataset.from_generator, found.config
+        given = {str(split): {"files": list(files), "sep": config.sep} for split, files in config.data_files.items()}
+        return {split: made(read_csv, gen_kwargs=files) for split, files in given.items()}
+    return datasets.load_dataset(source, **options)
 
 
 def _import_datasets() -> Any:
