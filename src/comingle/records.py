@@ -36,6 +36,8 @@ MEASURES = {"perplexity": "lower", "accuracy": "higher", "exact_match": "higher"
 """What models are compared by, and which way is better."""
 SHARES = ("accuracy", "exact_match")
 """Measures from 0 to 1 that are read in per cent."""
+PLANNED = "planned_rounds"
+"""In the metrics of a run that its privacy budget has ended: how many rounds it would have had."""
 GEOMETRIC = "geometric_mean_test_perplexity"
 """Beside ``mean_test_perplexity``: the exponential of the mean loss over users, which one bad user does not rule."""
 

@@ -13,6 +13,8 @@ import torch
 from tests.federation.direct import federated
 from tests.federation.tiny import answer_of, download_in, one_base, own_of, tasks_of, tiny, with_message
 
+import comingle as library
+from comingle.errors import RunError
 from comingle.federation.node import Node
 from comingle.privacy import noise
 from comingle.privacy.accounting import Release, epsilon
@@ -20,6 +22,7 @@ from comingle.privacy.settings import KEY
 from comingle.protocol.wire import unpack
 from comingle.recipes import parse_recipe
 from comingle.records import read_events
+from comingle.reports.tables import render_run
 from comingle.runs.results import Run
 from comingle.runs.session import prepare, run_in
 from resuming import StoppedError, outcome, stop_in_round_3, told
@@ -100,6 +103,39 @@ def test_a_run_stops_before_its_budget_is_exceeded(tmp_path: Path, model: str) -
     again, _ = federated(content, tmp_path / "elsewhere")
     assert again["privacy"] == stopped.metrics["privacy"]
     assert scores(again) == scores(stopped.metrics)
+    told = ("rounds", "planned_rounds", "selected_round")
+    assert [again[key] for key in told] == [stopped.metrics[key] for key in told] == [2, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("method", "every", "store"),
+    [("fedavg", 1, "memory"), ("fedavg", 5, "memory"), ("fedavg+", 5, "disk"), ("fdlora", 1, "memory")],
+)
+def test_the_models_of_a_run_that_its_budget_ended_are_kept(
+    tmp_path: Path, method: str, every: int, store: str
+) -> None:
+    spent = [epsilon(Release(noise=1.0), count, 1e-5, "rdp") for count in range(5)]
+    rest = {"checkpoints__every": every, "runtime__store": store}
+    content = recipe(tmp_path, method, epsilon=(spent[2] + spent[3]) / 2, **rest)
+    stopped = run(content, tmp_path / "run")
+    assert (stopped.metrics["rounds"], stopped.metrics["planned_rounds"]) == (2, 4)
+    text = "one two three four five six seven eight nine ten"
+    said = {name: stopped.user(name).perplexity(text) for name in stopped.users}  # type: ignore[union-attr]
+    kept = library.load(tmp_path / "run")
+    assert {name: kept.user(name).perplexity(text) for name in kept.users} == said  # type: ignore[union-attr]
+    shown = " ".join(str(render_run(kept.metrics).caption).split())
+    assert "the privacy budget was spent after round 2 of 4" in shown
+    assert "lowest" not in shown
+    again = run(content, tmp_path / "run", resume=True)
+    assert scores(again.metrics) == scores(stopped.metrics)
+    assert {name: again.user(name).perplexity(text) for name in again.users} == said  # type: ignore[union-attr]
+    assert [event["round"] for event in of_event(tmp_path / "run", "round")] == [1, 2]
+
+
+def test_a_run_whose_budget_allows_no_round_has_the_models_it_began_with(tmp_path: Path) -> None:
+    one = epsilon(Release(noise=1.0), 1, 1e-5, "rdp")
+    run(recipe(tmp_path, "fedavg", epsilon=one / 2), tmp_path / "run")
+    assert library.load(tmp_path / "run").metrics["rounds"] == 0
 
 
 def test_users_drop_out_one_by_one_where_they_have_spent_unequally(tmp_path: Path) -> None:
@@ -138,6 +174,17 @@ def test_a_resumed_run_draws_no_noise_twice(
     same(outcome(tmp_path / "stopped"), outcome(tmp_path / "whole"))
     assert told(tmp_path / "stopped") == told(tmp_path / "whole")
     assert outcome(tmp_path / "other")[0] != outcome(tmp_path / "whole")[0]
+
+
+def test_a_run_whose_key_is_gone_does_not_go_on_with_another(tmp_path: Path) -> None:
+    content = recipe(tmp_path, noise="secret")
+    with pytest.raises(StoppedError):
+        run(content, tmp_path / "run", stops=True)
+    (tmp_path / "run" / KEY).unlink()
+    with pytest.raises(RunError, match=f"{KEY}: gone; another key would draw other noise, so restore it"):
+        run(content, tmp_path / "run", resume=True)
+    assert not (tmp_path / "run" / KEY).exists()
+    run(content, tmp_path / "run", force=True)
 
 
 def same(one: Any, other: Any) -> None:

@@ -44,7 +44,8 @@ class Progress:
 
     ``trainers`` are the names of those to whom the rows belong, in the rows' order. ``shards`` says how many of them
     are in each file, where several processes have written it (:mod:`comingle.engines.shards`). Where users' tensors are
-    elsewhere, ``population`` stands for the names (:func:`comingle.data.crowds.digest_names`).
+    elsewhere, ``population`` stands for the names (:func:`comingle.data.crowds.digest_names`). ``stopped``: no more
+    rounds.
     """
 
     round: int
@@ -61,6 +62,7 @@ class Progress:
     user_rounds: int
     shards: list[int] = field(default_factory=list)
     population: str = ""
+    stopped: bool = False
 
     @property
     def clock(self) -> Clock:
@@ -80,6 +82,7 @@ def progress_of(
     events_bytes: int = 0,
     shards: Sequence[int] = (),
     population: str = "",
+    stopped: bool = False,
 ) -> Progress:
     """How far a run has come after so many rounds; without a clock nothing has been counted."""
     counted = {key: getattr(clock or Clock(), key) for key in _COUNTED}
@@ -91,6 +94,7 @@ def progress_of(
         wall_seconds=clock.wall_seconds if clock is not None else 0.0,
         shards=list(shards),
         population=population,
+        stopped=stopped,
         **counted,
     )
 
@@ -147,7 +151,7 @@ def write_tensors(path: Path, tensors: Tree) -> None:
 def finish_checkpoint(draft: Path, folder: Path, progress: Progress, lines: Sequence[bytes] | None = None) -> None:
     """The rest of a checkpoint whose tensors are on disk, before it gets its name; ``lines`` are their checksums."""
     content = asdict(progress)
-    for key in ("shards", "population"):
+    for key in ("shards", "population", "stopped"):
         if not content[key]:
             del content[key]
     write_json(draft / "checkpoint.json", content)

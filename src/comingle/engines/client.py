@@ -125,6 +125,11 @@ class Clients(Users):
         """After how many rounds users have had the models with which the run ends."""
         if self.state.best:
             return int(self.state.best["round"])
+        return self.rounds_done
+
+    @property
+    def rounds_done(self) -> int:
+        """After how many rounds the run ends: as planned, or before the privacy budget would be exceeded."""
         return self.training.rounds * self.method.trains if self.stopped_after is None else self.stopped_after
 
     def choose(self) -> None:

@@ -83,19 +83,20 @@ def with_sums(training: Training, users: Sequence[str]) -> Training:
     return replace(training, sums=sums)
 
 
-def keep_key(folder: Path, *halves: Shield | Examples | Guard | None, anew: bool = False) -> None:
+def keep_key(folder: Path, *halves: Shield | Examples | Guard | None, anew: bool = False, begun: bool = False) -> None:
     """Have these go on with the key in a folder, which is made where there is none.
 
-    A run that begins ``anew`` where another was has another: with one key both would draw the same users.
+    A run that begins ``anew`` where another was has another: with one key both would draw the same users. One that has
+    ``begun`` would draw other noise in a round that it plays again, which is a second release.
 
     Raises:
-        RunError: the key is damaged.
+        RunError: the key is damaged, or is gone.
     """
     if anew:
         (folder / KEY).unlink(missing_ok=True)
     for half in halves:
         if half is not None and half.privacy.noisy and half.privacy.noise == "secret":
-            half.key = kept_key(folder)
+            half.key = kept_key(folder, begun=begun)
 
 
 def key_of(*halves: Shield | Examples | Guard | None) -> str:

@@ -61,7 +61,7 @@ def run_rounds(
     scores: Sequence[AnyScore] | None = None
     settle(federation)
     training, guard = clients.training, federation.server.guard
-    everyone, rounds = clients.scored_trainers, training.rounds if clients.method.trains else 0
+    everyone, rounds = clients.scored_trainers, clients.rounds_done
     if rounds and first_round == 0 and training.evaluate_first:
         federation.download(everyone)
         scores = evaluate(federation, 0, observe)  # where every curve starts: the pretrained model
@@ -70,6 +70,8 @@ def run_rounds(
         members = federation.invite(number, releases=due.exchanges)
         if members is None:  # one more would exceed the privacy budget
             scores, rounds = _stop(federation, scores, number, observe), number
+            clock.count(federation)
+            checkpoint(number, clock)
             break
         federation.download(members)  # 1 and 2
         work, everybodys = _train(federation, members, number, observe)  # 3

@@ -60,7 +60,8 @@ def run_tasks(coordinator: Coordinator, *, first_round: int = 0, save: Save) -> 
         again = ("evaluate",) if ended != rounds else ()
         answers = coordinator.ask(dict.fromkeys(names, ("choose", *again)), rounds)
         last = {name: answer.told for name, answer in answers.items()} if again else last
-    metrics = _summarise(coordinator, last or _evaluate(coordinator, names, rounds, silent=first_round > 0), ended)
+    told = last or _evaluate(coordinator, names, rounds, silent=first_round > 0)
+    metrics = _summarise(coordinator, told, rounds, ended)
     coordinator.ask(dict.fromkeys(names, ("end",)), rounds, seconds=END_SECONDS)
     return metrics
 
@@ -185,7 +186,7 @@ def _most(values: Sequence[str], otherwise: str) -> str:
     return Counter(values).most_common(1)[0][0] if values else otherwise
 
 
-def _summarise(coordinator: Coordinator, told: Told, ended: int) -> Metrics:
+def _summarise(coordinator: Coordinator, told: Told, rounds: int, ended: int) -> Metrics:
     needed = {f"test_{_measure(told)}", "trainable_parameters"}
     users = {n: dict(one["metrics"]) for n, one in told.items() if _has(one.get("metrics", {}), needed)}
     unit = _most([str(one["unit"]) for one in coordinator.joined.values() if "unit" in one], "tokens")
@@ -196,6 +197,7 @@ def _summarise(coordinator: Coordinator, told: Told, ended: int) -> Metrics:
         house.method,
         house.training,
         coordinator.clock,
+        rounds=rounds,
         selected=ended,
         measure=_measure(told),
         unit=unit,

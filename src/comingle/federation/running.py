@@ -36,7 +36,7 @@ from comingle.inputs import SPLITS, Inputs, UserInputs
 from comingle.kinds.base import kind_of
 from comingle.protocol.messages import LOWEST, verdict
 from comingle.recipes import Recipe
-from comingle.records import write_json
+from comingle.records import PLANNED, write_json
 from comingle.runs.folders import open_folder
 from comingle.runs.given import NOTHING
 from comingle.transports.channel import Channel
@@ -103,7 +103,7 @@ def _run(
 
     try:
         coordinator = new_coordinator(run, public, house, channel, observe, plan.patience)
-        keep_key(folder, coordinator.server.guard, anew=not known)
+        keep_key(folder, coordinator.server.guard, anew=not known, begun=known)
         if progress is not None:
             _restore(coordinator, newest[0], progress)
         coordinator.join()
@@ -117,7 +117,7 @@ def _run(
             _save(coordinator, folder, done, log.size_bytes)
 
         metrics = run_tasks(coordinator, first_round=progress.round if progress else 0, save=save).as_dict()
-        metrics |= coordinator.server.account
+        metrics |= coordinator.server.account | ({PLANNED: rounds} if metrics["rounds"] < rounds else {})
         observe(end_event(metrics))
     finally:
         log.close()

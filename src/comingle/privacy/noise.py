@@ -63,13 +63,15 @@ def new_key() -> str:
     return secrets.token_hex(32)
 
 
-def kept_key(folder: Path) -> str:
-    """The key in a folder, readable by its owner alone; made where there is none.
+def kept_key(folder: Path, *, begun: bool = False) -> str:
+    """The key in a folder, readable by its owner alone; made where there is none, unless a run has ``begun`` with one.
 
     Raises:
-        RunError: it is there and is no key.
+        RunError: it is there and is no key, or is gone.
     """
     path, key = folder / KEY, new_key()
+    if begun and not path.exists():
+        raise RunError(f"{path}: gone; another key would draw other noise, so restore it, or begin with another --out")
     try:
         write_new(path, key.encode("ascii"), private=True)
     except FileExistsError:

@@ -29,6 +29,7 @@ def restore(federation: InProcess, folder: Path, recipe: Recipe) -> Progress:
         was = names
     else:
         federation.each(lambda: check_names(newest, was, names))
+    clients.stopped_after = progress.round if progress.stopped else None
     kept = federation.load(newest, progress)
     clients.resized()
     if federation.leads:

@@ -35,7 +35,7 @@ from comingle.plugins import require
 from comingle.privacy.checks import check_private, check_steps
 from comingle.recipes import Recipe
 from comingle.recipes.unused import changed, check_used
-from comingle.records import finite, write_json, write_text
+from comingle.records import PLANNED, finite, write_json, write_text
 from comingle.runs.defending import check_aggregation
 from comingle.runs.folders import SKIPPED, open_folder
 from comingle.runs.given import NOTHING, Given
@@ -218,7 +218,7 @@ def execute(
         DivergenceError: a user's loss is not finite.
     """
     clock, start, kept, clients = Clock(), 0, 0, federation.clients
-    _keep_key(federation, folder, anew=not resume)
+    _keep_key(federation, folder, resume=resume)
     if folder is not None and isinstance(store := clients.state, Stored):
         anew = federation.share(lambda: not (resume and list_checkpoints(folder)))
         federation.share(lambda: store.open(folder, anew=anew))
@@ -252,6 +252,7 @@ def execute(
         found = merged(federation.gather(lambda: users_metrics(clients, scores)))
         metrics = summarise(clients, scores, clock, found).as_dict() | clients.left_out | federation.server.account
         metrics |= sampled(clients, found, metrics["measure"]) if federation.leads else {}
+        metrics |= {} if clients.stopped_after is None else {PLANNED: clients.training.rounds}
         observe(end_event(metrics))
     except DivergenceError as error:
         if folder is None or not (checkpoints := list_checkpoints(folder)):
@@ -266,14 +267,14 @@ def execute(
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, told=tuple(told))
 
 
-def _keep_key(federation: InProcess, folder: Path | None, *, anew: bool) -> None:
+def _keep_key(federation: InProcess, folder: Path | None, *, resume: bool) -> None:
     """Have noise be drawn with the key that is kept in the folder; without one, with the key that all halves share."""
     clients = federation.clients
     halves = clients.shield, clients.steps.examples, federation.server.guard
 
     def keep() -> str:
         if folder is not None:
-            keep_key(folder, *halves, anew=anew)
+            keep_key(folder, *halves, anew=not resume, begun=resume and (folder / "events.jsonl").exists())
         return key_of(*halves)
 
     set_key(federation.share(keep), *halves)

@@ -51,6 +51,7 @@ def saving(federation: InProcess, recipe: Recipe, folder: Path | None, log: Even
             clock=clock,
             events_bytes=log.size_bytes if log else 0,
             population=digest_names(clients.everybody) if stored else "",
+            stopped=clients.stopped_after is not None,
         )
         federation.save(folder, progress)
         federation.share(partial(prune_checkpoints, folder, recipe.checkpoints.keep))
