@@ -1,25 +1,37 @@
-"""What a server that means harm can make a user's machine do: nothing but take part, or refuse in one line."""
+"""What a server that means harm can make a user's machine do: nothing but take part, or refuse in one line.
+
+And a user the server.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+import torch
+from tests.federation.direct import Direct, nodes_of
 from tests.federation.tiny import answer_of, one_base, own_of, refusal, tiny
 
+from comingle.engines.checkpoints import list_checkpoints
+from comingle.errors import RunError
+from comingle.federation import taking
 from comingle.federation.node import Node
 from comingle.federation.own import Own
 from comingle.federation.public import public_part
+from comingle.federation.running import coordinate
 from comingle.federation.splitting import split_recipe
-from comingle.federation.tasks import Task
+from comingle.federation.tasks import Task, unpack_answer
 from comingle.kinds.base import kind_of
 from comingle.models.language import load_base
+from comingle.protocol.wire import pack, unpack
 from comingle.recipes import parse_recipe
+from comingle.records import read_events
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,6 +53,53 @@ def joining(content: dict[str, Any], **changes: Any) -> Task:
             place = place.setdefault(part, {})
         place[last] = value
     return Task(run="run1", serial=0, user="ann", todo=("join",), about={"public": json.loads(json.dumps(public))})
+
+
+class Liar:
+    """A user's node, all of whose numbers are another one."""
+
+    def __init__(self, node: Node, size: float) -> None:
+        self.node, self.size = node, size
+
+    def handle(self, task: bytes) -> bytes:
+        answer = unpack_answer(self.node.handle(task))
+        return replace(answer, messages=tuple(map(self._lie, answer.messages))).pack()
+
+    def _lie(self, data: bytes) -> bytes:
+        message = unpack(data)
+        return pack(
+            replace(message, tensors={name: torch.full_like(t, self.size) for name, t in message.tensors.items()})
+        )
+
+
+class TestUsers:
+    """What one user sends costs nobody else the federation."""
+
+    @pytest.mark.parametrize("method", ["fedavg", "flexlora", "scaffold"])
+    @pytest.mark.parametrize("size", [1e7, 3e38])
+    def test_a_number_that_no_honest_user_has_is_left_out(self, method: str, size: float, tmp_path: Path) -> None:
+        plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, method, training__rounds=2)), tmp_path)
+        nodes["bob"] = Liar(nodes["bob"], size)  # type: ignore[assignment]
+        metrics = coordinate(plan, Direct(nodes), tmp_path / "server")
+        assert metrics["mean_test_perplexity"] < 500
+        rejected = [event for event in read_events(tmp_path / "server") if event["event"] == "rejected"]
+        assert [(event["round"], event["user"]) for event in rejected] == [(1, "bob")]  # no exchange is behind the last
+        assert f"has a number of size {size:.3g}; allowed: up to 1e+06" in rejected[0]["reason"]
+
+    @pytest.mark.parametrize("method", ["flexlora", "hetlora"])
+    def test_what_the_server_cannot_go_on_with_is_not_kept(
+        self, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, method, training__rounds=2)), tmp_path)
+        with monkeypatch.context() as patched:
+            patched.setattr(taking, "check_upload", lambda *_, **__: None)
+            liar: Any = Liar(nodes["bob"], 3e38)
+            told = r"round 1: what the server makes of uploads cannot be used: .*largest number, 3e\+38, is of 'bob'"
+            with pytest.raises(RunError, match=told):
+                coordinate(plan, Direct(nodes | {"bob": liar}), tmp_path / "server")
+        assert not list_checkpoints(tmp_path / "server")
+        metrics = coordinate(plan, Direct(nodes), tmp_path / "server", resume=True)
+        assert metrics["mean_test_perplexity"] < 500
 
 
 class TestFiles:

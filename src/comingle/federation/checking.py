@@ -20,6 +20,7 @@ from comingle.trees import Layout, Tree, restrict
 _FACTORS = (".a", ".b")
 _DTYPES = (torch.float32, torch.float64)
 _MOST = 10**15
+_LARGEST_FACTOR, _LARGEST_NUMBER = 1e6, 1e15
 _LARGEST = float(torch.finfo(torch.float32).max)
 _LOSS = Reported(least=-_LARGEST, most=_LARGEST)
 
@@ -131,6 +132,13 @@ def _check_tensors(
             raise MessageError(f"{what}: tensor {name!r} is {_called(tensors[name])}; allowed: float32, float64")
         if not bool(tensors[name].isfinite().all()):
             raise MessageError(f"{what}: tensor {name!r} is not finite")
+        if (largest := float(tensors[name].abs().max()) if tensors[name].numel() else 0.0) > (most := _most(name)):
+            raise MessageError(f"{what}: tensor {name!r} has a number of size {largest:.3g}; allowed: up to {most:g}")
+
+
+def _most(name: str) -> float:
+    """No honest number is larger, and of larger ones a server's products and squares may have no finite sum."""
+    return _LARGEST_FACTOR if name.endswith(_FACTORS) else _LARGEST_NUMBER
 
 
 def _shapes(layout: Layout, shared: frozenset[str], rank: int) -> dict[str, list[tuple[int, ...]]]:

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
+
 from comingle.errors import MessageError, RunError
 from comingle.federation.checking import check_upload, validation_loss
 from comingle.federation.claims import counts_samples
@@ -28,8 +30,31 @@ def take_in(coordinator: Coordinator, answers: Mapping[str, Answer], number: int
     uploads = {name: upload for name in coordinator.public.users if (upload := found.get(name)) is not None}
     if answers and not uploads:
         raise RunError(f"round {number}: nobody's upload can be used")
-    coordinator.server.aggregate(join_uploads(list(uploads.values())) if uploads else no_uploads(number))
+    _aggregate(coordinator, join_uploads(list(uploads.values())) if uploads else no_uploads(number))
     return list(uploads)
+
+
+def _aggregate(coordinator: Coordinator, upload: Upload) -> None:
+    """Have the server take in a round's uploads; what it makes of them is looked at before it is kept or sent.
+
+    Raises:
+        RunError: it is nothing to go on with. The checkpoint of the round before stays the newest.
+    """
+    server = coordinator.server
+    try:
+        server.aggregate(upload)
+        broken = [name for name, t in server.kept.items() if not bool(t.isfinite().all())]
+        why = f"{broken[0]!r} is not finite" if broken else ""
+    except torch.linalg.LinAlgError as error:
+        why = " ".join(str(error).split())
+    if why:
+        sizes = [
+            max((float(t[i].abs().max()) for t in upload.tensors.values()), default=0.0)
+            for i in range(len(upload.users))
+        ]
+        size, user = max(zip(sizes, upload.users, strict=True))
+        told = f"what the server makes of uploads cannot be used: {why}; the largest number, {size:.3g}, is of {user!r}"
+        raise RunError(f"round {upload.round}: {told}; the same command goes on from the round before")
 
 
 def _upload(coordinator: Coordinator, name: str, answer: Answer, number: int) -> Upload | None:
