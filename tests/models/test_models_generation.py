@@ -161,6 +161,42 @@ def test_real_tokenizers_stop_within_a_token(stories: Any) -> None:
     assert cut == [said[0][: said[0].index(stop)]]
 
 
+def test_a_continuation_is_what_the_whole_text_has_behind_the_prompt(stories: Any) -> None:
+    base = load_base(str(stories), dtype="float32", device="cpu")
+    from comingle.models.generation import continue_texts
+
+    assert base.tokenizer is not None
+    prompts = ["Once upon a time, there was a little", "Lily and B", "Once upon a time\n", "a"]
+    said = continue_texts(base.model, base.tokenizer, prompts, read_sampling(max_new_tokens=12))
+    for prompt, text in zip(prompts, said, strict=True):
+        ids = torch.tensor([base.tokenizer(prompt, add_special_tokens=False)["input_ids"]])
+        out = base.model.generate(ids, max_new_tokens=12, do_sample=False)  # type: ignore[operator]
+        whole, start = (base.tokenizer.decode(i, skip_special_tokens=True) for i in (out[0], ids[0]))
+        assert start + text == whole
+    assert said[0].startswith(" girl")
+    cut = continue_texts(base.model, base.tokenizer, prompts[:1], read_sampling(max_new_tokens=12, stop=" girl"))
+    assert cut == [""]
+
+
+@pytest.mark.parametrize("prompt", ["a \udcff", [{"role": "user", "content": "\udcff"}]])
+def test_half_of_a_character_is_refused(person: Person, prompt: Any) -> None:
+    with pytest.raises(DataError, match=r"a prompt is not valid Unicode: '\\udcff' at \d"):
+        person().generate(prompt, max_new_tokens=3)
+
+
+def test_special_tokens_that_are_spelt_out_are_scored_as_the_text_they_are(person: Person) -> None:
+    from comingle.data.tokenise import tokenise
+
+    ann = person()
+    tokenizer = ann.model.base.tokenizer
+    assert tokenizer is not None
+    text = f"one {tokenizer.eos_token} two"
+    stream = tokenise([text], tokenizer)[:-1]
+    assert len(stream) > len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert ann.perplexity(text) == ann.score(stream, context=128).perplexity
+    assert ann.route(text).tokens == ann.route(stream).tokens
+
+
 # ---------------------------------------------------------------- what is refused
 
 

@@ -85,6 +85,13 @@ def test_a_completion_is_what_the_users_model_says(client: openai.OpenAI, people
         assert answer.usage.total_tokens == 7 + answer.usage.completion_tokens
 
 
+def test_prompts_without_tokens_start_from_the_token_between_documents(client: openai.OpenAI, people: Any) -> None:
+    wanted = people()["ann"].generate("", max_new_tokens=9)
+    for prompt in ("", [""], [[]]):
+        answer = client.completions.create(model="ann", prompt=prompt, max_tokens=9, temperature=0)  # type: ignore[arg-type]
+        assert answer.choices[0].text == wanted
+
+
 def test_a_chat_is_put_into_the_bases_template(client: openai.OpenAI, people: Any) -> None:
     for name in people():
         answer = client.chat.completions.create(model=name, messages=HELLO, max_completion_tokens=20, temperature=0)
@@ -186,6 +193,23 @@ def test_routes_are_those_of_the_users_model(address: str, people: Any) -> None:
     assert found["gates"] == expected.gates[:, -3:].tolist()
 
 
+def test_an_answers_route_begins_behind_its_messages_or_its_prompt(address: str) -> None:
+    def route(**place: Any) -> Any:
+        return httpx.post(f"{address}/v1/route", json={"model": "bob", "text": "two", **place})
+
+    for place in ({"prompt": "one "}, {"messages": HELLO}, {}):
+        both = {"prompt": None, "messages": None, **place}
+        assert route(**place).json()["gates"] == route(**both).json()["gates"]
+    told = route(prompt="one ", messages=HELLO)
+    assert told.status_code == 400
+    assert told.json()["error"]["param"] == "prompt"
+    assert told.json()["error"]["message"] == "prompt: got messages too; allowed is one of the two"
+    told = route(prompt="one ", messages=[])
+    assert (told.status_code, told.json()["error"]["param"]) == (400, "messages")
+    told = route(messages=[{**HELLO[0], "name": "ben"}])
+    assert (told.status_code, told.json()["error"]["param"]) == (400, "messages.0.name")
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -210,6 +234,10 @@ def test_a_wrong_request_is_told_what_is_wrong(client: openai.OpenAI, address: s
     assert (
         refused(openai.BadRequestError, chat(messages=[{"role": "boss", "content": "a"}]))["param"] == "messages.0.role"
     )
+    told = refused(openai.BadRequestError, chat(messages=[{**HELLO[0], "name": "ben"}]))
+    assert (told["param"], told["message"]) == ("messages.0.name", "messages.0.name: not supported here")
+    assert told["code"] == "unsupported_parameter"
+    chat(messages=[{**HELLO[0], "name": None}], max_tokens=1)()
     assert refused(openai.BadRequestError, chat(max_tokens=1025))["param"] == "max_tokens"
     assert refused(openai.BadRequestError, chat(n=17))["param"] == "n"
     told = refused(openai.BadRequestError, chat(messages=[{"role": "user", "content": "long " * 2000}]))

@@ -14,10 +14,12 @@ from tests.quick import quick
 
 from comingle.adapters import native
 from comingle.errors import DataError
-from comingle.models.generation import encode_prompt
+from comingle.models.generation import added_text, encode_prompt
+from comingle.models.language import load_base
 from comingle.models.sampling import read_sampling
 from comingle.serving import cache
 from comingle.serving.engine import Engine, Piece, Request
+from comingle.serving.writer import Writer
 
 METHODS = ["comigs-1g1s", "fedavg", "fedmerge", "floral", "local", "pfedmoe", "pretrained", "stacking"]
 QUICK = ("comigs-1g1s", "fedmerge", "floral", "stacking")
@@ -35,7 +37,7 @@ class Asked:
         number = len(self.requests)
         prompt = encode_prompt(self.engine.tokenizer, text)
         sampling, tell = read_sampling(**options), self.pieces[number].append
-        request = Request(name=name, prompt=prompt, sampling=sampling, tell=tell, logprobs=logprobs)
+        request = Request(name=name, prompt=prompt, sampling=sampling, tell=tell, logprobs=logprobs, continues=True)
         self.engine.submit(request)
         self.requests.append(request)
         return number
@@ -184,8 +186,29 @@ def test_what_cannot_be_answered_is_refused(people: Any) -> None:
     asked = Asked(Engine(people(), rows=1))
     with pytest.raises(DataError, match=r"no user 'eve'; there are: ann, bob, cem"):
         asked.ask("eve", "a")
+    with pytest.raises(DataError, match="the prompt has no tokens"):
+        asked.engine.submit(Request(name="ann", prompt=[], sampling=read_sampling(), tell=print))
     with pytest.raises(DataError, match=r"the prompt has 1 tokens, with 9,999 new ones more than the [\d,]+"):
         asked.ask("ann", "a", max_new_tokens=9999)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_text_comes_with_its_spaces_behind_a_prompt_and_behind_special_tokens(shared_data: Path, special: bool) -> None:
+    tokenizer = load_base(str(shared_data / "models" / "stories260K"), dtype="float32", device="cpu").tokenizer
+    assert tokenizer is not None
+    before, first, second = (
+        encode_prompt(tokenizer, text) for text in ("there was a little", "girl named Lily.", "Once upon")
+    )
+    bos: Any = tokenizer.bos_token_id
+    tokens = [*first, *([bos] if special else []), *second]
+    writer = Writer(tokenizer, [], ends=[], after=before[-1:])
+    told = "".join(writer.add(token) for token in tokens) + writer.finish()
+    assert told == added_text(tokenizer, before[-1:], tokens) == " girl named Lily. Once upon"
+    alone = Writer(tokenizer, [], ends=[])
+    assert "".join(alone.add(token) for token in tokens) + alone.finish() == told[1:]
+    stopped = Writer(tokenizer, [" girl"], ends=[], after=before[-1:])
+    assert not any(stopped.add(token) for token in first[:4])
+    assert stopped.stopped
 
 
 def test_a_further_users_memory_is_its_adapters(people: Any) -> None:

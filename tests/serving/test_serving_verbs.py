@@ -99,6 +99,16 @@ def test_mistakes_in_a_chat_do_not_end_it(runs: Path, typed: Any) -> None:
     assert "a new conversation" in answer.out
 
 
+def test_a_byte_that_is_no_text_does_not_end_a_chat(runs: Path, comingle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--method", "comigs-1g1s", "--temperature", 0, "--max-tokens", 5]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi \xff\none two\n"), encoding="utf-8"))
+    answer = comingle("chat", runs, *options)
+    assert (answer.code, answer.err) == (0, "")
+    assert "a prompt is not valid Unicode: '\\udcff' at 3" in answer.out
+    said = library.load(runs / "comigs-1g1s-seed0").user("ann").generate("one two", max_new_tokens=5)
+    assert answer.out.endswith(f"{printable(said)}\n")
+
+
 def test_conversations_are_answered_with_what_was_said_before(runs: Path, people: Any) -> None:
     from comingle.serving.chat import Chat
     from comingle.serving.engine import Engine

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,6 +88,8 @@ class _Session:
         self.others: dict[str, Engine] = {}
 
     def run(self) -> None:
+        if isinstance(sys.stdin, TextIOWrapper):  # a byte that is no UTF-8 is told, and ends nothing
+            sys.stdin.reconfigure(errors="surrogateescape")
         kind = "continues your texts" if self.talk.plain else "answers"
         self._print(f"{self.talk.user}'s model {kind}; /help lists commands, Ctrl-D ends", "dim")
         for text in _texts(self._read):

@@ -66,6 +66,18 @@ PLAIN = (
 _OPEN, _CLOSE = "\ue000", "\ue001"
 
 
+def require_characters(text: str) -> None:
+    """Whether a tokenizer can take a text.
+
+    Raises:
+        DataError: half of a character in it, as undecodable bytes of a terminal are read.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"a prompt is not valid Unicode: {text[error.start]!r} at {error.start}") from None
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """A tokenizer's chat template, or the plain one where it has none."""
@@ -108,7 +120,12 @@ class ChatTemplate:
             raise DataError(f"the base's chat template refuses the roles {roles}: {said}") from None
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The tokens after which a model gives the next response."""
+        """The tokens after which a model gives the next response.
+
+        Raises:
+            DataError: the template refuses the messages, or they are not all characters.
+        """
+        require_characters("".join(message["content"] for message in messages))
         safe, spelt = self._hide(messages)
         return tuple(token for token, _, _ in self._tokens(self.render(safe, asks=True), spelt))
 

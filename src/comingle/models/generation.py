@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from comingle.data.templates import require_characters
 from comingle.errors import DataError, RecipeError
 from comingle.models.greedy import can_pad, padded_attention
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,18 +46,30 @@ def continue_texts(
     pad = cast(int, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0))
     ids = torch.tensor([[pad] * start + ids for start, ids in zip(starts, encoded, strict=True)], device=device)
     mask = (torch.arange(width, device=device) >= torch.tensor(starts, device=device).unsqueeze(1)).long()
-    watch = _Watch(tokenizer, width, ends, sampling.stop + sampling.stop_strings)
+    after = [ids[-1:] if isinstance(prompt, str) else [] for ids, prompt in zip(encoded, prompts, strict=True)]
+    watch = _Watch(tokenizer, width, ends, sampling.stop + sampling.stop_strings, after)
     # Lengths change with every token: compiling for each of them would not pay.
     with torch.compiler.set_stance("force_eager"), padded_attention(network, padded=any(starts)):
         out = _generate(network, ids, mask, starts, ends, pad, sampling, watch)
-    said = [str(tokenizer.decode(out[i, width : watch.ends[i]], skip_special_tokens=True)) for i in range(len(encoded))]
+    said = [added_text(tokenizer, after[i], row[width : watch.ends[i]]) for i, row in enumerate(out.tolist())]
     return [cut_at(text, sampling.stop) for text in said]
 
 
+def added_text(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], tokens: Sequence[int]) -> str:
+    """What tokens add to the text of those before them: some tokenizers drop a space where a text begins."""
+    old, new = (str(tokenizer.decode([*before, *more], skip_special_tokens=True)) for more in ([], tokens))
+    return new[len(old) :]
+
+
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int]) -> list[int]:
-    """The tokens of a prompt; of an empty one, the token between documents."""
+    """The tokens of a prompt; of an empty one, the token between documents.
+
+    Raises:
+        DataError: it is not all characters.
+    """
     if not isinstance(prompt, str):
         return list(prompt)
+    require_characters(prompt)
     ids = cast(list[int], list(tokenizer(prompt, add_special_tokens=False)["input_ids"]))
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     return ids or [cast(int, start)]
@@ -184,21 +197,27 @@ class _Watch:
     """Ends a row after a token of ``stop_ids`` or one of the ``stops``, and keeps where: ``ends``."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, width: int, stop_ids: Sequence[int], stops: Sequence[str]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        width: int,
+        stop_ids: Sequence[int],
+        stops: Sequence[str],
+        after: Sequence[Sequence[int]],
     ) -> None:
-        self.tokenizer, self.width, self.stop_ids, self.stops = tokenizer, width, stop_ids, stops
+        self.tokenizer, self.width, self.stop_ids, self.stops, self.after = tokenizer, width, stop_ids, stops, after
         self.ends: dict[int, int | None] = {}
 
     def __call__(self, tokens: Int[Tensor, "n total"], scores: Any, **_: Any) -> Bool[Tensor, " n"]:
         for i, row in enumerate(tokens[:, self.width :].tolist()):
             if self.ends.get(i) is None:
-                self.ends[i] = tokens.shape[1] if self._over(row) else None
+                self.ends[i] = tokens.shape[1] if self._over(row, self.after[i]) else None
         return torch.tensor([end is not None for end in self.ends.values()], device=tokens.device)
 
-    def _over(self, said: list[int]) -> bool:
-        if said[-1] in self.stop_ids:
-            return True
-        return bool(self.stops) and any(s in self.tokenizer.decode(said, skip_special_tokens=True) for s in self.stops)
+    def _over(self, said: list[int], after: Sequence[int]) -> bool:
+        if said[-1] in self.stop_ids or not self.stops:
+            return said[-1] in self.stop_ids
+        text = added_text(self.tokenizer, after, said)
+        return any(stop in text for stop in self.stops)
 
 
 def cut_at(text: str, stops: Sequence[str]) -> str:

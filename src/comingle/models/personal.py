@@ -27,7 +27,7 @@ from comingle.models.generation import continue_texts, max_places
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.owning import merge_adapters, why_not_merged
 from comingle.models.person import GenerationConfig, Personal
-from comingle.models.pretrained import PreTrainedModel
+from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.sampling import read_sampling
 from comingle.trees import Tree
 
@@ -156,8 +156,7 @@ class PersonalModel(Personal):
             RecipeError: a setting that is unknown, not supported or out of range.
             DataError: not a text, longer than the base can read, or messages that its chat template refuses.
         """
-        tokenizer, chats = self.model.base.tokenizer, _is_chat(prompt)
-        assert tokenizer is not None
+        tokenizer, chats = self._tokenizer, _is_chat(prompt)
         if chats:
             template = ChatTemplate(tokenizer)
             if generation_config is None or generation_config.eos_token_id is None:
@@ -165,7 +164,7 @@ class PersonalModel(Personal):
             prompts: list[Any] = [template.prompt(self._messages(prompt))]
         else:
             prompts = (
-                [prompt] if isinstance(prompt, str) else list(prompt) if isinstance(prompt, list | tuple) else [None]
+                [prompt] if isinstance(prompt, str) else list(prompt) if isinstance(prompt, list | tuple) else [prompt]
             )
             if wrong := [p for p in prompts if not isinstance(p, str)]:
                 raise DataError(f"user {self.name!r}: a prompt is a text or a list of texts, got {wrong[0]!r:.40}")
@@ -190,15 +189,23 @@ class PersonalModel(Personal):
             DataError: not a text, or fewer than two tokens, of which none is predicted.
             RecipeError: ``context`` is not a whole number from 1, or more than the base can read.
         """
-        tokenizer = self.model.base.tokenizer
-        assert tokenizer is not None
         if not isinstance(text, str):
             raise DataError(f"user {self.name!r}: perplexity is of one text, got {text!r:.40}")
-        ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int32)
+        ids = self._tokens(text).int()
         self._window(context, len(ids))
         if len(ids) < 2:
             raise DataError(f"user {self.name!r}: perplexity is of a text of at least 2 tokens, got {len(ids)}")
         return self.score(ids, context=context).perplexity
+
+    def _tokens(self, text: str) -> Int[Tensor, " tokens"]:
+        """As training and scores read it: a special token that is spelt out is text."""
+        encoded: Any = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+        return torch.tensor(encoded["input_ids"], dtype=torch.int64)
+
+    @property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        assert self.model.base.tokenizer is not None
+        return self.model.base.tokenizer
 
     def _window(self, context: int, tokens: int) -> int:
         """``context``, but never more than a text of so many tokens fills."""
@@ -224,16 +231,14 @@ class PersonalModel(Personal):
         Raises:
             DataError: the method has no routers, or the text has no tokens.
         """
-        model, tokenizer = self.model, self.model.base.tokenizer
-        assert tokenizer is not None
+        model = self.model
         if not isinstance(model, AdaptedModel):
             raise DataError(
                 f"user {self.name!r}: one mixture for all tokens here, so they have no experts to choose from"
             )
         if not watching.routed(adapters := model.adapters):
             raise DataError(f"user {self.name!r}: no routers in this model, so tokens have no experts to choose from")
-        encoded = tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else text
-        tokens = torch.as_tensor(encoded, dtype=torch.int64)
+        tokens = self._tokens(text) if isinstance(text, str) else torch.as_tensor(text, dtype=torch.int64)
         if not len(tokens):
             raise DataError(f"user {self.name!r}: a text without tokens cannot be routed")
         names = watching.expert_names(adapters, self.row)
@@ -245,7 +250,7 @@ class PersonalModel(Personal):
 
         with watching.watched(adapters), torch.compiler.set_stance("force_eager"):
             gates = route(forward, tokens, context=context)
-        return Routing(tokens=tuple(pieces(tokenizer, tokens.tolist())), experts=tuple(names), gates=gates)
+        return Routing(tokens=tuple(pieces(self._tokenizer, tokens.tolist())), experts=tuple(names), gates=gates)
 
 
 def _is_chat(prompt: Any) -> bool:

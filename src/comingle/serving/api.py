@@ -162,6 +162,8 @@ class Service:
         self._opened(request)
         asked = await self._read(request, RouteRequest)
         self._admit(request, asked.model)
+        if asked.messages is not None and asked.prompt is not None:
+            raise Refused(400, "prompt: got messages too; allowed is one of the two", param="prompt")
         messages = [message.plain() for message in asked.messages or ()]
         prompt = self._told_wrong(
             lambda: self.prompts.of_messages(messages) if messages else self.prompts.of_texts(asked.prompt or "")[0]
@@ -218,7 +220,8 @@ class Service:
                 sampling = replace(asked.sampling(new, (seed + number) % 2**63), eos_token_id=ends)
                 tell = talk.teller(len(requests))
                 settings = {"name": asked.model, "prompt": prompt, "sampling": sampling, "logprobs": asked.likeliest}
-                requests.append(engines.Request(tell=tell, **settings))
+                goes_on = isinstance(asked, CompletionRequest)
+                requests.append(engines.Request(tell=tell, continues=goes_on, **settings))
         answer = Answer(
             chat=isinstance(asked, ChatRequest),
             model=asked.model,

@@ -95,7 +95,8 @@ class Chat:
             said.append(piece.text)
             show(piece.text)
 
-        request = Request(name=name, prompt=prompt, sampling=self._sampling(engine, len(prompt)), tell=tell)
+        sampling = self._sampling(engine, len(prompt))
+        request = Request(name=name, prompt=prompt, sampling=sampling, tell=tell, continues=self.plain)
         engine.submit(request)
         try:
             while engine.busy:

@@ -49,7 +49,8 @@ class Piece:
 class Request:
     """A text of some user's to continue. ``tell`` is called with each piece, from whoever steps.
 
-    ``logprobs``: how many likeliest tokens come with each token's probability; None: no probabilities.
+    ``logprobs``: how many likeliest tokens come with each token's probability; None: no probabilities. ``continues``:
+    whether it goes on with the prompt's text, so that it may begin with a space; an answer does not.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Request:
     sampling: Sampling
     tell: Callable[[Piece], None]
     logprobs: int | None = None
+    continues: bool = False
     cancelled: bool = False
     """Set by whoever does not want the rest: the row is free from the next step on."""
 
@@ -94,9 +96,11 @@ class Engine:
         """Whether a request can be answered.
 
         Raises:
-            DataError: no such user, or its prompt with what may follow is longer than the base reads at once.
+            DataError: no such user, no prompt, or it is longer with what may follow than the base reads at once.
         """
         require_user(request.name, self.people)
+        if not request.prompt:
+            raise DataError("the prompt has no tokens")
         longest = len(request.prompt) + request.sampling.max_new_tokens
         if self.most_tokens is not None and longest > self.most_tokens:
             new = request.sampling.max_new_tokens
@@ -189,7 +193,8 @@ class Engine:
     def _row(self, request: Request) -> _Row:
         ends = self.ends(request)
         chooser = Chooser(request.sampling, len(request.prompt), ends, self.device, request.logprobs)
-        writer = Writer(self.tokenizer, request.sampling.stop, ends=ends)
+        after = request.prompt[-1:] if request.continues else ()
+        writer = Writer(self.tokenizer, request.sampling.stop, ends=ends, after=after)
         return _Row(request=request, chooser=chooser, writer=writer, tokens=list(request.prompt))
 
     def _read(self, requests: list[Request], lengths: list[int], cache: DynamicCache) -> Float[Tensor, "rows vocab"]:

@@ -50,7 +50,7 @@ def wrong(error: ValidationError) -> Refused:
     """The first thing that is wrong with a request."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
+    if first["type"] in ("extra_forbidden", "none_required"):
         return Refused(400, f"{place}: not supported here", code="unsupported_parameter", param=place)
     return Refused(400, f"{place}: {first['msg']}" if place else first["msg"], param=place or None)
 

@@ -43,7 +43,7 @@ class Prompts:
         many = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
         if not many:
             raise DataError("prompt: an empty list; give a text, tokens, or a list of either")
-        tokens = [encode_prompt(self.tokenizer, one) if isinstance(one, str) or not one else one for one in many]
+        tokens = [encode_prompt(self.tokenizer, one or "") if isinstance(one, str) or not one else one for one in many]
         for number in (number for one in tokens for number in one):
             if not 0 <= number < self.vocabulary:
                 raise DataError(f"prompt: got token {number}; allowed are those from 0 below {self.vocabulary:,}")

@@ -74,7 +74,7 @@ class ChatMessage(_Strict):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_joined)]
-    name: str | None = None
+    name: None = None  # templates have no place for it
 
     def plain(self) -> dict[str, str]:
         """As the base's templates know it."""
@@ -127,6 +127,6 @@ class RouteRequest(_Strict):
     """``POST /v1/route``, which is this server's own: where the tokens of an answer went."""
 
     model: str
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     prompt: str | None = None
     text: str = Field(min_length=1)

@@ -11,12 +11,22 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class Writer:
-    """The text of one answer: characters come whole, and nothing is told of which a stop may be made."""
+    """The text of one answer: characters come whole, and nothing is told of which a stop may be made.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], *, ends: Sequence[int]) -> None:
+    It follows the text of the tokens ``after`` which it stands, of which the last is enough.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: Sequence[str],
+        *,
+        ends: Sequence[int],
+        after: Sequence[int] = (),
+    ) -> None:
         self.tokenizer, self.stops, self.ends = tokenizer, tuple(stops), frozenset(ends)
-        self.tokens: list[int] = []
-        self.read, self.before = 0, 0  # tokens[before:read] are text already, and give the next one its place
+        self.tokens = list(after)
+        self.read, self.before = len(after), 0  # tokens[before:read] are text already, and give the next one its place
         self.text = ""
         self.told = 0
         self.stopped = False
@@ -40,7 +50,9 @@ class Writer:
         if new.endswith(UNFINISHED) and not last:  # what follows may make another character of it
             return
         self.text += new[len(old) :]
-        self.before, self.read = self.read, len(self.tokens)
+        if self._decode(self.read, len(self.tokens)):  # a special token is no text, and gives no place
+            self.before = self.read
+        self.read = len(self.tokens)
 
     def _decode(self, start: int, stop: int) -> str:
         return str(self.tokenizer.decode(self.tokens[start:stop], skip_special_tokens=True))
