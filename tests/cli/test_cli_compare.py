@@ -199,8 +199,14 @@ def test_every_users_results_are_written_as_csv_and_parquet(comingle: Any, short
         (run, user): one["test_perplexity"] for run, users in losses(folder).items() for user, one in users.items()
     }
     assert found == pytest.approx(expected)
-    again = comingle("show", folder, "--csv", files[0])
-    assert (again.code, again.err) == (2, f"comingle: {files[0]}: exists; --force replaces it, --out names another\n")
+    for option, file in zip(("--csv", "--parquet"), files, strict=True):
+        again = comingle("show", folder, option, file)
+        assert (again.code, again.err) == (
+            2,
+            f"comingle: {file}: exists; --force replaces it, {option} names another\n",
+        )
+        again = comingle("show", folder, option, folder)
+        assert (again.code, again.err) == (2, f"comingle: {folder}: is a folder; {option} names a file\n")
     assert comingle("show", folder, "--csv", files[0], "--force").code == 0
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,11 @@ import yaml
 
 from comingle.errors import ComingleError, RunError
 from comingle.export.card import About, Card, licence_of, name_of
+from comingle.export.folders import written_whole
 from comingle.models.language import load_base
 from exporting import trained
+
+CARD = "---\ntags:\n- comingle\n---\n"
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +30,11 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def everything(folder: Path) -> dict[str, bytes | None]:
+    """Folders and links too."""
+    return {str(path.relative_to(folder)): None for path in folder.rglob("*")} | tree(folder)
+
+
 def test_a_folder_that_exists_is_replaced_only_when_asked_to(bob: Any, tmp_path: Path) -> None:
     bob.export(tmp_path / "bob")
     before = tree(tmp_path)
@@ -32,21 +42,88 @@ def test_a_folder_that_exists_is_replaced_only_when_asked_to(bob: Any, tmp_path:
         bob.export(tmp_path / "bob", format="gguf")
     assert tree(tmp_path) == before
     bob.export(tmp_path / "bob", format="gguf", force=True)
-    assert set(tree(tmp_path)) == {"bob/README.md", "bob/model.gguf"}
+    assert set(tree(tmp_path)) == {"bob/README.md", "bob/model.gguf", "bob/comingle_export.json"}
     assert (tmp_path / "bob").stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize("name", ["notes.odt", "README.md"])
-def test_what_no_export_has_written_is_left_alone(bob: Any, tmp_path: Path, name: str) -> None:
-    """A stranger's file, and a folder whose README is somebody else's."""
-    if name != "README.md":
-        bob.export(tmp_path / "bob")
-    (tmp_path / "bob").mkdir(exist_ok=True)
-    (tmp_path / "bob" / name).write_text("mine")
-    before = tree(tmp_path)
-    with pytest.raises(RunError, match=r"bob: is not an exported model.*so --force does not touch it"):
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    ["notes.odt", "notes.txt", "data.json", "old.safetensors", "more/config.json", "folder", "link", "README.md"],
+)
+def test_what_no_export_has_written_is_left_alone(bob: Any, tmp_path: Path, name: str, listed: bool) -> None:
+    """A stranger's file or folder, and a card that is somebody else's; also where an older version has exported."""
+    bob.export(tmp_path / "bob")
+    if not listed:
+        (tmp_path / "bob" / "comingle_export.json").unlink()
+    mine = tmp_path / "bob" / name
+    mine.parent.mkdir(exist_ok=True)
+    put = {"folder": mine.mkdir, "link": lambda: mine.symlink_to(tmp_path)}
+    put.get(name, lambda: mine.write_text("mine"))()
+    before = everything(tmp_path)
+    with pytest.raises(RunError, match=r"bob: is not an exported model.*so --force does not touch it") as caught:
         bob.export(tmp_path / "bob", force=True)
-    assert tree(tmp_path) == before
+    assert everything(tmp_path) == before
+    assert name == "README.md" or f"({name.split('/')[0]!r} is in it)" in str(caught.value)
+
+
+def test_a_folder_without_a_card_is_no_export(bob: Any, tmp_path: Path) -> None:
+    (tmp_path / "bob").mkdir()
+    (tmp_path / "bob" / "config.json").write_text("mine")
+    for name in ("", "README.md"):
+        (tmp_path / "bob" / (name or "vocab.json")).write_text("mine")
+        with pytest.raises(RunError, match=r"bob: is not an exported model, so --force does not touch it"):
+            bob.export(tmp_path / "bob", force=True)
+
+
+@pytest.mark.parametrize("format", ["transformers", "peft", "gguf", "merged-approximately"])
+def test_an_export_lists_its_files_and_is_replaced(federate: Any, tmp_path: Path, format: str) -> None:
+    ann = trained(federate, "fedit", base="random:llama?layers=1").user("ann")
+    ann.export(tmp_path / "ann", format=format)
+    names = {path.name for path in (tmp_path / "ann").iterdir()}
+    listed = json.loads((tmp_path / "ann" / "comingle_export.json").read_text())
+    assert listed == {"written": sorted(names - {"comingle_export.json"})}
+    for older in (None, "{", "[]", '{"written": [[]]}', '{"written": null}'):  # without a list, or with a damaged one
+        ann.export(tmp_path / "ann", format=format, force=True)
+        (tmp_path / "ann" / "comingle_export.json").unlink()
+        if older is not None:
+            (tmp_path / "ann" / "comingle_export.json").write_text(older)
+    ann.export(tmp_path / "ann", force=True)
+
+
+def test_shards_and_folders_of_an_export_are_its_own(tmp_path: Path) -> None:
+    """Such as transformers writes of large networks, and of tokenizers with several templates."""
+    target, more = tmp_path / "bob", "additional_chat_templates"
+
+    def write(*names: str) -> None:
+        with written_whole(target, force=True) as draft:
+            for name in names:
+                (draft / name).parent.mkdir(exist_ok=True)
+                (draft / name).write_text(CARD)
+
+    for _ in range(2):
+        write("README.md", f"{more}/tools.jinja")
+    (target / more / "mine.jinja").write_text("mine")
+    with pytest.raises(RunError, match=rf"\('{more}/mine.jinja' is in it\)"):
+        write()
+    shutil.rmtree(target)
+    for name in ("model-00001-of-00002.safetensors", "model-mine.safetensors"):
+        write("README.md", name)
+        (target / "comingle_export.json").unlink()
+    with pytest.raises(RunError, match=r"\('model-mine.safetensors' is in it\)"):
+        write()
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_what_is_put_there_while_an_export_is_written_is_left_alone(tmp_path: Path, force: bool) -> None:
+    def write() -> None:
+        with written_whole(tmp_path / "bob", force=force):
+            (tmp_path / "bob").mkdir()
+            (tmp_path / "bob" / "notes.txt").write_text("mine")
+
+    with pytest.raises(RunError, match="is not an exported model" if force else "exists; --force"):
+        write()
+    assert everything(tmp_path) == {"bob": None, "bob/notes.txt": b"mine"}
 
 
 def test_an_empty_folder_is_taken_and_a_file_is_not(bob: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,42 @@ def test_what_llama_cpp_does_not_compute_is_refused(federate: Any, tmp_path: Pat
     with pytest.raises(DataError, match=rf"{why}.*--format transformers"):
         person.export(tmp_path / "g", format="gguf")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "value", "why"),
+    [
+        ("gpt2", "scale_attn_weights", False, "'s scores are not divided by the root of a head's width"),
+        ("gpt2", "scale_attn_by_inverse_layer_idx", True, "'s scores are divided by a layer's number"),
+        ("qwen3", "attention_bias", True, " has biases"),
+    ],
+)
+def test_an_attention_that_llama_cpp_does_not_compute_is_refused(
+    federate: Any, tmp_path: Path, family: str, setting: str, value: bool, why: str
+) -> None:
+    """llama.cpp reads no such setting of GPT-2's, and its Qwen 3 no bias behind the attention."""
+    base = unusual(tmp_path / "base", family, setting, value)
+    told = rf"user 'bob': its attention{why} \({setting}: {str(value).lower()}\).* llama.cpp's .*--format transformers"
+    for method in ("fedit", "comigs-1g1s") if family == "qwen3" else ("fedit",):
+        person = trained(federate, method, base=base).user("bob")
+        with pytest.raises(DataError, match=told):
+            person.export(tmp_path / "g", format="gguf")
+        assert [path.name for path in tmp_path.iterdir()] == ["base"]
+        person.export(tmp_path / method)
+        check_same(person, AutoModelForCausalLM.from_pretrained(tmp_path / method))
+        shutil.rmtree(tmp_path / method)
+
+
+def unusual(folder: Path, family: str, setting: str, value: bool) -> str:
+    """A base that is unlike others of its family in one setting."""
+    base = load_base(f"random:{family}", dtype="float32", device="cpu")
+    config = base.model.config
+    assert getattr(config, setting) is not value
+    setattr(config, setting, value)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    assert base.tokenizer is not None
+    base.tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 # -------------------------------------------------------------------- tokenizers

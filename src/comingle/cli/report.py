@@ -102,16 +102,16 @@ def require_packages(verb: str) -> None:
         raise ComingleError(f"comingle {verb} needs {error.name}: pip install 'comingle[reports]'") from None
 
 
-def check_target(path: Path, *, force: bool) -> None:
-    """Whether a file may be written.
+def check_target(path: Path, *, force: bool, option: str = "--out") -> None:
+    """Whether a file may be written, which ``option`` has named.
 
     Raises:
         RunError: it exists and ``force`` is not given, it is a folder, or its folder is none or cannot be written to.
     """
     if path.is_dir():
-        raise RunError(f"{path}: is a folder; --out names a file")
+        raise RunError(f"{path}: is a folder; {option} names a file")
     if path.exists() and not force:
-        raise RunError(f"{path}: exists; --force replaces it, --out names another")
+        raise RunError(f"{path}: exists; --force replaces it, {option} names another")
     if not path.parent.is_dir():
         raise RunError(f"{path.parent}: no such folder to write {path.name} to")
     try:  # now, not after minutes of drawing; rights alone say little of what a file system allows

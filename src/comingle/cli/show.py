@@ -34,9 +34,9 @@ def show(
     """Print the results of a run or of a comparison, or write every user's."""
     from comingle.cli.progress import console
 
-    for path in (csv, parquet):
+    for option, path in (("--csv", csv), ("--parquet", parquet)):
         if path is not None:
-            check_target(path, force=force)
+            check_target(path, force=force, option=option)
     if csv is not None or parquet is not None:
         return _write(run, csv, parquet)
     for part in _shown(run, against, everybody=everybody):

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 
 from comingle.errors import RunError
 from comingle.export.card import TAG
-from comingle.records import DRAFT, check_name, told_in_one_line
+from comingle.records import DRAFT, check_name, told_in_one_line, write_json
 
 CARD = "README.md"
-_OURS = (CARD, "*.json", "*.safetensors", "*.gguf", "*.model", "*.txt", "*.jinja")
-"""What an export writes: configuration, weights and a tokenizer's files."""
+LIST = "comingle_export.json"
+"""Names what an export has written, so that the next one replaces that and nothing else."""
+
+_KNOWN = {
+    *(CARD, LIST, "config.json", "generation_config.json", "adapter_config.json"),
+    *("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "model.gguf"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"),
+}
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+"""What exports write, for those of older versions, which have no list."""
 
 
 def check_target(folder: Path, *, force: bool) -> None:
@@ -27,13 +37,15 @@ def check_target(folder: Path, *, force: bool) -> None:
     check_name(folder)
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder}: is a file; --to names a folder")
-    names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-    if names and not force:
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not force:
         raise RunError(f"{folder}: exists; --force replaces an export, --to names another folder")
-    strange = [name for name in names if not any(fnmatch(name, one) for one in _OURS)]
-    if names and (strange or not _is_export(folder)):
-        hint = f" ({strange[0]!r} is in it)" if strange else ""
-        raise RunError(f"{folder}: is not an exported model{hint}, so --force does not touch it; use another --to")
+    if not _is_export(folder):
+        raise RunError(f"{folder}: is not an exported model, so --force does not touch it; use another --to")
+    if (strange := _strange(folder)) is not None:
+        told = f"is not an exported model alone ({strange!r} is in it), so --force does not touch it"
+        raise RunError(f"{folder}: {told}; move that away, or use another --to")
 
 
 @contextmanager
@@ -52,6 +64,8 @@ def written_whole(folder: Path, *, force: bool) -> Iterator[Path]:
             folder.parent.mkdir(parents=True, exist_ok=True)
             draft.mkdir(mode=0o700)
             yield draft
+            write_json(draft / LIST, {"written": sorted(_names(draft))})
+            check_target(folder, force=force)  # once more: it took a while, and somebody may have put something there
             if folder.exists():
                 shutil.rmtree(folder)
             draft.rename(folder)
@@ -66,3 +80,17 @@ def written_whole(folder: Path, *, force: bool) -> Iterator[Path]:
 def _is_export(folder: Path) -> bool:
     card = folder / CARD
     return card.is_file() and f"- {TAG}" in card.read_text(encoding="utf-8", errors="replace").splitlines()
+
+
+def _names(folder: Path) -> set[str]:
+    """Of everything below it, folders and links too; no link is followed."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+
+
+def _strange(folder: Path) -> str | None:
+    """The first thing in an exported folder that no export has written."""
+    try:
+        own = {LIST, *json.loads((folder / LIST).read_text(encoding="utf-8"))["written"]}
+    except (OSError, ValueError, KeyError, TypeError):  # of an older version, or damaged
+        own = {path.name for path in folder.iterdir() if path.name in _KNOWN or _SHARD.fullmatch(path.name)}
+    return min(_names(folder) - own, default=None)

@@ -74,9 +74,22 @@ def why_no_gguf(config: Any) -> str:
     architecture = ARCHITECTURES[config.model_type]
     if (act := getattr(config, "hidden_act", None) or config.activation_function) != _ACTIVATIONS[architecture]:
         return f"its MLPs have the activation {act!r}, and llama.cpp computes {_ACTIVATIONS[architecture]!r} there"
+    if why := _why_no_attention(architecture, config):
+        return f"its attention{why}"
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind != "default" and not (architecture == "llama" and kind in ("linear", "llama3")):
         return f"its rotary positions are of type {kind!r}, which is not written"
+    return ""
+
+
+def _why_no_attention(architecture: str, config: Any) -> str:
+    """A GGUF file has no place for such settings, and llama.cpp looks for no bias behind these attentions."""
+    if architecture == "gpt2" and not config.scale_attn_weights:
+        return "'s scores are not divided by the root of a head's width (scale_attn_weights: false), as llama.cpp's are"
+    if architecture == "gpt2" and config.scale_attn_by_inverse_layer_idx:
+        return "'s scores are divided by a layer's number (scale_attn_by_inverse_layer_idx: true), llama.cpp's are not"
+    if architecture in ("qwen3", "qwen3moe") and config.attention_bias:
+        return f" has biases (attention_bias: true), and that of llama.cpp's {architecture} has none"
     return ""
 
 

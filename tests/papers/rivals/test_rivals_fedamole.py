@@ -12,7 +12,7 @@ import torch
 from by_hand import Own, played, same
 from torch import Tensor
 
-from comingle.errors import DataError, RecipeError
+from comingle.errors import DataError, DivergenceError, RecipeError
 from comingle.methods import make
 from comingle.methods.client import Phase
 from comingle.methods.server import Received, ServerSetup
@@ -121,6 +121,26 @@ def test_an_assignment_is_the_best_of_all(experts: int, users: int, choices: int
 def test_more_or_fewer_experts_than_users_may_have_are_refused(federate: Any, settings: Any, total: int) -> None:
     with pytest.raises(RecipeError, match=rf"method fedamole: .* are {total} in all; allowed: 3 to \d+ \(method"):
         federate({"name": "fedamole", **settings})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("users", [1, 3])
+def test_scores_that_are_no_numbers_are_a_divergence(value: float, users: int) -> None:
+    scores = torch.zeros(ALL, users)
+    scores[1, 0] = value
+    server = make("fedamole", experts=ALL, choices=CHOICES, most=MOST).server
+    assert isinstance(server, Assigning)
+    told = r"^method fedamole: how well experts fit users is not finite \(1 of \d+ scores\); try a smaller "
+    with pytest.raises(DivergenceError, match=told):
+        server.assign(scores)
+
+
+def test_a_run_that_diverges_says_so(federate: Any) -> None:
+    """While every tensor is still finite: products of two of them are not."""
+    large = {"training.experts.learning_rate": 1e6, "training.router.learning_rate": 1e6}
+    federation = federate("fedamole", dtype="float32", changes=large)
+    with pytest.raises(DivergenceError, match=r"^method fedamole: how well experts fit users is not finite"):
+        played(federation, [USERS] * 3)
 
 
 # ---------------------------------------------------------------- rounds

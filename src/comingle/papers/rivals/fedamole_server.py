@@ -13,7 +13,7 @@ from torch import Tensor
 from comingle.adapters.inject import ROUTER
 from comingle.adapters.lora import init_a
 from comingle.data.seeds import generator
-from comingle.errors import RecipeError
+from comingle.errors import DivergenceError, RecipeError
 from comingle.methods.server import MODEL, NEVER, Received, Server, ServerSetup, model_of, weighted_sums
 from comingle.trees import Tree
 
@@ -106,8 +106,16 @@ class Assigning(Server):
             kept[PLACES][whose, number] = self.assign(fit(kept, number, whose))
 
     def assign(self, found: Float[Tensor, "experts users"]) -> Int[Tensor, "users most"]:
-        """The numbers of each user's experts, by how well they fit; of a user who is alone those that fit best."""
+        """The numbers of each user's experts, by how well they fit; of a user who is alone those that fit best.
+
+        Raises:
+            DivergenceError: a score is not finite.
+        """
         experts, users = found.shape
+        if lost := int((~found.isfinite()).sum()):
+            what = f"how well experts fit users is not finite ({lost} of {found.numel()} scores)"
+            advice = "try a smaller training.experts.learning_rate and training.router.learning_rate"
+            raise DivergenceError(f"method fedamole: {what}; {advice}")
         if users == 1:
             chosen = torch.zeros_like(found, dtype=torch.bool)
             chosen[found[:, 0].argsort(descending=True, stable=True)[: self.most]] = True
