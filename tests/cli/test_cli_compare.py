@@ -15,13 +15,12 @@ import pytest
 import torch
 import yaml
 
-from comingle.comparing import comparing
+from comingle.comparing import api, comparing
 from comingle.comparing.beside import portions
 from comingle.engines.client import Clients
 from comingle.errors import DivergenceError
 from comingle.recipes import load_recipe
 from comingle.records import read_metrics
-from comingle.runs import api
 
 # What a shell starts in the background ignores Ctrl-C: the program is told to hear it again.
 HEAR = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
