@@ -97,9 +97,10 @@ def _load_any(
     if path.is_file() and (builder := builder_of(path)):
         source, options = builder[0], {"data_files": glob.escape(str(path)), **builder[1], **where}
     if where and (found := datasets.load_dataset_builder(source, **options)).name == "csv":
-        made, config = datasets.IterableDataset.from_generator, found.config
-        given = {str(split): {"files": list(files), "sep": config.sep} for split, files in config.data_files.items()}
-        return {split: made(read_csv, gen_kwargs=files) for split, files in given.items()}
+        made, sep = datasets.IterableDataset.from_generator, found.config.sep
+        splits = {str(split): [str(file) for file in files] for split, files in found.config.data_files.items()}
+        if all(os.path.exists(file) for files in splits.values() for file in files):  # else addresses
+            return {split: made(read_csv, gen_kwargs={"files": files, "sep": sep}) for split, files in splits.items()}
     return datasets.load_dataset(source, **options)
 
 
