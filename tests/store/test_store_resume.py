@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from comingle.engines.checkpoints import list_checkpoints
+from comingle.engines.checksums import seal
 from comingle.errors import RunError
 from comingle.recipes import Recipe, load_recipe
 from comingle.runs import api
@@ -196,6 +199,52 @@ def test_a_store_of_another_run_is_refused(recipe: Path, stopped: Path, whole: P
     shutil.rmtree(stopped / "store")
     shutil.copytree(whole / "store", stopped / "store")
     assert "store: of another run than round-0002" in resumed(recipe, stopped)
+
+
+@pytest.mark.parametrize("looked_at", [1, 1024], ids=["when it is read", "at the beginning"])
+def test_a_checkpoint_beside_a_store_that_has_gone_on_is_refused(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked_at: int
+) -> None:
+    """It was put aside, and put back when its places had been used again."""
+    monkeypatch.setattr(files, "LOOKED_AT", looked_at)
+    run, aside = tmp_path / "run", tmp_path / "aside"
+    longer = load_recipe(recipe).with_changes({"training.rounds": 8})
+    with pytest.raises(StoppedError):
+        api.run(longer, out=run, observers=[stop_in_round_3])
+    shutil.copytree(run / "checkpoints" / "round-0002", aside)
+    api.run(longer, out=run, resume=True)
+    shutil.rmtree(run / "checkpoints")
+    shutil.copytree(aside, run / "checkpoints" / "round-0002")
+    told = r"store/params.bin: the record of row \d is of another round or run than the checkpoint; restore "
+    assert re.search(told, resumed(longer, run))
+
+
+@pytest.mark.parametrize("name", ["params.bin", "moments.bin"])
+def test_records_of_another_run_are_refused(recipe: Path, tmp_path: Path, name: str) -> None:
+    """One file of its store, in which each record is whole and of the row that is looked for."""
+    everybody = load_recipe(recipe).with_changes({"training.participation": 1.0})
+    for run, seed in (("one", 0), ("other", 1)):
+        with pytest.raises(StoppedError):
+            api.run(everybody.with_changes({"seed": seed}), out=tmp_path / run, observers=[stop_in_round_3])
+    shutil.copy(tmp_path / "other" / "store" / name, tmp_path / "one" / "store" / name)
+    assert f"{name}: the record of row 0 is of another round or run" in resumed(everybody, tmp_path / "one")
+
+
+def test_a_checkpoint_that_knows_no_sums_is_gone_on_with(recipe: Path, whole: Path, stopped: Path) -> None:
+    """As versions of before have written it."""
+    for checkpoint in list_checkpoints(stopped):
+        table = checkpoint / "places.safetensors"
+        save_file({name: t for name, t in load_file(table).items() if not name.startswith("sums/")}, table)
+        assert set(load_file(table)) == {"rows", "versions", "params", "moments"}
+        seal(checkpoint)
+    api.run(recipe, out=stopped, resume=True)
+    require_same(stopped, whole)
+
+
+def test_a_file_of_records_that_is_cut_off_is_told_of(recipe: Path, stopped: Path) -> None:
+    path = stopped / "store" / "params.bin"
+    os.truncate(path, path.stat().st_size // 5)
+    assert "params.bin: damaged, the record of row" in resumed(recipe, stopped)
 
 
 def test_a_store_that_is_gone_is_said(recipe: Path, stopped: Path) -> None:

@@ -2,7 +2,7 @@
 
 ``store/params.bin`` and ``store/moments.bin`` have a record of each user who took part (:mod:`comingle.store.records`);
 of several processes each has files of its own. Who never did has none: what it begins with follows from the seed and
-its name. A checkpoint has a table of places.
+its name. A checkpoint has a table of places, and of the sums of what lies there.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from comingle.store.tables import (
     BEST,
     BEST_ROUND,
     ROWS,
+    SUMS,
     VERSIONS,
     Table,
     batched,
@@ -121,7 +122,8 @@ class OnDisk(Records):
             self._worker.submit(file.to_disk).result()
         table = self._part.table(draft)
         now = Table(places=self._places, versions=self._versions)
-        write_table(table, self._ids, now, self._best, int(self.best["round"]) if self.best else None)
+        best_round, sums = int(self.best["round"]) if self.best else None, {n: file.sums for n, file in files.items()}
+        write_table(table, self._ids, now, self._best, best_round, sums)
         if self._part.number == 0:
             write_json(draft / ABOUT, read_json(self._run / FOLDER / ABOUT))
             remove_files(self._run, [*checkpoints, draft])
@@ -134,7 +136,7 @@ class OnDisk(Records):
         """Be as at a checkpoint, whichever processes have written it, and write where no checkpoint's records are.
 
         Raises:
-            RunError: the store is of another recipe or run, or lacks what the checkpoint names.
+            RunError: the store is of another recipe, run or round, or lacks what the checkpoint names.
         """
         run = checkpoint.parent.parent
         check_store(run, checkpoint, self._about, self._groups)
@@ -183,6 +185,10 @@ class OnDisk(Records):
         for name in self._groups if len(own) else ():
             places = found[prefix + name][here].astype(np.int64)
             into.places[name][own] = np.where(places >= 0, places + numbers[name] * FILE, -1)
+            if (sums := found.get(prefix + SUMS + name)) is not None:  # tables of before have none
+                there, file = places >= 0, self._files[name][numbers[name]]
+                assert file is not None
+                file.expect(places[there], rows[here][there].astype(np.int64), sums[here][there].view(np.uint32))
 
     def _adopt(self) -> None:
         """Have in the file of this process what is in those of others, which may go."""

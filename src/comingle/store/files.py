@@ -2,20 +2,25 @@
 
 A place is never written twice between two snapshots unless by the same row, and not at all while a checkpoint that is
 kept, or the best round, refers to it: so whatever a process is doing when it is killed, what the last checkpoint says
-is there.
+is there. What others say that were put aside need not be: sums tell.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int64, UInt32
 
-from comingle.store.records import check, seal
+from comingle.store.records import UNKNOWN, check, seal
+
+LOOKED_AT = 1024
+"""Up to so many records are looked at when a checkpoint is loaded; the others when they are read."""
 
 
 class RecordFile:
@@ -31,6 +36,8 @@ class RecordFile:
         self.since = 0
         """Which snapshot was the last; places that were first written after it may be written again."""
         self._born = np.zeros(0, dtype=np.int64)
+        self._sums = np.zeros(0, dtype=np.uint32)
+        """Of the records by place; touched by the thread that reads and writes, by others while it does neither."""
         self._free: deque[int] = deque()
 
     # ---------------------------------------------------------------- places
@@ -41,8 +48,7 @@ class RecordFile:
             return before
         at = self._free.popleft() if self._free else self.end
         self.end = max(self.end, at + 1)
-        if at >= len(self._born):
-            self._born = np.concatenate([self._born, np.zeros(max(1024, len(self._born)), dtype=np.int64)])
+        self._born = _grown(self._born, at + 1)
         self._born[at] = self.since + 1
         return at
 
@@ -52,14 +58,37 @@ class RecordFile:
         taken = np.zeros(self.end, dtype=bool)
         for places in used:
             taken[places] = True
-        born = np.zeros(max(self.end, len(self._born)), dtype=np.int64)
-        born[: len(self._born)] = self._born
-        self._born, self._free = born, deque(np.flatnonzero(~taken).tolist())
+        self._born, self._free = _grown(self._born, self.end), deque(np.flatnonzero(~taken).tolist())
         self.snapshot()
 
     def snapshot(self) -> None:
         """What is there now is not written over before :meth:`keep` is told that nobody refers to it."""
         self.since += 1
+
+    # ---------------------------------------------------------------- sums
+
+    def sums(self, places: Int64[np.ndarray, " some"]) -> UInt32[np.ndarray, " some"]:
+        """Of the records at these places, -1 for nowhere."""
+        self._sums = _grown(self._sums, int(places.max(initial=-1)) + 1)
+        found, there = np.full(len(places), UNKNOWN, dtype=np.uint32), places >= 0
+        found[there] = self._sums[places[there]]
+        return found
+
+    def expect(
+        self, places: Int64[np.ndarray, " some"], rows: Int64[np.ndarray, " some"], sums: UInt32[np.ndarray, " some"]
+    ) -> None:
+        """Records of these rows are to have these sums, says a checkpoint; the heads of some are looked at now.
+
+        Raises:
+            RunError: one of them is another.
+        """
+        self._sums = _grown(self._sums, int(places.max(initial=-1)) + 1)
+        self._sums[places] = sums
+        some = slice(None, None, max(1, math.ceil(len(places) / LOOKED_AT)))
+        for at, row, known in zip(places[some].tolist(), rows[some].tolist(), sums[some].tolist(), strict=True):
+            head = os.pread(self._handle, 8, at * self.size_bytes)
+            if known not in (int.from_bytes(head, sys.byteorder), UNKNOWN):
+                self.read([at], [row], [np.empty(self.size_bytes, dtype=np.uint8)])  # says what is wrong
 
     # ---------------------------------------------------------------- bytes
 
@@ -69,9 +98,10 @@ class RecordFile:
         Raises:
             OSError: the disk does not take it.
         """
+        self._sums = _grown(self._sums, max(places, default=-1) + 1)
         try:
             for at, record in zip(places, records, strict=True):
-                seal(record)
+                self._sums[at] = seal(record)
                 content, done = record.data, 0
                 while done < self.size_bytes:
                     done += os.pwrite(self._handle, content[done:], at * self.size_bytes + done)
@@ -83,11 +113,13 @@ class RecordFile:
         """Records of these rows.
 
         Raises:
-            RunError: one is not what was written.
+            RunError: one is not what was written, or another than is expected.
         """
+        self._sums = _grown(self._sums, max(places, default=-1) + 1)
         for at, row, record in zip(places, rows, into, strict=True):
-            os.preadv(self._handle, [record.data], at * self.size_bytes)
-            check(record, row, self.path)
+            got = os.preadv(self._handle, [record.data], at * self.size_bytes)
+            record[got:] = 0  # of a file that was cut off, else what happened to be in memory
+            check(record, row, int(self._sums[at]), self.path)
 
     def to_disk(self) -> None:
         """Return when everything would outlive a power cut."""
@@ -96,3 +128,9 @@ class RecordFile:
     def close(self) -> None:
         """Close the file."""
         os.close(self._handle)
+
+
+def _grown(array: np.ndarray, size: int) -> np.ndarray:
+    """The same with room for so many, zeros at first."""
+    more = size - len(array)
+    return np.concatenate([array, np.zeros(max(1024, len(array), more), array.dtype)]) if more > 0 else array

@@ -1,7 +1,8 @@
 """What is kept of each user as one record of bytes: its tensors side by side, in two groups.
 
 ``params`` has all that a user's model and its method's parts are made of, ``moments`` what optimisers remember, which
-only those have who took steps. A record begins with its CRC-32 and the number of its row.
+only those have who took steps. A record begins with its CRC-32 and the number of its row. Checkpoints keep that sum
+too: a record that is whole may be of another round, or of another run.
 """
 
 from __future__ import annotations
@@ -78,22 +79,33 @@ class Form:
         return found
 
 
-def seal(record: np.ndarray) -> None:
-    """Write the sum of a record into its head."""
-    record[:8] = np.array([zlib.crc32(record[8:].data)], dtype=np.int64).view(np.uint8)
+UNKNOWN = 0
+"""The sum of a record of which none was kept, as versions of before did not."""
 
 
-def check(record: np.ndarray, row: int, path: object) -> None:
-    """Whether a record is what was written, and of this row.
+def seal(record: np.ndarray) -> int:
+    """Write the sum of a record into its head; returns it."""
+    found = zlib.crc32(record[8:].data)
+    record[:8] = np.array([found], dtype=np.int64).view(np.uint8)
+    return found
+
+
+def check(record: np.ndarray, row: int, known: int, path: object) -> None:
+    """Whether a record is what was written, of this row, and that of which this sum is known.
 
     Raises:
         RunError: it is not.
     """
     told, owner = record[:HEAD].view(np.int64).tolist()
-    if told != zlib.crc32(record[8:].data) or owner != row:
+    if told != zlib.crc32(record[8:].data):
         raise RunError(
             f"{path}: damaged, the record of row {row} is not what was written; restore the file from a copy, or begin "
             "anew with another --out"
+        )
+    if owner != row or known not in (told, UNKNOWN):
+        raise RunError(
+            f"{path}: the record of row {row} is of another round or run than the checkpoint; restore the store that "
+            "belongs to it, or begin anew with another --out"
         )
 
 

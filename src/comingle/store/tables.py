@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -10,14 +10,19 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Int, Int64
+from jaxtyping import Int, Int64, UInt32
 from safetensors.torch import load_file
 
 from comingle.engines.checkpoints import write_tensors
 
-ROWS, VERSIONS = "rows", "versions"
+ROWS, VERSIONS, SUMS = "rows", "versions", "sums/"
+"""Columns besides places, which have the name of their group; so begin the names of those of records' sums."""
+
 BEST, BEST_ROUND = "best/", "best/round"
 """So begin the names of what belongs to the best round, and the number of that round."""
+
+SumsOf = Mapping[str, Callable[[Int64[np.ndarray, " some"]], UInt32[np.ndarray, " some"]]]
+"""By group what tells the sums of the records at some places."""
 
 T = TypeVar("T")
 
@@ -36,18 +41,20 @@ class Table:
 
 
 def write_table(
-    path: Path, ids: Int[np.ndarray, " rows"], now: Table, best: Table | None, best_round: int | None
+    path: Path, ids: Int[np.ndarray, " rows"], now: Table, best: Table | None, best_round: int | None, sums: SumsOf
 ) -> None:
     """Write a checkpoint's table of those who have records: whoever never took part is as at the beginning."""
-    content = _columns("", ids, now)
+    content = _columns("", ids, now, sums)
     if best is not None:
-        content |= _columns(BEST, ids, best) | {BEST_ROUND: torch.tensor([best_round])}
+        content |= _columns(BEST, ids, best, sums) | {BEST_ROUND: torch.tensor([best_round])}
     write_tensors(path, content)
 
 
-def _columns(prefix: str, ids: np.ndarray, table: Table) -> dict[str, torch.Tensor]:
+def _columns(prefix: str, ids: np.ndarray, table: Table, sums: SumsOf) -> dict[str, torch.Tensor]:
     rows = np.flatnonzero(table.places["params"] >= 0)
     columns = {name: torch.from_numpy(places[rows]).int() for name, places in table.places.items()}
+    known = {SUMS + name: sums[name](places[rows]) for name, places in table.places.items()}
+    columns |= {name: torch.from_numpy(found.view(np.int32)) for name, found in known.items()}
     columns |= {ROWS: torch.from_numpy(ids[rows]).int(), VERSIONS: torch.from_numpy(table.versions[rows])}
     return {prefix + name: column for name, column in columns.items()}
 
