@@ -70,3 +70,12 @@ def test_what_is_not_finite_has_no_sum() -> None:
     broken["wide"][3, 0, 0] = float("nan")
     with pytest.raises(DivergenceError, match="not finite"):
         shifts_of(largest_terms(broken, weights()), USERS)
+
+
+@pytest.mark.parametrize("size", [5e-324, 1e-310, 1e-300, 2.0**-963, 1.0, 2.0**1020])
+def test_terms_of_any_size_have_a_sum(size: float) -> None:
+    """Of three users, as exact as float64 has it: where powers of two are beyond it, too."""
+    tensors = {"x": torch.tensor([[size, 0.0], [size, size], [size, -size]], dtype=torch.float64)}
+    ones = {"x": torch.ones(3, dtype=torch.float64)}
+    found = reduced(tensors, ones, 3, largest=lambda values: values, total=lambda values: values)
+    assert found["x"].tolist() == [3 * size, 0.0]

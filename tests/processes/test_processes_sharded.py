@@ -213,6 +213,23 @@ def test_methods_and_settings_are_those_of_one_process(tmp_path: Path, write_rec
     assert evaluated == [7, 14]  # neither the shortest period, 5, nor the end alone
 
 
+def test_warnings_are_those_of_one_process(tmp_path: Path, write_recipe: Callable[[Path], Path]) -> None:
+    """What is said of one user, whichever process has that one, and what each could say of all: once each."""
+    recipe = write_recipe(tmp_path / "project")
+    (tmp_path / "project" / "texts" / "dan.txt").write_text("x")
+    recipe.write_text(recipe.read_text().replace("    cem:", "    dan: texts/dan.txt\n    cem:"))
+    privacy = "{mechanism: none, secure_aggregation: {threshold: 0.51, range: 1.0e-4}}"
+    sets, said = FEDAVG | {"privacy": privacy, "data.on_small_user": "skip"}, []
+    for n in (1, 2):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        said.append(sorted(play(folder, recipe, {"run": [go(n, sets)]}).said.splitlines()))
+    assert said[0] == said[1]
+    cut = {line.partition(",")[0] for line in said[0] if "are cut to the range of" in line}
+    assert cut == {f"user {name!r}" for name in ("ann", "bob", "cem")}
+    assert sum("1 of 4 users are left out" in line for line in said[0]) == 1
+
+
 def test_nets_are_those_of_one_process(tmp_path: Path) -> None:
     recipe = tmp_path / "nets.yaml"
     recipe.write_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -29,14 +30,16 @@ from comingle.transports.inprocess import InProcess, federate
 from comingle.trees import ADAPTOR, Layout, Slot
 
 
-def bare_nets(recipe: Recipe, population: Population) -> InProcess:
+def bare_nets(recipe: Recipe, population: Population, everybody: Sequence[str] | None = None) -> InProcess:
     """The federation of users of nets with the first of them, but for a pooled one: they differ in their samples alone.
+
+    ``everybody`` has the names of all, where others are in other processes.
 
     Raises:
         RecipeError: as :func:`comingle.kinds.samples.building.build_nets`.
     """
     method = make(recipe.method.name, **recipe.method.settings)
-    training = training_settings(recipe, names_of(population.users))
+    training = training_settings(recipe, names_of(population.users) if everybody is None else everybody)
     if method.placement.pooled:
         return federate(build_nets(recipe, population, method, training))
     clusters = max(1, len({user.cluster for user in population.users}))  # with fewer there would be other clusters

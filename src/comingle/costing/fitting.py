@@ -25,7 +25,7 @@ FREE_SHARE = {"cuda": 0.9}
 def fit(recipe: Recipe, materials: Materials) -> Portions:
     """How many users, and sequences of each, go through the model at once: by default, or fewer where that is too much.
 
-    Base and data are loaded: what they take is not free any more.
+    Of several processes each asks for its own users. Base and data are loaded: what they take is not free any more.
 
     Raises:
         RecipeError: one sequence of one user is too much.
@@ -46,10 +46,9 @@ def fit(recipe: Recipe, materials: Materials) -> Portions:
 
 
 def _rehearsed(recipe: Recipe, materials: Materials, participation: Any) -> Rehearsal:
-    kind, users = kind_of(recipe), materials.present  # here, of several processes
+    kind, users, everybody = kind_of(recipe), materials.present, names_of(materials.users)
     if kind.read_for_costs:
-        return rehearse_nets(recipe, replace(materials.common, users=users), participation)
-    names = tuple(names_of(users))
-    (as_text,) = as_long(kind, [recipe], users) if isinstance(users, Crowd) else kind.as_text([recipe], len(names))[0]
+        return rehearse_nets(recipe, replace(materials.common, users=users), participation, everybody)
+    (as_text,) = as_long(kind, [recipe], users) if isinstance(users, Crowd) else kind.as_text([recipe], len(users))[0]
     assert materials.base is not None
-    return rehearse_text(as_text, materials.base, names, participation)
+    return rehearse_text(as_text, materials.base, tuple(everybody), participation, materials.here)

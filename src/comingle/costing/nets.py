@@ -73,16 +73,18 @@ def net_cost(recipe: Recipe, population: Population, base: Base, free: int, part
     return summarise(stage, users, free, keep=recipe.checkpoints.keep)
 
 
-def rehearse_nets(recipe: Recipe, population: Population, participation: Any = EVERYBODY) -> Rehearsal:
-    """The federation of users of nets without their data."""
-    federation = bare_nets(recipe, population)
+def rehearse_nets(
+    recipe: Recipe, population: Population, participation: Any = EVERYBODY, everybody: Sequence[str] | None = None
+) -> Rehearsal:
+    """The federation of users of nets without their data; ``everybody`` as in :func:`bare_nets`."""
+    federation = bare_nets(recipe, population, everybody)
     clients = federation.clients
     trainers = 1 if clients.method.placement.pooled else len(population.users)
     process_size = process_bytes("samples", clients.model.device)
     return rehearse(
         federation,
         trainers,
-        present=largest_round(participation, len(population.users)),
+        present=largest_round(participation, len(population.users if everybody is None else everybody)),
         store=recipe.runtime.store,
         data_bytes=data_bytes(population, clients.model.dtype),
         reads_cohorts=isinstance(population.users, Crowd),

@@ -129,24 +129,29 @@ def user_names(recipe: Recipe, users: int | None = None) -> tuple[str, ...]:
 # ---------------------------------------------------------------- one method
 
 
-def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...]) -> InProcess:
+def federate_bare(recipe: Recipe, base: Base, names: tuple[str, ...], here: Sequence[int] | None = None) -> InProcess:
     """The federation of a recipe over a base without weights; users have names and no text.
 
-    Where all users are alike, only as many as share a pass are built.
+    Of several processes only those are built who are ``here``, by number, in adapters as wide as everybody's. Where all
+    users are alike, only as many as share a pass are.
     """
     method = make(recipe.method.name, **recipe.method.settings)
     training = training_settings(recipe, names)
     placement = method.placement
     alike = isinstance(placement.specialists, int) and isinstance(recipe.adapters.rank, int)
+    numbers = range(len(names)) if here is None else here
     if alike and not placement.pooled:
-        names = names[: portions(training, base.device, training.batch_size).users]
-    people = [_nobody(name) for name in names]
+        numbers = numbers[: portions(training, base.device, training.batch_size).users]
+    people = [_nobody(names[number]) for number in numbers]
     trainers = [_nobody("everyone")] if placement.pooled else people
     if placement.mixture is not None and not placement.mixture.trains_apart:
         model = bare_mixture(recipe, base, method, len(trainers))
     else:
-        tokens = len(trainers) * training.iterations * training.batch_size * training.context
-        model = adapt_base(recipe, base, method, len(trainers), tokens)
+        unlike = not alike and not placement.pooled  # then everybody is listed
+        among = len(names) if unlike else len(trainers)
+        tokens = among * training.iterations * training.batch_size * training.context
+        model = adapt_base(recipe, base, method, among, tokens)
+        model = model.only(numbers) if unlike else model
     feed = TextFeed(trainers, training, batch_size(method, training, len(people)))
     return federate(Clients(model, method, training, trainers=trainers, users=people, feed=feed, reads=False))
 
@@ -169,10 +174,20 @@ def method_cost(
     return summarise(stage, users, free, keep=recipe.checkpoints.keep)
 
 
-def rehearse_text(recipe: Recipe, base: Base, names: tuple[str, ...], participation: Any = EVERYBODY) -> Rehearsal:
-    """The federation of users of a language model without text; ``base`` may have weights or none."""
-    federation = federate_bare(recipe, base, names)
-    trainers = 1 if federation.clients.method.placement.pooled else len(names)
+def rehearse_text(
+    recipe: Recipe,
+    base: Base,
+    names: tuple[str, ...],
+    participation: Any = EVERYBODY,
+    here: Sequence[int] | None = None,
+) -> Rehearsal:
+    """The federation of users of a language model without text; ``base`` may have weights or none.
+
+    Of several processes that of those who are ``here``, all of whom may take part in one round.
+    """
+    federation = federate_bare(recipe, base, names, here)
+    users = len(names) if here is None else len(here)
+    trainers = 1 if federation.clients.method.placement.pooled else users
     return rehearse(
         federation,
         trainers=trainers,

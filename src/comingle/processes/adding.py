@@ -20,6 +20,9 @@ from comingle.trees import Tree
 _BITS = 61
 """A sum needs one bit for its sign, and one more where its terms are rounded up."""
 
+_POWER = 1000
+"""By no more powers of two at once is multiplied: float64 has none from 2^1024 on."""
+
 _AT_ONCE = 2**22
 """So many numbers are made float64 at once."""
 
@@ -64,15 +67,22 @@ def whole_sums(tensors: Tree, weights: Tree, shifts: Sequence[int]) -> Int64[Ten
 def _whole(t: Tensor, weights: Tensor, shift: int) -> Int64[Tensor, ...]:
     total = torch.zeros(t.shape[1:], dtype=torch.int64, device=t.device)
     for some, of in _portions(t, weights):
-        total += (terms(some, of) * 2.0**shift).round().long().sum(0)
+        total += _scaled(terms(some, of), shift).round().long().sum(0)
     return total
+
+
+def _scaled(t: Float[Tensor, "*shape"], shift: int) -> Float[Tensor, "*shape"]:
+    """``t 2^shift``, to the last bit where float64 has it."""
+    first = min(max(shift, -_POWER), _POWER)
+    t = t * 2.0**first
+    return t if first == shift else t * 2.0 ** (shift - first)
 
 
 def sums_of(whole: Int64[Tensor, " entries"], like: Tree, shifts: Sequence[int]) -> Tree:
     """The same as tensors of ``like``'s shapes ``(users, *shape)`` and dtypes, without the users."""
     parts = whole.split([t[:0].new_empty(t.shape[1:]).numel() for t in like.values()])
     named = zip(like.items(), parts, shifts, strict=True)
-    return {name: (part.double() * 2.0**-shift).to(t.dtype).view(t.shape[1:]) for (name, t), part, shift in named}
+    return {name: _scaled(part.double(), -shift).to(t.dtype).view(t.shape[1:]) for (name, t), part, shift in named}
 
 
 def reduced(

@@ -19,6 +19,7 @@ from comingle.errors import RecipeError
 from comingle.kinds.base import Materials, later
 from comingle.methods import make
 from comingle.methods.base import Method
+from comingle.privacy import summing
 from comingle.privacy.examples import Work
 from comingle.privacy.ledger import Ledger
 from comingle.processes.launched import Place
@@ -30,6 +31,25 @@ from comingle.runs.session import prepare
 from comingle.runs.settings import fitted, training_settings
 
 
+class _OfOwnUsers(logging.Handler):
+    """What a process says that is not the first, which speaks for all: errors, and warnings of one user's upload."""
+
+    def speak(self) -> None:
+        """From now on, of all that is said below ``comingle``, and no more than that."""
+        logger = logging.getLogger("comingle")
+        logger.addHandler(self)  # not a filter, which would not see what the loggers of modules say
+        logger.propagate = False
+        logger.setLevel(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hand it on to whoever listens."""
+        if record.levelno >= logging.ERROR or record.pathname == summing.__file__:
+            logging.getLogger().handle(record)
+
+
+_OWN = _OfOwnUsers()
+
+
 def read_shared(recipe: Recipe, ranks: Ranks, given: Given = NOTHING, materials: Materials | None = None) -> Materials:
     """The base and the data of this process's users; ``materials`` are those of all, where they are at hand.
 
@@ -37,7 +57,7 @@ def read_shared(recipe: Recipe, ranks: Ranks, given: Given = NOTHING, materials:
         ComingleError: as :func:`comingle.runs.session.prepare`, or there are more processes than users or GPUs.
     """
     if not ranks.leads:
-        logging.getLogger("comingle").setLevel(logging.ERROR)  # one speaks for all
+        _OWN.speak()
     ranks.each(lambda: check_device(recipe, ranks.place))
     take_threads(recipe, ranks.place)
     everybody = ranks.each(lambda: materials or prepare(recipe, given=given))
