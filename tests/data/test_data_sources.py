@@ -247,7 +247,7 @@ def test_many_users_are_not_all_printed(tmp_path: Path):
         ("numbers.jsonl", '{"text": 1}\n', "column 'text' holds int, a document must be text"),
         ("empty.jsonl", "", "no text in it, a user needs at least one document"),
         ("blank.jsonl", '{"text": " "}\n', "no text in it"),
-        ("ragged.csv", 'text,who\na,b\na,b,c,d\n"', "cannot be read beyond line 2: 4 fields, 2 columns"),
+        ("ragged.csv", 'text,who\na,b\na,b,c,d\n"', "line 3: 4 fields, 2 columns"),
         ("fake.parquet", "no parquet", "cannot be loaded as a data set: "),
     ],
 )
@@ -390,11 +390,12 @@ def test_fields_of_csv_files_are_text_as_typed(tmp_path: Path):
     [
         (
             "who,text\nada,hello, you\n",
-            "cannot be read beyond line 1: 3 fields, 2 columns; quote a text with ',' in it",
+            "line 2: 3 fields, 2 columns; quote a text with ',' in it",
         ),
-        ("who,text\nada,x\nben,a,b\n", "cannot be read beyond line 2: 3 fields, 2 columns"),
-        ('who,text\nada,x\nben,"a\nada,c\n', "cannot be read beyond line 2: unexpected end of data"),
-        ("who,text,text\nada,x,y\n", "cannot be read beyond line 0: two columns of one name: who, text, text"),
+        ("who,text\nada,x\nben,a,b\n", "line 3: 3 fields, 2 columns"),
+        ('who,text\nada,x\nben,"a\nada,c\n', "line 4: unexpected end of data"),
+        ('who,text\nada,"x" y\n', "line 2: ',' expected after '\"'"),
+        ("wo,text\n", "no column 'who'; found: wo, text."),
         ("who,text\n", "no row has both text in column 'text' and a user in column 'who'"),
     ],
 )
@@ -410,8 +411,21 @@ def test_names_that_look_like_dates_to_a_reader_are_refused_and_not_spelt_anew(t
     path = write_jsonl(
         tmp_path / "days.jsonl", [{"who": "2024-01-01", "text": "a"}, {"who": "2024-01-02", "text": "b"}]
     )
-    with pytest.raises(DataError, match="column 'who' holds datetime, a name must be text or a number"):
+    with pytest.raises(DataError, match="column 'who' holds dates, which would be spelt anew; a name is text"):
         read_dataset(path, user="who")
+
+
+def test_spreadsheets_may_have_blank_lines_and_columns_of_no_or_one_name(tmp_path: Path):
+    path = tmp_path / "sheet.csv"
+    path.write_text("\n\nwho,text,text,,\nada,a,b,,\n\nben,c\n")
+    assert read_dataset(path, user="who") == {"ada": {"train": ["a"]}, "ben": {"train": ["c"]}}
+
+
+def test_csv_files_with_options_of_their_own_are_left_to_datasets(tmp_path: Path):
+    (tmp_path / "train.csv").write_text("hello,ada\nthere,ben\n")
+    options = 'data_files: "train.csv"\n  column_names: ["text", "who"]'
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  {options}\n---\n")
+    assert read_dataset(tmp_path, user="who") == {"ada": {"train": ["hello"]}, "ben": {"train": ["there"]}}
 
 
 def test_a_file_may_have_brackets_in_its_name(tmp_path: Path):

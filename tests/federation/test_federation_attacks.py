@@ -86,6 +86,12 @@ class TestUsers:
         assert [(event["round"], event["user"]) for event in rejected] == [(1, "bob")]  # no exchange is behind the last
         assert f"has a number of size {size:.3g}; allowed: up to 1e+06" in rejected[0]["reason"]
 
+    def test_what_the_server_makes_of_allowed_numbers_is_downloaded(self, tmp_path: Path) -> None:
+        """FlexLoRA has the singular values of products, here of 5e4 by 5e4, in one factor."""
+        plan, nodes = nodes_of(parse_recipe(tiny(tmp_path, "flexlora", training__rounds=2)), tmp_path)
+        nodes["bob"] = Liar(nodes["bob"], 5e4)  # type: ignore[assignment]
+        assert coordinate(plan, Direct(nodes), tmp_path / "server")["rounds"] == 2
+
     @pytest.mark.parametrize("method", ["flexlora", "hetlora"])
     def test_what_the_server_cannot_go_on_with_is_not_kept(
         self, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -180,8 +180,28 @@ def test_a_continuation_is_what_the_whole_text_has_behind_the_prompt(stories: An
 
 @pytest.mark.parametrize("prompt", ["a \udcff", [{"role": "user", "content": "\udcff"}]])
 def test_half_of_a_character_is_refused(person: Person, prompt: Any) -> None:
-    with pytest.raises(DataError, match=r"a prompt is not valid Unicode: '\\udcff' at \d"):
+    with pytest.raises(DataError, match=r"a text is not valid Unicode: '\\udcff' at \d"):
         person().generate(prompt, max_new_tokens=3)
+    with pytest.raises(DataError, match=r"a text is not valid Unicode: '\\udcff' at \d"):
+        person().perplexity("a \udcff")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [("hi 🙂", "🙂🎉 yes"), ("你", "好吗"), ("caf☕", "☕"), ("end</s>", " Once"), ("a little", " girl")],
+)
+def test_what_tokens_add_is_their_text_whatever_is_before(stories: Any, prompt: str, text: str) -> None:
+    from comingle.models.generation import added_text, encode_prompt, place_of
+    from comingle.serving.writer import Writer
+
+    tokenizer = load_base(str(stories), dtype="float32", device="cpu").tokenizer
+    assert tokenizer is not None
+    before, whole = (encode_prompt(tokenizer, one) for one in (prompt, prompt + text))
+    tokens = whole[len(before) :] if whole[: len(before)] == before else encode_prompt(tokenizer, text.strip())
+    after = place_of(tokenizer, before)
+    assert added_text(tokenizer, after, tokens) == text
+    writer = Writer(tokenizer, [], ends=[], after=after)
+    assert "".join(writer.add(token) for token in tokens) + writer.finish() == text
 
 
 def test_special_tokens_that_are_spelt_out_are_scored_as_the_text_they_are(person: Person) -> None:

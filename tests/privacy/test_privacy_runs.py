@@ -105,6 +105,12 @@ def test_a_run_stops_before_its_budget_is_exceeded(tmp_path: Path, model: str) -
     assert scores(again) == scores(stopped.metrics)
     told = ("rounds", "planned_rounds", "selected_round")
     assert [again[key] for key in told] == [stopped.metrics[key] for key in told] == [2, 4, 2]
+    own = [json.loads(path.read_text()) for path in (tmp_path / "elsewhere").rglob("model/metrics.json")]
+    assert [[one[key] for key in told] for one in own] == [[2, 4, 2]] * 3
+    resumed, _ = federated(content, tmp_path / "elsewhere", resume=True)
+    assert resumed["privacy"] == again["privacy"]
+    assert [resumed[key] for key in told] == [2, 4, 2]
+    assert scores(resumed) == scores(again)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +140,11 @@ def test_the_models_of_a_run_that_its_budget_ended_are_kept(
 
 def test_a_run_whose_budget_allows_no_round_has_the_models_it_began_with(tmp_path: Path) -> None:
     one = epsilon(Release(noise=1.0), 1, 1e-5, "rdp")
-    run(recipe(tmp_path, "fedavg", epsilon=one / 2), tmp_path / "run")
+    content = recipe(tmp_path, "fedavg", epsilon=one / 2)
+    run(content, tmp_path / "run")
     assert library.load(tmp_path / "run").metrics["rounds"] == 0
+    run(content, tmp_path / "run", resume=True)
+    assert len(of_event(tmp_path / "run", "start")) == 1
 
 
 def test_users_drop_out_one_by_one_where_they_have_spent_unequally(tmp_path: Path) -> None:

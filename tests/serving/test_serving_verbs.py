@@ -104,7 +104,7 @@ def test_a_byte_that_is_no_text_does_not_end_a_chat(runs: Path, comingle: Any, m
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi \xff\none two\n"), encoding="utf-8"))
     answer = comingle("chat", runs, *options)
     assert (answer.code, answer.err) == (0, "")
-    assert "a prompt is not valid Unicode: '\\udcff' at 3" in answer.out
+    assert "a text is not valid Unicode: '\\udcff' at 3" in answer.out
     said = library.load(runs / "comigs-1g1s-seed0").user("ann").generate("one two", max_new_tokens=5)
     assert answer.out.endswith(f"{printable(said)}\n")
 

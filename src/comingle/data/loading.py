@@ -9,12 +9,12 @@ from __future__ import annotations
 import glob
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from comingle.data.csv_files import read_csv
+from comingle.data.csv_files import columns_of, read_csv, reads
 from comingle.data.files import check_regular
 from comingle.data.formats import BUILDERS, COMPRESSIONS, builder_of, is_saved, looks_like_path
 from comingle.data.hub import HUB_PREFIX, parse_hub_name
@@ -22,11 +22,6 @@ from comingle.data.rows import Rows, describe
 from comingle.errors import DataError
 
 _LOCAL_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
-
-
-def make_rows(columns: Mapping[str, Sequence[Any]]) -> Rows:
-    """A data set of these columns, for packages that want one."""
-    return _import_datasets().Dataset.from_dict(dict(columns))
 
 
 @contextmanager
@@ -41,67 +36,59 @@ def open_splits(
     sources = [source] if isinstance(source, str | Path) else list(source)
     datasets = _import_datasets()
     with _quietly(datasets), tempfile.TemporaryDirectory(prefix="comingle-") as cache:
-        yield [
-            pair
-            for one in map(str, sources)
-            for pair in (
-                _load_hub(datasets, one, name, stream)
-                if one.startswith(HUB_PREFIX)
-                else _load(datasets, one, name, data_files, cache)
-            )
-        ]
+        yield [pair for one in map(str, sources) for pair in _load(datasets, one, name, data_files, cache, stream)]
 
 
-def _load(datasets: Any, source: str, name: str | None, data_files: Any, cache: str) -> list[tuple[str, Rows]]:
-    path = Path(source).expanduser()
-    on_disk = os.path.exists(path)
-    if on_disk:
-        check_regular(path)
-    local = on_disk or (source in _LOCAL_BUILDERS and data_files is not None)
-    if not local and looks_like_path(source):
-        raise DataError(f"{source}: no such file or folder")
-    if path.is_file() and not builder_of(path):
-        known = ", ".join(BUILDERS)
-        raise DataError(f"{path}: not a file of rows; allowed: {known}, each also with {' or '.join(COMPRESSIONS)}")
+def _load(
+    datasets: Any, source: str, name: str | None, data_files: Any, cache: str, stream: bool
+) -> list[tuple[str, Rows]]:
+    hub = parse_hub_name(source) if source.startswith(HUB_PREFIX) else None
     try:
-        loaded = _load_any(datasets, path, source, name, data_files, {"cache_dir": cache} if local else {})
+        if hub is not None:
+            options = {"split": hub.split, "data_files": hub.files, "streaming": stream}
+            loaded = datasets.load_dataset(hub.name, name=hub.config or name, **options)
+        else:
+            loaded = _load_any(datasets, source, name, data_files, cache)
     except StopIteration:  # what ``datasets`` makes of a file without rows
         return []
+    except DataError:
+        raise
     except Exception as error:  # datasets, pyarrow, pandas and the hub each have their own tree of errors
         raise DataError(f"{source}: cannot be loaded as a data set: {describe(error)}") from error
-    return _as_splits(loaded, "train")
+    splits = loaded if isinstance(loaded, dict) else {hub.split if hub and hub.split else "train": loaded}
+    return [(str(split), rows) for split, rows in splits.items()]
 
 
-def _load_hub(datasets: Any, source: str, config: str | None, stream: bool) -> list[tuple[str, Rows]]:
-    wanted = parse_hub_name(source)
-    try:
-        loaded = datasets.load_dataset(
-            wanted.name, name=wanted.config or config, split=wanted.split, data_files=wanted.files, streaming=stream
-        )
-    except Exception as error:  # as in _load
-        raise DataError(f"{source}: cannot be loaded as a data set: {describe(error)}") from error
-    return _as_splits(loaded, wanted.split or "train")
-
-
-def _as_splits(loaded: Any, name: str) -> list[tuple[str, Rows]]:
-    return [(str(split), rows) for split, rows in loaded.items()] if isinstance(loaded, dict) else [(name, loaded)]
-
-
-def _load_any(
-    datasets: Any, path: Path, source: str, name: str | None, data_files: Any, where: dict[str, str]
-) -> Rows | dict[str, Rows]:
+def _load_any(datasets: Any, source: str, name: str | None, data_files: Any, cache: str) -> Rows | dict[str, Rows]:
+    path, builder = Path(source).expanduser(), builder_of(Path(source))
+    on_disk = os.path.exists(path)
+    options: dict[str, Any] = {"name": name, "data_files": data_files}
+    if on_disk:
+        check_regular(path)
+        source = str(path)
+    elif not (local := source in _LOCAL_BUILDERS and data_files is not None) and looks_like_path(source):
+        raise DataError(f"{source}: no such file or folder")
     if path.is_dir() and is_saved(path):
         return datasets.load_from_disk(str(path))
-    options = {"name": name, "data_files": data_files, **where}
-    source = str(path) if os.path.exists(path) else source
-    if path.is_file() and (builder := builder_of(path)):
-        source, options = builder[0], {"data_files": glob.escape(str(path)), **builder[1], **where}
-    if where and (found := datasets.load_dataset_builder(source, **options)).name == "csv":
-        made, sep = datasets.IterableDataset.from_generator, found.config.sep
+    if path.is_file() and not builder:
+        known = ", ".join(BUILDERS)
+        raise DataError(f"{path}: not a file of rows; allowed: {known}, each also with {' or '.join(COMPRESSIONS)}")
+    if path.is_file() and builder:
+        source, options = builder[0], {"data_files": glob.escape(str(path)), **builder[1]}
+    if not on_disk and not local:
+        return datasets.load_dataset(source, **options)
+    options["cache_dir"] = cache
+    if (found := datasets.load_dataset_builder(source, **options)).name == "csv":
         splits = {str(split): [str(file) for file in files] for split, files in found.config.data_files.items()}
-        if all(os.path.exists(file) for files in splits.values() for file in files):  # else addresses
-            return {split: made(read_csv, gen_kwargs={"files": files, "sep": sep}) for split, files in splits.items()}
+        if reads(found.config, splits):
+            return {split: _read_csv(datasets, files, found.config.sep) for split, files in splits.items()}
     return datasets.load_dataset(source, **options)
+
+
+def _read_csv(datasets: Any, files: Sequence[str], sep: str) -> Rows:
+    features = datasets.Features({column: datasets.Value("string") for column in columns_of(files, sep)})
+    given = {"files": files, "sep": sep}
+    return datasets.IterableDataset.from_generator(read_csv, gen_kwargs=given, features=features)
 
 
 def _import_datasets() -> Any:

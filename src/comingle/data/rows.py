@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date, time
 from itertools import islice
 from typing import Any
 
@@ -18,7 +19,7 @@ Rows = Any
 def iterate_rows(rows: Rows, columns: Sequence[str], where: str) -> Iterator[tuple[str, ...]]:
     """The named columns of every row that has them all, as text; the first column is the document."""
     names = rows.column_names or list(next(iter(rows), {}))  # a stream may only know its columns from a row
-    for column in columns if names else ():
+    for column in columns:
         if _head(column, names) not in names:
             raise DataError(f"{where}: no column {column!r}; found: {list_names(names)}.{did_you_mean(column, names)}")
     heads = list(dict.fromkeys(_head(column, names) for column in columns))
@@ -26,10 +27,13 @@ def iterate_rows(rows: Rows, columns: Sequence[str], where: str) -> Iterator[tup
         for document, *others in zip(*(values_of(batch, column, rows) for column in columns), strict=True):
             if document is None or any(other is None for other in others):
                 continue
-            for column, value in zip(columns, (document, *others), strict=True):
-                if not isinstance(value, str if column == columns[0] else str | int | float):  # dates are spelt anew
-                    what = "a document must be text" if column == columns[0] else "a name must be text or a number"
-                    raise DataError(f"{where}: column {column!r} holds {type(value).__name__}, {what}")
+            if not isinstance(document, str):
+                got = type(document).__name__
+                raise DataError(f"{where}: column {columns[0]!r} holds {got}, a document must be text")
+            if dates := [
+                name for name, other in zip(columns[1:], others, strict=True) if isinstance(other, date | time)
+            ]:
+                raise DataError(f"{where}: column {dates[0]!r} holds dates, which would be spelt anew; a name is text")
             if document.strip():
                 yield document, *map(str, others)
 

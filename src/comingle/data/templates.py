@@ -72,10 +72,8 @@ def require_characters(text: str) -> None:
     Raises:
         DataError: half of a character in it, as undecodable bytes of a terminal are read.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"a prompt is not valid Unicode: {text[error.start]!r} at {error.start}") from None
+    if half := re.search("[\ud800-\udfff]", text):
+        raise DataError(f"a text is not valid Unicode: {half[0]!r} at {half.start()}")
 
 
 @dataclass(frozen=True)

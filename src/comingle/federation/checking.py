@@ -5,6 +5,7 @@ Whoever is on the other side may be mistaken or mean harm: nothing of a message 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -132,12 +133,16 @@ def _check_tensors(
             raise MessageError(f"{what}: tensor {name!r} is {_called(tensors[name])}; allowed: float32, float64")
         if not bool(tensors[name].isfinite().all()):
             raise MessageError(f"{what}: tensor {name!r} is not finite")
-        if (largest := float(tensors[name].abs().max()) if tensors[name].numel() else 0.0) > (most := _most(name)):
+        most = _most(name) if leading == 0 else math.inf
+        if (largest := float(tensors[name].abs().max()) if tensors[name].numel() else 0.0) > most:
             raise MessageError(f"{what}: tensor {name!r} has a number of size {largest:.3g}; allowed: up to {most:g}")
 
 
 def _most(name: str) -> float:
-    """No honest number is larger, and of larger ones a server's products and squares may have no finite sum."""
+    """No honest user sends a larger one, and of larger ones a server's products and squares may have no finite sum.
+
+    What it makes of them may be larger: FlexLoRA puts the singular values of products into one factor.
+    """
     return _LARGEST_FACTOR if name.endswith(_FACTORS) else _LARGEST_NUMBER
 
 

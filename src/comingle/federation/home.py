@@ -216,9 +216,10 @@ def open_home(folder: Path, own: Own, public: Public) -> Home:
     clients = materials.kind.clients(recipe, materials, house.method, house.training)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "answers").mkdir(exist_ok=True)
-    if not (begun := (folder / PUBLIC).exists()):
+    if not (folder / PUBLIC).exists():
         write_json(folder / PUBLIC, public.as_dict())
     home = Home(folder=folder, public=public, recipe=recipe, read=read, clients=clients, first=clients.state.copy())
+    begun = any((folder / "answers").glob("*.bin"))  # so something may have been released
     keep_key(folder, clients.shield, clients.steps.examples, begun=begun)
     home.tidy()
     home.newest()

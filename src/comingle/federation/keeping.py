@@ -19,14 +19,14 @@ from comingle.federation.home import Home
 from comingle.federation.own import Own
 from comingle.inputs import write_inputs
 from comingle.recipes import Recipe
-from comingle.records import write_json, write_text
+from comingle.records import PLANNED, write_json, write_text
 from comingle.runs.session import build, describe
 
 MODEL = "model"
 
 
-def keep_model(home: Home, own: Own) -> Path:
-    """Write the user's model as it is now; padding to the ranks and experts of others is left out.
+def keep_model(home: Home, own: Own, *, rounds: int) -> Path:
+    """Write the user's model after so many rounds; padding to the ranks and experts of others is left out.
 
     It is scored once more, so what is written is known to say the same.
 
@@ -37,8 +37,10 @@ def keep_model(home: Home, own: Own) -> Path:
     federation = build(recipe, home.read, store="memory")
     clients = federation.clients
     _fill(clients, home.clients)
+    clients.stopped_after = rounds if 0 <= rounds < clients.rounds_done else None
     with finetuned(clients):
         metrics = summarise(clients, clients.evaluate(), Clock()).as_dict()
+    metrics |= {} if clients.stopped_after is None else {PLANNED: clients.training.rounds}
     folder = home.folder / MODEL
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)

@@ -245,7 +245,7 @@ class Work:
         self.clients.choose()
 
     def _end(self) -> None:
-        keep_model(self.home, self.own)
+        keep_model(self.home, self.own, rounds=self.task.round)
         self.home.sessions.end()
 
     STEPS: ClassVar[dict[str, Callable[[Work], None]]] = {

@@ -23,8 +23,8 @@ from comingle.records import Metrics
 
 logger = logging.getLogger("comingle")
 
-Save = Callable[[int], None]
-"""Keeps the server's state after so many rounds."""
+Save = Callable[[int, bool], None]
+"""Keeps the server's state after so many rounds, and whether no more follow though more were planned."""
 
 END_SECONDS = 60.0
 """So long is waited for users to hear that all is over."""
@@ -33,14 +33,16 @@ Told = dict[str, Mapping[str, Any]]
 """What users have told in their answers."""
 
 
-def run_tasks(coordinator: Coordinator, *, first_round: int = 0, save: Save) -> Metrics:
+def run_tasks(coordinator: Coordinator, *, first_round: int = 0, stopped: bool = False, save: Save) -> Metrics:
     """Train from ``first_round`` (from 0) to the end; the run's metrics, of those who let them be known.
+
+    A run that was ``stopped`` by its privacy budget has no more rounds.
 
     Raises:
         RunError: too few users answered in time.
     """
     training, method = coordinator.house.training, coordinator.house.method
-    names, rounds = coordinator.public.users, training.rounds if method.trains else 0
+    names, rounds = coordinator.public.users, first_round if stopped else training.rounds if method.trains else 0
     coordinator.clock.started = time.perf_counter()
     last: Told = {}
     if rounds and first_round == 0 and training.evaluate_first:
@@ -51,16 +53,18 @@ def run_tasks(coordinator: Coordinator, *, first_round: int = 0, save: Save) -> 
         if members is None:  # one more would exceed the privacy budget
             logger.warning("the privacy budget is spent after round %d of %d", number, rounds)
             rounds, last = number, _evaluate_stopped(coordinator, number)
+            save(number, True)
             break
         last = _play(coordinator, number, due, [names[i] for i in members]) or last
-        save(number + 1)
+        save(number + 1, False)
     ended = rounds
     if training.select == "best":
         ended = coordinator.best_round
         again = ("evaluate",) if ended != rounds else ()
         answers = coordinator.ask(dict.fromkeys(names, ("choose", *again)), rounds)
         last = {name: answer.told for name, answer in answers.items()} if again else last
-    told = last or _evaluate(coordinator, names, rounds, silent=first_round > 0)
+    receives = not stopped or counts_exchanged(method, training)
+    told = last or _evaluate(coordinator, names, rounds, silent=first_round > 0, receives=receives)
     metrics = _summarise(coordinator, told, rounds, ended)
     coordinator.ask(dict.fromkeys(names, ("end",)), rounds, seconds=END_SECONDS)
     return metrics

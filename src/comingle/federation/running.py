@@ -103,7 +103,7 @@ def _run(
 
     try:
         coordinator = new_coordinator(run, public, house, channel, observe, plan.patience)
-        keep_key(folder, coordinator.server.guard, anew=not known, begun=known)
+        keep_key(folder, coordinator.server.guard, anew=not known, begun=progress is not None)
         if progress is not None:
             _restore(coordinator, newest[0], progress)
         coordinator.join()
@@ -112,11 +112,12 @@ def _run(
         if log.size_bytes == 0 or progress is None:
             observe(start_event(house.method, house.training, coordinator.model.name, _amounts(coordinator)))
 
-        def save(done: int) -> None:
+        def save(done: int, stopped: bool) -> None:
             log.to_disk()
-            _save(coordinator, folder, done, log.size_bytes)
+            _save(coordinator, folder, done, log.size_bytes, stopped)
 
-        metrics = run_tasks(coordinator, first_round=progress.round if progress else 0, save=save).as_dict()
+        start, stopped = (progress.round, progress.stopped) if progress else (0, False)
+        metrics = run_tasks(coordinator, first_round=start, stopped=stopped, save=save).as_dict()
         metrics |= coordinator.server.account | ({PLANNED: rounds} if metrics["rounds"] < rounds else {})
         observe(end_event(metrics))
     finally:
@@ -163,9 +164,9 @@ def _amounts(coordinator: Coordinator) -> dict[str, dict[str, Any]]:
 # ---------------------------------------------------------------- the server's own state
 
 
-def _save(coordinator: Coordinator, folder: Path, done: int, events_bytes: int) -> None:
-    public = coordinator.public
-    progress = progress_of(done, public.digest, public.users, clock=coordinator.clock, events_bytes=events_bytes)
+def _save(coordinator: Coordinator, folder: Path, done: int, events_bytes: int, stopped: bool) -> None:
+    public, counted = coordinator.public, {"clock": coordinator.clock, "events_bytes": events_bytes}
+    progress = progress_of(done, public.digest, public.users, stopped=stopped, **counted)
     kept = coordinator.server.state | _own_tensors(coordinator)
     save_checkpoint(folder, coordinator.model.layout, _no_rows(coordinator), kept, progress)
     prune_checkpoints(folder, KEPT)
@@ -191,7 +192,7 @@ def _restore(coordinator: Coordinator, checkpoint: Path, progress: Progress) -> 
     _, kept = load_checkpoint(checkpoint, coordinator.model.layout, _no_rows(coordinator), like)
     own = {name.removeprefix(_OWN): kept.pop(name) for name in list(kept) if name.startswith(_OWN)}
     server.restore(kept)
-    if server.guard is not None and progress.round < coordinator.house.training.rounds:
+    if server.guard is not None and progress.round < coordinator.house.training.rounds and not progress.stopped:
         # The round after it may have been published, and will be again, perhaps with other participants.
         server.guard.charge(range(len(names)))
     coordinator.serials = dict(zip(names, own["serials"].tolist(), strict=True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,12 @@ from comingle.errors import DataError, RecipeError
 from comingle.models.greedy import can_pad, padded_attention
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.sampling import Sampling, as_tuple
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What is decoded of half a character."""
+
+_CONTEXT = 16
+"""So many tokens a character and the special tokens behind it may be."""
 
 
 @torch.no_grad()
@@ -46,7 +53,7 @@ def continue_texts(
     pad = cast(int, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0))
     ids = torch.tensor([[pad] * start + ids for start, ids in zip(starts, encoded, strict=True)], device=device)
     mask = (torch.arange(width, device=device) >= torch.tensor(starts, device=device).unsqueeze(1)).long()
-    after = [ids[-1:] if isinstance(prompt, str) else [] for ids, prompt in zip(encoded, prompts, strict=True)]
+    after = [place_of(tokenizer, ids) if isinstance(p, str) else [] for ids, p in zip(encoded, prompts, strict=True)]
     watch = _Watch(tokenizer, width, ends, sampling.stop + sampling.stop_strings, after)
     # Lengths change with every token: compiling for each of them would not pay.
     with torch.compiler.set_stance("force_eager"), padded_attention(network, padded=any(starts)):
@@ -57,8 +64,18 @@ def continue_texts(
 
 def added_text(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], tokens: Sequence[int]) -> str:
     """What tokens add to the text of those before them: some tokenizers drop a space where a text begins."""
-    old, new = (str(tokenizer.decode([*before, *more], skip_special_tokens=True)) for more in ([], tokens))
-    return new[len(old) :]
+    old, new = (str(tokenizer.decode(some, skip_special_tokens=True)) for some in (before, [*before, *tokens]))
+    # Some make several of a half of a character, and of the whole one before it too.
+    return new[len(old) :] if new.startswith(old) else str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def place_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
+    """The last tokens of a prompt that are text by themselves, and give what follows its place."""
+    for count in range(1, min(len(ids), _CONTEXT) + 1):
+        text = str(tokenizer.decode(ids[-count:], skip_special_tokens=True))
+        if text and UNFINISHED not in text:
+            return list(ids[-count:])
+    return []
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int]) -> list[int]:
@@ -193,19 +210,16 @@ class _Draw:
         return torch.full_like(scores, -math.inf).scatter(1, drawn, 0.0)
 
 
+@dataclass
 class _Watch:
     """Ends a row after a token of ``stop_ids`` or one of the ``stops``, and keeps where: ``ends``."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        width: int,
-        stop_ids: Sequence[int],
-        stops: Sequence[str],
-        after: Sequence[Sequence[int]],
-    ) -> None:
-        self.tokenizer, self.width, self.stop_ids, self.stops, self.after = tokenizer, width, stop_ids, stops, after
-        self.ends: dict[int, int | None] = {}
+    tokenizer: PreTrainedTokenizerBase
+    width: int
+    stop_ids: Sequence[int]
+    stops: Sequence[str]
+    after: Sequence[Sequence[int]]
+    ends: dict[int, int | None] = field(default_factory=dict)
 
     def __call__(self, tokens: Int[Tensor, "n total"], scores: Any, **_: Any) -> Bool[Tensor, " n"]:
         for i, row in enumerate(tokens[:, self.width :].tolist()):

@@ -16,7 +16,7 @@ from torch import Tensor
 from comingle import plugins
 from comingle.adapters import watching
 from comingle.adapters.clustered import FloralModel
-from comingle.data.templates import ROLES, ChatTemplate, Message
+from comingle.data.templates import ROLES, ChatTemplate, Message, require_characters
 from comingle.errors import DataError, RecipeError
 from comingle.evaluation.perplexity import Score, score_streams
 from comingle.evaluation.routing import Routing, pieces, route
@@ -199,6 +199,7 @@ class PersonalModel(Personal):
 
     def _tokens(self, text: str) -> Int[Tensor, " tokens"]:
         """As training and scores read it: a special token that is spelt out is text."""
+        require_characters(text)
         encoded: Any = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)
         return torch.tensor(encoded["input_ids"], dtype=torch.int64)
 

@@ -244,7 +244,7 @@ def execute(
     has = merged(
         federation.gather(lambda: {user.name: amounts(user, clients.feed.unit) for user in clients.scored_users})
     )
-    if (log is not None and log.size_bytes == 0) or start == 0:  # a log that was lost begins anew
+    if (log is not None and log.size_bytes == 0) or not kept:  # a log that was lost begins anew
         observe(start_event(clients.method, clients.training, clients.model.name, has) | clients.left_out)
     try:
         writing = saving(federation, recipe, folder, log)

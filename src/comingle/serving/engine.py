@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from comingle.errors import DataError, require_user
 from comingle.evaluation.routing import Routing
 from comingle.models.folding import cache_name
-from comingle.models.generation import max_places, stop_tokens
+from comingle.models.generation import max_places, place_of, stop_tokens
 from comingle.models.greedy import can_pad, padded_attention
 from comingle.models.personal import PersonalModel
 from comingle.models.sampling import Sampling
@@ -193,7 +193,7 @@ class Engine:
     def _row(self, request: Request) -> _Row:
         ends = self.ends(request)
         chooser = Chooser(request.sampling, len(request.prompt), ends, self.device, request.logprobs)
-        after = request.prompt[-1:] if request.continues else ()
+        after = place_of(self.tokenizer, request.prompt) if request.continues else ()
         writer = Writer(self.tokenizer, request.sampling.stop, ends=ends, after=after)
         return _Row(request=request, chooser=chooser, writer=writer, tokens=list(request.prompt))
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from comingle.models.generation import cut_at
+from comingle.models.generation import UNFINISHED, added_text, cut_at
 from comingle.models.pretrained import PreTrainedTokenizerBase
-
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class Writer:
     """The text of one answer: characters come whole, and nothing is told of which a stop may be made.
 
-    It follows the text of the tokens ``after`` which it stands, of which the last is enough.
+    It follows the text of the tokens ``after`` which it stands, of which the last few are enough.
     """
 
     def __init__(
@@ -46,10 +44,10 @@ class Writer:
 
     def _read(self, *, last: bool) -> None:
         """Each token is decoded after the one before it: some tokenizers drop a space where their text begins."""
-        old, new = self._decode(self.before, self.read), self._decode(self.before, len(self.tokens))
-        if new.endswith(UNFINISHED) and not last:  # what follows may make another character of it
+        added = added_text(self.tokenizer, self.tokens[self.before : self.read], self.tokens[self.read :])
+        if added.endswith(UNFINISHED) and not last:  # what follows may make another character of it
             return
-        self.text += new[len(old) :]
+        self.text += added
         if self._decode(self.read, len(self.tokens)):  # a special token is no text, and gives no place
             self.before = self.read
         self.read = len(self.tokens)

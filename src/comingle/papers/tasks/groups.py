@@ -20,7 +20,6 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from comingle.data.loading import make_rows
 from comingle.data.seeds import derive, generator
 from comingle.errors import DataError, RecipeError
 
@@ -152,7 +151,7 @@ def draw_dirichlet(
             self_balancing=True,
             seed=derive(*key, "dirichlet", attempt),
         )
-        partitioner.dataset = make_rows(rows)
+        partitioner.dataset = import_module("datasets").Dataset.from_dict(rows)
         parts = _load_all(partitioner, users)
         # Shares of a tiny alpha may all be 0, and what the partitioner makes of that is no partition.
         if torch.equal(torch.cat(parts).sort().values, torch.arange(len(labels))):
