@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,20 @@ def test_text_comes_with_its_spaces_behind_a_prompt_and_behind_special_tokens(sh
     stopped = Writer(tokenizer, [" girl"], ends=[], after=before[-1:])
     assert not any(stopped.add(token) for token in first[:4])
     assert stopped.stopped
+
+
+def test_each_token_says_where_its_text_begins(shared_data: Path, people: Any) -> None:
+    asked = Asked(Engine(people("fedavg", base=str(shared_data / "models" / "stories260K")), rows=1))
+    number = asked.ask("ann", "there was a little", logprobs=1, max_new_tokens=8)
+    asked.finish()
+    pieces = asked.pieces[number]
+    text, chosen = "".join(piece.text for piece in pieces), [piece.chosen for piece in pieces if piece.chosen]
+    tokens = [one.token for one in chosen]
+    spans = pairwise([*(one.at for one in chosen), len(text)])
+    before = encode_prompt(asked.engine.tokenizer, "there was a little")[-1:]
+    pairs = zip([*before, *tokens], tokens, strict=False)
+    assert len(chosen) == 8
+    assert [text[a:b] for a, b in spans] == [added_text(asked.engine.tokenizer, [a], [b]) for a, b in pairs]
 
 
 def test_a_further_users_memory_is_its_adapters(people: Any) -> None:

@@ -61,12 +61,12 @@ def _load(
 
 def _load_any(datasets: Any, source: str, name: str | None, data_files: Any, cache: str) -> Rows | dict[str, Rows]:
     path, builder = Path(source).expanduser(), builder_of(Path(source))
-    on_disk = os.path.exists(path)
+    local = (on_disk := os.path.exists(path)) or (source in _LOCAL_BUILDERS and data_files is not None)
     options: dict[str, Any] = {"name": name, "data_files": data_files}
     if on_disk:
         check_regular(path)
         source = str(path)
-    elif not (local := source in _LOCAL_BUILDERS and data_files is not None) and looks_like_path(source):
+    elif not local and looks_like_path(source):
         raise DataError(f"{source}: no such file or folder")
     if path.is_dir() and is_saved(path):
         return datasets.load_from_disk(str(path))
@@ -75,7 +75,7 @@ def _load_any(datasets: Any, source: str, name: str | None, data_files: Any, cac
         raise DataError(f"{path}: not a file of rows; allowed: {known}, each also with {' or '.join(COMPRESSIONS)}")
     if path.is_file() and builder:
         source, options = builder[0], {"data_files": glob.escape(str(path)), **builder[1]}
-    if not on_disk and not local:
+    if not local:
         return datasets.load_dataset(source, **options)
     options["cache_dir"] = cache
     if (found := datasets.load_dataset_builder(source, **options)).name == "csv":

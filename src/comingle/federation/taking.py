@@ -45,7 +45,7 @@ def _aggregate(coordinator: Coordinator, upload: Upload) -> None:
         server.aggregate(upload)
         broken = [name for name, t in server.kept.items() if not bool(t.isfinite().all())]
         why = f"{broken[0]!r} is not finite" if broken else ""
-    except torch.linalg.LinAlgError as error:
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         why = " ".join(str(error).split())
     if why:
         sizes = [

@@ -62,19 +62,19 @@ def continue_texts(
     return [cut_at(text, sampling.stop) for text in said]
 
 
-def added_text(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], tokens: Sequence[int]) -> str:
+def added_text(tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: list[int]) -> str:
     """What tokens add to the text of those before them: some tokenizers drop a space where a text begins."""
     old, new = (str(tokenizer.decode(some, skip_special_tokens=True)) for some in (before, [*before, *tokens]))
     # Some make several of a half of a character, and of the whole one before it too.
     return new[len(old) :] if new.startswith(old) else str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def place_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
+def place_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     """The last tokens of a prompt that are text by themselves, and give what follows its place."""
     for count in range(1, min(len(ids), _CONTEXT) + 1):
         text = str(tokenizer.decode(ids[-count:], skip_special_tokens=True))
         if text and UNFINISHED not in text:
-            return list(ids[-count:])
+            return ids[-count:]
     return []
 
 
@@ -218,7 +218,7 @@ class _Watch:
     width: int
     stop_ids: Sequence[int]
     stops: Sequence[str]
-    after: Sequence[Sequence[int]]
+    after: Sequence[list[int]]
     ends: dict[int, int | None] = field(default_factory=dict)
 
     def __call__(self, tokens: Int[Tensor, "n total"], scores: Any, **_: Any) -> Bool[Tensor, " n"]:
@@ -227,7 +227,7 @@ class _Watch:
                 self.ends[i] = tokens.shape[1] if self._over(row, self.after[i]) else None
         return torch.tensor([end is not None for end in self.ends.values()], device=tokens.device)
 
-    def _over(self, said: list[int], after: Sequence[int]) -> bool:
+    def _over(self, said: list[int], after: list[int]) -> bool:
         if said[-1] in self.stop_ids or not self.stops:
             return said[-1] in self.stop_ids
         text = added_text(self.tokenizer, after, said)

@@ -59,7 +59,7 @@ class Answer:
         }
 
     def _choice(self, number: int, choice: Choice) -> dict[str, Any]:
-        said = {"logprobs": self._logprobs(choice.said, 0), "finish_reason": choice.finish}
+        said = {"logprobs": self._logprobs(choice.said), "finish_reason": choice.finish}
         if not self.chat:
             return {"index": number, "text": choice.text, **said}
         message = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -85,9 +85,9 @@ class Answer:
         """Whose turn it is: how a chat's chunks begin."""
         return {"index": number, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def part(self, number: int, text: str, said: Sequence[Chosen], finish: Finish | None, at: int) -> dict[str, Any]:
-        """What was added; ``at`` is how long the text was before."""
-        rest = {"logprobs": self._logprobs(said, at), "finish_reason": finish}
+    def part(self, number: int, text: str, said: Sequence[Chosen], finish: Finish | None) -> dict[str, Any]:
+        """What was added."""
+        rest = {"logprobs": self._logprobs(said), "finish_reason": finish}
         if not self.chat:
             return {"index": number, "text": text, **rest}
         return {"index": number, "delta": {"content": text} if text else {}, **rest}
@@ -98,20 +98,17 @@ class Answer:
         name = f"{'chatcmpl' if self.chat else 'cmpl'}-{self.key}"
         return {"id": name, "object": kind, "created": self.made, "model": self.model, "system_fingerprint": None}
 
-    def _logprobs(self, said: Sequence[Chosen], at: int) -> dict[str, Any] | None:
+    def _logprobs(self, said: Sequence[Chosen]) -> dict[str, Any] | None:
         if not self.probable:
             return None
         if self.chat:
             tokens = [{**self._likely(one.token, one.logprob), "top_logprobs": self._top(one)} for one in said]
             return {"content": tokens, "refusal": None}
-        texts, offsets = [self._text(one.token) for one in said], [at]
-        for text in texts:
-            offsets.append(offsets[-1] + len(text))
         return {
-            "tokens": texts,
+            "tokens": [self._text(one.token) for one in said],
             "token_logprobs": [one.logprob for one in said],
             "top_logprobs": [{self._text(token): value for token, value in one.top} for one in said],
-            "text_offset": offsets[: len(texts)],
+            "text_offset": [one.at for one in said],
         }
 
     def _top(self, one: Chosen) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any, Literal
 
@@ -239,6 +239,7 @@ class Engine:
 
     def _piece(self, row: _Row, chosen: Chosen) -> Piece:
         row.tokens.append(chosen.token)
+        chosen = replace(chosen, at=len(row.writer.text))
         text = row.writer.add(chosen.token)
         if row.writer.stopped:
             return Piece(text=text, chosen=chosen, finish="stop")

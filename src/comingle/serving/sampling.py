@@ -17,12 +17,13 @@ from comingle.models.sampling import Sampling
 class Chosen:
     """A token, the log probability that the model gave it, and the likeliest tokens with theirs, likeliest first.
 
-    The probabilities are the model's own, before temperature and the like.
+    The probabilities are the model's own, before temperature and the like. ``at``: how long the text is before it.
     """
 
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    at: int = 0
 
 
 class Chooser:

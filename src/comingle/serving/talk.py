@@ -62,11 +62,9 @@ async def stream(talk: Talk, answer: Answer, ends: Sequence[int], *, usage: bool
             if answer.chat:
                 yield answer.chunk([answer.first(number) for number in range(len(choices))])
             async for number, piece in pieces:
-                choice = choices[number]
-                at = len(choice.text)
-                said = choice.add(piece, ends)
+                said = choices[number].add(piece, ends)
                 if piece.text or piece.finish or (answer.probable and said):
-                    yield answer.chunk([answer.part(number, piece.text, said, piece.finish, at)])
+                    yield answer.chunk([answer.part(number, piece.text, said, piece.finish)])
     except Refused as error:
         yield event(error.body())
         return
