@@ -188,7 +188,7 @@ def test_half_of_a_character_is_refused(person: Person, prompt: Any) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "text"),
-    [("hi 🙂", "🙂🎉 yes"), ("你", "好吗"), ("caf☕", "☕"), ("end</s>", " Once"), ("a little", " girl")],
+    [("hi 🙂", "🙂🎉 yes"), ("你", "好吗"), ("caf☕", "☕"), ("a little", " girl")],
 )
 def test_what_tokens_add_is_their_text_whatever_is_before(stories: Any, prompt: str, text: str) -> None:
     from comingle.models.generation import added_text, encode_prompt, place_of
@@ -202,6 +202,8 @@ def test_what_tokens_add_is_their_text_whatever_is_before(stories: Any, prompt: 
     assert added_text(tokenizer, after, tokens) == text
     writer = Writer(tokenizer, [], ends=[], after=after)
     assert "".join(writer.add(token) for token in tokens) + writer.finish() == text
+    ended = encode_prompt(tokenizer, f"{prompt}</s>")
+    assert place_of(tokenizer, ended) == [*after, tokenizer.eos_token_id]
 
 
 def test_special_tokens_that_are_spelt_out_are_scored_as_the_text_they_are(person: Person) -> None:
