@@ -36,8 +36,6 @@ MEASURES = {"perplexity": "lower", "accuracy": "higher", "exact_match": "higher"
 """What models are compared by, and which way is better."""
 SHARES = ("accuracy", "exact_match")
 """Measures from 0 to 1 that are read in per cent."""
-PLANNED = "planned_rounds"
-"""In the metrics of a run that its privacy budget has ended: how many rounds it would have had."""
 GEOMETRIC = "geometric_mean_test_perplexity"
 """Beside ``mean_test_perplexity``: the exponential of the mean loss over users, which one bad user does not rule."""
 
@@ -55,7 +53,8 @@ class Metrics:
     ``measure`` is what models are compared by: each user has ``test_<measure>``, and the run their mean,
     ``mean_test_<measure>``; of perplexities also :data:`GEOMETRIC`. ``unit`` is what data is counted in, tokens or
     samples: each user has ``train_<unit>`` and so on, and the run ``<unit>_per_second``, over the time of local work.
-    ``selected_round`` is the round with whose models the run ended.
+    ``selected_round`` is the round with whose models the run ended; ``planned_rounds`` is how many it would have had,
+    where its privacy budget has ended it.
     """
 
     method: str
@@ -75,10 +74,11 @@ class Metrics:
     peak_memory_bytes: int
     dtype: str
     device: str
+    planned_rounds: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """As nested dictionaries."""
-        content = asdict(self)
+        content = {key: value for key, value in asdict(self).items() if value is not None}
         content[f"mean_test_{self.measure}"] = content.pop("mean")
         content |= geometric(self.users, self.measure)
         content[f"{self.unit}_per_second"] = content.pop("per_second")

@@ -82,7 +82,8 @@ def _load_any(datasets: Any, source: str, name: str | None, data_files: Any, cac
         splits = {str(split): [str(file) for file in files] for split, files in found.config.data_files.items()}
         if reads(found.config, splits):
             return {split: _read_csv(datasets, files, found.config.sep) for split, files in splits.items()}
-    return datasets.load_dataset(source, **options)
+    found.download_and_prepare()
+    return found.as_dataset()
 
 
 def _read_csv(datasets: Any, files: Sequence[str], sep: str) -> Rows:

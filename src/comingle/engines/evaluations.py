@@ -221,6 +221,7 @@ def metrics_of(
         seed=training.seed,
         base=model.name,
         rounds=rounds,
+        planned_rounds=training.rounds if rounds < training.rounds * method.trains else None,
         selected_round=selected,
         measure=measure,
         unit=unit,

@@ -5,7 +5,6 @@ Whoever is on the other side may be mistaken or mean harm: nothing of a message 
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -52,6 +51,7 @@ def check_upload(
         raise MessageError(f"upload: of round {upload.round}; now it is round {number}")
     _check_rank("upload", int(upload.ranks[0]), rank)
     _check_tensors("upload", upload.tensors, layout, method.shared, leading=0, rank=int(upload.ranks[0]))
+    _check_sizes(upload.tensors)
     _check_reports(upload.reports, _reported(method, layout, weighted=weighted, adaptive=adaptive, most=most))
 
 
@@ -133,17 +133,17 @@ def _check_tensors(
             raise MessageError(f"{what}: tensor {name!r} is {_called(tensors[name])}; allowed: float32, float64")
         if not bool(tensors[name].isfinite().all()):
             raise MessageError(f"{what}: tensor {name!r} is not finite")
-        most = _most(name) if leading == 0 else math.inf
-        if (largest := float(tensors[name].abs().max()) if tensors[name].numel() else 0.0) > most:
-            raise MessageError(f"{what}: tensor {name!r} has a number of size {largest:.3g}; allowed: up to {most:g}")
 
 
-def _most(name: str) -> float:
-    """No honest user sends a larger one, and of larger ones a server's products and squares may have no finite sum.
+def _check_sizes(tensors: Tree) -> None:
+    """No honest user sends larger numbers, and of larger ones a server's products and squares may have no finite sum.
 
-    What it makes of them may be larger: FlexLoRA puts the singular values of products into one factor.
+    What it makes of them, and users download, may be larger: FlexLoRA puts singular values of products into one factor.
     """
-    return _LARGEST_FACTOR if name.endswith(_FACTORS) else _LARGEST_NUMBER
+    for name, t in tensors.items():
+        most = _LARGEST_FACTOR if name.endswith(_FACTORS) else _LARGEST_NUMBER
+        if t.numel() and (largest := float(t.abs().max())) > most:
+            raise MessageError(f"upload: tensor {name!r} has a number of size {largest:.3g}; allowed: up to {most:g}")
 
 
 def _shapes(layout: Layout, shared: frozenset[str], rank: int) -> dict[str, list[tuple[int, ...]]]:

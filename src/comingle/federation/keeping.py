@@ -19,7 +19,7 @@ from comingle.federation.home import Home
 from comingle.federation.own import Own
 from comingle.inputs import write_inputs
 from comingle.recipes import Recipe
-from comingle.records import PLANNED, write_json, write_text
+from comingle.records import write_json, write_text
 from comingle.runs.session import build, describe
 
 MODEL = "model"
@@ -40,7 +40,6 @@ def keep_model(home: Home, own: Own, *, rounds: int) -> Path:
     clients.stopped_after = rounds if 0 <= rounds < clients.rounds_done else None
     with finetuned(clients):
         metrics = summarise(clients, clients.evaluate(), Clock()).as_dict()
-    metrics |= {} if clients.stopped_after is None else {PLANNED: clients.training.rounds}
     folder = home.folder / MODEL
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)

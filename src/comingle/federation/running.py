@@ -36,7 +36,7 @@ from comingle.inputs import SPLITS, Inputs, UserInputs
 from comingle.kinds.base import kind_of
 from comingle.protocol.messages import LOWEST, verdict
 from comingle.recipes import Recipe
-from comingle.records import PLANNED, write_json
+from comingle.records import write_json
 from comingle.runs.folders import open_folder
 from comingle.runs.given import NOTHING
 from comingle.transports.channel import Channel
@@ -118,7 +118,7 @@ def _run(
 
         start, stopped = (progress.round, progress.stopped) if progress else (0, False)
         metrics = run_tasks(coordinator, first_round=start, stopped=stopped, save=save).as_dict()
-        metrics |= coordinator.server.account | ({PLANNED: rounds} if metrics["rounds"] < rounds else {})
+        metrics |= coordinator.server.account
         observe(end_event(metrics))
     finally:
         log.close()

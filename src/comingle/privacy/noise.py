@@ -71,7 +71,7 @@ def kept_key(folder: Path, *, begun: bool = False) -> str:
     """
     path, key = folder / KEY, new_key()
     if begun and not path.exists():
-        raise RunError(f"{path}: gone; another key would draw other noise, so restore it, or begin with another --out")
+        raise RunError(f"{path}: gone; another key would draw other noise, so restore it, or begin anew elsewhere")
     try:
         write_new(path, key.encode("ascii"), private=True)
     except FileExistsError:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
-from comingle.records import GEOMETRIC, PLANNED, geometric, measure_of, number, sample_told, write_json, write_text
+from comingle.records import GEOMETRIC, geometric, measure_of, number, sample_told, write_json, write_text
 from comingle.reports import against
 from comingle.reports.comparisons import against_of, compare_runs
 from comingle.reports.crowds import (
@@ -74,8 +74,8 @@ def render_run(metrics: dict[str, Any], *, everybody: bool = False) -> Table:
     table.caption_justify = "left"
     if sample := sample_told(metrics):
         caption.append(f"\n{sample}")
-    if PLANNED in metrics:
-        caption.append(f"\nthe privacy budget was spent after round {metrics['rounds']} of {metrics[PLANNED]}")
+    if planned := metrics.get("planned_rounds"):
+        caption.append(f"\nthe privacy budget was spent after round {metrics['rounds']} of {planned}")
     if (chosen := metrics.get("selected_round", metrics["rounds"])) != metrics["rounds"]:
         told = f"\nmodels of round {chosen} of {metrics['rounds']}, whose validation loss is the lowest"
         caption.append(told)

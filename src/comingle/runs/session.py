@@ -35,7 +35,7 @@ from comingle.plugins import require
 from comingle.privacy.checks import check_private, check_steps
 from comingle.recipes import Recipe
 from comingle.recipes.unused import changed, check_used
-from comingle.records import PLANNED, finite, write_json, write_text
+from comingle.records import finite, write_json, write_text
 from comingle.runs.defending import check_aggregation
 from comingle.runs.folders import SKIPPED, open_folder
 from comingle.runs.given import NOTHING, Given
@@ -252,7 +252,6 @@ def execute(
         found = merged(federation.gather(lambda: users_metrics(clients, scores)))
         metrics = summarise(clients, scores, clock, found).as_dict() | clients.left_out | federation.server.account
         metrics |= sampled(clients, found, metrics["measure"]) if federation.leads else {}
-        metrics |= {} if clients.stopped_after is None else {PLANNED: clients.training.rounds}
         observe(end_event(metrics))
     except DivergenceError as error:
         if folder is None or not (checkpoints := list_checkpoints(folder)):
