@@ -144,7 +144,7 @@ def fusing() -> Iterator[None]:
 @pytest.mark.parametrize("gated", [False, True])
 def test_compiled_kernels_equal_written_out_ones(gated: bool, fusing: None) -> None:
     """With jaxtyping's import hook off: Dynamo cannot trace a checked function."""
-    if hasattr(kernels._wide, "__wrapped__"):
+    if hasattr(kernels.wide, "__wrapped__"):
         pytest.skip("jaxtyping's import hook is on")
     act = ACTIVATIONS["silu" if gated else "gelu_new"]
     given = inputs(gated, torch.float32)
@@ -158,7 +158,7 @@ def test_compiled_kernels_equal_written_out_ones(gated: bool, fusing: None) -> N
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_softmax_equals_the_written_out_one(fusing: None) -> None:
-    if hasattr(kernels._wide, "__wrapped__"):
+    if hasattr(kernels.wide, "__wrapped__"):
         pytest.skip("jaxtyping's import hook is on")
     logits, ids = torch.randn(7, 40), torch.arange(7)
     found = softmax_parts(logits, ids)
@@ -171,7 +171,7 @@ def test_compiled_softmax_equals_the_written_out_one(fusing: None) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_compiled_model_equals_the_written_out_one(family: str, fusing: None) -> None:
-    if hasattr(kernels._wide, "__wrapped__"):
+    if hasattr(kernels.wide, "__wrapped__"):
         pytest.skip("jaxtyping's import hook is on")
     base = load_base(f"random:{family}?layers=2&dim=32&heads=4", dtype="float32", device="cpu")
     counts = ExpertCounts(generalists=1, specialists=(0, 2))

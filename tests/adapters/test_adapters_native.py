@@ -190,12 +190,14 @@ def test_a_damaged_library_is_made_again(
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86-64 level")
-def test_processors_without_wide_registers_and_tiles(
-    tmp_path: Path, unloaded: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "processor", [["-march=x86-64-v3"], ["-march=native", "-mno-amx-bf16"]], ids=["avx2", "no-amx"]
+)
+def test_processors_without_wide_registers_or_tiles(
+    processor: list[str], tmp_path: Path, unloaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same source for AVX2: other instructions for exponentials, roundings and the thin products."""
-    flags = [f.replace("-march=native", "-march=x86-64-v3") for f in compiling.FLAGS]
-    monkeypatch.setattr(compiling, "FLAGS", flags)
+    """The same source for AVX2 and without AMX: other instructions for exponentials, roundings and the thin products."""
+    monkeypatch.setattr(compiling, "FLAGS", [*compiling.FLAGS, *processor])  # the last -march counts
     if not native.enable(tmp_path):
         pytest.skip("no C++ compiler that makes the native code")
     for dtype in native.DTYPES:

@@ -271,6 +271,9 @@ bool with_format(const Mixture& m, Call call) {
 #ifdef MIXTURE_TILES
     if (m.bf16 && may_use_tiles()) return call(Run<Tiles, R, uint16_t>(m)), true;
 #endif
+#ifdef MIXTURE_DOTS
+    if (m.bf16) return call(Run<Dots, R, uint16_t>(m)), true;
+#endif
     if (m.bf16) return call(Run<Wide, R, uint16_t>(m)), true;
     return call(Run<Wide, R, float>(m)), true;
 }

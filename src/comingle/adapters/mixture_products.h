@@ -4,8 +4,9 @@
 //     inner   sums(tokens, rank)  += rows(tokens, columns) factor(rank, columns)^T
 //     cross   grads(rank, columns) += left(tokens, rank)^T pairs(tokens, columns)
 //
-// `Wide` does them in float32 on any processor. `Tiles` does them with AMX in bfloat16, sixteen rows at an instruction;
-// its right operands must hold two neighbours of the summed dimension side by side, hence "pairs".
+// `Wide` does them in float32 on any processor. `Dots` does them in bfloat16, two products of each lane at an instruction,
+// `Tiles` with AMX, sixteen rows at one; their right operands hold two neighbours of the summed dimension side by side,
+// hence "pairs".
 #pragma once
 
 #include <algorithm>
@@ -96,7 +97,111 @@ struct Wide {
     static const Item* inner_from(const Item* factor, int c) { return factor + c; }
 };
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__)
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define MIXTURE_DOTS 1
+
+// What the two in bfloat16 share.
+template <int R>
+struct Halves {
+    using Item = uint16_t;
+    static constexpr bool FINE = false;
+
+    static __m512i both(V first, V second) {
+        return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    }
+    static void put_row(Item* rows, int t, int c, V first, V second) {
+        __m512i v = both(first, second);
+        _mm256_storeu_si256((__m256i*)(rows + t * COLUMNS + c), _mm512_castsi512_si256(v));
+        _mm256_storeu_si256((__m256i*)(rows + (t + 1) * COLUMNS + c), _mm512_extracti64x4_epi64(v, 1));
+    }
+    static void put_pair(Item* pairs, int t, int c, V first, V second) {
+        const __m512i turns = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
+                                               22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+        _mm512_storeu_si512(pairs + t * COLUMNS + 2 * c, _mm512_permutexvar_epi16(turns, both(first, second)));
+    }
+
+    // (rank / 2, chunk, 2)
+    template <class F>
+    static void pack_outer(F factor, int64_t chunk, Item* to) {
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < chunk; ++c) put(to + ((r / 2) * chunk + c) * 2 + r % 2, factor(r, c));
+    }
+    // (tokens, rank) and (rank, tokens)
+    static void pack_left(const float* left, Item* to) {
+        for (int i = 0; i < TOKENS * R; i += LANES) store(to + i, load(left + i));
+    }
+    static void pack_cross(const float* left, Item* to) {
+        for (int t = 0; t < TOKENS; ++t)
+            for (int r = 0; r < R; ++r) put(to + r * TOKENS + t, left[t * R + r]);
+    }
+
+    static const Item* outer_from(const Item* factor, int c) { return factor + 2 * c; }
+};
+
+template <int R>
+struct Dots : Halves<R> {
+    using Item = uint16_t;
+    static constexpr int SUMS = TOKENS * R * LANES;
+    struct Session {};
+
+    static __m512bh vector(const Item* from) { return (__m512bh)_mm512_loadu_si512(from); }
+    static __m512bh twice(const Item* from) {  // two neighbours, in all lanes
+        int both;
+        std::memcpy(&both, from, sizeof both);
+        return (__m512bh)_mm512_set1_epi32(both);
+    }
+    static V dot(V sum, __m512bh left, __m512bh right) { return (V)_mm512_dpbf16_ps((__m512)sum, left, right); }
+
+    // (rank, chunk)
+    template <class F>
+    static void pack_inner(F factor, int64_t chunk, Item* to) {
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < chunk; ++c) put(to + r * chunk + c, factor(r, c));
+    }
+
+    static void outer(const Item* left, const Item* factor, const float* init, float* out, int64_t chunk) {
+        for (int c = 0; c < COLUMNS; c += LANES) {
+            __m512bh f[R / 2];
+            for (int r = 0; r < R / 2; ++r) f[r] = vector(factor + (r * chunk + c) * 2);
+            for (int t = 0; t < TOKENS; ++t) {
+                V v = init ? load(init + t * COLUMNS + c) : V{};
+                for (int r = 0; r < R / 2; ++r) v = dot(v, twice(left + t * R + 2 * r), f[r]);
+                store(out + t * COLUMNS + c, v);
+            }
+        }
+    }
+
+    static void inner(const Item* rows, const Item* factor, float* sums, int64_t chunk) {
+        for (int t = 0; t < TOKENS; ++t)
+            for (int r = 0; r < R; ++r) {
+                V v = load(sums + (t * R + r) * LANES);
+                for (int c = 0; c < COLUMNS; c += 2 * LANES)
+                    v = dot(v, vector(rows + t * COLUMNS + c), vector(factor + r * chunk + c));
+                store(sums + (t * R + r) * LANES, v);
+            }
+    }
+    static float total(const float* sums, int t, int r) {
+        return _mm512_reduce_add_ps((__m512)load(sums + (t * R + r) * LANES));
+    }
+
+    static void cross(const Item* left, const Item* pairs, float* grads, int64_t chunk) {
+        for (int from = 0; from < R; from += Wide<R>::GROUP)
+            for (int c = 0; c < COLUMNS; c += LANES) {
+                V v[Wide<R>::GROUP];
+                for (int r = 0; r < Wide<R>::GROUP; ++r) v[r] = load(grads + (from + r) * chunk + c);
+                for (int t = 0; t < TOKENS; t += 2) {
+                    __m512bh row = vector(pairs + t * COLUMNS + 2 * c);
+                    for (int r = 0; r < Wide<R>::GROUP; ++r) v[r] = dot(v[r], twice(left + (from + r) * TOKENS + t), row);
+                }
+                for (int r = 0; r < Wide<R>::GROUP; ++r) store(grads + (from + r) * chunk + c, v[r]);
+            }
+    }
+
+    static const Item* inner_from(const Item* factor, int c) { return factor + c; }
+};
+#endif
+
+#if defined(__AMX_BF16__) && defined(MIXTURE_DOTS) && defined(__linux__)
 #define MIXTURE_TILES 1
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -109,9 +214,8 @@ inline bool may_use_tiles() {
 }
 
 template <int R>
-struct Tiles {
+struct Tiles : Halves<R> {
     using Item = uint16_t;
-    static constexpr bool FINE = false;
     static constexpr int SUMS = TOKENS * R;
 
     // The shapes of the eight tile registers. Whoever used them before finds them as they were configured.
@@ -139,41 +243,12 @@ struct Tiles {
         }
     };
 
-    static __m512i both(V first, V second) {
-        return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-    }
-    static void put_row(Item* rows, int t, int c, V first, V second) {
-        __m512i v = both(first, second);
-        _mm256_storeu_si256((__m256i*)(rows + t * COLUMNS + c), _mm512_castsi512_si256(v));
-        _mm256_storeu_si256((__m256i*)(rows + (t + 1) * COLUMNS + c), _mm512_extracti64x4_epi64(v, 1));
-    }
-    static void put_pair(Item* pairs, int t, int c, V first, V second) {
-        const __m512i turns = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
-                                               22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-        _mm512_storeu_si512(pairs + t * COLUMNS + 2 * c, _mm512_permutexvar_epi16(turns, both(first, second)));
-    }
-
-    // (rank / 2, chunk, 2)
-    template <class F>
-    static void pack_outer(F factor, int64_t chunk, Item* to) {
-        for (int r = 0; r < R; ++r)
-            for (int c = 0; c < chunk; ++c) put(to + ((r / 2) * chunk + c) * 2 + r % 2, factor(r, c));
-    }
     // (chunk / 2, rank, 2)
     template <class F>
     static void pack_inner(F factor, int64_t chunk, Item* to) {
         for (int r = 0; r < R; ++r)
             for (int c = 0; c < chunk; ++c) put(to + ((c / 2) * R + r) * 2 + c % 2, factor(r, c));
     }
-    // (tokens, rank) and (rank, tokens)
-    static void pack_left(const float* left, Item* to) {
-        for (int i = 0; i < TOKENS * R; i += LANES) store(to + i, load(left + i));
-    }
-    static void pack_cross(const float* left, Item* to) {
-        for (int t = 0; t < TOKENS; ++t)
-            for (int r = 0; r < R; ++r) put(to + r * TOKENS + t, left[t * R + r]);
-    }
-
     static void outer(const Item* left, const Item* factor, const float* init, float* out, int64_t chunk) {
         for (int t = 0; t < TOKENS; t += 16) {
             _tile_loadd(0, left + t * R, 2 * R);
@@ -212,7 +287,6 @@ struct Tiles {
         }
     }
 
-    static const Item* outer_from(const Item* factor, int c) { return factor + 2 * c; }
     static const Item* inner_from(const Item* factor, int c) { return factor + c * R; }
 };
 #endif
