@@ -196,7 +196,7 @@ def test_a_damaged_library_is_made_again(
 def test_processors_without_wide_registers_or_tiles(
     processor: list[str], tmp_path: Path, unloaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same source for AVX2 and without AMX: other instructions for exponentials, roundings and the thin products."""
+    """The same source for AVX2 and without AMX: other instructions for exponentials, roundings and thin products."""
     monkeypatch.setattr(compiling, "FLAGS", [*compiling.FLAGS, *processor])  # the last -march counts
     if not native.enable(tmp_path):
         pytest.skip("no C++ compiler that makes the native code")

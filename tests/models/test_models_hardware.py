@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def test_auto_dtype_follows_the_processor(
     monkeypatch: pytest.MonkeyPatch, features: set[str], expected: torch.dtype
 ) -> None:
-    monkeypatch.setattr(hardware, "_cpu_features", lambda: features)
+    monkeypatch.setattr(hardware, "cpu_features", lambda: features)
     assert fast_bf16(CPU) is (expected is torch.bfloat16)
     assert resolve_dtype("auto", CPU) is expected
 

@@ -36,22 +36,6 @@ constexpr int64_t CHUNK = 64;
 // Rows and outputs whose sums stay in registers together; outputs of one row, enough for sums not to wait for each other.
 constexpr int BLOCK = 4, OUTPUTS = SUMS_AT_ONCE / BLOCK, ALONE = 8;
 
-template <class S>
-V load_upto(const S* from, int64_t count) {
-    if (count >= LANES) return load(from);
-    float parts[LANES] = {};
-    for (int64_t i = 0; i < count; ++i) parts[i] = widen(from[i]);
-    return load(parts);
-}
-
-template <class S>
-void store_upto(S* to, V v, int64_t count) {
-    if (count >= LANES) return store(to, v);
-    float parts[LANES];
-    store(parts, v);
-    for (int64_t i = 0; i < count; ++i) put(to + i, parts[i]);
-}
-
 template <int N>
 struct Floats {
     typedef float type __attribute__((vector_size(4 * N)));

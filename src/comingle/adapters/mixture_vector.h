@@ -6,6 +6,7 @@
 // Nothing here may be compiled with value-changing options (-ffast-math): the rounding trick in exp2 depends on it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #ifdef __AVX512F__
@@ -73,6 +74,24 @@ inline void put(uint16_t* to, float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
     *to = uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// The first `count` lanes, the others `rest`; and back.
+template <class S>
+V load_upto(const S* from, int64_t count, float rest = 0) {
+    if (count >= LANES) return load(from);
+    float parts[LANES];
+    std::fill_n(parts, LANES, rest);
+    for (int64_t i = 0; i < count; ++i) parts[i] = widen(from[i]);
+    return load(parts);
+}
+
+template <class S>
+void store_upto(S* to, V v, int64_t count) {
+    if (count >= LANES) return store(to, v);
+    float parts[LANES];
+    store(parts, v);
+    for (int64_t i = 0; i < count; ++i) put(to + i, parts[i]);
 }
 
 // Polynomials for 2^f, |f| <= 1/2, least relative error: 7.5e-8 where results are float32, 7.5e-5 (a twenty-fifth of

@@ -168,10 +168,8 @@ def backward(
     call = _describe(act, scale, bases, biases, z, gates, b, a)
     call.z_last, call.d_mixed, call.d_gated = last.data_ptr(), d_mixed.data_ptr(), d_gated.data_ptr()
     call.d_z, call.d_gates = d_z.data_ptr(), d_gates.data_ptr()
-    for i, gradient in enumerate(d_bases):
-        call.d_base[i] = gradient.data_ptr()
-    for i, gradient in enumerate(d_b):
-        call.d_b[i] = gradient.data_ptr()
+    for to, gradients in ((call.d_base, d_bases), (call.d_b, d_b)):
+        to[: len(gradients)] = [t.data_ptr() for t in gradients]
     call.d_a = None if d_a is None else d_a.data_ptr()
     assert _library is not None
     assert _library.mixture_backward(ctypes.byref(call))
@@ -189,8 +187,7 @@ def _describe(
     a: Tensor,
 ) -> _Mixture:
     assert all(t.is_contiguous() for t in (*bases, gates, *b, a))
-    assert z.stride(2) == 1
-    assert z.stride(0) == z.shape[1] * z.stride(1)
+    assert z.stride() == (z.shape[1] * z.stride(1), z.stride(1), 1)
     assert gates.dtype == torch.float32
     users, n, hidden = bases[0].shape
     call = _Mixture(

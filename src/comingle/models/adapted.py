@@ -31,6 +31,7 @@ from comingle.models.loss import cross_entropy
 from comingle.models.model import Gates, Model
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.quantised import giving_back, packed_parameters
+from comingle.plugins import require
 from comingle.routers.settings import Gating
 from comingle.trees import Layout, Tree
 
@@ -201,8 +202,9 @@ def adapt(
     adapters = inject(network, settings, counts, routed=routed, gating=gating, residual=residual)
     kernels.fusing(compiled)
     native.disable()
-    if (compiled if native_code is None else native_code) and native.fits(base.device, base.dtype):
-        native.enable(cache_folder() / "native")
+    wanted = (compiled if native_code is None else native_code) and native.fits(base.device, base.dtype)
+    if wanted and native.enable(cache_folder() / "native"):
+        require("comingle.cpu", "native")(network, attention=base.attention == "auto")
     layers = decoder_layers(network)
     if checkpointed:
         for layer in layers:

@@ -23,7 +23,8 @@ class Base:
     `tokenizer` is None for a folder that holds none. `name` says which source was used and, for an alias or a hub
     name, holds no path of this machine. `dtype` is that of the weights. `origin` is the folder that they are from, or
     the words that define random ones; None where only the model itself says what it is. `quantised` says in how many
-    bits the linears of its decoder layers are kept, where these are fewer than those of `dtype`.
+    bits the linears of its decoder layers are kept, where these are fewer than those of `dtype`. Whose `attention` is
+    "auto", its attention may be computed by other code.
     """
 
     model: PreTrainedModel
@@ -33,6 +34,7 @@ class Base:
     device: torch.device
     origin: Path | str | None = None
     quantised: str = ""
+    attention: str = "auto"
 
     @cached_property
     def digest(self) -> str:

@@ -47,6 +47,7 @@ def given_base(
         name=getattr(model.config, "_name_or_path", "") or GIVEN,
         dtype=tensors[0].dtype,
         device=tensors[0].device,
+        attention=attention,
     )
     _check_place(base, dtype=dtype, device=device)
     if (style := resolve_attention(attention, base.device)) is not None:

@@ -109,11 +109,12 @@ def fast_bf16(device: torch.device) -> bool:
         return False
     # Processors that have avx512_fp16 are Intel's with AMX. Where a virtual machine hides that, what is left multiplies
     # bfloat16 at half the rate of float32: measured, 159 and 285 GFLOP/s of two cores.
-    features = _cpu_features()
+    features = cpu_features()
     return "amx_bf16" in features or ("avx512_bf16" in features and "avx512_fp16" not in features)
 
 
-def _cpu_features() -> set[str]:
+def cpu_features() -> set[str]:
+    """What the processor can do, as PyTorch or Linux calls it."""
     capabilities = getattr(torch.cpu, "get_capabilities", None)  # absent from older torch
     if capabilities is not None:
         return {name for name, present in capabilities().items() if present is True}

@@ -75,7 +75,7 @@ def load_base(
         pack(model, bits, place)
     torch.nn.Module.to(model, place)
     found = Base(model=model, tokenizer=tokenizer, name=source, dtype=number, device=place, origin=origin)
-    return replace(found, quantised=bits)
+    return replace(found, quantised=bits, attention=attention)
 
 
 def _require_room(name: str) -> None:

@@ -27,6 +27,11 @@ CHUNK_BYTES = 64 << 20
 """Size of one chunk of logits: large enough for efficient products, small enough to stay near the processor."""
 
 
+elsewhere: Any = None
+"""What does as :func:`softmax_parts` with logits that nobody needs any more, wherever it does not return None; a third
+argument says whether the weights are wanted."""
+
+
 def cross_entropy(
     hidden: Float[Tensor, "*batch width"], head: Head, targets: Int[Tensor, "*batch"]
 ) -> Float[Tensor, "*batch"]:
@@ -45,8 +50,7 @@ def cross_entropy(
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Float[Tensor, "n width"], targets: Int[Tensor, " n"], head: Head) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        losses = torch.empty(len(targets), dtype=wide, device=hidden.device)
+        losses = hidden.new_empty(len(targets), dtype=torch.promote_types(hidden.dtype, torch.float32))
         grads = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         parts = max(1, math.ceil(len(targets) * head.weight.shape[0] * hidden.element_size() / CHUNK_BYTES))
         size = max(1, math.ceil(len(targets) / parts))  # equal parts: a short last one would need a kernel of its own
@@ -67,12 +71,9 @@ class _HeadLoss(torch.autograd.Function):
 def _chunk(hidden: Tensor, ids: Tensor, head: Head, keep: bool) -> tuple[Tensor, Tensor | None]:
     """Losses of one chunk, and with ``keep`` their gradient with respect to ``hidden``."""
     raw = F.linear(hidden, head.weight, head.bias)
-    if head.softcap is None and head.scale == 1.0:
-        loss, weights, total = softmax_parts(raw, ids)
-        slope = None
-    else:
-        logits, slope = _transform(raw, head)
-        loss, weights, total = softmax_parts(logits, ids)
+    logits, slope = (raw, None) if head.softcap is None and head.scale == 1.0 else _transform(raw, head)
+    parts = None if elsewhere is None else elsewhere(logits, ids, keep)
+    loss, weights, total = softmax_parts(logits, ids) if parts is None else parts
     if not keep:
         return loss, None
     if slope is None:

@@ -1,0 +1,1 @@
+"""What is made for processors alone, beside mixtures (:mod:`comingle.adapters.native`): losses and causal attention."""

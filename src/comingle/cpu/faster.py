@@ -1,0 +1,18 @@
+"""What a language model on a processor computes faster than PyTorch does, once it has adapters."""
+
+from __future__ import annotations
+
+from comingle.cpu import attention as causal
+from comingle.cpu import native
+from comingle.cpu.softmax import softmax
+from comingle.models import loss
+from comingle.models.cache import cache_folder
+from comingle.models.pretrained import PreTrainedModel
+
+
+def faster(network: PreTrainedModel, *, attention: bool) -> None:
+    """Have losses, and with ``attention`` the attention of ``network``, computed by native code from now on."""
+    if native.enable(cache_folder() / "native"):
+        loss.elsewhere = softmax
+        if attention:
+            causal.use(network)
