@@ -1,6 +1,7 @@
 // Causal attention of each head, forward and backward, without a tensor of tokens by tokens.
 //
-//     forward    s_ti = scale q_t . k_i for i <= t     p_ti = exp(s_ti - l_t), l_t = log sum_i exp s_ti     o_t = sum_i p_ti v_i
+//     forward    s_ti = q_t . k_i for i <= t     e_ti = exp(scale (s_ti - max_i s_ti))     p_ti = e_ti / sum_i e_ti
+//                o_t = sum_i p_ti v_i
 //     backward   dv_i = sum_t p_ti do_t     ds_ti = p_ti (dp_ti - sum_i p_ti dp_ti) scale, dp_ti = do_t . v_i
 //                dq_t = sum_i ds_ti k_i     dk_i = sum_t ds_ti q_t
 //
@@ -24,7 +25,7 @@ extern "C" struct Attention {
     // Rows of `width` numbers: batch, head and token are so many numbers apart.
     const void *q, *k, *v, *out, *d_out;
     int64_t q_steps[3], k_steps[3], v_steps[3], out_steps[3], d_out_steps[3];
-    float* sums;  // l: (batch, heads, tokens)
+    float* sums;  // the largest s and the sum of e: (batch, heads, tokens, 2)
     void *d_q, *d_k, *d_v;
     int64_t d_q_steps[3], d_k_steps[3], d_v_steps[3];
 };
@@ -172,7 +173,7 @@ struct Heads {
         for (int64_t t = 0; t < tokens; t += P::U, to += wide) P::across(from + t * step, step, tokens - t, width, to);
     }
 
-    // scale q . k of a block's queries, with the keys up to each ROWS of them.
+    // Products of a block's rows with all up to each ROWS of them.
     void scores(const Unit* rows, const Unit* columns, int64_t first, float* to) const {
         for (int64_t r = 0; r < BLOCK; r += ROWS)
             products<P>(rows + r * units, units, 1, columns, keys, units, to + r * keys, keys,
@@ -205,8 +206,10 @@ struct Heads {
                 scores(q + 0, k + 0, first, s + 0);
                 for (int64_t r = 0; r < BLOCK; ++r) {
                     const int64_t t = first + r, end = up(first + r / ROWS * ROWS + ROWS, LANES);
-                    const float l = softmax(s + r * keys, t, end, p + r * keys, *(total + r) = 0);
-                    if (t < tokens) m.sums[(b * m.heads + h) * tokens + t] = l;
+                    const float top = softmax(s + r * keys, t, end, p + r * keys, *(total + r) = 0);
+                    if (t >= tokens) continue;
+                    float* sums = m.sums + ((b * m.heads + h) * tokens + t) * 2;
+                    sums[0] = top, sums[1] = *(total + r);
                 }
                 for (int64_t r = 0; r < BLOCK; r += ROWS) {
                     const int64_t step = keys / P::U;
@@ -218,7 +221,7 @@ struct Heads {
             }
     }
 
-    // exp(scale (s - largest)) up to query t and zeros up to `end`; their sum, and the logarithm of all scores' sum.
+    // e up to query t and zeros up to `end`, and their sum; returns the largest s.
     float softmax(const float* s, int64_t t, int64_t end, typename P::Narrow* p, float& total) const {
         V most = V{} - INFINITY, sum_of = {};
         for (int64_t c = 0; c <= t; c += LANES) {
@@ -232,7 +235,7 @@ struct Heads {
             store(p + c, x);
         }
         total = total_of(sum_of);
-        return top * m.scale + std::log(total);
+        return top;
     }
 
     // Rows that will be written lie too far apart for the processor to foresee.
@@ -273,7 +276,7 @@ struct Heads {
                 scores(q + 0, k + 0, first, s + 0);
                 scores(o + 0, v + 0, first, d_p + 0);
                 for (int64_t r = 0; r < BLOCK; r += P::U)
-                    slopes(m.sums + (b * m.heads + h) * tokens, first, r, s + 0, d_p + 0, p + 0, d_s + 0, rows + 0);
+                    slopes(m.sums + (b * m.heads + h) * tokens * 2, first, r, s + 0, d_p + 0, p + 0, d_s + 0, rows + 0);
                 for (int64_t r = 0; r < BLOCK; r += ROWS)
                     products<P>((const Unit*)(rows + r * keys), keys / P::U, 1, k_flat + 0, wide,
                                 (first + r + ROWS + P::U - 1) / P::U, d_q + r * wide, wide, wide, false);
@@ -313,10 +316,11 @@ struct Heads {
 
     // Of query t: p in place of s, and ds, which is also put into `row`, in that of dp; zeros from t on, up to `end`.
     void slope(const float* sums, int64_t t, int64_t end, float* s, float* d_p, typename P::Narrow* row) const {
-        const float l = t < tokens ? sums[t] * LOG2_E : INFINITY;  // there are no such queries: exp(-l) is 0
+        // There are no queries behind the last; as if they had read nothing.
+        const float top = t < tokens ? sums[2 * t] : 0, part = t < tokens ? 1 / sums[2 * t + 1] : 0;
         V inner_of = {};
         for (int64_t c = 0; c <= t && c < end; c += LANES) {
-            V p = upto(exp2<P::FINE>(load(s + c) * (m.scale * LOG2_E) - l), c, t, 0);
+            V p = upto(exp2<P::FINE>((load(s + c) - top) * (m.scale * LOG2_E)) * part, c, t, 0);
             inner_of += p * load(d_p + c);
             store(s + c, p);
         }

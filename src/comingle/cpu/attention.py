@@ -22,7 +22,7 @@ from comingle.models.hardware import cpu_features
 from comingle.models.pretrained import PreTrainedModel
 
 NAME = "comingle"
-PLAIN = ("sliding_window", "position_ids", "use_cache", "cache_position", "is_causal")
+PLAIN = ("sliding_window", "position_ids", "use_cache", "cache_position")
 """Options that change nothing, or only the mask."""
 
 Heads = Float[Tensor, "batch heads n width"]
@@ -71,10 +71,11 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Float[Tensor, "batch n heads width"], Tensor | None]:
     """As an attention function of transformers; weights are given only where the family's own computes."""
-    causal = attention_mask is None and getattr(module, "is_causal", False)
+    causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     plain = dropout == 0.0 and all(value is None or name in PLAIN for name, value in options.items())
     if causal and plain and fits(query, key, value):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -114,10 +115,10 @@ _OPERATOR = f"comingle::causal_attention_{hashlib.sha256(Path(__file__).read_byt
     device_types="cpu",
     schema="(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor, Tensor)",
 )
-def causal_attention(q: Heads, k: Grouped, v: Grouped, scale: float) -> tuple[Heads, Float[Tensor, "batch heads n"]]:
-    """``softmax(scale q k^T) v`` over the tokens up to each, and the logarithms of the sums of exponentials."""
+def causal_attention(q: Heads, k: Grouped, v: Grouped, scale: float) -> tuple[Heads, Float[Tensor, "batch heads n 2"]]:
+    """``softmax(scale q k^T) v`` over the tokens up to each; the largest score and the sum of exponentials."""
     q, k, v = (_rows(t) for t in (q, k, v))
-    out, sums = _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    out, sums = _like(q), q.new_empty(*q.shape[:3], 2, dtype=torch.float32)
     _run("forward", scale, sums, q=q, k=k, v=v, out=out)
     return out, sums
 
@@ -129,7 +130,7 @@ def causal_attention(q: Heads, k: Grouped, v: Grouped, scale: float) -> tuple[He
     schema="(Tensor q, Tensor k, Tensor v, Tensor sums, Tensor d_out, float scale) -> (Tensor, Tensor, Tensor)",
 )
 def causal_attention_backward(
-    q: Heads, k: Grouped, v: Grouped, sums: Float[Tensor, "batch heads n"], d_out: Heads, scale: float
+    q: Heads, k: Grouped, v: Grouped, sums: Float[Tensor, "batch heads n 2"], d_out: Heads, scale: float
 ) -> tuple[Heads, Grouped, Grouped]:
     """Gradients of :func:`causal_attention` with respect to ``q``, ``k`` and ``v``."""
     q, k, v, d_out = (_rows(t) for t in (q, k, v, d_out))
@@ -140,7 +141,7 @@ def causal_attention_backward(
 
 @causal_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return _like(q), q.new_empty(*q.shape[:3], 2, dtype=torch.float32)
 
 
 @causal_attention_backward.register_fake
