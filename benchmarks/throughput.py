@@ -38,6 +38,7 @@ from comingle.models.adapted import adapt
 from comingle.models.base import Base
 from comingle.models.language import backbone, lm_head, load_base
 from comingle.models.loss import cross_entropy
+from comingle.plugins import require
 from one_by_one import one_by_one
 
 
@@ -104,6 +105,8 @@ def clients_of(args: argparse.Namespace, base: Base) -> Clients:
 def base_pass(args: argparse.Namespace, base: Base, sequences: int) -> Callable[[], None]:
     """One pass of all users' batches through the base alone, in the same portions."""
     head, body = lm_head(base), backbone(base.model)
+    if not args.no_native and native.is_enabled():
+        require("comingle.cpu", "native")(base.model, attention=True)
     if not args.no_compile:
         for layer in decoder_layers(base.model):
             layer.compile()

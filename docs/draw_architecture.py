@@ -42,6 +42,7 @@ WORDS = {
     "layers": "native layers",
     "gguf": "GGUF bases",
     "gpu": "Triton, graphs",
+    "cpu": "attention, loss",
     "tracking": "W&B, MLflow",
     "masking": "keys, shares, masks",
     "export": "other formats",

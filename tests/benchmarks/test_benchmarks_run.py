@@ -31,6 +31,14 @@ def test_the_roofline_measures_each_shape() -> None:
 
 
 @pytest.mark.slow
+def test_attention_is_timed_both_ways() -> None:
+    start = "import sys, roofline, attending; roofline.SHAPES['toy'] = {}; sys.argv = ['', *{}]; attending.main()"
+    asked = ["--shape", "toy", "--contexts", "16", "--dtype", "float32", "--iters", "1"]
+    assert printed(start.format(SHAPE, asked))["16"]["times"] > 0
+    assert printed(start.format(SHAPE, [*asked, "--only", "eager"]))["16"]["peak_bytes"] > 0
+
+
+@pytest.mark.slow
 def test_answers_are_the_same_together() -> None:
     shape = ["--users", "2", "--questions", "2", "--prompt", "8", "--new", "4", "--repeats", "1"]
     assert printed(f"import sys, answering; sys.argv = ['answering.py', *{shape}]; answering.main()")["ratio"] > 0

@@ -57,6 +57,7 @@ def test_rooms_import_downwards_alone(drawing: Any) -> None:
         "layers",
         "gguf",
         "gpu",
+        "cpu",
         "tracking",
     ]  # through entry points alone
     assert rows[-1] == ["errors"]

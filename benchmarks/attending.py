@@ -1,0 +1,70 @@
+"""Steps with native attention against steps with eager attention, in turns within one run, by context.
+
+    python benchmarks/attending.py [--shape small] [--contexts 128,512,1024] [--dtype bfloat16] [--iters 8]
+    python benchmarks/attending.py --only eager --contexts 512
+
+Prints one JSON line. As many tokens a step for each context (``roofline.py`` has the shapes). With ``--only`` one of
+the two runs alone, and the line has the peak memory of the process instead: give it one context.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from clocks import add_clock, clock_of
+from comingle.engines.local import train
+from comingle.engines.runtime import keep_buffers, peak_memory_bytes
+from comingle.models.language import load_base
+from roofline import CONTEXT, SHAPES
+from throughput import clients_of, timed
+
+WAYS = {"native": "auto", "eager": "eager"}
+
+
+def measure(args: argparse.Namespace, context: int, clock: Callable[[], float]) -> dict[str, Any]:
+    """Seconds of a step each way, or the peak memory of one."""
+    shape = dict(SHAPES[args.shape])
+    shape["batch"] = max(1, shape["batch"] * CONTEXT // context)
+    name = f"random:gpt2?ctx={max(1024, context)}&" + "&".join(
+        f"{key}={shape[key]}" for key in ("layers", "dim", "heads", "vocab")
+    )
+    switches = {"users_per_step": None, "micro_batch": None, "no_compile": False, "no_native": False}
+    asked = argparse.Namespace(**shape, **switches, method="comigs-1g1s", experts=2, ctx=context)
+    ways = WAYS if args.only is None else {args.only: WAYS[args.only]}
+    made = {
+        way: clients_of(asked, load_base(name, dtype=args.dtype, device="cpu", attention=style))
+        for way, style in ways.items()
+    }
+    turns = []
+    for number in range(args.iters + 2):  # the first two compile and warm up
+        turns.append(
+            {way: timed(partial(train, made[way], list(range(shape["users"])), number), clock) for way in made}
+        )
+    if args.only is not None:
+        return {"peak_bytes": peak_memory_bytes()}
+    medians = {f"{way}_s": round(statistics.median(turn[way] for turn in turns[2:]), 3) for way in made}
+    return {**medians, "times": round(statistics.median(t["eager"] / t["native"] for t in turns[2:]), 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="small", choices=SHAPES)
+    parser.add_argument("--contexts", default="128,512,1024")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--iters", type=int, default=8)
+    parser.add_argument("--only", choices=WAYS, default=None)
+    add_clock(parser)
+    args = parser.parse_args()
+    clock = clock_of(parser, args)
+    keep_buffers()
+    found = {context: measure(args, int(context), clock.now) for context in args.contexts.split(",")}
+    print(json.dumps({**clock.told, "shape": args.shape, "dtype": args.dtype, **found}))
+
+
+if __name__ == "__main__":
+    main()
