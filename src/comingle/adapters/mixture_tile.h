@@ -1,19 +1,9 @@
 // One tile of a mixture: its way in and out of memory, and the elementwise work on it, forward and backward.
 #pragma once
 
-#include <cstdlib>
-#include <memory>
-
 #include "mixture_products.h"
 
 namespace {
-
-template <class T>
-struct Buffer {
-    std::unique_ptr<T, decltype(&std::free)> memory;
-    explicit Buffer(int64_t size) : memory((T*)std::aligned_alloc(64, (size * sizeof(T) + 63) / 64 * 64), std::free) {}
-    T* operator+(int64_t i) const { return memory.get() + i; }
-};
 
 constexpr int AREA = TOKENS * COLUMNS;
 

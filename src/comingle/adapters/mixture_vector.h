@@ -8,7 +8,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
@@ -25,6 +27,14 @@ constexpr int SUMS_AT_ONCE = REGISTERS / 2;  // what leaves room for their opera
 typedef float V __attribute__((vector_size(4 * LANES)));
 typedef uint32_t U __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Half __attribute__((vector_size(2 * LANES)));
+
+// Memory of a task, at the start of a cache line.
+template <class T>
+struct Buffer {
+    std::unique_ptr<T, decltype(&std::free)> memory;
+    explicit Buffer(int64_t size) : memory((T*)std::aligned_alloc(64, (size * sizeof(T) + 63) / 64 * 64), std::free) {}
+    T* operator+(int64_t i) const { return memory.get() + i; }
+};
 
 inline V load(const float* from) {
     V v;

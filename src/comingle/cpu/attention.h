@@ -14,8 +14,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <memory>
 
 #include "../adapters/mixture_vector.h"
 
@@ -33,13 +31,6 @@ extern "C" struct Attention {
 namespace {
 
 typedef int32_t I __attribute__((vector_size(4 * LANES)));
-
-template <class T>
-struct Memory {
-    std::unique_ptr<T, decltype(&std::free)> start;
-    explicit Memory(int64_t size) : start((T*)std::aligned_alloc(64, (size * sizeof(T) + 63) / 64 * 64), std::free) {}
-    T* operator+(int64_t i) const { return start.get() + i; }
-};
 
 constexpr int BLOCK = 32, ROWS = 4, VECTORS = REGISTERS / 8;
 
@@ -160,7 +151,7 @@ struct Heads {
     }
     // All rows turned: (units, keys).
     void turned(const S* from, int64_t step, Unit* to) const {
-        Memory<Unit> block(BLOCK * units + 1);
+        Buffer<Unit> block(BLOCK * units + 1);
         for (int64_t first = 0; first < keys; first += BLOCK) {
             along(from, step, first, block + 0);
             for (int64_t i = 0; i < units; ++i)
@@ -194,9 +185,9 @@ struct Heads {
     }
 
     void forward_task(int64_t b, int64_t g) const {
-        Memory<Unit> k(units * keys), v(keys / P::U * wide), q(BLOCK * units + 1);
-        Memory<float> s(BLOCK * keys), o(BLOCK * wide), total(BLOCK);
-        Memory<typename P::Narrow> p(BLOCK * keys);
+        Buffer<Unit> k(units * keys), v(keys / P::U * wide), q(BLOCK * units + 1);
+        Buffer<float> s(BLOCK * keys), o(BLOCK * wide), total(BLOCK);
+        Buffer<typename P::Narrow> p(BLOCK * keys);
         turned(row(m.k, m.k_steps, b, g, 0), m.k_steps[2], k + 0);
         across(row(m.v, m.v_steps, b, g, 0), m.v_steps[2], v + 0);
         for (int64_t h = g * share; h < (g + 1) * share; ++h)
@@ -255,10 +246,10 @@ struct Heads {
 
     void backward_task(int64_t b, int64_t g) const {
         const int64_t all = units * keys, flat = keys / P::U * wide;
-        Memory<Unit> k(all), v(all), k_flat(flat), q_flat(flat), o_flat(flat), q(BLOCK * units + 1), o(BLOCK * units + 1);
-        Memory<Unit> p(BLOCK / P::U * keys), d_s(BLOCK / P::U * keys);
-        Memory<typename P::Narrow> rows(BLOCK * keys);
-        Memory<float> s(BLOCK * keys), d_p(BLOCK * keys), d_k(keys * wide), d_v(keys * wide), d_q(BLOCK * wide);
+        Buffer<Unit> k(all), v(all), k_flat(flat), q_flat(flat), o_flat(flat), q(BLOCK * units + 1), o(BLOCK * units + 1);
+        Buffer<Unit> p(BLOCK / P::U * keys), d_s(BLOCK / P::U * keys);
+        Buffer<typename P::Narrow> rows(BLOCK * keys);
+        Buffer<float> s(BLOCK * keys), d_p(BLOCK * keys), d_k(keys * wide), d_v(keys * wide), d_q(BLOCK * wide);
         const S *keys_at = row(m.k, m.k_steps, b, g, 0), *values_at = row(m.v, m.v_steps, b, g, 0);
         turned(keys_at, m.k_steps[2], k + 0);
         across(keys_at, m.k_steps[2], k_flat + 0);
