@@ -230,6 +230,30 @@ def test_a_model_that_computes_attention_in_another_order_keeps_its_own() -> Non
     assert model.network.config._attn_implementation == "eager"
 
 
+def test_a_family_that_nobody_has_compared_keeps_its_own() -> None:
+    """Its attention says that it is not causal, and its mask alone makes it so."""
+    from transformers import PegasusConfig, PegasusForCausalLM
+
+    sizes: dict[str, Any] = {"vocab_size": 50, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2}
+    config = PegasusConfig(**sizes, decoder_ffn_dim=16, is_decoder=True)
+    config._attn_implementation = "eager"
+    network = PegasusForCausalLM(config)
+    attention.use(network)
+    assert network.config._attn_implementation == "eager"
+
+
+def test_a_scale_below_zero_is_left_to_the_own_one(monkeypatch: pytest.MonkeyPatch, library: None) -> None:
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    calls = counted(monkeypatch)
+    module = model_of("llama", "eager").network.model.layers[0].self_attn
+    assert isinstance(module, LlamaAttention)
+    q, k, v, _ = heads(1, 4, 2, 9, 8)
+    found = attention.attend(module, q, 9 * k, v, None, scaling=-8.0)[0].transpose(1, 2)
+    torch.testing.assert_close(found, written_out(q, 9 * k, v, -8.0))
+    assert not calls
+
+
 def test_weights_are_given_to_those_who_ask() -> None:
     ids = torch.randint(0, 256, (1, 7))
     model = model_of("llama", "auto")

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from comingle.cpu.softmax import softmax
 from comingle.models import loss
@@ -64,6 +65,21 @@ def test_what_cannot_be_has_no_weight(library: None) -> None:
 def test_a_target_that_is_no_token(target: int, library: None) -> None:
     with pytest.raises(IndexError, match="none of 40 tokens"):
         softmax(torch.randn(2, 40), torch.tensor([0, target]), True)
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int16, torch.uint8])
+def test_targets_of_other_widths(kind: torch.dtype, library: None) -> None:
+    logits, ids = torch.randn(4, 40), torch.tensor([5, 0, 7, 0])
+    found, wanted = softmax(logits.clone(), ids.to(kind), True), softmax(logits.clone(), ids, True)
+    assert found is not None
+    assert wanted is not None
+    assert torch.equal(found[0], wanted[0])
+
+
+def test_tensors_without_memory_are_left_to_pytorch(library: None) -> None:
+    """As when a step's memory is counted in a process that has trained."""
+    with FakeTensorMode():
+        assert softmax(torch.randn(4, 40), torch.zeros(4, dtype=torch.long), True) is None
 
 
 def test_float64_is_left_to_pytorch(library: None) -> None:

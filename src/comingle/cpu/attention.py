@@ -18,10 +18,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from comingle.cpu import native
+from comingle.models.families import FAMILIES
 from comingle.models.hardware import cpu_features
 from comingle.models.pretrained import PreTrainedModel
 
 NAME = "comingle"
+KNOWN = {family.model_type for family in FAMILIES.values()}
+"""Families, as transformers calls them, that are compared with their own attention."""
 PLAIN = ("sliding_window", "position_ids", "use_cache", "cache_position")
 """Options that change nothing, or only the mask."""
 
@@ -43,9 +46,13 @@ class _Attention(ctypes.Structure):
 
 
 def use(network: PreTrainedModel) -> None:
-    """Have the attention of ``network`` computed here, if it has its family's own and that can be replaced."""
+    """Have the attention of ``network`` computed here, if it is of a family that is known to allow it.
+
+    Some families look at the name of their attention and leave to "eager" what they do themselves under others (sparse
+    attention), or say that theirs is not causal where the mask makes it so. Which ones do not, tests say.
+    """
     config: Any = network.config
-    if config._attn_implementation != "eager" or not network._can_set_attn_implementation():
+    if config._attn_implementation != "eager" or config.model_type not in KNOWN:
         return
     if getattr(config, "reorder_and_upcast_attn", False):  # GPT-2's, which only "eager" has
         return
@@ -77,8 +84,8 @@ def attend(
     """As an attention function of transformers; weights are given only where the family's own computes."""
     causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     plain = dropout == 0.0 and all(value is None or name in PLAIN for name, value in options.items())
-    if causal and plain and fits(query, key, value):
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if causal and plain and scale > 0 and fits(query, key, value):
         return causal_attention(query, key, value, scale)[0].transpose(1, 2), None
     if causal and query.shape[2] > 1:
         behind = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)

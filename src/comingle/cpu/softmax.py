@@ -7,6 +7,7 @@ import ctypes
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from comingle.cpu import native
 
@@ -30,10 +31,10 @@ def softmax(
     Raises:
         IndexError: a target is none of the columns.
     """
-    if not native.supports(logits) or not logits.is_contiguous():
+    if isinstance(logits, FakeTensor) or not native.supports(logits) or not logits.is_contiguous():
         return None
     losses, totals = logits.new_empty((2, len(logits)), dtype=torch.float32)
-    targets = targets.contiguous()
+    targets = targets.to(torch.int64).contiguous()
     call = _Softmax(
         *logits.shape,
         logits.dtype == torch.bfloat16,
