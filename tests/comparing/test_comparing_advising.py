@@ -92,6 +92,13 @@ HARM = {seed: metrics(1, ann=20.0 + 0.01 * seed, bob=30.0 + 0.01 * seed) for see
 NOISE = {seed: metrics(5, ann=9.0 + seed, bob=19.0 + seed) for seed in range(3)}
 
 
+def test_a_method_that_its_privacy_budget_ended_is_said_to_have_trained_less() -> None:
+    stopped = {seed: {**run, "rounds": 1, "planned_rounds": 2} for seed, run in HARM.items()}
+    told = paragraph(advise_on(LOCAL, {"harm": stopped, "close": CLOSE}, {}, "close"))
+    assert told.endswith("longer ones may differ. harm: the privacy budget was spent after 1 of 2 rounds.")
+    assert "budget" not in paragraph(advise_on(LOCAL, {"close": CLOSE}, {}, "close"))
+
+
 def test_intervals_hold_together() -> None:
     advice = advise_on(LOCAL, {"close": CLOSE, "noise": NOISE}, {}, "close")
     changes = [100 * (NOISE[seed]["users"]["ann"]["test_perplexity"] / 10 - 1) for seed in range(3)]

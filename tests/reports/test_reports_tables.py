@@ -110,6 +110,18 @@ def test_a_name_is_one_cell_of_the_markdown_table(tmp_path: Path, name: str, wri
     assert {len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in (head, rule, *rows)} == {head.count(" | ") + 2}
 
 
+def test_methods_whose_privacy_budget_was_spent_are_named(folders: list[Path], tmp_path: Path) -> None:
+    for folder in folders[2:]:
+        file = folder / "metrics.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"planned_rounds": 6}))
+    table = write_comparison(tmp_path, folders)
+    said = "fedavg: the privacy budget was spent after round 2 of 6"
+    assert said in (tmp_path / "table.md").read_text()
+    assert said in "".join(printed(one) for one in tables_of(table))
+    assert [row["rounds"] for row in table["methods"]] == [[2, 2], [2, 2]]
+    assert "local: the" not in markdown(table)
+
+
 def test_the_markdown_table(folders: list[Path], tmp_path: Path) -> None:
     table = write_comparison(tmp_path, folders)
     assert (

@@ -121,8 +121,9 @@ def _stop(
     federation: Federation, scores: Sequence[AnyScore] | None, done: int, observe: Observer
 ) -> Sequence[AnyScore] | None:
     """End a run before round ``done + 1``, as it would have ended had it been planned so."""
-    logger.warning("the privacy budget is spent after round %d of %d", done, federation.clients.training.rounds)
     clients = federation.clients
+    told = clients.method.name, done, clients.training.rounds
+    logger.warning("%s: the privacy budget is spent after round %d of %d", *told)
     clients.stopped_after, finishes = done, False
     if counts_exchanged(clients.method, clients.training):
         federation.download(clients.scored_trainers)

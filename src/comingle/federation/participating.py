@@ -37,6 +37,7 @@ def take_part(
         raise RecipeError(f"user {participant.name!r}: no server; give --server HOST:PORT")
     if not _is_address(participant.server):
         raise RecipeError(f"--server: got {participant.server!r}; allowed: HOST:PORT, as 192.0.2.1:9092")
+    _require_files(participant)
     state = Path(participant.state)
     known = state / "participant.yaml"
     save_participant(known, participant)
@@ -107,6 +108,21 @@ def _participant(file: Path | None, given: Mapping[str, Any], default: Path) -> 
     if "data" not in content:
         raise RecipeError(f"user {content['name']!r}: nothing says where its data is; give --data PATH, or a file")
     return Participant(**content)
+
+
+def _require_files(participant: Participant) -> None:
+    """See that the files are there that processes would look for later, again and again.
+
+    Raises:
+        RecipeError: one is not.
+    """
+    data = participant.data
+    paths = {"key": participant.key, "certificates": participant.certificates}
+    if isinstance(data, str) and not set(data) & set(":*?["):  # a file or folder, not what stands for others
+        paths["data"] = data
+    for what, path in paths.items():
+        if path and not Path(path).exists():
+            raise RecipeError(f"user {participant.name!r}: {what}: {path} does not exist")
 
 
 def _is_address(server: str) -> bool:

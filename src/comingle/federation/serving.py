@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from comingle.errors import RecipeError, RunError
 from comingle.federation.running import Plan
+from comingle.locks import locked
 from comingle.records import read_metrics
 from comingle.transports.flower.certificates import read_certificates
+from comingle.transports.flower.fate import FOLDER
 from comingle.transports.flower.server_app import spell
 from comingle.transports.flower.superlink import Certificates, SuperLink, coordinate
+
+_PORT_SECONDS = 5.0
 
 
 def serve(
@@ -42,7 +48,33 @@ def serve(
                 f"{certificates}` makes the missing ones"
             )
         keys = {name: files.users[name] for name in plan.users}
-    link = SuperLink(folder=folder, say=say, host=host, port=port, certificates=secure, keys=keys)
-    say(f"listening on {host}:{link.port} for {len(plan.users)} participants: {', '.join(plan.users)}")
-    coordinate(link, {"federation": str(file.absolute()), "users": spell(plan.users)})
+    (folder / FOLDER).mkdir(exist_ok=True)
+    with locked(folder / FOLDER):  # another one would take the coordinator for its own
+        link = SuperLink(folder=folder, say=say, host=host, port=port, certificates=secure, keys=keys)
+        _require_port(host, link.port)
+        say(f"listening on {host}:{link.port} for {len(plan.users)} participants: {', '.join(plan.users)}")
+        coordinate(link, {"federation": str(file.absolute()), "users": spell(plan.users)})
     return read_metrics(folder)
+
+
+def _require_port(host: str, port: int) -> None:
+    """See that nobody listens there: one would be taken for a SuperLink of ours, with all who have come to it.
+
+    Raises:
+        RunError: somebody does, or nobody may.
+    """
+    until = time.monotonic() + _PORT_SECONDS  # processes of a server that was killed may still be ending
+    while error := _bind_error(host, port):
+        if time.monotonic() > until:
+            raise RunError(f"server: cannot listen on {host}:{port} ({error.strerror}); give another --port")
+        time.sleep(0.2)
+
+
+def _bind_error(host: str, port: int) -> OSError | None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have just ended do not count
+        try:
+            one.bind((host, port))
+        except OSError as error:
+            return error
+    return None

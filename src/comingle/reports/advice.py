@@ -37,6 +37,8 @@ class Advice:
     measure: str
     seeds: tuple[int, ...]
     rounds: int
+    stopped: Mapping[str, int]
+    """After how many rounds a method's privacy budget was spent, where that was before the end."""
     grouped_by: str
     """With which method the groups trained."""
     methods: Mapping[str, Mapping[str, Gain]]
@@ -86,7 +88,12 @@ def advise_on(
     return Advice(
         measure=measure,
         seeds=tuple(local),
-        rounds=max(metrics["rounds"] for metrics in local.values()),
+        rounds=max(metrics.get("planned_rounds", metrics["rounds"]) for metrics in local.values()),
+        stopped={
+            name: min(metrics["rounds"] for metrics in runs.values())
+            for name, runs in {"local": local, **methods}.items()
+            if any("planned_rounds" in metrics for metrics in runs.values())
+        },
         grouped_by=grouped_by,
         methods={name: _gains(runs, local, list(first["users"]), measure, asked) for name, runs in methods.items()},
         means=means,
@@ -194,6 +201,10 @@ def paragraph(advice: Advice) -> str:
         f"The {advice.intervals} intervals of users hold together with 95%, and those of means too. All is of "
         f"runs of {advice.rounds} rounds with seeds {', '.join(map(str, advice.seeds))}; longer ones may differ."
     )
+    said += [
+        f"{name}: the privacy budget was spent after {done} of {advice.rounds} rounds."
+        for name, done in advice.stopped.items()
+    ]
     return " ".join(said)
 
 

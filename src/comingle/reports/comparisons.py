@@ -91,6 +91,8 @@ def _row(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "method": name,
         "seeds": [run["seed"] for run in runs],
+        "rounds": [run["rounds"] for run in runs],
+        **({"planned_rounds": planned} if (planned := runs[0].get("planned_rounds")) else {}),
         f"mean_test_{measure}": {"mean": mean, "std": std},
         **_geometric_row(runs, measure),
         "users": users,

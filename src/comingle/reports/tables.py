@@ -203,7 +203,15 @@ def _note(table: dict[str, Any]) -> str:
     fewer = [row for row in table["methods"] if len(row["seeds"]) < len(seeds)]
     missing = [f"{row['method']}: seeds {', '.join(map(str, row['seeds']))} alone" for row in fewer]
     budget = budget_note([row["trainable_parameters"] for row in table["methods"]])
-    return "; ".join(filter(None, [_sample_note(table["methods"]), *missing, budget]))
+    return "; ".join(filter(None, [_sample_note(table["methods"]), *missing, budget, *_stopped(table["methods"])]))
+
+
+def _stopped(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Which methods' runs ended before the others', as their privacy budget was spent."""
+    for row in rows:
+        if planned := row.get("planned_rounds"):
+            last = " and ".join(map(str, sorted(set(row["rounds"]))))
+            yield f"{row['method']}: the privacy budget was spent after round {last} of {planned}"
 
 
 def _sample_note(rows: Sequence[dict[str, Any]]) -> str:

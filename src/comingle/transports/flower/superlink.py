@@ -270,7 +270,9 @@ def coordinate(
     Raises:
         RunError: as :meth:`Watch.look`.
     """
-    watch = Watch(link, {"out": str(link.folder), **run_config})
+    log = link.folder / FOLDER / LOG
+    # What an earlier process of this folder has said was said then.
+    watch = Watch(link, {"out": str(link.folder), **run_config}, _read=log.stat().st_size if log.exists() else 0)
     try:
         with ended_politely():
             while not watch.look():
