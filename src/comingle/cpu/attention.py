@@ -97,7 +97,7 @@ def attend(
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether native code is made for such heads: as many keys as queries, all of one width.
 
-    With matrix units PyTorch's products in bfloat16 are as fast as it gets; they stay in use there.
+    Where there are matrix units PyTorch uses them for bfloat16 and this code does not; which is faster is not known.
     """
     return (
         query.shape[2] == key.shape[2] > 1
