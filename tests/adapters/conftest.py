@@ -3,14 +3,12 @@ and native code that is compiled once."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from filelock import FileLock
+from tests.native_code import compile_once, seeded_on_one_thread
 
 from comingle.adapters import native
 
@@ -18,25 +16,14 @@ if (here := str(Path(__file__).parent)) not in sys.path:
     sys.path.insert(0, here)
 
 
-@pytest.fixture(autouse=True)
-def seeded_on_one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
-    torch.set_num_threads(threads)
+__all__ = ["seeded_on_one_thread"]  # around each of these tests
 
 
 @pytest.fixture(scope="session")
 def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with the library in it; processes of pytest-xdist share one."""
-    alone = "PYTEST_XDIST_WORKER" not in os.environ
-    cache = tmp_path_factory.mktemp("native") if alone else tmp_path_factory.getbasetemp().parent / "native"
+    """A cache folder with the library in it."""
     native._loaded = None
-    with FileLock(f"{cache}.lock"):  # who comes second finds what the first has compiled
-        if not native.enable(cache):
-            pytest.skip("no C++ compiler that makes the native code")
+    cache = compile_once(tmp_path_factory, "native", native.enable)
     native.disable()
     return cache
 

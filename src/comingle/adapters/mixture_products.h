@@ -181,7 +181,7 @@ struct Dots : Halves<R> {
             }
     }
     static float total(const float* sums, int t, int r) {
-        return _mm512_reduce_add_ps((__m512)load(sums + (t * R + r) * LANES));
+        return total_of(load(sums + (t * R + r) * LANES));
     }
 
     static void cross(const Item* left, const Item* pairs, float* grads, int64_t chunk) {

@@ -51,6 +51,24 @@ inline float sum(V v) {
     return total;
 }
 
+// Of all lanes, in halves where one instruction does it.
+inline float total_of(V v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    return sum(v);
+#endif
+}
+inline float largest_of(V v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float most = v[0];
+    for (int i = 1; i < LANES; ++i) most = std::max(most, v[i]);
+    return most;
+#endif
+}
+
 // bfloat16 is the upper half of a float.
 inline V load(const uint16_t* from) {
     Half half;

@@ -34,24 +34,6 @@ typedef int32_t I __attribute__((vector_size(4 * LANES)));
 
 constexpr int BLOCK = 32, ROWS = 4, VECTORS = REGISTERS / 8;
 
-// Of all lanes, in halves.
-inline float total_of(V v) {
-#ifdef __AVX512F__
-    return _mm512_reduce_add_ps((__m512)v);
-#else
-    return sum(v);
-#endif
-}
-inline float largest_of(V v) {
-#ifdef __AVX512F__
-    return _mm512_reduce_max_ps((__m512)v);
-#else
-    float most = v[0];
-    for (int i = 1; i < LANES; ++i) most = std::max(most, v[i]);
-    return most;
-#endif
-}
-
 inline int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 struct Floats {

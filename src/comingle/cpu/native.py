@@ -20,11 +20,16 @@ _library: ctypes.CDLL | None = None
 def enable(cache: Path) -> bool:
     """Compile (or find in ``cache``) the code; returns whether that worked. It is in use where that of mixtures is."""
     global _library
-    _library = _library or load_library(cache, "cpu", SOURCES)
-    if _library is not None:
-        _library.softmax_forward.restype = ctypes.c_bool
-        _library.attention_forward.restype = _library.attention_backward.restype = None
+    _library = _library or _load(cache)
     return _library is not None
+
+
+def _load(cache: Path) -> ctypes.CDLL | None:
+    found = load_library(cache, "cpu", SOURCES)
+    if found is not None:
+        found.softmax_forward.restype = ctypes.c_bool
+        found.attention_forward.restype = found.attention_backward.restype = None
+    return found
 
 
 def supports(*tensors: Tensor) -> bool:

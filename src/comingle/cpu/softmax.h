@@ -3,7 +3,6 @@
 // A row is read from memory once: it is in a near cache when its largest logit is known.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 
 #include "../adapters/mixture_vector.h"
@@ -27,8 +26,7 @@ void softmax_row(const Softmax& m, int64_t r) {
         V v = load_upto(row + c, m.columns - c, -INFINITY);
         most = most > v ? most : v;  // a NaN is found below
     }
-    float top = -INFINITY;
-    for (int i = 0; i < LANES; ++i) top = std::max(top, most[i]);
+    const float top = largest_of(most);
     for (int64_t c = 0; c < m.columns; c += SUMS * LANES)
         for (int k = 0; k < SUMS && c + k * LANES < m.columns; ++k) {
             const int64_t at = c + k * LANES, left = m.columns - at;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -22,7 +22,7 @@ class _Softmax(ctypes.Structure):
 
 
 def softmax(
-    logits: Float[Tensor, "n vocab"], targets: Int[Tensor, " n"], keep: bool
+    logits: Float[Tensor, "n vocab"], targets: Integer[Tensor, " n"], keep: bool
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """As :func:`comingle.models.loss.softmax_parts`, where native code is made for it; the logits are gone afterwards.
 

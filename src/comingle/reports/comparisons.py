@@ -92,7 +92,7 @@ def _row(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
         "method": name,
         "seeds": [run["seed"] for run in runs],
         "rounds": [run["rounds"] for run in runs],
-        **({"planned_rounds": planned} if (planned := runs[0].get("planned_rounds")) else {}),
+        **({"planned_rounds": planned} if (planned := max(run.get("planned_rounds", 0) for run in runs)) else {}),
         f"mean_test_{measure}": {"mean": mean, "std": std},
         **_geometric_row(runs, measure),
         "users": users,
