@@ -73,14 +73,14 @@ def mask(*args: Any, **options: Any) -> Tensor | None:
 def attend(
     module: nn.Module,
     query: Heads,
-    key: Grouped,
-    value: Grouped,
+    key: Float[Tensor, "batch groups keys width"],
+    value: Float[Tensor, "batch groups keys values"],
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
     **options: Any,
-) -> tuple[Float[Tensor, "batch n heads width"], Tensor | None]:
+) -> tuple[Float[Tensor, "batch n heads values"], Tensor | None]:
     """As an attention function of transformers; weights are given only where the family's own computes."""
     causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     plain = dropout == 0.0 and all(value is None or name in PLAIN for name, value in options.items())
