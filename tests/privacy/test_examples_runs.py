@@ -132,12 +132,16 @@ def test_what_shares_nothing_reveals_nothing(tmp_path: Path) -> None:
 
 
 def test_who_has_too_few_examples_takes_no_part_and_the_run_ends_before_anybody_exceeds_the_budget(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rate = rates_of(run(recipe(tmp_path, training__rounds=1), tmp_path / "one"))["ann"]
     budget = (by_hand(rate, 1.0, 6) + by_hand(rate, 1.0, 8)) / 2
     content = recipe(tmp_path, epsilon=budget)
     metrics = run(content, tmp_path / "run").metrics
+    assert [text for text in caplog.messages if "budget" in text] == [
+        "cem: one more round would exceed the privacy budget, so they train no more; others go on",
+        "comigs-1g1s: the privacy budget is spent after round 3 of 4",
+    ]
     rounds = of_event(tmp_path / "run", "round")
     assert [sorted(event["train_loss_nats"]) for event in rounds] == [["ann", "bob"]] * 3
     assert metrics["privacy"]["users"]["cem"] == 0  # whose first round would have been too much

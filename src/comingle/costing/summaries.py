@@ -9,7 +9,7 @@ from typing import Any
 
 from comingle.costing.messages import count_exchanges
 from comingle.costing.passes import Rehearsal, memory
-from comingle.costing.promises import promise
+from comingle.costing.promises import promise, promise_of_examples
 from comingle.costing.records import MemoryCost, MethodCost, UserCost
 from comingle.costing.stored import Writes, store_bytes, user_bytes
 from comingle.engines.settings import MEMORY
@@ -70,7 +70,7 @@ def _promise_of_examples(recipe: Recipe) -> dict[str, Any]:
     """What a run reveals of single examples, which follows from how many each user has: their data is read."""
     guard = build(recipe, prepare(recipe)).server.guard
     assert isinstance(guard, Ledger)
-    return guard.promise
+    return promise_of_examples(guard)
 
 
 def check_count(users: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,12 +12,17 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from comingle.errors import list_names
 from comingle.privacy.accounting import Participation, Release, accountant_of, epsilon, expected, release_of
 from comingle.privacy.accounting import sample_size as size_of
 from comingle.privacy.clipping import clipped
 from comingle.privacy.noise import add_noise, gaussian, uniform
 from comingle.privacy.settings import Privacy
 from comingle.trees import Tree
+
+logger = logging.getLogger(__name__)
+
+_SPENT = "%s: one more round would exceed the privacy budget, so they train no more; others go on"
 
 COUNTS, BOUND = "privacy/releases", "privacy/clip_norm"
 """By which names the server's state holds what has been revealed of each user, and the bound."""
@@ -27,7 +33,10 @@ _COUNT_NOISE = 20
 
 @dataclass(kw_only=True)
 class Guard:
-    """``counts`` are the releases of which each of ``users`` has been part; ``bound`` is the clip norm now."""
+    """``counts`` are the releases of which each of ``users`` has been part; ``bound`` is the clip norm now.
+
+    ``told`` are those of whom the log has said that their budget is spent while others go on.
+    """
 
     privacy: Privacy
     participation: Participation
@@ -35,6 +44,7 @@ class Guard:
     key: str
     bound: float = 0.0
     counts: Int[Tensor, " users"] = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    told: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.bound = self.bound or self.privacy.first_bound
@@ -73,10 +83,14 @@ class Guard:
         return self.release.sampled
 
     def affordable(self, members: Sequence[int]) -> list[int]:
-        """Those of some users of whom one more release stays within the budget."""
+        """Those of some users of whom one more release stays within the budget; others are told of once."""
         budget = math.inf if self.privacy.epsilon is None else self.privacy.epsilon
         counts = self.counts.tolist()
-        return [user for user in members if self._epsilon(user, counts[user] + 1) <= budget]
+        found = [user for user in members if self._epsilon(user, counts[user] + 1) <= budget]
+        if found and (spent := sorted(set(members) - set(found) - self.told)):
+            self.told.update(spent)
+            logger.warning(_SPENT, list_names(self.users[user] for user in spent))
+        return found
 
     def admit(self, members: Sequence[int], *, releases: bool) -> list[int] | None:
         """Those of a round's users who may take part in it, if it ``releases`` anything; None where none may."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,28 +54,4 @@ class Ledger(Guard):
             "clip_norm": self.bound,
             "accountant": self.privacy.accountant,
             "releases": max((work.steps * counts[name] for name, work in works.items()), default=0),
-        }
-
-    @property
-    def promise(self) -> dict[str, Any]:
-        """What a whole run will have revealed, of the user of whom most is."""
-        budget = math.inf if self.privacy.epsilon is None else self.privacy.epsilon
-
-        def ends(work: Work) -> tuple[float, Work, int]:
-            def spends(rounds: int) -> float:
-                return spent_by(self.privacy, work, rounds * work.steps)
-
-            rounds = bisect_right(range(1, work.rounds + 1), budget, key=spends)
-            return spends(rounds), work, rounds * work.steps
-
-        most, work, steps = max((ends(work) for work in self.works().values()), key=lambda found: found[0])
-        return {
-            "mechanism": self.privacy.mechanism,
-            "epsilon": most,
-            "delta": self.privacy.delta,
-            "noise_multiplier": multiplier_of(self.privacy, work),
-            "clip_norm": self.privacy.clip_norm,
-            "accountant": self.privacy.accountant,
-            "releases": steps,
-            "planned_releases": work.planned,
         }
