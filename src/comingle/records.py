@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import secrets
+import shlex
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -222,6 +223,22 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+_OF_SERVERS, _OF_PARTICIPANTS = "federation.json", "public.json"
+"""What is in a folder of a federation's server, or of a participant."""
+
+
+def is_server(run: Path) -> bool:
+    """Whether it is the folder of a federation's server, in which nobody's model is."""
+    return (run / _OF_SERVERS).exists()
+
+
+def resume_command(run: Path) -> str:
+    """What to type to go on with a run; neither a server's nor a participant's is resumed by its folder."""
+    if is_server(run) or (run / _OF_PARTICIPANTS).exists():
+        return "the federation, started again,"
+    return f"`comingle run --resume {shlex.quote(str(run))}`"
+
+
 def read_metrics(run: Path) -> dict[str, Any]:
     """The metrics of a finished run.
 
@@ -233,12 +250,12 @@ def read_metrics(run: Path) -> dict[str, Any]:
         raise RunError(f"{run}: no such run folder")
     if not path.exists():
         unfinished = (run / "events.jsonl").exists()
-        hint = f"continue it with `comingle run --resume {run}`" if unfinished else "it is not a run folder"
+        hint = f"{resume_command(run)} goes on with it" if unfinished else "it is not a run folder"
         raise RunError(f"{run}: no metrics.json; {hint}")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RunError(f"{path}: not JSON ({error}); delete it and `comingle run --resume {run}`") from None
+        raise RunError(f"{path}: not JSON ({error}); once it is deleted {resume_command(run)} writes it anew") from None
 
 
 def read_events(run: Path) -> Iterator[dict[str, Any]]:

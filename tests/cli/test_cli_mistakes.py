@@ -269,7 +269,7 @@ def test_show_needs_a_finished_run(comingle: Any, recipe_file: Path, tmp_path: P
     comingle("run", recipe_file, "--out", tmp_path / "run", "--set", "method=pretrained")
     (tmp_path / "run" / "metrics.json").unlink()
     line = one_line(comingle("show", tmp_path / "run"))
-    assert line == f"{tmp_path / 'run'}: no metrics.json; continue it with `comingle run --resume {tmp_path / 'run'}`"
+    assert line == f"{tmp_path / 'run'}: no metrics.json; `comingle run --resume {tmp_path / 'run'}` goes on with it"
 
 
 def test_what_show_advises_works(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:

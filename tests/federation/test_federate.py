@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 pytest.importorskip("flwr")
 
 from comingle.engines.checkpoints import list_checkpoints
+from comingle.errors import RunError
 from comingle.federation.local import federate
 from comingle.recipes import Recipe, parse_recipe
 from comingle.records import read_events
@@ -75,6 +76,14 @@ def test_processes_end_with_the_tensors_of_one(name: str, tmp_path: Path) -> Non
     api.run(recipe, out=tmp_path / "together")
     federate(recipe, tmp_path / "apart", say=print)
     assert_equal(tmp_path / "together", tmp_path / "apart")
+
+
+def test_a_federation_on_one_machine_that_nobody_could_join_says_what_users_lack(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "fedavg")
+    for path in tmp_path.rglob("*.txt"):
+        path.unlink()
+    with pytest.raises(RunError, match=r"0 of 2 users have joined.*; ann: .*ann.txt: no such file or folder; bob: "):
+        federate(recipe, tmp_path / "apart", say=print)
 
 
 def test_processes_sum_behind_masks_as_one_does_without(tmp_path: Path) -> None:

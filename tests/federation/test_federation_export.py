@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tests.federation.direct import federated
 from tests.federation.tiny import tiny
 from transformers import AutoModelForCausalLM
 
+from comingle.errors import RunError
+from comingle.records import read_metrics
 from comingle.runs import api
 from exporting import check_same
 
@@ -27,3 +30,8 @@ def test_a_participants_own_model_is_exported(tmp_path: Path) -> None:
     assert len(lost) == 2
     assert not any(other in (tmp_path / "plain" / "README.md").read_text() for other in others)
     assert metrics["users"].keys() >= {name}
+    with pytest.raises(RunError, match=r"of a federation's server, which has nobody's model; open a user's own"):
+        api.load(tmp_path / "server")
+    (tmp_path / "server" / "metrics.json").unlink()
+    with pytest.raises(RunError, match=r"no metrics.json; the federation, started again, goes on with it"):
+        read_metrics(tmp_path / "server")

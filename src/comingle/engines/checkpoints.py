@@ -23,12 +23,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from comingle.engines.checksums import SUMS, advise, list_checkpoints, resume_command, seal, verify
+from comingle.engines.checksums import SUMS, advise, list_checkpoints, seal, verify
 from comingle.engines.clock import Clock
 from comingle.engines.server import LOWEST
 from comingle.engines.state import State, Stored
 from comingle.errors import RunError
-from comingle.records import to_disk, write_json
+from comingle.records import resume_command, to_disk, write_json
 from comingle.trees import Layout, Tree, flatten
 
 STATE, SERVER = "state.safetensors", "server.safetensors"
@@ -138,7 +138,7 @@ def written(folder: Path, draft: Path | None) -> Iterator[None]:
         if draft is not None:
             shutil.rmtree(draft, ignore_errors=True)
         why = error.strerror if isinstance(error, OSError) else error
-        goes_on = f"once it can be, {resume_command(folder)} goes on"
+        goes_on = f"once it can be, {resume_command(folder.parent.parent)} goes on"
         raise RunError(f"{folder}: cannot be written to: {why}; {goes_on}") from None
 
 

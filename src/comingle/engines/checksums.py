@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from comingle.errors import RunError
+from comingle.records import resume_command
 
 SUMS = "SHA256SUMS"
-_FEDERATIONS = ("public.json", "federation.json")
-"""What is in a folder of a participant, or of a coordinator: neither is a run that a command resumes by its folder."""
 
 
 def list_checkpoints(run: Path) -> list[Path]:
@@ -48,18 +47,12 @@ def advise(folder: Path) -> str:
     spoilt = checkpoints[checkpoints.index(folder) :] if folder in checkpoints else [folder]
     while len(spoilt) < len(checkpoints) and _find_damage(older := checkpoints[-len(spoilt) - 1]):
         spoilt.insert(0, older)
-    remove = f"`rm -r {' '.join(shlex.quote(str(each)) for each in spoilt)}`, then {resume_command(folder)}"
+    remove = (
+        f"`rm -r {' '.join(shlex.quote(str(each)) for each in spoilt)}`, then {resume_command(folder.parent.parent)}"
+    )
     if len(spoilt) == len(checkpoints):
         return f"no older one is whole: {remove} begins anew"
     return f"{checkpoints[-len(spoilt) - 1].name} is whole: {remove} goes on from there"
-
-
-def resume_command(checkpoint: Path) -> str:
-    """What to type to go on with the run of a checkpoint."""
-    run = checkpoint.parent.parent
-    if any((run / name).exists() for name in _FEDERATIONS):
-        return "the federation, started again,"
-    return f"`comingle run --resume {shlex.quote(str(run))}`"
 
 
 def _find_damage(folder: Path, name: str | None = None) -> str:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from comingle.data.names import as_folder
+from comingle.errors import RunError
 from comingle.federation.files import Participant, save_participant, save_plan
+from comingle.federation.participating import Words
 from comingle.federation.patience import Patience
 from comingle.federation.public import public_part
 from comingle.federation.splitting import split_recipe
 from comingle.recipes import Recipe
 from comingle.records import read_metrics
 from comingle.runs.folders import check_folder
+from comingle.transports.flower.calling import FOLDER as WORKER
+from comingle.transports.flower.calling import LOG
 from comingle.transports.flower.server_app import spell
 from comingle.transports.flower.superlink import SuperLink, coordinate
 from comingle.transports.flower.supernode import SuperNode
 from comingle.transports.flower.users import User
+
+_SHOWN = 3
+"""So many users' reasons are told where a federation has failed."""
 
 USERS, PLAN, FILE = "users", "federation.yaml", "participant.yaml"
 
@@ -55,9 +62,12 @@ def federate(
         save_participant(state / FILE, Participant(**own.model_dump(exclude_defaults=True), state="."))
     link = SuperLink(folder=folder, say=say)
     nodes = [_node(folder / USERS / as_folder(own.name), own.name, link.address, say) for own in owns]
+    words = {node.user.name: Words(node.user.state / WORKER / LOG) for node in nodes}
     settings = {"federation": str((folder / PLAN).absolute()), "users": spell(plan.users)}
     try:
         coordinate(link, settings, lambda: _tend(nodes))
+    except RunError as error:
+        raise RunError(f"{error}{_told(words)}") from None
     finally:
         for node in nodes:
             node.stop()
@@ -68,6 +78,12 @@ def _node(state: Path, name: str, server: str, say: Callable[[str], None]) -> Su
     state = state.absolute()
     user = User(name=name, state=state, config=state / FILE)
     return SuperNode(user=user, server=server, say=lambda line: say(f"{name}: {line}"))
+
+
+def _told(words: Mapping[str, Words]) -> str:
+    """What workers have said on this machine, which is everybody's: the last line of each of the first few."""
+    lines = [f"{name}: {said[-1]}" for name, of_user in words.items() if (said := of_user.new())]
+    return "".join(f"; {line}" for line in lines[:_SHOWN])
 
 
 def _tend(nodes: Sequence[SuperNode]) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from comingle.engines.checkpoints import Progress, list_checkpoints
-from comingle.engines.checksums import resume_command
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.errors import RunError
@@ -15,7 +14,7 @@ from comingle.kinds.base import Materials
 from comingle.methods import REGISTRY
 from comingle.progress import LOADING, reporting
 from comingle.recipes import Recipe, load_recipe
-from comingle.records import read_metrics
+from comingle.records import is_server, read_metrics, resume_command
 from comingle.runs.folders import check_folder
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
 from comingle.runs.opening import reopen
@@ -105,6 +104,10 @@ def load(
         BaseModelError: its base was handed over, and is not now.
     """
     folder = Path(folder)
+    if is_server(folder):
+        raise RunError(
+            f"{folder}: of a federation's server, which has nobody's model; open a user's own: STATE/run-*/model"
+        )
     metrics, recipe = read_metrics(folder), load_recipe(folder)
     given = given_of(users, base, method, loss)
     with lending([method]) as [named]:
@@ -135,5 +138,5 @@ def _check_round(folder: Path, metrics: dict[str, Any], progress: Progress) -> N
     if progress.round != metrics["rounds"]:
         raise RunError(
             f"{newest}: the run has {metrics['rounds']} rounds, its last checkpoint {progress.round}; "
-            f"{resume_command(newest)} goes on from there"
+            f"{resume_command(folder)} goes on from there"
         )

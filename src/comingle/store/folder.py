@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from comingle.engines.checksums import resume_command
 from comingle.errors import RunError
+from comingle.records import resume_command
 
 FOLDER, ABOUT = "store", "store.json"
 
@@ -71,7 +71,7 @@ def told(run: Path | None) -> Iterator[None]:
     except OSError as error:
         path = Path(error.filename or (run or Path(tempfile.gettempdir())) / FOLDER)
         where = path.parent if run is None or run not in path.parents else run / FOLDER
-        goes_on = "" if run is None else f"; once it can be, {resume_command(run / 'checkpoints' / 'newest')} goes on"
+        goes_on = "" if run is None else f"; once it can be, {resume_command(run)} goes on"
         raise RunError(f"{where}: cannot be written to: {error.strerror or error}{goes_on}") from None
 
 
