@@ -54,7 +54,7 @@ def _hold(folder: Path) -> Iterator[None]:
         lock.acquire(timeout=_PATIENCE_SECONDS)
     except Timeout:
         raise RunError(
-            f"{folder}: {_read_holder(folder)} writes to it; wait until that has ended, or use another --out"
+            f"{folder}: {_read_holder(folder)} writes to it; wait until that has ended, or use another folder"
         ) from None
     try:
         yield

@@ -223,18 +223,18 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-_OF_SERVERS, _OF_PARTICIPANTS = "federation.json", "public.json"
-"""What is in a folder of a federation's server, or of a participant."""
+FEDERATION, PUBLIC = "federation.json", "public.json"
+"""What is in a folder of a federation's server, and in a participant's of a run."""
 
 
 def is_server(run: Path) -> bool:
     """Whether it is the folder of a federation's server, in which nobody's model is."""
-    return (run / _OF_SERVERS).exists()
+    return (run / FEDERATION).exists()
 
 
 def resume_command(run: Path) -> str:
     """What to type to go on with a run; neither a server's nor a participant's is resumed by its folder."""
-    if is_server(run) or (run / _OF_PARTICIPANTS).exists():
+    if is_server(run) or (run / PUBLIC).exists():
         return "the federation, started again,"
     return f"`comingle run --resume {shlex.quote(str(run))}`"
 

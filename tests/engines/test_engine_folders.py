@@ -98,7 +98,7 @@ def test_a_second_process_is_told_who_writes(
     for how in ({"resume": True}, {"force": True}, {}):
         message = refused(recipe, folder, **how)
         assert message.startswith(who)
-        assert message.endswith(" writes to it; wait until that has ended, or use another --out")
+        assert message.endswith(" writes to it; wait until that has ended, or use another folder")
     answer = comingle("run", recipe_file, "--out", folder, "--resume")
     assert (answer.code, answer.out) == (2, "")
     assert answer.err.startswith(f"comingle: {who}")

@@ -310,6 +310,9 @@ def test_a_user_who_has_lost_its_last_task_takes_part_again(tmp_path: Path) -> N
     coordinate(plan, channel, tmp_path / "lost" / "server", observers=[channel.see])
     rounds = [unpack_task(task).round for who, task, _ in channel.recorded if who == "bob" and b'"train"' in task]
     assert rounds[-1] == 3
+    noted = [event for event in told_in(tmp_path / "lost" / "server") if event["event"] == "noted"]
+    assert [event["user"] for event in noted] == ["bob"]
+    assert "has lost what it did after task" in noted[0]["what"]
     assert not unpack_answer([answer for who, _, answer in channel.recorded if who == "bob"][-1]).refused
 
 
@@ -431,6 +434,42 @@ def test_an_upload_that_is_wrong_is_left_out(tmp_path: Path, caplog: pytest.LogC
         f"user 'bob' is left out of round {number}" for number in range(1, len(UPLOADS) + 1)
     ]
     assert all(line.isprintable() for line in lines)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "pcl"])
+def test_fewer_usable_uploads_than_the_least_change_nothing(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What would be made of one user's upload alone is that user's, and nobody else is to see it."""
+    lie, events = UPLOADS["NaN"], list[dict[str, Any]]()
+    plan, nodes = started(tiny(tmp_path, name, users=2, training__rounds=2), tmp_path / "least", QUICK)
+    channel = Lying(nodes, lie, "upload")
+    coordinate(plan, channel, tmp_path / "least" / "server", observers=[events.append])
+    why = "round 1: 1 uploads can be used; needed: 2 (network.min_participants); the model stays as it was"
+    assert next(event["reason"] for event in events if event["event"] == "no_sum") == why
+    assert why in caplog.messages
+    sent = [unpack(data) for who, _, got in channel.recorded if who == "ann" for data in unpack_answer(got).messages]
+    uploads = [message for message in sent if isinstance(message, Upload)]
+    downloads = [
+        unpack(data) for who, task, _ in channel.recorded if who == "bob" for data in unpack_task(task).messages
+    ]
+    assert uploads
+    for download in (one for one in downloads if isinstance(one, Download)):
+        for key, t in download.tensors.items():
+            assert not any(torch.equal(t.reshape(-1), u.tensors[key].reshape(-1)) for u in uploads if key in u.tensors)
+
+
+def test_metrics_are_there_before_anybody_hears_that_all_is_over(tmp_path: Path) -> None:
+    class Stopping(Direct):
+        def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
+            if any("end" in unpack_task(task).todo for task in requests.values()):
+                raise Stopped
+            yield from super().exchange(requests, timeout=timeout)
+
+    plan, nodes = started(tiny(tmp_path, "fedavg"), tmp_path / "end", QUICK)
+    with pytest.raises(Stopped):
+        coordinate(plan, Stopping(nodes), tmp_path / "end" / "server")
+    assert list(json.loads((tmp_path / "end" / "server" / "metrics.json").read_text())["users"]) == ["ann", "bob"]
 
 
 def of_words(**told: Any) -> Callable[[Answer], Answer]:
@@ -582,6 +621,11 @@ def test_what_is_not_told_is_absent_and_the_run_folder_is_readable(
         answer = comingle(verb, tmp_path / "run" / "server")
         assert answer.code == 0, (verb, answer)
         assert "Traceback" not in answer.err
+        if verb == "show":
+            assert "not finite" not in answer.out
+            assert "no training" not in answer.out
+            assert "not told to the server: results of" in answer.out
+            assert metrics["untold"] == (["bob"] if ann == "all" else ["ann", "bob"])
 
 
 # -------------------------------------------------------------------- what users claim

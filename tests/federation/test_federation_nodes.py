@@ -104,6 +104,44 @@ def test_a_task_twice_is_the_same_answer_and_no_work(case: Case, folder: Path) -
     case.go_on(node)
 
 
+def test_the_folder_of_another_user_is_refused(case: Case, folder: Path) -> None:
+    """What is private in it would be this user's from then on, without a word."""
+    bob = Node(folder, own_of(case.content, "bob"))
+    join = replace(case.tasks[0], user="bob")
+    before = kept_in(folder)
+    assert refusal(bob, join).endswith("its own folder cannot be used; it says on its own machine what is wrong")
+    assert kept_in(folder) == before
+
+
+def test_other_data_than_the_run_was_begun_with_is_refused(case: Case, folder: Path, tmp_path: Path) -> None:
+    before = kept_in(folder)
+    other = tmp_path / "other.txt"
+    other.write_text("Something else altogether, with a zebra. " * 200)
+    node, lines = Node(folder, case.own.model_copy(update={"data": str(other)})), []
+    node.say = lines.append
+    assert "its data cannot be used" in refusal(node, case.tasks[0])
+    assert any("the train and valid and test data changed since the run began; restore it" in line for line in lines)
+    assert kept_in(folder) == before
+    case.go_on(Node(folder, case.own))
+
+
+def test_an_answer_without_its_state_is_gone_once_another_task_is_done(
+    case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who was killed between the two would else be told later that the first task was done."""
+    task = next(task for task in case.tasks[3:] if "receive" in task.todo)
+    download = download_in(task)
+    other = with_message(task, replace(download, tensors={name: 2 * t for name, t in download.tensors.items()}))
+    left = run_folder(folder) / "answers" / f"{task.serial:06d}-0123456789abcdef.bin"
+    left.write_bytes(b"of a process that was killed")
+    node = Node(folder, case.own)
+    for earlier in case.tasks[2 : case.tasks.index(task)]:
+        node.handle(earlier.pack())
+    left.write_bytes(b"of a process that was killed")
+    assert not answer_of(node, other).refused
+    assert not left.exists()
+
+
 def test_another_task_of_the_same_number_undoes_the_first(case: Case, folder: Path, tmp_path: Path) -> None:
     task = next(task for task in case.tasks[3:] if "receive" in task.todo)
     download = download_in(task)

@@ -38,7 +38,7 @@ def test_a_folder_that_another_server_uses(tmp_path: Path, monkeypatch: pytest.M
     app.write_text("{}")
     with locked(app.parent):
         (line,) = serve(tmp_path, 0, monkeypatch)
-    assert "writes to it; wait until that has ended, or use another --out" in line
+    assert "writes to it; wait until that has ended, or use another folder" in line
     assert app.read_text() == "{}"  # the other one's, which would be taken to have died without it
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,7 @@ import torch
 
 from comingle.errors import ComingleError, DataError, RecipeError, RunError
 from comingle.joining.api import join
+from comingle.locks import locked
 from comingle.methods.client import joint
 from comingle.methods.server import model_of
 from comingle.models.personal import PersonalModel
@@ -202,6 +204,29 @@ def test_a_folder_is_kept_unless_it_may_be_replaced(trained: Callable[..., Run],
     join(trained("fedavg"), name="eve", data=texts(8), out=folder, rounds=1, force=True)
     assert content(folder)["metrics.json"] != before["metrics.json"]
     assert [path.name for path in tmp_path.iterdir()] == ["eve"]
+
+
+def test_the_run_that_is_joined_is_only_read(trained: Callable[..., Run], tmp_path: Path) -> None:
+    there = trained("fedavg").folder
+    assert there is not None
+    folder = Path(shutil.copytree(there, tmp_path / "friends" / "run"))
+    run, before = load(folder), content(folder)
+    for out in (folder, tmp_path / "friends"):
+        with pytest.raises(RunError, match=r"only read|not a run folder"):
+            join(run, name="eve", data=texts(9), out=out, rounds=1, force=True)
+    assert content(folder) == before
+
+
+def test_nobody_else_joins_into_the_same_folder_meanwhile(trained: Callable[..., Run], tmp_path: Path) -> None:
+    with locked(tmp_path / ".eve.joining"), pytest.raises(RunError, match="writes to it"):
+        join(trained("fedavg"), name="eve", data=texts(9), out=tmp_path / "eve", rounds=1)
+    assert [path.name for path in tmp_path.iterdir()] == [".eve.joining"]
+
+
+def test_one_users_own_run_has_no_server_to_join(trained: Callable[..., Run], tmp_path: Path) -> None:
+    join(trained("fedavg"), name="eve", data=texts(9), out=tmp_path / "eve", rounds=1)
+    with pytest.raises(RunError, match="one user's own, without a server to take from; join the run that it came out"):
+        join(load(tmp_path / "eve"), name="fay", data=texts(8), rounds=1)
 
 
 @pytest.mark.parametrize("temperatures", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -23,7 +23,7 @@ def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:
     if settings.schedule == "constant":
         return settings.learning_rate
     low = settings.final_fraction * settings.learning_rate
-    return low + (settings.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * step / max(1, total)))
+    return low + (settings.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / max(1, total))))
 
 
 def clip(gradient: Rows, norm: float) -> Rows:

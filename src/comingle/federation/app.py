@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +22,44 @@ def coordinate_app(channel: Channel, config: Mapping[str, Any], folder: Path, sa
     """
     if not (file := str(config.get("federation") or "").strip()):
         raise RecipeError("run config: no 'federation'; give --run-config 'federation=\"FILE\"'")
-    coordinate(
-        load_plan(Path(file).expanduser()),
-        channel,
-        folder,
-        resume=(folder / "recipe.yaml").exists(),
-        observers=[lambda event: _tell(say, event)],
-    )
+    with _heard(say):
+        coordinate(
+            load_plan(Path(file).expanduser()),
+            channel,
+            folder,
+            resume=(folder / "recipe.yaml").exists(),
+            observers=[lambda event: _tell(say, event)],
+        )
+
+
+class _Relay(logging.Handler):
+    """Says each warning to whoever has started the server."""
+
+    def __init__(self, say: Callable[[str], None]):
+        super().__init__(logging.WARNING)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Say it."""
+        self._say(record.getMessage())
+
+
+@contextmanager
+def _heard(say: Callable[[str], None]) -> Iterator[None]:
+    handler, logger = _Relay(say), logging.getLogger("comingle")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def _tell(say: Callable[[str], None], event: Mapping[str, Any]) -> None:
-    """Each event worth a line."""
+    """Each event worth a line that no warning says."""
     kind = event["event"]
     if kind == "joined":
         say(f"{event['user']} has joined")
-    elif kind in ("failed", "rejected"):
-        say(f"{event['user']}: {event['reason']}")
-    elif kind in ("no_sum", "aggregation") and "reason" in event:
+    elif kind == "aggregation" and "reason" in event:
         say(str(event["reason"]))
     elif kind == "aggregation" and event["left_out"]:
         say(f"round {event['round']}: {event['rule']} left out {', '.join(event['left_out'])}")

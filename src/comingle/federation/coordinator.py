@@ -104,13 +104,21 @@ class Coordinator:
         self.observe({"event": "joined", "user": name})
         if self.serials.get(name, 0) == 0 and not any(self.serials.values()):
             self.local_steps = max(self.local_steps, int(answer.told.get("steps", 1)))
+        elif (steps := int(answer.told.get("steps", 1))) > self.local_steps:
+            told = f"takes {steps} steps a round, the schedule is of {self.local_steps}: its rates stay at their end"
+            self._note(name, told)
         done, was = int(answer.told.get("done", self.serials[name])), self.serials[name]
         if done < was or was < int(answer.told.get("back", 0)):
             why = (
                 f"has lost what it did after task {done}" if done < was else f"has done {done} tasks and not just {was}"
             )
-            logger.warning("user %r: %s, and goes on from there", name, why)
+            self._note(name, f"{why}, and goes on from there")
             self.serials[name], self.versions[name] = done, self.first_version
+
+    def _note(self, name: str, told: str) -> None:
+        """Something about a user that changes what a run's numbers mean."""
+        logger.warning("user %r: %s", name, told)
+        self.observe({"event": "noted", "user": name, "what": told})
 
     def ask(
         self,

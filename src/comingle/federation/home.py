@@ -20,11 +20,12 @@ from comingle.engines.checksums import list_checkpoints
 from comingle.engines.client import Clients
 from comingle.engines.private import keep_key
 from comingle.engines.state import State
-from comingle.errors import BaseModelError, MessageError, RunError
+from comingle.errors import BaseModelError, DataError, MessageError, RunError, list_names
 from comingle.federation.masking import Sessions
 from comingle.federation.own import Own, Tells
 from comingle.federation.public import Public, build_house, read_public
 from comingle.federation.tasks import unpack_answer
+from comingle.inputs import INPUTS, SPLITS, Inputs, read_inputs, write_inputs
 from comingle.kinds.base import Materials
 from comingle.models.base import digests_of
 from comingle.models.sources import is_public
@@ -33,12 +34,11 @@ from comingle.privacy.noise import digest
 from comingle.privacy.settings import Privacy
 from comingle.protocol.wire import unpack
 from comingle.recipes import Recipe, parse_recipe
-from comingle.records import DRAFT, told_in_one_line, write_bytes, write_json
-from comingle.runs.session import prepare
+from comingle.records import DRAFT, PUBLIC, told_in_one_line, write_bytes, write_json
+from comingle.runs.session import describe, prepare
 
 logger = logging.getLogger("comingle")
 
-PUBLIC = "public.json"
 LEDGER = "privacy.json"
 """Every upload, or round of steps, with noise of the user's own that was ever made in a run, and the epsilon of all."""
 KEPT, KEPT_OF_SUMS = 4, 7
@@ -120,7 +120,11 @@ class Home:
         self.serial = serial
         prune_checkpoints(self.folder, self.keeps)
         for path in (self.folder / "answers").glob("*.bin"):
-            if not serial - self.keeps < int(path.name.partition("-")[0]) <= serial:
+            number = int(path.name.partition("-")[0])
+            left = number == serial and path != self._answer(
+                serial, task
+            )  # by who was killed before the state was kept
+            if left or not serial - self.keeps < number <= serial:
                 path.unlink()
 
     def tidy(self) -> None:
@@ -218,12 +222,34 @@ def open_home(folder: Path, own: Own, public: Public) -> Home:
     (folder / "answers").mkdir(exist_ok=True)
     if not (folder / PUBLIC).exists():
         write_json(folder / PUBLIC, public.as_dict())
+    _check_inputs(folder, own, describe(read, recipe))
     home = Home(folder=folder, public=public, recipe=recipe, read=read, clients=clients, first=clients.state.copy())
     begun = any((folder / "answers").glob("*.bin"))  # so something may have been released
     keep_key(folder, clients.shield, clients.steps.examples, begun=begun)
     home.tidy()
     home.newest()
     return home
+
+
+def _check_inputs(folder: Path, own: Own, now: Inputs) -> None:
+    """Whether the folder is this user's, and the data what the user began the run with; a new folder is told of both.
+
+    Raises:
+        RunError: the folder is another user's.
+        DataError: the data is other than it was.
+    """
+    if not (folder / INPUTS).exists():
+        return write_inputs(folder, now)
+    was = read_inputs(folder)
+    if list(was.users) != [own.name]:
+        raise RunError(f"{folder}: of user {list_names(was.users)}, not of {own.name!r}; use another --state")
+    before, after = was.users[own.name].digests, now.users[own.name].digests
+    if changed := [split for split in SPLITS if before[split] != after[split]]:
+        raise DataError(
+            f"{folder}: user {own.name!r}: the {' and '.join(changed)} data changed since the run began; "
+            "restore it, or take part anew with another --state"
+        )
+    return None
 
 
 def known_public(folder: Path) -> Public | None:

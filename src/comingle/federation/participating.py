@@ -10,6 +10,8 @@ from typing import Any
 from comingle.errors import RecipeError
 from comingle.federation.files import Participant, load_participant, save_participant
 from comingle.federation.own import ENDED
+from comingle.locks import locked
+from comingle.transports.flower.answering import problem_of
 from comingle.transports.flower.calling import FOLDER as WORKER
 from comingle.transports.flower.calling import LOG
 from comingle.transports.flower.supernode import SuperNode, participate
@@ -38,17 +40,25 @@ def take_part(
     if not _is_address(participant.server):
         raise RecipeError(f"--server: got {participant.server!r}; allowed: HOST:PORT, as 192.0.2.1:9092")
     _require_files(participant)
+    if problem := problem_of(participant.server, secure=bool(participant.certificates)):
+        raise RecipeError(f"user {participant.name!r}: {problem}")
     state = Path(participant.state)
+    state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with locked(state):
+        _take_part(participant, participant.server, state, say, stays=stays)
+
+
+def _take_part(participant: Participant, server: str, state: Path, say: Callable[[str], None], *, stays: bool) -> None:
     known = state / "participant.yaml"
     save_participant(known, participant)
     node = SuperNode(
         user=User(name=participant.name, state=state, config=known),
-        server=participant.server,
+        server=server,
         say=say,
         authority=Path(participant.certificates) if participant.certificates else None,
         key=Path(participant.key) if participant.key else None,
     )
-    say(f"{participant.name}: waiting for {participant.server}; everything private stays in {state}")
+    say(f"{participant.name}: waiting for {server}; everything private stays in {state}")
     words = Words(state / WORKER / LOG)
     try:
         participate(node, Ending(words, say, stays=stays))

@@ -65,9 +65,12 @@ def run_tasks(coordinator: Coordinator, *, first_round: int = 0, stopped: bool =
         last = {name: answer.told for name, answer in answers.items()} if again else last
     receives = not stopped or counts_exchanged(method, training)
     told = last or _evaluate(coordinator, names, rounds, silent=first_round > 0, receives=receives)
-    metrics = _summarise(coordinator, told, rounds, ended)
-    coordinator.ask(dict.fromkeys(names, ("end",)), rounds, seconds=END_SECONDS)
-    return metrics
+    return _summarise(coordinator, told, rounds, ended)
+
+
+def tell_end(coordinator: Coordinator, rounds: int) -> None:
+    """Tell everybody who is there that all is over; after the server has written down what came of it."""
+    coordinator.ask(dict.fromkeys(coordinator.public.users, ("end",)), rounds, seconds=END_SECONDS)
 
 
 def _evaluate_stopped(coordinator: Coordinator, done: int) -> Told:
@@ -92,7 +95,7 @@ def _play(coordinator: Coordinator, number: int, due: Due, members: Sequence[str
     _tell(coordinator, worked, done)
     told = _evaluated(coordinator, answers, done) if local else {}
     if due.exchanges:
-        senders = senders if summed else take_in(coordinator, worked, done)
+        senders = senders if summed else take_in(coordinator, worked, done, members=len(members))
         if (judged := coordinator.server.judged) is not None:
             coordinator.observe(judged.as_event(done))
         if coordinator.server.guard is not None:

@@ -31,18 +31,17 @@ from comingle.federation.board import Board
 from comingle.federation.coordinator import Coordinator, new_coordinator
 from comingle.federation.patience import Patience
 from comingle.federation.public import House, Public, build_house, check_possible, public_part, read_public
-from comingle.federation.rounds import run_tasks
+from comingle.federation.rounds import run_tasks, tell_end
 from comingle.inputs import SPLITS, Inputs, UserInputs
 from comingle.kinds.base import kind_of
 from comingle.protocol.messages import LOWEST, verdict
 from comingle.recipes import Recipe
-from comingle.records import write_json
+from comingle.records import FEDERATION, write_json
 from comingle.runs.folders import open_folder
 from comingle.runs.given import NOTHING
 from comingle.transports.channel import Channel
 from comingle.trees import Tree
 
-FEDERATION = "federation.json"
 _OWN = "federation/"
 KEPT = 2
 
@@ -119,10 +118,13 @@ def _run(
         start, stopped = (progress.round, progress.stopped) if progress else (0, False)
         metrics = run_tasks(coordinator, first_round=start, stopped=stopped, save=save).as_dict()
         metrics |= coordinator.server.account
+        if untold := [name for name in plan.users if name not in metrics["users"]]:
+            metrics["untold"] = untold
         observe(end_event(metrics))
+        write_json(folder / "metrics.json", metrics)
+        tell_end(coordinator, metrics["rounds"])
     finally:
         log.close()
-    write_json(folder / "metrics.json", metrics)
     return metrics
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from comingle.engines.scoring import Models
 from comingle.errors import DataError, RecipeError, RunError
 from comingle.kinds.base import Materials
 from comingle.kinds.handed import section_for
+from comingle.locks import locked
 from comingle.methods.base import Method
 from comingle.progress import LOADING, Reporter
 from comingle.recipes import Recipe
-from comingle.records import write_json
+from comingle.records import PUBLIC, told_in_one_line, write_json
 from comingle.routers.mixtures import NEVER
 from comingle.runs.folders import check_folder, open_folder
 from comingle.runs.given import Given
@@ -105,9 +107,11 @@ def check_takes(run: Run, method: Method) -> None:
         raise RunError(
             f"{where}: users of {method.name} hear each other while they train, and its server keeps nothing to take"
         )
+    if run.folder is not None and any(path.exists() for path in (run.folder / JOINED, run.folder.parent / PUBLIC)):
+        raise RunError(f"{where}: one user's own, without a server to take from; join the run that it came out of")
     if run.federation.server.version == 0:
         raise RunError(
-            f"{where}: its server has not aggregated anything ({run.recipe.training.rounds} round, evaluated before "
+            f"{where}: its server has not aggregated anything (rounds: {run.recipe.training.rounds}, evaluated before "
             "the exchange); allowed: a run of more rounds, or with evaluation.model: exchanged"
         )
 
@@ -160,8 +164,41 @@ def join_run(
     Raises:
         ComingleError: the data is of another kind or too little, or the folder exists.
     """
-    if folder is not None:
+    with _draft(run, who, folder, force=force) as draft:
+        joined = _join(run, who, draft, reporter, given=given)
+        if folder is None or draft is None:
+            return joined
         check_folder(folder, who.recipe, resume=False, force=force)
+        shutil.rmtree(folder, ignore_errors=True)
+        draft.rename(folder)
+    return replace(joined, run=replace(joined.run, folder=folder))
+
+
+@contextmanager
+def _draft(run: Run, who: Newcomer, folder: Path | None, *, force: bool) -> Iterator[Path | None]:
+    """Where a newcomer's run is written until it is whole: what stopped before cannot be gone on with.
+
+    Raises:
+        RunError: the folder cannot be used, is that of the run that is joined, or somebody else is about to fill it.
+    """
+    if folder is None:
+        yield None
+        return
+    check_folder(folder, who.recipe, resume=False, force=force)
+    if run.folder is not None and run.folder.resolve().is_relative_to(folder.resolve()):
+        raise RunError(f"{folder}: holds the run that is joined, which is only read; use another --out")
+    outer = folder.with_name(f".{folder.name}.joining")
+    with told_in_one_line(outer):
+        outer.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with locked(outer):
+            shutil.rmtree(outer / folder.name, ignore_errors=True)
+            try:
+                yield outer / folder.name
+            finally:
+                shutil.rmtree(outer, ignore_errors=True)
+
+
+def _join(run: Run, who: Newcomer, folder: Path | None, reporter: Reporter, *, given: Given) -> Joined:
     base = getattr(run.federation.clients.model, "base", None)
     with reporter.waiting(LOADING):
         materials = prepare(who.recipe, base=base, given=replace(given, users=who.handed))
@@ -176,7 +213,7 @@ def join_run(
     rounds = who.recipe.training.rounds + tunes
     for method in ("pretrained", "local"):
         rows[method] = _alone(who, materials, method, rounds, reporter)
-    done = _trained(federation, who, materials, folder, reporter, force=force)
+    done = _trained(federation, who, materials, folder, reporter)
     seen = _seen(done, federation.clients) + tunes * federation.clients.feed.seen(0)
     rows["joined"] = {key: value for key, value in done.metrics["users"][who.name].items() if key in rows["shared"]}
     rows["joined"] |= {"train": seen}
@@ -249,29 +286,11 @@ def _seen(run: Run, clients: Clients) -> int:
 
 
 def _trained(
-    federation: InProcess,
-    who: Newcomer,
-    materials: Materials,
-    folder: Path | None,
-    reporter: Reporter,
-    *,
-    force: bool,
+    federation: InProcess, who: Newcomer, materials: Materials, folder: Path | None, reporter: Reporter
 ) -> Run:
-    """The newcomer's rounds. A folder has its name when it is whole: what stopped before cannot be gone on with."""
-
-    def run(to: Path | None) -> Run:
-        return execute(federation, who.recipe, to, observers=[reporter.watch(federation.clients, f"{who.name} joins")])
-
+    """The newcomer's rounds."""
+    observers = [reporter.watch(federation.clients, f"{who.name} joins")]
     if folder is None:
-        return run(None)
-    draft = folder.with_name(f".{folder.name}.joining")
-    shutil.rmtree(draft, ignore_errors=True)
-    try:
-        with open_folder(draft, who.recipe, describe(materials, who.recipe), resume=False, force=True):
-            done = run(draft)
-        check_folder(folder, who.recipe, resume=False, force=force)
-        shutil.rmtree(folder, ignore_errors=True)
-        draft.rename(folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return replace(done, folder=folder)
+        return execute(federation, who.recipe, None, observers=observers)
+    with open_folder(folder, who.recipe, describe(materials, who.recipe), resume=False, force=True):
+        return execute(federation, who.recipe, folder, observers=observers)

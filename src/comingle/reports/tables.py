@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
+from comingle.errors import list_names
 from comingle.records import GEOMETRIC, geometric, measure_of, number, sample_told, write_json, write_text
 from comingle.reports import against
 from comingle.reports.comparisons import against_of, compare_runs
@@ -63,7 +64,9 @@ def render_run(metrics: dict[str, Any], *, everybody: bool = False) -> Table:
     table = Table("user", title=title, title_justify="left", box=None, show_footer=True)
     means = {"mean": metrics[f"mean_test_{measure}"], **_geometric(metrics["users"], measure)}
     table.columns[0].footer = "\n".join(means)
-    table.add_column(measure, justify="right", footer="\n".join(number(mean, measure) for mean in means.values()))
+    table.add_column(
+        measure, justify="right", footer="\n".join(_told(mean, metrics, measure) for mean in means.values())
+    )
     for name in (f"test {unit}", "trainable", "one upload"):  # in comparisons rounds without one count, too
         table.add_column(name, justify="right")
     if everybody or len(metrics["users"]) <= MOST_ROWS:
@@ -76,15 +79,22 @@ def render_run(metrics: dict[str, Any], *, everybody: bool = False) -> Table:
         caption.append(f"\n{sample}")
     if planned := metrics.get("planned_rounds"):
         caption.append(f"\nthe privacy budget was spent after round {metrics['rounds']} of {planned}")
+    if untold := metrics.get("untold"):
+        caption.append(f"\nnot told to the server: results of {list_names(untold)}")
     if (chosen := metrics.get("selected_round", metrics["rounds"])) != metrics["rounds"]:
         told = f"\nmodels of round {chosen} of {metrics['rounds']}, whose validation loss is the lowest"
         caption.append(told)
     return table
 
 
+def _told(mean: float | None, record: dict[str, Any], measure: str) -> str:
+    """A mean over users, of whom there may be none who tells."""
+    return number(mean, measure) if record["users"] else "not told"
+
+
 def _circumstances(metrics: dict[str, Any], unit: str) -> str:
     rate = metrics[f"{unit}_per_second"]
-    speed = f"{rate:,.0f} {unit}/s" if rate else "no training"
+    speed = f"{rate:,.0f} {unit}/s" if rate else "speed not told" if metrics.get("untold") else "no training"
     peak = f"{metrics['peak_memory_bytes'] / 1e9:.1f} GB"
     place = f"{metrics['dtype']} on {metrics['device']}"
     return f"{metrics['base']} · {place} · {speed} · {_seconds(metrics['wall_seconds'])} s · peak memory {peak}"
@@ -124,13 +134,13 @@ def render_curve(events: list[dict[str, Any]]) -> Table:
     measure = measure_of(evaluations[0]) if evaluations else "perplexity"
     whole = ["mean", *(_geometric(evaluations[0]["users"], measure) if evaluations else {})]
     table = Table("round", *whole, title=f"test {measure} by round", title_justify="left", box=None)
-    names = _shown(evaluations[0]["users"]) if evaluations else []
+    names = _shown(dict.fromkeys(name for e in evaluations for name in e["users"]))
     for name in names:
         table.add_column(words(name), justify="right")
     for e in evaluations:
-        scores = [number(e["users"][name][f"test_{measure}"], measure) for name in names]
+        scores = [number(e["users"][n][f"test_{measure}"], measure) if n in e["users"] else "not told" for n in names]
         means = [e[f"mean_test_{measure}"], *_geometric(e["users"], measure).values()]
-        table.add_row(str(e["round"]), *(number(mean, measure) for mean in means), *scores)
+        table.add_row(str(e["round"]), *(_told(mean, e, measure) for mean in means), *scores)
     return table
 
 

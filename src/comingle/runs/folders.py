@@ -14,7 +14,7 @@ from comingle.locks import HOLDER, LOCK, check_free, locked
 from comingle.methods import make
 from comingle.privacy.settings import KEY
 from comingle.recipes import Recipe, load_recipe
-from comingle.records import DRAFT, check_name, told_in_one_line, write_text
+from comingle.records import DRAFT, FEDERATION, check_name, told_in_one_line, write_text
 
 NETWORK = ("flower", "users")
 """What a federation's processes keep in its run folder, before and besides the run itself."""
@@ -25,7 +25,7 @@ SKIPPED = "skipped.json"
 RUN_FILES = (
     SKIPPED,
     *NETWORK,
-    "federation.json",
+    FEDERATION,
     "federation.yaml",
     "recipe.yaml",
     INPUTS,

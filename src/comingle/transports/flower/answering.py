@@ -1,0 +1,82 @@
+"""Who answers at a server's address: gRPC with TLS, without, something else, or nobody yet.
+
+Flower tries again and again whatever answers, so a client with the wrong settings would wait for ever.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from enum import Enum
+
+_SECONDS = 3.0
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""How whoever speaks HTTP/2, as gRPC does, begins: the words, and a frame of no settings (RFC 9113, section 3.4)."""
+_FRAME, _SETTINGS, _SETTINGS_AT = 9, 4, 3
+
+
+class Answer(Enum):
+    """What is found at an address."""
+
+    SECURE = "TLS"
+    PLAIN = "gRPC without TLS"
+    OTHER = "something that is no server of a federation"
+    NOBODY = "nobody, or nobody who says anything"
+
+
+def who_answers(server: str, seconds: float = _SECONDS) -> Answer:
+    """Ask at ``HOST:PORT``; each step takes so many seconds at most."""
+    try:
+        said = _said(server, seconds)
+        if len(said) >= _FRAME and said[_SETTINGS_AT] == _SETTINGS:
+            return Answer.PLAIN
+        if _is_secure(server, seconds):  # it takes our words for a broken handshake, and may say so in an alert
+            return Answer.SECURE
+        return Answer.OTHER if said else Answer.NOBODY
+    except OSError:
+        return Answer.NOBODY
+
+
+def problem_of(server: str, *, secure: bool) -> str:
+    """Why somebody who expects TLS (``secure``) or none cannot talk to this server; empty where nothing says so."""
+    match who_answers(server):
+        case Answer.SECURE if not secure:
+            return f"{server} speaks TLS; give its certificate, or who has signed it, with --certificates FILE"
+        case Answer.PLAIN if secure:
+            return (
+                f"{server} speaks no TLS; leave --certificates and --key out, or start the server with --certificates"
+            )
+        case Answer.OTHER:
+            return f"{server}: something answers there that is no server of a federation; see --server"
+        case _:
+            return ""
+
+
+def _connect(server: str, seconds: float) -> socket.socket:
+    host, _, port = server.rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), timeout=seconds)
+
+
+def _said(server: str, seconds: float) -> bytes:
+    """What is answered to the beginning of HTTP/2."""
+    with _connect(server, seconds) as connection:
+        connection.sendall(_PREFACE)
+        said = b""
+        try:
+            while len(said) < _FRAME and (more := connection.recv(_FRAME - len(said))):
+                said += more
+        except OSError:  # it has hung up, or waits for something else
+            pass
+        return said
+
+
+def _is_secure(server: str, seconds: float) -> bool:
+    """Whether a handshake succeeds, whoever has signed the certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with _connect(server, seconds) as connection, context.wrap_socket(connection):
+            return True
+    except OSError:  # of which an error of TLS is one
+        return False

@@ -1,0 +1,91 @@
+"""Who answers at an address, asked of real servers: gRPC's with and without TLS, of web pages, and of nothing."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("grpc")
+pytest.importorskip("cryptography")
+
+import grpc
+
+from comingle.transports.flower.answering import Answer, problem_of, who_answers
+from comingle.transports.flower.certificates import make_certificates
+
+
+@contextmanager
+def speaking_grpc(folder: Path | None = None) -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(1))
+    if folder is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        files = make_certificates(folder, ["localhost"])
+        pair = (files.key.read_bytes(), files.certificate.read_bytes())
+        port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+@contextmanager
+def speaking_http(folder: Path | None = None) -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    if folder is not None:
+        files = make_certificates(folder, ["localhost"])
+        secure = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        secure.load_cert_chain(files.certificate, files.key)
+        server.socket = secure.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_grpc_without_tls() -> None:
+    with speaking_grpc() as address:
+        assert who_answers(address) is Answer.PLAIN
+        assert problem_of(address, secure=False) == ""
+        assert "speaks no TLS; leave --certificates and --key out" in problem_of(address, secure=True)
+
+
+def test_grpc_with_tls(tmp_path: Path) -> None:
+    with speaking_grpc(tmp_path) as address:
+        assert who_answers(address) is Answer.SECURE
+        assert problem_of(address, secure=True) == ""
+        assert "speaks TLS; give its certificate" in problem_of(address, secure=False)
+
+
+def test_a_page_is_no_server_of_a_federation() -> None:
+    with speaking_http() as address:
+        assert who_answers(address) is Answer.OTHER
+        for secure in (True, False):
+            assert "something answers there that is no server of a federation" in problem_of(address, secure=secure)
+
+
+def test_nobody_is_no_problem_since_a_server_may_come_later() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert who_answers(address) is Answer.NOBODY
+        assert problem_of(address, secure=True) == problem_of(address, secure=False) == ""
+    assert who_answers("nobody.invalid:9092") is Answer.NOBODY
+
+
+def test_who_listens_and_says_nothing_is_asked_for_so_long_and_no_longer() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        assert who_answers(f"127.0.0.1:{silent.getsockname()[1]}", seconds=0.2) is Answer.NOBODY
