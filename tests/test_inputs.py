@@ -102,6 +102,20 @@ def test_a_changed_tokenizer_is_refused(recipe: Recipe, tmp_path: Path) -> None:
     assert "run: the tokenizer changed since the run began" in refused(recipe, tmp_path / "run")
 
 
+def test_a_changed_chat_template_is_refused_and_older_folders_say_nothing_of_it(recipe: Recipe, tmp_path: Path) -> None:
+    folder = saved_base(tmp_path / "base")
+    recipe = recipe.with_changes({"base": str(folder)})
+    api.run(recipe, out=tmp_path / "run")
+    inputs = tmp_path / "run" / "inputs.json"
+    older = json.loads(inputs.read_text())
+    older["tokenizer"] = older["tokenizer"].partition(":")[0]
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    with pytest.raises(RunError, match="the tokenizer changed since the run began"):
+        api.load(tmp_path / "run")
+    inputs.write_text(json.dumps(older))
+    api.load(tmp_path / "run")
+
+
 def saved_base(folder: Path, seed: int = 0) -> Path:
     base = load_base("random:llama?layers=1", dtype="float32", device="cpu", seed=seed)
     assert base.tokenizer is not None

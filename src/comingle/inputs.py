@@ -86,13 +86,13 @@ def check_inputs(where: Path, was: Inputs, now: Inputs, *, pooled: str = "") -> 
 
 
 def check_base(where: Path, was: Inputs, base: str, tokenizer: str) -> None:
-    """Whether base and tokenizer are the same, by their digests.
+    """Whether base and tokenizer are the same, by their digests; older ones say nothing of a chat template.
 
     Raises:
         RunError: one of them changed.
     """
     for part, before, now in (("base", was.base, base), ("tokenizer", was.tokenizer, tokenizer)):
-        if before != now:
+        if now not in (before, f"{before}:{now.partition(':')[2]}"):
             raise RunError(f"{where}: the {part} changed since the run began; {_ADVICE}")
 
 

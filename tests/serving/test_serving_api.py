@@ -244,6 +244,22 @@ def test_a_wrong_request_is_told_what_is_wrong(client: openai.OpenAI, address: s
     assert told["code"] == "context_length_exceeded"
     told = refused(openai.BadRequestError, lambda: client.completions.create(model="ann", prompt=[9999]))
     assert told["message"].startswith("prompt: got token 9999; allowed are those from 0 below ")
+    image = {"type": "image_url", "text": "a", "image_url": "u"}
+    assert refused(openai.BadRequestError, chat(messages=[{"role": "user", "content": [image]}]))["param"] is not None
+    text = {"type": "text", "text": "hello"}
+    chat(messages=[{"role": "user", "content": [text, text]}], max_tokens=1)()
+    assert "only with logprobs" in refused(openai.BadRequestError, chat(top_logprobs=2))["message"]
+    assert (
+        "only with stream" in refused(openai.BadRequestError, chat(stream_options={"include_usage": True}))["message"]
+    )
+    assert refused(openai.BadRequestError, chat(stop="x" * 1001))["param"] == "stop.0"
+    assert (
+        refused(openai.BadRequestError, chat(extra_body={"repetition_penalty": 1e-39}))["param"] == "repetition_penalty"
+    )
+    long = {"model": "ann", "prompt": "long " * 2000}
+    told = refused(openai.BadRequestError, lambda: client.completions.create(**long, max_tokens=4))
+    assert (told["code"], told["param"]) == ("context_length_exceeded", "prompt")
+    assert "and 4 more are to follow" in told["message"]
     refused(openai.NotFoundError, chat(model="eve"))
     for body in (b"{", b"", b"[]", b"\xff", b'{"model": "ann", "model"'):
         answer = httpx.post(f"{address}/v1/chat/completions", content=body)

@@ -14,12 +14,14 @@ import torch
 from tests.quick import quick
 
 from comingle.adapters import native
-from comingle.errors import DataError
+from comingle.errors import DataError, RecipeError
+from comingle.methods import REGISTRY
 from comingle.models.generation import added_text, encode_prompt
 from comingle.models.language import load_base
 from comingle.models.sampling import read_sampling
 from comingle.serving import cache
 from comingle.serving.engine import Engine, Piece, Request
+from comingle.serving.rows import pretrained
 from comingle.serving.writer import Writer
 
 METHODS = ["comigs-1g1s", "fedavg", "fedmerge", "floral", "local", "pfedmoe", "pretrained", "stacking"]
@@ -101,6 +103,61 @@ def test_every_method_speaks_as_alone(people: Any, method: str) -> None:
 def test_every_family_speaks_as_alone(people: Any, family: str) -> None:
     mine = people(base=f"random:{family}")
     come_and_go(mine, Engine(mine, rows=4), lambda i: {})
+
+
+@pytest.mark.parametrize("method", quick(tuple(sorted(REGISTRY)), "fedavg", "fedex-lora", "flora-stacking", "stacking"))
+def test_pretrained_is_the_base_whatever_the_method(people: Any, method: str) -> None:
+    try:
+        ann = people(method)["ann"]
+    except (DataError, RecipeError) as refused:
+        pytest.skip(str(refused))
+    ids, base = torch.arange(3, 40)[None], ann.model.base.model
+    with torch.no_grad():
+        expected = base(input_ids=ids).logits.log_softmax(-1)
+    torch.testing.assert_close(pretrained(ann).logits(ids).log_softmax(-1), expected, rtol=1e-4, atol=1e-4)
+    if method != "pretrained":
+        assert (ann.logits(ids).log_softmax(-1) - expected).abs().max() > 1e-2
+
+
+def test_a_row_that_cannot_go_on_ends_alone(people: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = people()
+    asked = Asked(engine := Engine(mine, rows=3))
+    numbers = [asked.ask(name, "one two three", max_new_tokens=9) for name in mine]
+    engine.step()
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("probability tensor contains inf")
+
+    monkeypatch.setattr(engine.active[1], "chooser", fails)
+    lost = next(i for i, request in enumerate(asked.requests) if request is engine.active[1].request)
+    asked.finish()
+    *before, last = asked.pieces[lost]
+    assert last.error is not None
+    assert before
+    assert not any(piece.error for piece in before)
+    for i, name in zip(numbers, mine, strict=True):
+        assert i == lost or asked.text(i) == mine[name].generate("one two three", max_new_tokens=9)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 1e-38}, {"temperature": 1e-300}])
+def test_next_to_no_temperature_is_the_likeliest_token(people: Any, options: dict[str, float]) -> None:
+    ann = people()["ann"]
+    assert ann.generate("one two", max_new_tokens=8, **options) == ann.generate("one two", max_new_tokens=8)
+
+
+def test_a_long_stop_costs_no_more_than_the_text_is_long(people: Any) -> None:
+    class Counted(str):
+        compared = 0
+
+        def __getitem__(self, key: Any) -> str:
+            Counted.compared += 1
+            return str.__getitem__(self, key)
+
+    tokenizer = people()["ann"].model.base.tokenizer
+    writer = Writer(tokenizer, [Counted("x" * 100_000)], ends=[])
+    for token in encode_prompt(tokenizer, " two three")[:5]:
+        writer.add(token)
+    assert 0 < Counted.compared < 200
 
 
 def test_a_seed_gives_the_same_text_in_any_company(people: Any) -> None:

@@ -190,12 +190,16 @@ def _draft(run: Run, who: Newcomer, folder: Path | None, *, force: bool) -> Iter
     outer = folder.with_name(f".{folder.name}.joining")
     with told_in_one_line(outer):
         outer.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with locked(outer):
-            shutil.rmtree(outer / folder.name, ignore_errors=True)
-            try:
-                yield outer / folder.name
-            finally:
-                shutil.rmtree(outer, ignore_errors=True)
+        try:
+            with locked(outer):
+                shutil.rmtree(outer / folder.name, ignore_errors=True)
+                try:
+                    yield outer / folder.name
+                finally:
+                    shutil.rmtree(outer, ignore_errors=True)
+        except OSError:  # a disk that is too full to say who writes
+            shutil.rmtree(outer, ignore_errors=True)
+            raise
 
 
 def _join(run: Run, who: Newcomer, folder: Path | None, reporter: Reporter, *, given: Given) -> Joined:

@@ -32,9 +32,14 @@ def digest_model(model: PreTrainedModel) -> str:
 
 
 def digest_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Of what decides on the tokens of a text, and of the tokens that begin and end one; empty without a tokenizer."""
+    """Of what decides on the tokens of a text or, behind a colon, of a conversation; empty without a tokenizer."""
     if tokenizer is None:
         return ""
+    return f"{_digest_tokens(tokenizer)}:{digest_all(getattr(tokenizer, 'chat_template', None) or '')}"
+
+
+def _digest_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Of what decides on the tokens of a text, and of the tokens that begin and end one."""
     ids = [getattr(tokenizer, f"{key}_token_id") for key in ("bos", "eos", "pad")]
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

@@ -166,6 +166,10 @@ def _generate(
     )
 
 
+_COLDEST = 1e-6
+"""A lower temperature chooses no other tokens, and logits over it would not be finite."""
+
+
 def chooser_of(sampling: Sampling, prompt: int, ends: Sequence[int], device: torch.device) -> Callable[..., Tensor]:
     """One row's processors, in transformers' own order; the last one draws and leaves a single token possible."""
     import transformers as library
@@ -189,7 +193,7 @@ def _warpers(sampling: Sampling) -> list[Any]:
 
     warpers: list[Any] = []
     if sampling.temperature != 1:
-        warpers.append(library.TemperatureLogitsWarper(float(sampling.temperature)))
+        warpers.append(library.TemperatureLogitsWarper(max(float(sampling.temperature), _COLDEST)))
     if sampling.top_k:
         warpers.append(library.TopKLogitsWarper(top_k=sampling.top_k))
     if sampling.top_p < 1:

@@ -52,7 +52,7 @@ _RULES: Mapping[str, _Rule] = {
     "top_k": _whole(0),
     "top_p": (lambda v: is_number(v) and 0 < v <= 1, "a number above 0, up to 1"),
     "min_p": (lambda v: is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
-    "repetition_penalty": (lambda v: is_number(v) and v > 0, "a number above 0"),
+    "repetition_penalty": (lambda v: is_number(v) and 0.01 <= v <= 100, "a number from 0.01 to 100"),
     "no_repeat_ngram_size": _whole(0),
     "stop": (_texts, "a text or a list of texts, none empty"),
     "stop_strings": (_texts, "a text or a list of texts, none empty"),

@@ -168,8 +168,8 @@ class Service:
         prompt = self._told_wrong(
             lambda: self.prompts.of_messages(messages) if messages else self.prompts.of_texts(asked.prompt or "")[0]
         )
-        text: Any = self.engine.tokenizer(asked.text, add_special_tokens=False)["input_ids"]
-        self._require_room(len(prompt) + len(text), 0)
+        text: Any = self.engine.tokenizer(asked.text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        self._require_room(len(prompt) + len(text), 0, "text")
         try:
             job = self.worker.call(lambda: self.engine.route(asked.model, prompt, list(text)))
             found = await asyncio.wrap_future(job)
@@ -185,15 +185,14 @@ class Service:
         except ComingleError as error:
             raise Refused(400, str(error), param=param) from None
 
-    def _require_room(self, prompt: int, new: int) -> None:
+    def _require_room(self, prompt: int, new: int, param: str) -> None:
         most = self.engine.most_tokens
         if most is not None and prompt + new > most:
-            told = (
-                f"this model reads at most {most:,} tokens; the prompt has {prompt:,}, and {new:,} new ones were asked"
-            )
-            raise Refused(400, f"{told} for", code="context_length_exceeded", param="messages")
+            told = f"this model reads at most {most:,} tokens; the prompt has {prompt:,}"
+            told += f", and {new:,} more are to follow" if new else ""
+            raise Refused(400, told, code="context_length_exceeded", param=param)
 
-    def _new_tokens(self, prompt: int, wanted: int | None) -> int:
+    def _new_tokens(self, prompt: int, wanted: int | None, param: str) -> int:
         """How many new tokens an answer may have: what was asked for, or what there is room for."""
         if wanted is not None and wanted > self.limits.max_tokens:
             raise Refused(
@@ -202,7 +201,7 @@ class Service:
         most = self.engine.most_tokens
         room = self.limits.max_tokens if most is None else min(self.limits.max_tokens, most - prompt)
         new = max(1, room) if wanted is None else wanted
-        self._require_room(prompt, new)
+        self._require_room(prompt, new, param)
         return new
 
     async def _answer(
@@ -215,7 +214,8 @@ class Service:
         seed = secrets.randbits(48) if asked.seed is None else asked.seed % 2**63
         talk, requests = Talk(), list[engines.Request]()
         for prompt in prompts:
-            new = self._new_tokens(len(prompt), asked.wanted)
+            param = "messages" if isinstance(asked, ChatRequest) else "prompt"
+            new = self._new_tokens(len(prompt), asked.wanted, param)
             for number in range(count):
                 sampling = replace(asked.sampling(new, (seed + number) % 2**63), eos_token_id=ends)
                 tell = talk.teller(len(requests))

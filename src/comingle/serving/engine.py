@@ -6,6 +6,7 @@ here knows of threads or of the network: :mod:`comingle.serving.worker` steps, :
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,8 @@ from comingle.serving.cache import RowCache
 from comingle.serving.rows import rows_of
 from comingle.serving.sampling import Chooser, Chosen
 from comingle.serving.writer import Writer
+
+logger = logging.getLogger("comingle")
 
 PROMPT_TOKENS = 2048
 """Of prompts, with what fills them up, are read in one pass: those who are being answered wait for it."""
@@ -232,7 +235,13 @@ class Engine:
         """Choose a token for every row from ``first`` on, tell it, and let go who has finished."""
         for number in reversed(range(first, len(self.active))):
             row = self.active[number]
-            piece = self._piece(row, row.chooser(logits[number - first], row.tokens))
+            try:
+                piece = self._piece(row, row.chooser(logits[number - first], row.tokens))
+            except Exception as error:  # of this row alone: the others' answers go on
+                logger.exception("a token of %r could not be chosen", row.request.name)
+                row.request.tell(Piece(text="", error=error))
+                self._leave(number)
+                continue
             row.request.tell(piece)
             if piece.finish:
                 self._leave(number)

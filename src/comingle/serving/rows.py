@@ -18,13 +18,14 @@ from comingle.adapters import native
 from comingle.adapters.clustered import FloralModel
 from comingle.adapters.decoding import RowsLinear
 from comingle.adapters.lora import LoraLinear
+from comingle.adapters.residual import OUT
 from comingle.models.adapted import AdaptedModel
 from comingle.models.copying import share_weights
 from comingle.models.ensembles import EnsembleModel, mix_forward
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.personal import PersonalModel
 from comingle.models.pretrained import PreTrainedModel
-from comingle.trees import Tree, lora_pairs
+from comingle.trees import CLIENT_ROUTER, Tree, lora_pairs
 
 
 class Rows(ABC):
@@ -157,6 +158,7 @@ def prepare(network: PreTrainedModel) -> None:
 
 
 def pretrained(person: PersonalModel) -> PersonalModel:
-    """Somebody who speaks as the base does: whatever the adapters read, they add nothing."""
-    silent = {name: torch.zeros_like(t) if name.endswith(".b") else t for name, t in person.tensors.items()}
+    """Somebody who speaks as the base does: whatever the adapters read, they add nothing, and nothing is sharpened."""
+    adds = (".b", f".{OUT}", CLIENT_ROUTER)  # of a router of zeros models weigh the same, each to the power of 1
+    silent = {name: torch.zeros_like(t) if name.endswith(adds) else t for name, t in person.tensors.items()}
     return replace(person, name="pretrained", tensors=cast(dict[str, Tensor], silent))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from comingle.models.sampling import Sampling
+
+_LONGEST_STOP = 1000
 
 
 def _as_list(value: Any) -> Any:
@@ -15,12 +17,18 @@ def _as_list(value: Any) -> Any:
 
 def _joined(value: Any) -> Any:
     """Parts of text as one; a part that is no text stays, and is refused."""
-    if isinstance(value, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):
+    if isinstance(value, list) and all(_is_text(part) for part in value):
         return "".join(part["text"] for part in value)
     return value
 
 
-Stops = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list), Field(max_length=4)]
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
+
+
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]], BeforeValidator(_as_list), Field(max_length=4)
+]
 
 
 class _Strict(BaseModel):
@@ -53,7 +61,13 @@ class _Request(_Strict):
     # As other servers of this API have them beside the standard.
     top_k: int | None = Field(default=None, ge=0)
     min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
+
+    @model_validator(mode="after")
+    def _is_streamed(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream: true")
+        return self
 
     def sampling(self, new: int, seed: int) -> Sampling:
         """With the standard's defaults: temperature 1, nothing cut off."""
@@ -91,6 +105,12 @@ class ChatRequest(_Request):
     response_format: dict[Literal["type"], Literal["text"]] | None = None
     store: Literal[False] | None = None
     metadata: dict[str, str] | None = None
+
+    @model_validator(mode="after")
+    def _has_probabilities(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs: true")
+        return self
 
     @property
     def wanted(self) -> int | None:

@@ -57,7 +57,9 @@ class Writer:
 
     def _held(self) -> int:
         """How many of the last characters a stop may begin with."""
-        return max((n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n])), default=0)
+        most = len(self.text) + 1
+        begun = (n for stop in self.stops for n in range(1, min(len(stop), most)) if self.text.endswith(stop[:n]))
+        return max(begun, default=0)
 
     def _tell(self, upto: int) -> str:
         said, self.told = self.text[self.told : max(self.told, upto)], max(self.told, upto)
