@@ -21,7 +21,7 @@ from tests.quick import quick
 
 from comingle.errors import RunError
 from comingle.federation.node import Node
-from comingle.federation.running import Plan, coordinate
+from comingle.federation.running import Plan, coordinate, has_ended
 from comingle.federation.tasks import Answer, unpack_answer, unpack_task
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack
@@ -467,9 +467,17 @@ def test_metrics_are_there_before_anybody_hears_that_all_is_over(tmp_path: Path)
             yield from super().exchange(requests, timeout=timeout)
 
     plan, nodes = started(tiny(tmp_path, "fedavg"), tmp_path / "end", QUICK)
+    server = tmp_path / "end" / "server"
     with pytest.raises(Stopped):
-        coordinate(plan, Stopping(nodes), tmp_path / "end" / "server")
-    assert list(json.loads((tmp_path / "end" / "server" / "metrics.json").read_text())["users"]) == ["ann", "bob"]
+        coordinate(plan, Stopping(nodes), server)
+    before = (server / "metrics.json").read_bytes()
+    assert list(json.loads(before)["users"]) == ["ann", "bob"]
+    assert not has_ended(server)
+    few = {"bob": nodes["bob"]}  # the other one has heard it, and has gone
+    coordinate(replace(plan, patience=replace(QUICK, min_participants=1)), Direct(few), server, resume=True)
+    assert (server / "metrics.json").read_bytes() == before
+    assert has_ended(server)
+    assert list((tmp_path / "end" / "bob").glob("run-*/model/metrics.json"))
 
 
 def of_words(**told: Any) -> Callable[[Answer], Answer]:

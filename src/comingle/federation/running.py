@@ -36,13 +36,13 @@ from comingle.inputs import SPLITS, Inputs, UserInputs
 from comingle.kinds.base import kind_of
 from comingle.protocol.messages import LOWEST, verdict
 from comingle.recipes import Recipe
-from comingle.records import FEDERATION, write_json
+from comingle.records import FEDERATION, read_metrics, write_json
 from comingle.runs.folders import open_folder
 from comingle.runs.given import NOTHING
 from comingle.transports.channel import Channel
 from comingle.trees import Tree
 
-_OWN = "federation/"
+_OWN, _ENDING = "federation/", "ending"
 KEPT = 2
 
 
@@ -116,16 +116,32 @@ def _run(
             _save(coordinator, folder, done, log.size_bytes, stopped)
 
         start, stopped = (progress.round, progress.stopped) if progress else (0, False)
-        metrics = run_tasks(coordinator, first_round=start, stopped=stopped, save=save).as_dict()
-        metrics |= coordinator.server.account
-        if untold := [name for name in plan.users if name not in metrics["users"]]:
-            metrics["untold"] = untold
+        if not _is_ending(folder):
+            metrics = run_tasks(coordinator, first_round=start, stopped=stopped, save=save).as_dict()
+            metrics |= coordinator.server.account
+            if untold := [name for name in plan.users if name not in metrics["users"]]:
+                metrics["untold"] = untold
+            write_json(folder / FEDERATION, {"run": run, "public": public.as_dict(), _ENDING: True})
+            write_json(folder / "metrics.json", metrics)
+        metrics = read_metrics(folder)
         observe(end_event(metrics))
-        write_json(folder / "metrics.json", metrics)
         tell_end(coordinator, metrics["rounds"])
+        write_json(folder / FEDERATION, {"run": run, "public": public.as_dict()})
     finally:
         log.close()
     return metrics
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether a federation is over, and all who were there have been told so."""
+    return (folder / "metrics.json").exists() and not _is_ending(folder)
+
+
+def _is_ending(folder: Path) -> bool:
+    """Whether there are metrics, and users are to hear that all is over; then each writes down its model."""
+    path = folder / FEDERATION
+    told = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return bool(told.get(_ENDING)) and (folder / "metrics.json").exists()
 
 
 def _named(folder: Path, public: Public) -> tuple[str, bool]:

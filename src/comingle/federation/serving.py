@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from comingle.errors import RecipeError, RunError
-from comingle.federation.running import Plan
+from comingle.federation.running import Plan, has_ended
 from comingle.locks import locked
 from comingle.records import read_metrics
 from comingle.transports.flower.certificates import read_certificates
@@ -35,7 +35,7 @@ def serve(
     Raises:
         ComingleError: the file, the folder or the certificates cannot be used, or too few users take part.
     """
-    if (folder / "metrics.json").exists():
+    if has_ended(folder):
         raise RunError(f"{folder}: this federation has ended; --out names another folder")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     secure, keys = None, {}
