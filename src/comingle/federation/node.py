@@ -35,8 +35,9 @@ from comingle.errors import ComingleError, DivergenceError, MessageError
 from comingle.federation.asking import check_address, check_task
 from comingle.federation.checking import check_download, check_verdict
 from comingle.federation.claims import counts_samples
-from comingle.federation.home import Home, known_public, open_home
+from comingle.federation.home import Home
 from comingle.federation.keeping import MODEL, keep_model
+from comingle.federation.opening import known_public, open_home
 from comingle.federation.own import ENDED, SCORES, Own
 from comingle.federation.public import Public, read_public
 from comingle.federation.room import check_room, run_folder
