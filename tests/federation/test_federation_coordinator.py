@@ -19,10 +19,12 @@ from tests.federation.direct import Direct, Patience, federated, nodes_of
 from tests.federation.tiny import assert_same_end, tasks_of, tiny
 from tests.quick import quick
 
+from comingle.engines.checksums import list_checkpoints
 from comingle.errors import RunError
 from comingle.federation.node import Node
 from comingle.federation.running import Plan, coordinate, has_ended
 from comingle.federation.tasks import Answer, unpack_answer, unpack_task
+from comingle.models import base, digests
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack
 from comingle.recipes import parse_recipe
@@ -454,9 +456,43 @@ def test_fewer_usable_uploads_than_the_least_change_nothing(
         unpack(data) for who, task, _ in channel.recorded if who == "bob" for data in unpack_task(task).messages
     ]
     assert uploads
+    assert downloads or name == "pcl"  # of which nobody hears anything then
     for download in (one for one in downloads if isinstance(one, Download)):
         for key, t in download.tensors.items():
             assert not any(torch.equal(t.reshape(-1), u.tensors[key].reshape(-1)) for u in uploads if key in u.tensors)
+
+
+def test_a_round_that_changed_nothing_says_nothing_of_the_rule(tmp_path: Path) -> None:
+    """What the rule made of the round before is not told again."""
+    events = list[dict[str, Any]]()
+    content = tiny(tmp_path, "fedavg", users=3, training__rounds=3, aggregation={"rule": "median"})
+    plan, nodes = started(content, tmp_path / "rule", Patience(min_participants=3, round_timeout=5, join_timeout=5))
+    lies = iter([lambda answer: answer, UPLOADS["NaN"]])
+    coordinate(
+        plan, Lying(nodes, lambda a: next(lies)(a), "upload"), tmp_path / "rule" / "server", observers=[events.append]
+    )
+    assert [event["round"] for event in events if event["event"] == "aggregation"] == [1]
+    assert [event["round"] for event in events if event["event"] == "no_sum"] == [2]
+
+
+def test_a_federation_from_before_templates_were_told_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = tiny(tmp_path, "fedavg", training__rounds=3)
+    whole = federated(content, tmp_path / "whole")[1]
+    plan, nodes = started(content, tmp_path / "older", QUICK)
+    stops = Stopping(nodes)
+    older = digests.digest_tokenizer
+    with monkeypatch.context() as patch:
+        for module in (digests, base):
+            patch.setattr(module, "digest_tokenizer", lambda tokenizer: digests.tokens_of(older(tokenizer)))
+        for _ in range(12):
+            with pytest.raises(Stopped):
+                coordinate(plan, stops, tmp_path / "older" / "server", resume=bool(stops.recorded or stops.stops))
+    assert ":" not in json.loads((tmp_path / "older" / "server" / "federation.json").read_text())["public"]["tokenizer"]
+    assert list_checkpoints(tmp_path / "older" / "server")
+    _, nodes = started(content, tmp_path / "older", QUICK)
+    channel = Direct(nodes)
+    coordinate(plan, channel, tmp_path / "older" / "server", resume=True)
+    assert_same_end(channel, whole)
 
 
 def test_metrics_are_there_before_anybody_hears_that_all_is_over(tmp_path: Path) -> None:

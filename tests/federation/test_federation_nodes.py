@@ -125,6 +125,18 @@ def test_other_data_than_the_run_was_begun_with_is_refused(case: Case, folder: P
     case.go_on(Node(folder, case.own))
 
 
+def test_who_joined_with_the_wrong_data_may_bring_the_right_before_anything_is_done(case: Case, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("Something else altogether, with a zebra. " * 200)
+    wrong = Node(tmp_path / "ann", case.own.model_copy(update={"data": str(other)}))
+    assert not answer_of(wrong, case.tasks[0]).refused
+    right = Node(tmp_path / "ann", case.own)
+    assert not answer_of(right, case.tasks[0]).refused
+    for task in case.tasks[1:]:
+        assert not answer_of(right, task).refused
+    assert_equal(tensors_of(right), case.ended)
+
+
 def test_an_answer_without_its_state_is_gone_once_another_task_is_done(
     case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

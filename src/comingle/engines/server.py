@@ -197,7 +197,7 @@ class ServerHalf:
 
     def pass_over(self, done: int) -> None:
         """A round without a sum: the model stays as it is, and everybody goes on from there."""
-        self.version = done
+        self.version, self.judged = done, None
 
     @property
     def model(self) -> Tree:

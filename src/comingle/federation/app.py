@@ -59,9 +59,7 @@ def _tell(say: Callable[[str], None], event: Mapping[str, Any]) -> None:
     kind = event["event"]
     if kind == "joined":
         say(f"{event['user']} has joined")
-    elif kind == "aggregation" and "reason" in event:
-        say(str(event["reason"]))
-    elif kind == "aggregation" and event["left_out"]:
+    elif kind == "aggregation" and event.get("left_out"):
         say(f"round {event['round']}: {event['rule']} left out {', '.join(event['left_out'])}")
     elif kind == "round":
         say(f"round {event['round']}: {event['upload_bytes']:,} bytes up, {event['download_bytes']:,} down")

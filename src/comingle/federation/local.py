@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from comingle.data.names import as_folder
+from comingle.engines.checksums import list_checkpoints
 from comingle.errors import RunError
 from comingle.federation.files import Participant, save_participant, save_plan
 from comingle.federation.participating import Words
@@ -67,7 +68,7 @@ def federate(
     try:
         coordinate(link, settings, lambda: _tend(nodes))
     except RunError as error:
-        raise RunError(f"{error}{_told(words)}") from None
+        raise RunError(str(error) + ("" if list_checkpoints(folder) else _told(words))) from None
     finally:
         for node in nodes:
             node.stop()
@@ -82,7 +83,10 @@ def _node(state: Path, name: str, server: str, say: Callable[[str], None]) -> Su
 
 def _told(words: Mapping[str, Words]) -> str:
     """What workers have said on this machine, which is everybody's: the last line of each of the first few."""
-    lines = [f"{name}: {said[-1]}" for name, of_user in words.items() if (said := of_user.new())]
+    told = {
+        name: [line for line in of_user.new() if "leave this machine" not in line] for name, of_user in words.items()
+    }
+    lines = [f"{name}: {said[-1]}" for name, said in told.items() if said]
     return "".join(f"; {line}" for line in lines[:_SHOWN])
 
 

@@ -16,6 +16,7 @@ from comingle.federation.public import Public, build_house, read_public
 from comingle.inputs import INPUTS, SPLITS, Inputs, read_inputs, write_inputs
 from comingle.kinds.base import Materials
 from comingle.models.base import digests_of
+from comingle.models.digests import tokens_of
 from comingle.models.sources import is_public
 from comingle.recipes import Recipe, parse_recipe
 from comingle.records import PUBLIC, write_json
@@ -46,25 +47,28 @@ def open_home(folder: Path, own: Own, public: Public) -> Home:
     (folder / "answers").mkdir(exist_ok=True)
     if not (folder / PUBLIC).exists():
         write_json(folder / PUBLIC, public.as_dict())
-    _check_inputs(folder, own, describe(read, recipe))
     home = Home(folder=folder, public=public, recipe=recipe, read=read, clients=clients, first=clients.state.copy())
     begun = any((folder / "answers").glob("*.bin"))  # so something may have been released
+    _check_inputs(folder, own, describe(read, recipe), begun=begun)
     keep_key(folder, clients.shield, clients.steps.examples, begun=begun)
     home.tidy()
     home.newest()
     return home
 
 
-def _check_inputs(folder: Path, own: Own, now: Inputs) -> None:
-    """Whether the folder is this user's, and the data what the user began the run with; a new folder is told of both.
+def _check_inputs(folder: Path, own: Own, now: Inputs, *, begun: bool) -> None:
+    """Whether the folder is this user's, and the data what the user has ``begun`` the run with; a new one is told both.
 
     Raises:
         RunError: the folder is another user's.
         DataError: the data is other than it was.
     """
-    if not (folder / INPUTS).exists():
+    if not begun or not (folder / INPUTS).exists():
         return write_inputs(folder, now)
-    was = read_inputs(folder)
+    try:
+        was = read_inputs(folder)
+    except RunError:
+        raise RunError(f"{folder / INPUTS}: damaged; delete {folder} to begin this run anew") from None
     if list(was.users) != [own.name]:
         raise RunError(f"{folder}: of user {list_names(was.users)}, not of {own.name!r}; use another --state")
     before, after = was.users[own.name].digests, now.users[own.name].digests
@@ -121,7 +125,8 @@ def _check_expected(own: Own, public: Public) -> None:
 
 def _check_base(public: Public, read: Materials) -> None:
     for what, mine in digests_of(read.base).items():
-        if mine != (theirs := getattr(public, what)):
+        theirs = getattr(public, what)
+        if mine not in (theirs, tokens_of(theirs)) and theirs != tokens_of(mine):
             raise MessageError(
                 f"{what}: the server's is {theirs or 'none'}, this user's {mine or 'none'}; use the same"
             )

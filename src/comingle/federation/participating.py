@@ -11,7 +11,7 @@ from comingle.errors import RecipeError
 from comingle.federation.files import Participant, load_participant, save_participant
 from comingle.federation.own import ENDED
 from comingle.locks import locked
-from comingle.transports.flower.answering import problem_of
+from comingle.transports.flower.answering import Answer, problem_of, who_answers
 from comingle.transports.flower.calling import FOLDER as WORKER
 from comingle.transports.flower.calling import LOG
 from comingle.transports.flower.supernode import SuperNode, participate
@@ -40,8 +40,11 @@ def take_part(
     if not _is_address(participant.server):
         raise RecipeError(f"--server: got {participant.server!r}; allowed: HOST:PORT, as 192.0.2.1:9092")
     _require_files(participant)
-    if problem := problem_of(participant.server, secure=bool(participant.certificates)):
+    found = who_answers(participant.server)
+    if problem := problem_of(participant.server, found, secure=bool(participant.certificates)):
         raise RecipeError(f"user {participant.name!r}: {problem}")
+    if found is Answer.OTHER:
+        say(f"{participant.name}: {found.value} answers at {participant.server}; is that the right --server?")
     state = Path(participant.state)
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
     with locked(state):

@@ -16,6 +16,7 @@ from comingle.kinds.base import Materials, kind_of, later
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import Base, digests_of
+from comingle.models.digests import tokens_of
 from comingle.models.model import Model
 from comingle.protocol.wire import FORMAT
 from comingle.recipes import Recipe, parse_recipe
@@ -46,6 +47,7 @@ class Public:
         """A short name of all of it, but for where and how fast it is computed."""
         content = self.as_dict()
         content["recipe"] = {key: value for key, value in self.recipe.items() if key != "runtime"}
+        content["tokenizer"] = tokens_of(self.tokenizer)  # the rest is compared by itself, and older runs have none
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:

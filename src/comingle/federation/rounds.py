@@ -95,7 +95,7 @@ def _play(coordinator: Coordinator, number: int, due: Due, members: Sequence[str
     _tell(coordinator, worked, done)
     told = _evaluated(coordinator, answers, done) if local else {}
     if due.exchanges:
-        senders = senders if summed else take_in(coordinator, worked, done, members=len(members))
+        senders = senders if summed else take_in(coordinator, worked, done)
         if (judged := coordinator.server.judged) is not None:
             coordinator.observe(judged.as_event(done))
         if coordinator.server.guard is not None:

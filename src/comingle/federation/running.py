@@ -92,7 +92,8 @@ def _run(
     run, known = _named(folder, public)
     newest = list_checkpoints(folder)[-1:] if known else []
     progress = read_progress(newest[0]) if newest else None
-    log = EventLog(folder / "events.jsonl", keep_bytes=progress.events_bytes if progress else 0)
+    path, ending = folder / "events.jsonl", _is_ending(folder)
+    log = EventLog(path, keep_bytes=path.stat().st_size if ending else progress.events_bytes if progress else 0)
     rounds = house.training.rounds if house.method.trains else 0
     sinks = [log, Board(folder, plan.users, rounds), *observers]
 
@@ -116,15 +117,16 @@ def _run(
             _save(coordinator, folder, done, log.size_bytes, stopped)
 
         start, stopped = (progress.round, progress.stopped) if progress else (0, False)
-        if not _is_ending(folder):
+        if not ending:
             metrics = run_tasks(coordinator, first_round=start, stopped=stopped, save=save).as_dict()
             metrics |= coordinator.server.account
             if untold := [name for name in plan.users if name not in metrics["users"]]:
                 metrics["untold"] = untold
+            observe(end_event(metrics))
+            log.to_disk()
             write_json(folder / FEDERATION, {"run": run, "public": public.as_dict(), _ENDING: True})
             write_json(folder / "metrics.json", metrics)
         metrics = read_metrics(folder)
-        observe(end_event(metrics))
         tell_end(coordinator, metrics["rounds"])
         write_json(folder / FEDERATION, {"run": run, "public": public.as_dict()})
     finally:

@@ -11,6 +11,7 @@ import numpy as np
 from comingle.engines.private import terms_of
 from comingle.errors import MessageError, NoSumError
 from comingle.federation.coordinator import Coordinator
+from comingle.federation.taking import pass_over
 from comingle.federation.tasks import Answer
 from comingle.masking import messages
 from comingle.masking.collecting import Collection
@@ -38,8 +39,12 @@ def sum_up(coordinator: Coordinator, answers: Mapping[str, Answer], done: int) -
             server.guard.charge([server.users.index(user) for user in work.collection.survivors])
         server.pass_over(done)
         return []
-    server.aggregate_sum(total, work.collection.survivors, done)
-    return work.collection.survivors
+    survivors = work.collection.survivors
+    if (needed := min(coordinator.patience.min_participants, len(answers))) > len(survivors):
+        pass_over(coordinator, survivors, needed, done)
+        return []
+    server.aggregate_sum(total, survivors, done)
+    return survivors
 
 
 @dataclass(kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,8 +20,8 @@ from comingle.protocol.wire import unpack
 logger = logging.getLogger("comingle")
 
 
-def take_in(coordinator: Coordinator, answers: Mapping[str, Answer], number: int, *, members: int) -> list[str]:
-    """Aggregate the uploads of a round (from 1) that are as they must be; whose they are, of so many who were asked.
+def take_in(coordinator: Coordinator, answers: Mapping[str, Answer], number: int) -> list[str]:
+    """Aggregate the uploads of a round (from 1) that are as they must be; whose they are.
 
     Where they are fewer than ``network.min_participants`` nobody gets to see what would be made of them.
 
@@ -32,20 +32,20 @@ def take_in(coordinator: Coordinator, answers: Mapping[str, Answer], number: int
     uploads = {name: upload for name in coordinator.public.users if (upload := found.get(name)) is not None}
     if answers and not uploads:
         raise RunError(f"round {number}: nobody's upload can be used")
-    if (needed := min(coordinator.patience.min_participants, members)) > len(uploads):
-        _pass_over(coordinator, list(uploads), needed, number)
+    if (needed := min(coordinator.patience.min_participants, len(answers))) > len(uploads):
+        pass_over(coordinator, list(uploads), needed, number)
         return []
     _aggregate(coordinator, join_uploads(list(uploads.values())) if uploads else no_uploads(number))
     return list(uploads)
 
 
-def _pass_over(coordinator: Coordinator, users: list[str], needed: int, number: int) -> None:
+def pass_over(coordinator: Coordinator, users: Sequence[str], needed: int, number: int) -> None:
     """A round that changes nothing; what users' own noise hides was sent, and counts."""
     server = coordinator.server
     why = f"round {number}: {len(users)} uploads can be used; needed: {needed} (network.min_participants)"
     logger.warning("%s; the model stays as it was", why)
     coordinator.observe({"event": "no_sum", "round": number, "reason": f"{why}; the model stays as it was"})
-    if server.guard is not None and server.guard.at_uploads:
+    if server.guard is not None and server.guard.privacy.mechanism == "local":
         server.guard.charge(server.numbers(users))
     server.pass_over(number)
 

@@ -107,13 +107,19 @@ def check_takes(run: Run, method: Method) -> None:
         raise RunError(
             f"{where}: users of {method.name} hear each other while they train, and its server keeps nothing to take"
         )
-    if run.folder is not None and any(path.exists() for path in (run.folder / JOINED, run.folder.parent / PUBLIC)):
-        raise RunError(f"{where}: one user's own, without a server to take from; join the run that it came out of")
+    if run.folder is not None and _is_ones_own(run.folder):
+        raise RunError(f"{where}: one user's own, without a server to take from; a run of `comingle run` has one")
     if run.federation.server.version == 0:
         raise RunError(
             f"{where}: its server has not aggregated anything (rounds: {run.recipe.training.rounds}, evaluated before "
             "the exchange); allowed: a run of more rounds, or with evaluation.model: exchanged"
         )
+
+
+def _is_ones_own(folder: Path) -> bool:
+    """Whether it is a newcomer's run, or what a participant of a federation keeps."""
+    home = folder.parent
+    return (folder / JOINED).exists() or ((home / PUBLIC).exists() and (home / "answers").is_dir())
 
 
 def _data(run: Run, name: str, data: Any) -> dict[str, Any]:
@@ -185,8 +191,9 @@ def _draft(run: Run, who: Newcomer, folder: Path | None, *, force: bool) -> Iter
         yield None
         return
     check_folder(folder, who.recipe, resume=False, force=force)
-    if run.folder is not None and run.folder.resolve().is_relative_to(folder.resolve()):
-        raise RunError(f"{folder}: holds the run that is joined, which is only read; use another --out")
+    there, to = None if run.folder is None else run.folder.resolve(), folder.resolve()
+    if there is not None and (there.is_relative_to(to) or to.is_relative_to(there)):
+        raise RunError(f"{folder}: in the place of the run that is joined, which is only read; use another --out")
     outer = folder.with_name(f".{folder.name}.joining")
     with told_in_one_line(outer):
         outer.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -32,29 +32,33 @@ def who_answers(server: str, seconds: float = _SECONDS) -> Answer:
             return Answer.PLAIN
         if _is_secure(server, seconds):  # it takes our words for a broken handshake, and may say so in an alert
             return Answer.SECURE
-        return Answer.OTHER if said else Answer.NOBODY
-    except OSError:
+        return Answer.OTHER if len(said) >= _FRAME else Answer.NOBODY
+    except (OSError, UnicodeError):  # nobody is there, or too slow to be sure; or there can be no such name
         return Answer.NOBODY
 
 
-def problem_of(server: str, *, secure: bool) -> str:
-    """Why somebody who expects TLS (``secure``) or none cannot talk to this server; empty where nothing says so."""
-    match who_answers(server):
+def problem_of(server: str, found: Answer, *, secure: bool) -> str:
+    """Why somebody who expects TLS (``secure``) or none cannot talk to who was ``found`` there; empty where it may be.
+
+    Something else that answers may be a gateway, before the server behind it is there.
+    """
+    match found:
         case Answer.SECURE if not secure:
             return f"{server} speaks TLS; give its certificate, or who has signed it, with --certificates FILE"
         case Answer.PLAIN if secure:
             return (
                 f"{server} speaks no TLS; leave --certificates and --key out, or start the server with --certificates"
             )
-        case Answer.OTHER:
-            return f"{server}: something answers there that is no server of a federation; see --server"
         case _:
             return ""
 
 
 def _connect(server: str, seconds: float) -> socket.socket:
-    host, _, port = server.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), timeout=seconds)
+    return socket.create_connection((_host(server), int(server.rpartition(":")[2])), timeout=seconds)
+
+
+def _host(server: str) -> str:
+    return server.rpartition(":")[0].strip("[]")
 
 
 def _said(server: str, seconds: float) -> bytes:
@@ -71,12 +75,19 @@ def _said(server: str, seconds: float) -> bytes:
 
 
 def _is_secure(server: str, seconds: float) -> bool:
-    """Whether a handshake succeeds, whoever has signed the certificate."""
+    """Whether a handshake succeeds, whoever has signed the certificate.
+
+    Raises:
+        TimeoutError: it is not over in time.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     try:
-        with _connect(server, seconds) as connection, context.wrap_socket(connection):
+        name = _host(server)  # some have another certificate for each
+        with _connect(server, seconds) as connection, context.wrap_socket(connection, server_hostname=name):
             return True
+    except TimeoutError:
+        raise
     except OSError:  # of which an error of TLS is one
         return False
