@@ -22,8 +22,8 @@ SETTINGS = {
     "a missing file": ("data.users.ann=texts/anne.txt", "texts/anne.txt: no such file or folder"),
     "an unknown demo user": ("data.users.ann=demo:libary", "no demo user 'libary'; there are: library, reference, "),
     "too little text": (
-        "training.context=2000",
-        "3 of 3 users have too little text: 'ann' (train holds 1142 tokens, needs at least 2001), 'bob' (train holds ",
+        "data.max_train_tokens=16",
+        "3 of 3 users have too little text: 'ann' (train holds 16 tokens, needs at least 17), 'bob' (train holds 16 ",
     ),
     "no validation text": (
         "data.split.valid=0",
@@ -337,3 +337,17 @@ def test_force_keeps_the_old_run_when_the_new_one_cannot_begin(
     before = (tmp_path / "run" / "metrics.json").read_bytes()
     one_line(comingle(*command, "--force", "--set", "data.users.dan=missing.txt"))
     assert (tmp_path / "run" / "metrics.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("verb", ["run", "cost"])
+def test_a_context_that_the_base_does_not_read_at_once(
+    comingle: Any, recipe_file: Path, tmp_path: Path, verb: str, family: str
+) -> None:
+    """Learnt positions would have none there; rotary ones train what the base's own answers refuse."""
+    sets = ["--set", f"base=random:{family}?layers=1&ctx=32", "--set", "training.context=33"]
+    out = ["--out", tmp_path / "run"] if verb == "run" else []
+    answer = comingle(verb, recipe_file, *sets, *out)
+    assert answer.code == 2
+    assert "training.context: got 33, but the base reads at most 32 tokens at once" in " ".join(answer.err.split())
+    assert not (tmp_path / "run").exists()

@@ -14,7 +14,17 @@ import comingle as library
 from comingle.comparing.advising import advise_runs, groups_of
 from comingle.errors import RecipeError
 from comingle.progress import reporting
-from comingle.reports.advice import Advice, advise_on, alone, method_to_take, paragraph, partners, rows_of, undecided
+from comingle.reports.advice import (
+    Advice,
+    advise_on,
+    alone,
+    method_to_take,
+    paragraph,
+    partners,
+    render_advice,
+    rows_of,
+    undecided,
+)
 from comingle.runs.given import given_of, recipe_with
 
 SETTINGS = {
@@ -132,7 +142,15 @@ def test_one_seed_shows_nothing() -> None:
     one = [{0: runs[0]} for runs in (LOCAL, CLOSE)]
     advice = advise_on(one[0], {"close": one[1]}, {}, "close")
     assert paragraph(advice).startswith("With one seed there are no intervals, so nothing is shown")
+    assert "hold together" not in paragraph(advice)
+    assert "hold together" not in str(render_advice(advice).title)
     assert rows_of(advice)[1][0][1] == "-50.0 lower (one seed)"
+
+
+def test_one_round_in_which_nobody_hears_from_anybody_is_refused() -> None:
+    people = {name: user(number, ALL) for number, name in enumerate(("ann", "bob"))}
+    with pytest.raises(RecipeError, match=r"--rounds: got 1, and with evaluation.model: local nothing is exchanged"):
+        library.advise(SETTINGS, ["fedavg"], users=people, seeds=[0], rounds=1, **{"evaluation.model": "local"})
 
 
 def test_records_are_the_advices_numbers() -> None:

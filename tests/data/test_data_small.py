@@ -106,8 +106,8 @@ def test_nothing_changes_where_nobody_is_small(recipe_file: Path) -> None:
 
 
 def test_everybody_cannot_be_left_out(small: Path) -> None:
-    recipe = load_recipe(small).with_changes({"data.on_small_user": "skip", "training.context": 5000})
-    with pytest.raises(DataError, match=r"^all 6 users have too little text: 'ann' \(train holds "):
+    recipe = load_recipe(small).with_changes({"data.on_small_user": "skip", "training.context": 1000})
+    with pytest.raises(DataError, match=r"^all 6 users have too little text: 'ann' \(valid holds "):
         prepare(recipe)
 
 

@@ -80,7 +80,7 @@ def shortened(words: tuple[str, ...]) -> list[str]:
         chats = "chats.yaml" in words
         tiny = {k: v for k, v in fitting.items() if k not in given and not (chats and k in NOT_OF_CHATS)}
         extra = [part for key, value in tiny.items() for part in ("--set", f"{key}={value}")]
-        extra += ["--rounds", "1"] if verb == "advise" else []
+        extra += ["--rounds", "2"] if verb == "advise" else []
         extra += ["--out", "runs/shared"] if verb == "run" and "--processes" in words else []  # another page has run it
     elif verb == "report":
         extra = ["--force", *([] if "--no-tokens" in words else ["--tokens", "4", "--users", "ada"])]

@@ -22,6 +22,7 @@ from tests.quick import quick
 from comingle.engines.checksums import list_checkpoints
 from comingle.errors import RunError
 from comingle.federation.node import Node
+from comingle.federation.public import tokens_of
 from comingle.federation.running import Plan, coordinate, has_ended
 from comingle.federation.tasks import Answer, unpack_answer, unpack_task
 from comingle.models import base, digests
@@ -483,7 +484,7 @@ def test_a_federation_from_before_templates_were_told_goes_on(tmp_path: Path, mo
     older = digests.digest_tokenizer
     with monkeypatch.context() as patch:
         for module in (digests, base):
-            patch.setattr(module, "digest_tokenizer", lambda tokenizer: digests.tokens_of(older(tokenizer)))
+            patch.setattr(module, "digest_tokenizer", lambda tokenizer: tokens_of(older(tokenizer)))
         for _ in range(12):
             with pytest.raises(Stopped):
                 coordinate(plan, stops, tmp_path / "older" / "server", resume=bool(stops.recorded or stops.stops))

@@ -198,7 +198,7 @@ def test_a_folder_is_kept_unless_it_may_be_replaced(trained: Callable[..., Run],
     folder = tmp_path / "eve"
     join(trained("fedavg"), name="eve", data=texts(9), out=folder, rounds=1)
     before = content(folder)
-    with pytest.raises(RunError, match="exists"):
+    with pytest.raises(RunError, match=r"exists; --force replaces it, --out names another$"):
         join(trained("fedavg"), name="eve", data=texts(8), out=folder, rounds=1)
     assert content(folder) == before
     join(trained("fedavg"), name="eve", data=texts(8), out=folder, rounds=1, force=True)
@@ -225,7 +225,9 @@ def test_nobody_else_joins_into_the_same_folder_meanwhile(trained: Callable[...,
 
 def test_one_users_own_run_has_no_server_to_join(trained: Callable[..., Run], tmp_path: Path) -> None:
     join(trained("fedavg"), name="eve", data=texts(9), out=tmp_path / "eve", rounds=1)
-    with pytest.raises(RunError, match="one user's own, without a server to take from; a run of `comingle run` has one"):
+    with pytest.raises(
+        RunError, match="one user's own, without a server to take from; a run of `comingle run` has one"
+    ):
         join(load(tmp_path / "eve"), name="fay", data=texts(8), rounds=1)
 
 

@@ -25,6 +25,9 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     return path
 
 
+LONG = "random:llama?layers=1&dim=32&ctx=2048"
+
+
 def recipe_of(data: Mapping[str, Any], **changes: Any) -> Recipe:
     content = {
         "base": "random:llama?layers=1&dim=32",
@@ -246,7 +249,9 @@ def test_users_with_too_little_are_refused_or_left_out(tmp_path: Path) -> None:
 def test_posts_of_real_users_are_responses(shared_data: Path) -> None:
     path = shared_data / "users" / "stackexchange_users.jsonl.xz"
     dataset = {"path": str(path), "user": "user", "users": 5}
-    recipe = recipe_of({"dataset": dataset, "prompt": "kind", "response": "text"}, **{"training.context": 2000})
+    recipe = recipe_of(
+        {"dataset": dataset, "prompt": "kind", "response": "text"}, **{"training.context": 2000, "base": LONG}
+    )
     materials = prepare(recipe.with_changes({"data.on_small_user": "skip"}))
     assert len(materials.users) + len(materials.skipped) == 5
     for user in materials.users:

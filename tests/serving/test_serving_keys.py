@@ -16,6 +16,8 @@ from comingle.serving.keys import check_host, is_loopback, make_keys, read_keys
     ("content", "told"),
     [
         ({"eve": "k" * 16}, "no user 'eve'; there are: ann, bob."),
+        ({"ann": "sk-äöüäöüäöüäöüäöü"}, "the key of 'ann' has characters that no header carries as they are"),
+        ({"ann": " " * 20}, "the key of 'ann' has characters that no header carries as they are"),
         ({"ann": "short"}, "the key of 'ann' is no text of at least 16 characters"),
         ({"ann": 1234567890123456789}, "the key of 'ann' is no text of at least 16 characters"),
         ({"ann": "k" * 16, "bob": "k" * 16}, "'bob' has the key of another user; each needs its own"),

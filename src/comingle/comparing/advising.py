@@ -72,8 +72,14 @@ def _check(chosen: Sequence[str], recipes: Mapping[str, Recipe]) -> None:
     if not chosen:
         raise RecipeError("--methods: nothing but local; give a method that shares something, as fedavg")
     for name, recipe in recipes.items():
-        if not make(name, **recipe.method.settings).shared:
+        method = make(name, **recipe.method.settings)
+        if not method.shared:
             raise RecipeError(f"--methods: {name} shares nothing, so nobody could gain from anybody")
+        if recipe.training.rounds == 1 and recipe.evaluation.model == "local" and not method.client.ends_exchanged:
+            raise RecipeError(
+                "--rounds: got 1, and with evaluation.model: local nothing is exchanged after the last round, so "
+                "nobody would hear from anybody; allowed: whole numbers from 2"
+            )
 
 
 def groups_of(users: int) -> list[tuple[int, ...]]:

@@ -34,6 +34,7 @@ from comingle.kinds.language import adapt_base
 from comingle.kinds.text.feed import TextFeed
 from comingle.methods import make
 from comingle.models.base import Base
+from comingle.models.generation import check_places
 from comingle.models.hardware import free_bytes
 from comingle.models.quantised import packed_parameters
 from comingle.recipes import Recipe
@@ -74,10 +75,11 @@ def plan(
     whole, runtime = recipes, recipe.runtime
     about = {"dtype": runtime.dtype, "device": runtime.device, "attention": runtime.attention}
     skeleton = cache(partial(load_skeleton, recipe.base, **about, quantise=recipe.quantise))
+    base = skeleton()
+    check_places("training.context", recipe.training.context, base.model)
     recipes, small, note = as_text(kind, recipes, users, skeleton)
     recipe = recipes[0]
     names = tuple(name for name in user_names(recipe, users) if name not in small)
-    base = skeleton()
     free, training = free_bytes(base.device), recipe.training
     costs = [
         with_privacy(method_cost(one, base, names, free, present), one, names, present, whole=was)

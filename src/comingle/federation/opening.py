@@ -12,11 +12,10 @@ from comingle.engines.private import keep_key
 from comingle.errors import BaseModelError, DataError, MessageError, RunError, list_names
 from comingle.federation.home import Home
 from comingle.federation.own import Own
-from comingle.federation.public import Public, build_house, read_public
+from comingle.federation.public import Public, build_house, read_public, tokens_of
 from comingle.inputs import INPUTS, SPLITS, Inputs, read_inputs, write_inputs
 from comingle.kinds.base import Materials
 from comingle.models.base import digests_of
-from comingle.models.digests import tokens_of
 from comingle.models.sources import is_public
 from comingle.recipes import Recipe, parse_recipe
 from comingle.records import PUBLIC, write_json

@@ -16,7 +16,6 @@ from comingle.kinds.base import Materials, kind_of, later
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import Base, digests_of
-from comingle.models.digests import tokens_of
 from comingle.models.model import Model
 from comingle.protocol.wire import FORMAT
 from comingle.recipes import Recipe, parse_recipe
@@ -25,6 +24,11 @@ from comingle.runs.settings import training_settings
 
 KINDS = ("text", "conversations", "samples")
 """Kinds of data that users can have elsewhere."""
+
+
+def tokens_of(digest: str) -> str:
+    """The part of a tokenizer's digest that says nothing of conversations, which is all that older runs have."""
+    return digest.partition(":")[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -190,6 +190,8 @@ def _draft(run: Run, who: Newcomer, folder: Path | None, *, force: bool) -> Iter
     if folder is None:
         yield None
         return
+    if folder.is_dir() and any(folder.iterdir()) and not force:
+        raise RunError(f"{folder}: exists; --force replaces it, --out names another")
     check_folder(folder, who.recipe, resume=False, force=force)
     there, to = None if run.folder is None else run.folder.resolve(), folder.resolve()
     if there is not None and (there.is_relative_to(to) or to.is_relative_to(there)):

@@ -38,11 +38,6 @@ def digest_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> str:
     return f"{_digest_tokens(tokenizer)}:{digest_all(getattr(tokenizer, 'chat_template', None) or '')}"
 
 
-def tokens_of(digest: str) -> str:
-    """The part of it that says nothing of conversations, which is all that older runs have."""
-    return digest.partition(":")[0]
-
-
 def _digest_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
     """Of what decides on the tokens of a text, and of the tokens that begin and end one."""
     ids = [getattr(tokenizer, f"{key}_token_id") for key in ("bos", "eos", "pad")]

@@ -112,6 +112,16 @@ def max_places(network: PreTrainedModel) -> int | None:
     return places if isinstance(places, int) and places > 0 else None
 
 
+def check_places(where: str, context: int, network: PreTrainedModel) -> None:
+    """Whether the base reads windows of ``context`` tokens at once.
+
+    Raises:
+        RecipeError: it does not.
+    """
+    if (most := max_places(network)) is not None and context > most:
+        raise RecipeError(f"{where}: got {context:,}, but the base reads at most {most:,} tokens at once")
+
+
 def stop_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> tuple[int, ...]:
     """The tokens after which a text ends.
 

@@ -23,7 +23,7 @@ from comingle.evaluation.routing import Routing, pieces, route
 from comingle.models.about import About, Exported
 from comingle.models.adapted import AdaptedModel
 from comingle.models.ensembles import WHY_NOT_ONE, EnsembleModel
-from comingle.models.generation import continue_texts, max_places
+from comingle.models.generation import check_places, continue_texts
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.owning import merge_adapters, why_not_merged
 from comingle.models.person import GenerationConfig, Personal
@@ -212,9 +212,8 @@ class PersonalModel(Personal):
         """``context``, but never more than a text of so many tokens fills."""
         if not isinstance(context, int) or isinstance(context, bool) or context < 1:
             raise RecipeError(f"context: got {context!r}, allowed is a whole number from 1")
-        window, most = min(context, max(1, tokens - 1)), max_places(self.model.base.model)
-        if most is not None and window > most:
-            raise RecipeError(f"context: got {context:,}, but the base reads at most {most:,} tokens at once")
+        window = min(context, max(1, tokens - 1))
+        check_places("context", window, self.model.base.model)
         return window
 
     def score(self, tokens: Tensor, *, context: int) -> Score:

@@ -197,10 +197,9 @@ def paragraph(advice: Advice) -> str:
         if level := undecided(advice):
             said.append(f"No method is shown to help {_listed(level)}.")
         said += _pairs_told(advice)
-    said.append(
-        f"The {advice.intervals} intervals of users hold together with 95%, and those of means too. All is of "
-        f"runs of {advice.rounds} rounds with seeds {', '.join(map(str, advice.seeds))}; longer ones may differ."
-    )
+        said.append(f"The {advice.intervals} intervals of users hold together with 95%, and those of means too.")
+    seeds = ", ".join(map(str, advice.seeds))
+    said.append(f"All is of runs of {advice.rounds} rounds with seeds {seeds}; longer ones may differ.")
     said += [
         f"{name}: the privacy budget was spent after {done} of {advice.rounds} rounds."
         for name, done in advice.stopped.items()
@@ -276,7 +275,8 @@ def rows_of(advice: Advice) -> tuple[list[str], list[list[str]]]:
 def render_advice(advice: Advice) -> Table:
     """The table for the terminal."""
     unit = "per cent of perplexity" if advice.measure == "perplexity" else f"in test {advice.measure}"
-    title = f"change against local, {unit} ({MEASURES[advice.measure]} is better); intervals hold together with 95%"
+    title = f"change against local, {unit} ({MEASURES[advice.measure]} is better)"
+    title += "; intervals hold together with 95%" if len(advice.seeds) > 1 else ""
     head, rows = rows_of(advice)
     table = Table(title=title, title_justify="left", box=None)
     for name in head:

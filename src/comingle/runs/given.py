@@ -17,6 +17,7 @@ from comingle.kinds.handed import section_for
 from comingle.methods import Make, lent
 from comingle.methods.base import Method
 from comingle.models.base import Base
+from comingle.models.generation import check_places
 from comingle.models.given import GIVEN, given_base
 from comingle.models.language import load_base
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
@@ -88,17 +89,16 @@ class Given:
 
         Raises:
             BaseModelError: it cannot be used.
+            RecipeError: it reads less at once than the recipe's windows are long.
         """
-        runtime = recipe.runtime
+        runtime, loaded = recipe.runtime, self.loaded
         self.check_base(recipe)
-        if self.loaded is not None and recipe.quantise != "none":
+        if loaded is not None and recipe.quantise != "none":
             raise RecipeError(f"quantise: got {recipe.quantise!r} for a base that a program handed over; allowed: none")
-        load = (
-            partial(load_base, recipe.base, quantise=recipe.quantise)
-            if self.loaded is None
-            else partial(given_base, *self.loaded)
-        )
-        return load(dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
+        load = partial(given_base, *loaded) if loaded else partial(load_base, recipe.base, quantise=recipe.quantise)
+        base = load(dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
+        check_places("training.context", recipe.training.context, base.model)
+        return base
 
 
 NOTHING = Given()

@@ -65,6 +65,8 @@ def read_keys(path: Path, names: Iterable[str]) -> dict[str, str]:
         require_user(str(name), known, f"--keys {path}: ")
         if not isinstance(key, str) or len(key) < SHORTEST:
             raise DataError(f"--keys {path}: the key of {name!r} is no text of at least {SHORTEST} characters")
+        if not (key.isascii() and key.isprintable()) or " " in key:
+            raise DataError(f"--keys {path}: the key of {name!r} has characters that no header carries as they are")
         if key in keys.values():
             raise DataError(f"--keys {path}: {name!r} has the key of another user; each needs its own")
         keys[name] = key
