@@ -115,9 +115,8 @@ class Home:
         prune_checkpoints(self.folder, self.keeps)
         for path in (self.folder / "answers").glob("*.bin"):
             number = int(path.name.partition("-")[0])
-            left = number == serial and path != self._answer(
-                serial, task
-            )  # by who was killed before the state was kept
+            # Another of this number is of who was killed before the state was kept.
+            left = number == serial and path != self._answer(serial, task)
             if left or not serial - self.keeps < number <= serial:
                 path.unlink()
 
