@@ -128,7 +128,7 @@ def fusing() -> Iterator[None]:
     """Compilation on, its failures loud, everything back afterwards."""
     if not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("torch.compile needs a C++ compiler")
-    before = kernels._fusing
+    before = kernels.is_fusing()
     with torch._dynamo.config.patch(suppress_errors=False):
         kernels.fusing(True)
         torch._dynamo.config.suppress_errors = False

@@ -53,6 +53,11 @@ def fusing(on: bool) -> None:
         torch._dynamo.config.suppress_errors = True
 
 
+def is_fusing() -> bool:
+    """Whether :func:`fused` functions are compiled."""
+    return _fusing
+
+
 _fusing = False
 
 
