@@ -140,7 +140,9 @@ def test_cosine_goes_from_the_rate_to_a_tenth() -> None:
     settings = OptimizerSettings(learning_rate=2e-3)
     assert learning_rate(settings, 0, 200) == 2e-3
     assert learning_rate(settings, 200, 200) == pytest.approx(2e-4, rel=1e-12)
-    assert learning_rate(settings, 317, 200) == learning_rate(settings, 200, 200)  # of who takes more steps than planned
+    assert learning_rate(settings, 317, 200) == learning_rate(
+        settings, 200, 200
+    )  # of who takes more steps than planned
     assert learning_rate(settings, 100, 200) == pytest.approx(1.1e-3, rel=1e-12)
     rates = [learning_rate(settings, step, 200) for step in range(201)]
     assert all(later < earlier for earlier, later in itertools.pairwise(rates))

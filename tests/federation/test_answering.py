@@ -8,7 +8,7 @@ import ssl
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -95,3 +95,23 @@ def test_who_listens_and_says_nothing_is_asked_for_so_long_and_no_longer() -> No
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         assert who_answers(f"127.0.0.1:{silent.getsockname()[1]}", seconds=0.2) is Answer.NOBODY
+
+
+def test_who_is_too_slow_to_be_known_is_nobody_yet() -> None:
+    """Something was said, as by TLS to words that are none of it, and the handshake then takes too long."""
+
+    def answer(listening: socket.socket) -> None:
+        for said in (b"\x15\x03\x01\x00\x02\x02\x46 and more", b""):
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(said)
+                connection.settimeout(0.6)
+                with suppress(OSError):
+                    while connection.recv(1000):
+                        pass
+
+    with socket.socket() as slow:
+        slow.bind(("127.0.0.1", 0))
+        slow.listen()
+        threading.Thread(target=answer, args=(slow,), daemon=True).start()
+        assert who_answers(f"127.0.0.1:{slow.getsockname()[1]}", seconds=0.2) is Answer.NOBODY

@@ -136,10 +136,13 @@ class Losing(Direct):
                 yield from super().exchange({name: data}, timeout=timeout)
 
 
-def losing(content: dict[str, Any], folder: Path, lost: Collection[tuple[str, int, str]]) -> tuple[Direct, list[Any]]:
+def losing(
+    content: dict[str, Any], folder: Path, lost: Collection[tuple[str, int, str]], least: int = 1
+) -> tuple[Direct, list[Any]]:
     plan, nodes = nodes_of(parse_recipe(content), folder)
     channel = Losing(nodes, lost)
-    coordinate(replace(plan, patience=Patience(round_timeout=0.3)), channel, folder / "server")
+    patience = Patience(round_timeout=0.3, min_participants=least)
+    coordinate(replace(plan, patience=patience), channel, folder / "server")
     return channel, list(read_events(folder / "server"))
 
 
@@ -170,6 +173,13 @@ def test_too_few_in_any_step_end_the_round_without_a_sum_and_the_next_one_has_on
     clients = channel.nodes["ann"]._home.clients  # type: ignore[union-attr]
     shared = clients.model.layout.mask(clients.method.shared)
     assert torch.equal(models[0][shared], models[1][shared])
+
+
+def test_a_sum_of_fewer_than_the_least_is_not_used(tmp_path: Path) -> None:
+    _, events = losing(recipe(tmp_path), tmp_path / "lost", {("mask", 0, "bob")}, least=3)
+    assert [event["reason"] for event in events if event["event"] == "no_sum"] == [
+        "round 1: 2 uploads can be used; needed: 3 (network.min_participants); the model stays as it was"
+    ]
 
 
 def test_who_was_asked_to_unmask_is_counted_and_who_was_lost_before_is_not(tmp_path: Path) -> None:
