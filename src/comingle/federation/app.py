@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from comingle.errors import RecipeError
+from comingle.federation.coordinator import AN_EVENT
 from comingle.federation.files import load_plan
 from comingle.federation.running import coordinate
 from comingle.transports.channel import Channel
@@ -33,7 +34,7 @@ def coordinate_app(channel: Channel, config: Mapping[str, Any], folder: Path, sa
 
 
 class _Relay(logging.Handler):
-    """Says each warning to whoever has started the server."""
+    """Says each warning to whoever has started the server, but for those that are events as well."""
 
     def __init__(self, say: Callable[[str], None]):
         super().__init__(logging.WARNING)
@@ -41,7 +42,8 @@ class _Relay(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Say it."""
-        self._say(record.getMessage())
+        if not any(hasattr(record, name) for name in AN_EVENT):
+            self._say(record.getMessage())
 
 
 @contextmanager
@@ -59,6 +61,10 @@ def _tell(say: Callable[[str], None], event: Mapping[str, Any]) -> None:
     kind = event["event"]
     if kind == "joined":
         say(f"{event['user']} has joined")
+    elif kind in ("failed", "rejected"):
+        say(f"{event['user']}: {event['reason']}")
+    elif kind == "no_sum":
+        say(str(event["reason"]))
     elif kind == "aggregation" and event.get("left_out"):
         say(f"round {event['round']}: {event['rule']} left out {', '.join(event['left_out'])}")
     elif kind == "round":

@@ -30,6 +30,9 @@ from comingle.transports.channel import Channel
 
 logger = logging.getLogger("comingle")
 
+AN_EVENT = {"is_an_event": True}
+"""Marks a warning in the log of which an event tells as well."""
+
 _JOIN = ("join",)
 AGAIN_SECONDS = 1.0
 """So long is waited before somebody who failed, or is not there, is asked again."""
@@ -268,7 +271,7 @@ class Coordinator:
     def _complain(self, failed: dict[str, str], name: str, why: str, *, gone: bool = False) -> None:
         """Once for each reason."""
         if gone or failed.get(name) != why:
-            logger.warning("user %r: %s", name, f"{why}; the others go on" if gone else why)
+            logger.warning("user %r: %s", name, f"{why}; the others go on" if gone else why, extra=AN_EVENT)
         if failed.get(name) != why:
             self.observe({"event": "failed", "user": name, "reason": why})
         failed[name] = why

@@ -10,7 +10,7 @@ import numpy as np
 
 from comingle.engines.private import terms_of
 from comingle.errors import MessageError, NoSumError
-from comingle.federation.coordinator import Coordinator
+from comingle.federation.coordinator import AN_EVENT, Coordinator
 from comingle.federation.taking import pass_over
 from comingle.federation.tasks import Answer
 from comingle.masking import messages
@@ -33,7 +33,7 @@ def sum_up(coordinator: Coordinator, answers: Mapping[str, Answer], done: int) -
     try:
         total = work.total(answers, server.sums.largest(done))
     except NoSumError as error:
-        logger.warning("%s", error)
+        logger.warning("%s", error, extra=AN_EVENT)
         coordinator.observe({"event": "no_sum", "round": done, "reason": str(error)})
         if server.guard is not None and work.revealing:  # users may have opened what the server has not understood
             server.guard.charge([server.users.index(user) for user in work.collection.survivors])
@@ -106,6 +106,7 @@ class _Sum:
                     raise MessageError(str(answer.told.get("left_out", "nothing for a sum in the answer")))
                 take(name, unpack(answer.messages[0]))
             except MessageError as error:
-                logger.warning("user %r is left out of round %d: %s", name, self.collection.terms.round, error)
-                event = {"event": "rejected", "round": self.collection.terms.round, "user": name}
+                number = self.collection.terms.round
+                logger.warning("user %r is left out of round %d: %s", name, number, error, extra=AN_EVENT)
+                event = {"event": "rejected", "round": number, "user": name}
                 self.coordinator.observe({**event, "reason": str(error)})

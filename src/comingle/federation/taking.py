@@ -11,7 +11,7 @@ import torch
 from comingle.errors import MessageError, RunError
 from comingle.federation.checking import check_upload, validation_loss
 from comingle.federation.claims import counts_samples
-from comingle.federation.coordinator import Coordinator
+from comingle.federation.coordinator import AN_EVENT, Coordinator
 from comingle.federation.tasks import Answer
 from comingle.protocol.compression import expand
 from comingle.protocol.messages import LOSS, Upload, join_uploads, no_uploads
@@ -43,7 +43,7 @@ def pass_over(coordinator: Coordinator, users: Sequence[str], needed: int, numbe
     """A round that changes nothing; what users' own noise hides was sent, and counts."""
     server = coordinator.server
     why = f"round {number}: {len(users)} uploads can be used; needed: {needed} (network.min_participants)"
-    logger.warning("%s; the model stays as it was", why)
+    logger.warning("%s; the model stays as it was", why, extra=AN_EVENT)
     coordinator.observe({"event": "no_sum", "round": number, "reason": f"{why}; the model stays as it was"})
     if server.guard is not None and server.guard.privacy.mechanism == "local":
         server.guard.charge(server.numbers(users))
@@ -92,7 +92,7 @@ def _upload(coordinator: Coordinator, name: str, answer: Answer, number: int) ->
             **({"most": coordinator.patience.max_samples} if counts_samples(coordinator.house.recipe) else {}),
         )
     except MessageError as error:
-        logger.warning("user %r is left out of round %d: %s", name, number, error)
+        logger.warning("user %r is left out of round %d: %s", name, number, error, extra=AN_EVENT)
         coordinator.observe({"event": "rejected", "round": number, "user": name, "reason": str(error)})
         return None
     message.reports.pop(LOSS, None)  # which not everybody tells
