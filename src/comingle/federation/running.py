@@ -124,11 +124,11 @@ def _run(
                 metrics["untold"] = untold
             observe(end_event(metrics))
             log.to_disk()
-            write_json(folder / FEDERATION, {"run": run, "public": public.as_dict(), _ENDING: True})
+            _write_down(folder, run, public, ending=True)
             write_json(folder / "metrics.json", metrics)
         metrics = read_metrics(folder)
         tell_end(coordinator, metrics["rounds"])
-        write_json(folder / FEDERATION, {"run": run, "public": public.as_dict()})
+        _write_down(folder, run, public)
     finally:
         log.close()
     return metrics
@@ -155,8 +155,13 @@ def _named(folder: Path, public: Public) -> tuple[str, bool]:
             raise RunError(f"{folder}: belongs to another federation ({was.digest}, not {public.digest})")
         return str(content["run"]), True
     run = secrets.token_hex(8)
-    write_json(path, {"run": run, "public": public.as_dict()})
+    _write_down(folder, run, public)
     return run, False
+
+
+def _write_down(folder: Path, run: str, public: Public, *, ending: bool = False) -> None:
+    """Keep what users know this run by and, while it is so, that they are about to hear of its end."""
+    write_json(folder / FEDERATION, {"run": run, "public": public.as_dict(), **({_ENDING: True} if ending else {})})
 
 
 def _settle(coordinator: Coordinator) -> None:

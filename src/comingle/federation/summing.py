@@ -11,7 +11,7 @@ import numpy as np
 from comingle.engines.private import terms_of
 from comingle.errors import MessageError, NoSumError
 from comingle.federation.coordinator import AN_EVENT, Coordinator
-from comingle.federation.taking import pass_over
+from comingle.federation.taking import is_enough
 from comingle.federation.tasks import Answer
 from comingle.masking import messages
 from comingle.masking.collecting import Collection
@@ -40,8 +40,7 @@ def sum_up(coordinator: Coordinator, answers: Mapping[str, Answer], done: int) -
         server.pass_over(done)
         return []
     survivors = work.collection.survivors
-    if (needed := min(coordinator.patience.min_participants, len(answers))) > len(survivors):
-        pass_over(coordinator, survivors, needed, done)
+    if not is_enough(coordinator, survivors, answers, done):
         return []
     server.aggregate_sum(total, survivors, done)
     return survivors

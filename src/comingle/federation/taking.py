@@ -32,22 +32,27 @@ def take_in(coordinator: Coordinator, answers: Mapping[str, Answer], number: int
     uploads = {name: upload for name in coordinator.public.users if (upload := found.get(name)) is not None}
     if answers and not uploads:
         raise RunError(f"round {number}: nobody's upload can be used")
-    if (needed := min(coordinator.patience.min_participants, len(answers))) > len(uploads):
-        pass_over(coordinator, list(uploads), needed, number)
+    if not is_enough(coordinator, list(uploads), answers, number):
         return []
     _aggregate(coordinator, join_uploads(list(uploads.values())) if uploads else no_uploads(number))
     return list(uploads)
 
 
-def pass_over(coordinator: Coordinator, users: Sequence[str], needed: int, number: int) -> None:
-    """A round that changes nothing; what users' own noise hides was sent, and counts."""
-    server = coordinator.server
+def is_enough(coordinator: Coordinator, users: Sequence[str], answers: Mapping[str, Answer], number: int) -> bool:
+    """Whether uploads of these users, of all who answered, are as many as ``network.min_participants``.
+
+    Else the round (from 1) changes nothing, which is told; what users' own noise hides was sent, and counts.
+    """
+    needed, server = min(coordinator.patience.min_participants, len(answers)), coordinator.server
+    if len(users) >= needed:
+        return True
     why = f"round {number}: {len(users)} uploads can be used; needed: {needed} (network.min_participants)"
     logger.warning("%s; the model stays as it was", why, extra=AN_EVENT)
     coordinator.observe({"event": "no_sum", "round": number, "reason": f"{why}; the model stays as it was"})
     if server.guard is not None and server.guard.privacy.mechanism == "local":
         server.guard.charge(server.numbers(users))
     server.pass_over(number)
+    return False
 
 
 def _aggregate(coordinator: Coordinator, upload: Upload) -> None:

@@ -174,7 +174,7 @@ def join_run(
         joined = _join(run, who, draft, reporter, given=given)
         if folder is None or draft is None:
             return joined
-        check_folder(folder, who.recipe, resume=False, force=force)
+        check_folder(folder, who.recipe, resume=None, force=force)
         shutil.rmtree(folder, ignore_errors=True)
         draft.rename(folder)
     return replace(joined, run=replace(joined.run, folder=folder))
@@ -190,9 +190,7 @@ def _draft(run: Run, who: Newcomer, folder: Path | None, *, force: bool) -> Iter
     if folder is None:
         yield None
         return
-    if folder.is_dir() and any(folder.iterdir()) and not force:
-        raise RunError(f"{folder}: exists; --force replaces it, --out names another")
-    check_folder(folder, who.recipe, resume=False, force=force)
+    check_folder(folder, who.recipe, resume=None, force=force)
     there, to = None if run.folder is None else run.folder.resolve(), folder.resolve()
     if there is not None and (there.is_relative_to(to) or to.is_relative_to(there)):
         raise RunError(f"{folder}: in the place of the run that is joined, which is only read; use another --out")

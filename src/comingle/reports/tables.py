@@ -94,13 +94,8 @@ def _told(mean: float | None, record: dict[str, Any], measure: str) -> str:
 
 def _circumstances(metrics: dict[str, Any], unit: str) -> str:
     rate = metrics[f"{unit}_per_second"]
-    speed = (
-        f"{rate:,.0f} {unit}/s"
-        if rate
-        else "no training"
-        if not metrics.get("untold") and metrics["users"]
-        else "speed not told"
-    )
+    idle = "speed not told" if metrics.get("untold") or not metrics["users"] else "no training"
+    speed = f"{rate:,.0f} {unit}/s" if rate else idle
     peak = f"{metrics['peak_memory_bytes'] / 1e9:.1f} GB"
     place = f"{metrics['dtype']} on {metrics['device']}"
     return f"{metrics['base']} · {place} · {speed} · {_seconds(metrics['wall_seconds'])} s · peak memory {peak}"

@@ -67,8 +67,8 @@ def open_folder(folder: Path, recipe: Recipe, inputs: Inputs, *, resume: bool, f
         yield
 
 
-def check_folder(folder: Path, recipe: Recipe, *, resume: bool, force: bool, mine: bool = False) -> None:
-    """Whether a run may be written to a folder; touches nothing.
+def check_folder(folder: Path, recipe: Recipe, *, resume: bool | None, force: bool, mine: bool = False) -> None:
+    """Whether a run may be written to a folder; touches nothing. ``resume`` None: such a run cannot be gone on with.
 
     Raises:
         RunError: it exists and neither ``resume`` nor ``force`` is given, it belongs to another recipe, no folder can
@@ -83,7 +83,7 @@ def check_folder(folder: Path, recipe: Recipe, *, resume: bool, force: bool, min
     if resume:
         check_recipe(folder, recipe)
     else:
-        _check_new(folder, force)
+        _check_new(folder, force, "" if resume is None else "--resume goes on with it, ")
 
 
 def check_recipe(folder: Path, recipe: Recipe) -> None:
@@ -99,10 +99,10 @@ def check_recipe(folder: Path, recipe: Recipe) -> None:
         raise RunError(f"{folder}: belongs to another recipe, {_difference(was, recipe)}; use another --out")
 
 
-def _check_new(folder: Path, force: bool) -> None:
+def _check_new(folder: Path, force: bool, goes_on: str) -> None:
     names = _content(folder) if folder.exists() else set()
     if names and not force:
-        raise RunError(f"{folder}: exists; --resume goes on with it, --force replaces it, --out names another")
+        raise RunError(f"{folder}: exists; {goes_on}--force replaces it, --out names another")
     # Only what a run writes, drafts that a crash left included: a recipe alone, or one among other files, is a user's.
     strange = sorted(
         n for n in names if n not in RUN_FILES and not n.startswith(tuple(f".{run_file}." for run_file in RUN_FILES))
