@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,13 @@ from comingle.engines.evaluations import measure_of, measured
 from comingle.engines.holding import Held
 from comingle.engines.scoring import Models
 from comingle.errors import DataError, RecipeError, RunError
+from comingle.joining.drafts import drafted
 from comingle.kinds.base import Materials
 from comingle.kinds.handed import section_for
-from comingle.locks import locked
 from comingle.methods.base import Method
 from comingle.progress import LOADING, Reporter
 from comingle.recipes import Recipe
-from comingle.records import PUBLIC, told_in_one_line, write_json
+from comingle.records import PUBLIC, write_json
 from comingle.routers.mixtures import NEVER
 from comingle.runs.folders import check_folder, open_folder
 from comingle.runs.given import Given
@@ -170,7 +169,7 @@ def join_run(
     Raises:
         ComingleError: the data is of another kind or too little, or the folder exists.
     """
-    with _draft(run, who, folder, force=force) as draft:
+    with drafted(folder, who.recipe, run.folder, force=force) as draft:
         joined = _join(run, who, draft, reporter, given=given)
         if folder is None or draft is None:
             return joined
@@ -178,35 +177,6 @@ def join_run(
         shutil.rmtree(folder, ignore_errors=True)
         draft.rename(folder)
     return replace(joined, run=replace(joined.run, folder=folder))
-
-
-@contextmanager
-def _draft(run: Run, who: Newcomer, folder: Path | None, *, force: bool) -> Iterator[Path | None]:
-    """Where a newcomer's run is written until it is whole: what stopped before cannot be gone on with.
-
-    Raises:
-        RunError: the folder cannot be used, is that of the run that is joined, or somebody else is about to fill it.
-    """
-    if folder is None:
-        yield None
-        return
-    check_folder(folder, who.recipe, resume=None, force=force)
-    there, to = None if run.folder is None else run.folder.resolve(), folder.resolve()
-    if there is not None and (there.is_relative_to(to) or to.is_relative_to(there)):
-        raise RunError(f"{folder}: in the place of the run that is joined, which is only read; use another --out")
-    outer = folder.with_name(f".{folder.name}.joining")
-    with told_in_one_line(outer):
-        outer.mkdir(parents=True, exist_ok=True, mode=0o700)
-        try:
-            with locked(outer):
-                shutil.rmtree(outer / folder.name, ignore_errors=True)
-                try:
-                    yield outer / folder.name
-                finally:
-                    shutil.rmtree(outer, ignore_errors=True)
-        except OSError:  # a disk that is too full to say who writes
-            shutil.rmtree(outer, ignore_errors=True)
-            raise
 
 
 def _join(run: Run, who: Newcomer, folder: Path | None, reporter: Reporter, *, given: Given) -> Joined:
