@@ -22,6 +22,7 @@ from comingle.papers.reproduce.published import (
     merge,
     printed,
 )
+from comingle.recipes import Recipe
 
 EXPERIMENTS = list_experiments()
 COMIGS = {name: one for name, one in EXPERIMENTS.items() if name.startswith("comigs/")}
@@ -33,6 +34,11 @@ PLANS.remove(("floral/figure7", "cpu"))  # CIFAR-100 alone, which that scale doe
 def planned(name: str, scale: str = "paper", **wanted: Any) -> Plan:
     small = "random:llama" if scale == "cpu" and name in (*COMIGS, "field/2026") else None
     return plan(name, Wanted(**{"scale": scale, "base": small, **wanted}))
+
+
+def data_of(recipe: Recipe) -> Any:
+    """The section ``data``, whose class depends on its kind."""
+    return recipe.data
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +58,7 @@ def test_every_table_and_figure_of_the_paper_is_there() -> None:
         *tables,
         *figures,
         "comigs/hetlora",
+        "comigs/languages",
         "comigs/leak",
         "comigs/stacking",
         *of_fedmerge,
@@ -127,6 +134,23 @@ def test_numbers_are_those_of_the_paper(name: str, shared_data: Path) -> None:
                 assert shown in lines[row_name.replace("-", "")], (row_name, column)
 
 
+def test_both_orders_of_languages_differ_in_who_has_how_many_experts_alone() -> None:
+    """Table 2 names no language. The same users train on the same text, and others of them have four experts."""
+    experts = {}
+    for cell in planned("comigs/languages", "cpu", methods=["comigs-1gxs"], seeds=[0]).cells:
+        users, counts = data_of(cell.recipe).users, cell.recipe.method.settings["specialists"]
+        experts[cell.column] = dict(zip(users, counts, strict=True))
+    french_and_italian = {"de": 1, "nl": 1, "fr": 3, "it": 3}
+    assert experts["multilingual-2244"] == {"de": 1, "fr": 1, "it": 3, "nl": 3}
+    assert experts["other-2244"] == french_and_italian
+    assert experts["other-4422"] == {user: 4 - count for user, count in french_and_italian.items()}
+    assert experts["multilingual-4422"] == {"de": 3, "fr": 3, "it": 1, "nl": 1}
+    paper = {cell.column: data_of(cell.recipe) for cell in planned("comigs/languages", methods=["comigs-1gxs"]).cells}
+    assert list(paper["other-2244"].users) == ["de", "nl", "fr", "it"]  # Table 4's numbers go by place
+    assert paper["other-2244"].max_train_tokens == {"de": 557662, "nl": 407498, "fr": 556796, "it": 451584}
+    assert paper["multilingual-2244"].max_train_tokens == {"de": 557662, "fr": 407498, "it": 556796, "nl": 451584}
+
+
 def test_the_leak_stands_beside_the_numbers_of_table_5() -> None:
     """Its columns are Table 5's, clean and with the leak, and a control of which the paper has no number."""
     leak, table = EXPERIMENTS["comigs/leak"], EXPERIMENTS["comigs/table5"]
@@ -179,9 +203,9 @@ def test_the_paper_scale_has_the_published_settings() -> None:
         assert recipe.method.settings == {"router_every": 30, "router_steps": 10}
         llama = "llama" in column
         assert recipe.base == ("meta-llama/Llama-3.2-1B" if llama else "openai-community/gpt2")
-        assert recipe.data.held_out == ("mixture" if "ag-news" in column else "own")
-    assert recipes["multilingual"].data.max_train_tokens == {"de": 557662, "fr": 407498, "it": 556796, "nl": 451584}
-    assert recipes["ag-news"].data.max_test_tokens == {
+        assert data_of(recipe).held_out == ("mixture" if "ag-news" in column else "own")
+    assert data_of(recipes["multilingual"]).max_train_tokens == {"de": 557662, "fr": 407498, "it": 556796, "nl": 451584}
+    assert data_of(recipes["ag-news"]).max_test_tokens == {
         "World": 48167,
         "Sports": 47721,
         "Business": 48344,
@@ -212,9 +236,9 @@ def test_cells_that_compute_the_same_are_run_once() -> None:
 
 
 def test_quantities_follow_the_figures() -> None:
-    cpu = planned("comigs/figure5", "cpu", seeds=[0]).cells[0].recipe.data
+    cpu = data_of(planned("comigs/figure5", "cpu", seeds=[0]).cells[0].recipe)
     assert cpu.max_train_tokens == {"de": 8000, "fr": 32000, "it": 32000, "nl": 8000}
-    paper = planned("comigs/figure11", seeds=[0]).cells[0].recipe.data.max_train_tokens
+    paper = data_of(planned("comigs/figure11", seeds=[0]).cells[0].recipe).max_train_tokens
     assert isinstance(paper, dict)
     assert [4 * paper[n] for n in ("RedPajamaStackExchange", "RedPajamaGithub")] == [
         paper[n] for n in ("RedPajamaArXiv", "RedPajamaBook")
@@ -242,8 +266,7 @@ def test_local_text_is_named_by_option_or_environment(tmp_path: Path, monkeypatc
     assert given.left_out["slimpajama"] == f"{tmp_path}/slim4/stackexchange.jsonl.xz does not exist"
     recipe = given.cells[0].recipe
     assert recipe.base == f"{tmp_path}/models/stories260K"
-    assert recipe.data.dataset is not None
-    assert recipe.data.dataset.path == f"{tmp_path}/wiki_ner/wiki_ner.jsonl.xz"
+    assert data_of(recipe).dataset.path == f"{tmp_path}/wiki_ner/wiki_ner.jsonl.xz"
     monkeypatch.setenv("COMINGLE_DATA", str(tmp_path))
     assert planned("comigs/table1", "cpu", base=None).cells == given.cells
 
