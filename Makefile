@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install -c constraints.txt
 
-.PHONY: demo test unit laws typed test-slow test-gpu lowest check dist bench docs clean
+.PHONY: demo test unit laws typed golden test-slow test-gpu lowest check dist bench docs clean
 
 $(VENV)/base: pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (PyTorch and transformers: some minutes on a first run)"
@@ -57,6 +57,10 @@ laws: $(VENV)/dev
 # twice as long: after a change of signatures, and in CI. Of what no unit test calls: make laws COMINGLE_NO_TYPECHECK=0.
 typed:
 	$(MAKE) unit COMINGLE_NO_TYPECHECK=0
+
+# Numbers of every method, bit for bit: make golden BASE=REV runs commit REV beside this checkout, on the same machine.
+golden: $(VENV)/dev
+	COMINGLE_NO_TYPECHECK=1 $(BIN)/python tests/golden/golden.py $(BASE:%=--base %)
 
 # torch.compile cannot trace the run-time checks of annotations, which the other tests make.
 test-slow: $(VENV)/dev $(VENV)/demo
