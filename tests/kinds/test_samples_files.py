@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,10 +94,205 @@ def test_images_are_scaled_and_made_grey_where_asked_for(tmp_path: Path) -> None
     common = prepare(load_recipe(recipe_in(tmp_path, users, image_size=[4, 7], grayscale=True))).common
     assert common.input_shape == (1, 4, 7)
     grey = torch.tensor([0.299, 0.587, 0.114]) @ torch.tensor([10.0, 5.0, 245.0])
-    pixels = read_folder(tmp_path / "ada", Look(size=(4, 7), grey=True)).pixels
+    pixels = read_folder(tmp_path / "ada", Look(size=(4, 7), grey=True), "ada").pixels
     assert int(pixels[10, 0, 0, 0]) == pytest.approx(float(grey), abs=1)  # the first dog
     with pytest.raises(DataError, match=r"1.jpg: an image of 6 x 9, but .*0.jpg has 5 x 9; give data.image_size"):
         prepare(load_recipe(recipe_in(tmp_path, users)))
+
+
+def counts_of(user: Any) -> list[int]:
+    return [len(part) for part in (user.train, user.valid, user.test)]
+
+
+@pytest.mark.parametrize(
+    ("train", "valid", "test"),
+    [
+        ("Train", None, "Test"),
+        ("TRAINING", "Eval", "testing"),
+        ("training_set", None, "test_set"),
+        ("Train", "Dev", "TEST"),
+    ],
+)
+def test_splits_are_known_in_any_spelling(tmp_path: Path, train: str, valid: str | None, test: str) -> None:
+    for split, count in ((train, 6), (valid, 3), (test, 4)):
+        if split is not None:
+            write_images(tmp_path / "ada" / split, count=count)
+    common = prepare(load_recipe(recipe_in(tmp_path, {"ada": "ada"}, split={"valid": 0}))).common
+    assert common.labels == ("cat", "dog")
+    assert counts_of(common.users[0]) == [12, 6 if valid else 0, 8]
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_a_validation_split_alone_is_the_test_split_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, store: str
+) -> None:
+    for split, count in (("train", 6), ("Val", 3)):
+        write_images(tmp_path / "ada" / split, count=count)
+    recipe = load_recipe(recipe_in(tmp_path, {"ada": "ada"}, split={"valid": 0})).with_changes({"runtime.store": store})
+    common = prepare(recipe).common
+    assert common.labels == ("cat", "dog")
+    assert counts_of(common.users[0]) == [12, 0, 6]
+    assert "no test split, so Val is the held-out test split of ada" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("folders", "message"),
+    [
+        (["photos"], "ada: photos holds cat and dog, and no images of their own; give data.users.ada as"),
+        (["train"], "ada: train holds cat and dog, and no images of their own; give data.users.ada as"),
+        (["cats/test", "cats/train", "dogs/train"], "ada: cats and dogs hold test and train, and no"),
+        (["images/train", "images/val"], "ada: images holds train and val, and no images of their own; give"),
+        (["valid", "test"], "hold cat and dog, and no images of their own; give data.users.ada as {train: FOLDER, t"),
+        (["train/images", "test/images"], "train: images holds cat and dog, and no images of their own"),
+        (["train", "training", "test"], "ada: train and training both name the train split; give data.users.ada as"),
+    ],
+)
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_images_one_level_deeper_are_refused(tmp_path: Path, folders: list[str], message: str, store: str) -> None:
+    for folder in folders:
+        if folder.partition("/")[0] in ("cats", "dogs"):
+            paint(tmp_path / "ada" / folder / "0.png", 0)
+        else:
+            write_images(tmp_path / "ada" / folder, count=2)
+    recipe = load_recipe(recipe_in(tmp_path, {"ada": "ada"})).with_changes({"runtime.store": store})
+    with pytest.raises(DataError) as error:
+        prepare(recipe)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_classes_may_be_called_train_and_hold_folders(tmp_path: Path) -> None:
+    write_images(tmp_path / "ada", ("bus", "train"))
+    paint(tmp_path / "ada" / "bus" / "red" / "old" / "0.png", 5)
+    common = prepare(load_recipe(recipe_in(tmp_path, {"ada": "ada"}))).common
+    assert common.labels == ("bus", "train")
+    assert sum(counts_of(common.users[0])) == 21
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_one_class_alone_is_refused(tmp_path: Path, store: str, caplog: pytest.LogCaptureFixture) -> None:
+    write_images(tmp_path / "ada", ("cat",))
+    np.savez(tmp_path / "bob.npz", x=np.zeros((9, 4), "float32"), y=np.zeros(9, int))
+    for users, name in (({"ada": "ada"}, " (cat)"), ({"bob": "bob.npz"}, "")):
+        recipe = load_recipe(recipe_in(tmp_path, users)).with_changes({"runtime.store": store})
+        with pytest.raises(DataError) as error:
+            prepare(recipe)
+        assert f"one class alone{name}, so there is nothing to learn" in str(error.value)
+        prepare(recipe.with_changes({"data.classes": 3}))  # one user of a federation
+    (tmp_path / "ada" / "dog").mkdir()
+    prepare(load_recipe(recipe_in(tmp_path, {"ada": "ada"})).with_changes({"runtime.store": store}))
+    assert "all train samples are of class 0 (cat)" in caplog.text
+
+
+def test_files_of_the_system_are_left_out_and_others_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ada = write_images(tmp_path / "ada")
+    recipe = load_recipe(recipe_in(tmp_path, {"ada": "ada"}))
+    plain = prepare(recipe).common
+    for folder in ("__MACOSX/cat", "@eaDir", ".thumbnails", "cat/@eaDir/0.png", "dog/.cache", "$RECYCLE.BIN"):
+        paint(ada / folder / "0.png", 1)
+    for name in ("Thumbs.db", "cat/Thumbs.db", ".DS_Store", "dog/._0.png", "desktop.ini", "cat/.DS_Store"):
+        (ada / name).write_bytes(b"no image")
+    found = prepare(recipe).common
+    assert found.labels == plain.labels == ("cat", "dog")
+    assert torch.equal(found.users[0].train.inputs, plain.users[0].train.inputs)
+    assert "not read" not in caplog.text
+    for name in ("cat/0.heic", "cat/1.heic", "notes.txt"):
+        (ada / name).write_bytes(b"no image")
+    prepare(recipe)
+    assert "not read as images of a class: 2 .heic, 1 .txt, of ada; read: .bmp" in caplog.text
+
+
+def test_links_to_folders_of_images_are_followed_once(tmp_path: Path) -> None:
+    write_images(tmp_path / "elsewhere")
+    for name in ("cat", "dog"):
+        (tmp_path / "ada" / name).mkdir(parents=True)
+        paint(tmp_path / "ada" / name / "0.png", 3)
+        (tmp_path / "ada" / name / "more").symlink_to(tmp_path / "elsewhere" / name)
+        (tmp_path / "ada" / name / "loop").symlink_to(tmp_path / "ada")
+    assert sum(counts_of(prepare(load_recipe(recipe_in(tmp_path, {"ada": "ada"}))).users[0])) >= 22
+
+
+def ramp(kind: str) -> np.ndarray:
+    return np.rint(np.linspace(0, 65535, 16)).reshape(4, 4).astype(kind)
+
+
+def as_tiff_of_12_bits(path: Path) -> None:
+    """Two pixels in three bytes, rows of two pixels; Pillow reads this and does not write it."""
+    values, tags = [0, 4095, 1365, 2730], {256: 2, 257: 2, 258: 12, 259: 1, 262: 1, 273: 0, 277: 1, 278: 2, 279: 6}
+    packed = b"".join(((a << 12) | b).to_bytes(3, "big") for a, b in zip(values[::2], values[1::2], strict=True))
+    tags[273] = 8 + 2 + 12 * len(tags) + 4
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    header = b"II*\0" + struct.pack("<I", 8) + struct.pack("<H", len(tags))
+    path.write_bytes(header + entries + struct.pack("<I", 0) + packed)
+
+
+def write_deep(folder: Path, suffix: str, image: Image.Image, **how: Any) -> Path:
+    for name in ("cat", "dog"):
+        (folder / name).mkdir(parents=True)
+        for number in range(3):
+            image.save(folder / name / f"{number}{suffix}", **how)
+    return folder
+
+
+@pytest.mark.parametrize("grey", [True, False])
+@pytest.mark.parametrize(
+    ("suffix", "kind", "how"),
+    [
+        (".png", "uint16", {}),
+        (".pgm", "int32", {}),
+        (".tif", "uint16", {}),
+        (".tif", ">u2", {}),
+        (".tif", "uint16", {"tiffinfo": {262: 0}}),  # white is zero
+    ],
+)
+def test_images_of_16_bits_are_scaled(tmp_path: Path, suffix: str, kind: str, how: dict[str, Any], grey: bool) -> None:
+    write_deep(tmp_path / "ada", suffix, Image.fromarray(ramp(kind)), **how)
+    pixels = read_folder(tmp_path / "ada", Look(size=None, grey=grey), "ada").pixels.float() / 255
+    expected = torch.linspace(0, 1, 16)
+    for image in pixels:
+        for channel in image.flatten(0, 1).T:
+            torch.testing.assert_close(channel, expected.flip(0) if how else expected, atol=0.003, rtol=0)
+    assert pixels.shape[-1] == (1 if grey else 3)
+
+
+def test_a_tiff_of_12_bits_is_scaled_by_them(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    as_tiff_of_12_bits(tmp_path / "cat" / "0.tif")
+    pixels = read_folder(tmp_path, Look(size=None, grey=True), "ada").pixels
+    assert pixels.flatten().tolist() == [0, 255, 85, 170]
+
+
+@pytest.mark.parametrize(("kind", "named"), [("int32", "integers of 32 bits (I)"), ("float32", "real numbers (F)")])
+def test_images_without_a_range_are_refused(tmp_path: Path, kind: str, named: str) -> None:
+    write_deep(tmp_path / "ada", ".tif", Image.fromarray(ramp(kind)))
+    with pytest.raises(DataError) as error:
+        prepare(load_recipe(recipe_in(tmp_path, {"ada": "ada"})))
+    assert f"{tmp_path}/ada/cat/0.tif: an image of {named}" in str(error.value)
+    assert "convert it to 8 or 16 bits" in str(error.value)
+
+
+def see_through(mode: str) -> tuple[Image.Image, dict[str, Any]]:
+    """Black where it is opaque, red (or grey) below where it is transparent, with what saving it needs."""
+    image = Image.new("RGBA", (4, 4), (0, 0, 0, 255))
+    image.paste((255, 0, 0, 0), (0, 0, 4, 2))
+    if mode == "P":
+        colours = Image.new("P", (4, 4), 0)
+        colours.putpalette([0, 0, 0, 255, 0, 0])
+        colours.paste(1, (0, 0, 4, 2))
+        return colours, {"transparency": 1}
+    if mode == "RGB":
+        return image.convert("RGB"), {"transparency": (255, 0, 0)}
+    return image.convert(mode), {}
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB"])
+def test_transparent_pixels_are_white(tmp_path: Path, mode: str) -> None:
+    image, how = see_through(mode)
+    write_deep(tmp_path / "ada", ".png", image, **how)
+    for grey in (True, False):
+        pixels = read_folder(tmp_path / "ada", Look(size=None, grey=grey), "ada").pixels
+        assert pixels[:, :2].unique().tolist() == [255]
+        assert pixels[:, 2:].unique().tolist() == [0]
 
 
 def empty(folder: Path) -> None:
@@ -148,7 +344,7 @@ def test_a_folder_that_cannot_be_read_is_one_line(make: Callable[[Path], None], 
 def test_an_npz_file_has_inputs_and_targets(tmp_path: Path, x: str, y: str) -> None:
     draw = np.random.default_rng(0)
     inputs, targets = draw.normal(size=(20, 3)), draw.normal(size=20)
-    np.savez(tmp_path / "ada.npz", **{x: inputs, y: targets})
+    np.savez(tmp_path / "ada.npz", **{x: inputs, y: targets})  # pyright: ignore[reportArgumentType]
     common = prepare(load_recipe(recipe_in(tmp_path, {"ada": "ada.npz"}, split={"valid": 0}))).common
     assert (common.measure.name, common.classes, common.input_shape, common.net) == ("mse", 1, (3,), "mlp")
     (ada,) = common.users
@@ -164,6 +360,30 @@ def test_an_npz_file_may_have_splits(tmp_path: Path) -> None:
     (ada,) = prepare(load_recipe(recipe_in(tmp_path, {"ada": "ada.npz"}, split={"valid": 0}))).users
     assert [len(part) for part in (ada.train, ada.valid, ada.test)] == [12, 0, 4]
     assert ada.train.inputs.shape == (12, 1, 5, 5)
+
+
+@pytest.mark.parametrize(("kind", "largest"), [("uint8", 255), ("uint16", 65535), (">u2", 65535), ("bool", 1)])
+@pytest.mark.parametrize("shape", [(12, 5, 6), (12, 5, 6, 3), (12, 3, 5, 6), (12, 5, 6, 4), (12, 4, 5, 6)])
+def test_whole_pixels_become_images_from_0_to_1(
+    tmp_path: Path, kind: str, largest: int, shape: tuple[int, ...]
+) -> None:
+    pixels = np.random.default_rng(0).integers(0, largest + 1, shape).astype(kind)
+    np.savez(tmp_path / "ada.npz", x=pixels, y=np.arange(12) % 2)
+    (ada,) = prepare(load_recipe(recipe_in(tmp_path, {"ada": "ada.npz"}, split={"valid": 0}))).users
+    found = torch.cat([ada.train.inputs, ada.test.inputs])
+    channels = 1 if len(shape) == 3 else 4 if 4 in shape else 3
+    assert found.shape == (12, channels, 5, 6)
+    torch.testing.assert_close(found.mean(), torch.tensor(float((pixels / largest).mean())), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["int16", "int32", "int64", "uint32"])
+def test_whole_pixels_without_a_range_are_refused(tmp_path: Path, kind: str) -> None:
+    np.savez(tmp_path / "ada.npz", x=np.ones((12, 5, 6), kind), y=np.arange(12) % 2)
+    with pytest.raises(DataError, match=r"inputs are u?int\d+ of shape \(12, 5, 6\), whole numbers without a range"):
+        prepare(load_recipe(recipe_in(tmp_path, {"ada": "ada.npz"})))
+    np.savez(tmp_path / "ada.npz", x=np.ones((12, 5), kind), y=np.arange(12) % 2)  # features, as they are
+    (ada,) = prepare(load_recipe(recipe_in(tmp_path, {"ada": "ada.npz"}))).users
+    assert ada.train.inputs.unique().tolist() == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -268,5 +488,6 @@ def test_a_wrong_section_is_one_line(data: dict[str, Any], message: str) -> None
 def test_a_function_for_samples_out_of_files_is_refused(tmp_path: Path, given: str) -> None:
     np.savez(tmp_path / "ada.npz", inputs=np.zeros((9, 4), "float32"), targets=np.arange(9) % 3)
     recipe = {"data": {"kind": "samples", "users": {"ada": str(tmp_path / "ada.npz")}}}
+    function: dict[str, Any] = {given: lambda *_: torch.nn.Linear(4, 3)}
     with pytest.raises(RecipeError, match=f"{given}: got a function, for users who are read; allowed: beside users="):
-        comingle.run(recipe, method="fedavg", **{given: lambda *_: torch.nn.Linear(4, 3)})
+        comingle.run(recipe, method="fedavg", **function)

@@ -32,15 +32,23 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def as_samples(inputs: Any, targets: Any, where: str) -> Samples:
-    """Arrays or tensors as samples: bytes become images in [0, 1] with channels first, whole targets class numbers.
+    """Make samples of arrays or tensors: images in [0, 1] with channels first, whole targets as class numbers.
+
+    Inputs of truth values or of 8 or 16 bits without a sign are images where they have three or four axes.
 
     Raises:
-        DataError: no numbers, or not one target for each input.
+        DataError: no numbers, other whole numbers of three or four axes, or not one target for each input.
     """
     x, y = _tensor(inputs, f"{where}: inputs"), _tensor(targets, f"{where}: targets")
     if not x.dim():
         raise DataError(f"{where}: inputs are one number; allowed: arrays whose first axis counts samples")
-    if x.dtype == torch.uint8 and x.dim() in (3, 4):
+    if not x.is_floating_point() and x.dim() in (3, 4):
+        if x.dtype not in _LARGEST:
+            got = f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}"
+            raise DataError(
+                f"{where}: inputs are {got}, whole numbers without a range to scale by; allowed: uint8 or uint16 for "
+                "images, or real numbers"
+            )
         x = as_images(x)
     x = x if x.is_floating_point() else x.float()
     if len(x) != (len(y) if y.dim() else 0):
@@ -55,13 +63,16 @@ def as_samples(inputs: Any, targets: Any, where: str) -> Samples:
     return Samples(inputs=x if x.dim() > 1 else x.unsqueeze(1), targets=y)
 
 
+_LARGEST = {torch.bool: 1, torch.uint8: 255, torch.uint16: 65535}
+
+
 def as_images(pixels: Tensor) -> Tensor:
-    """Bytes ``(n, h, w)``, ``(n, h, w, c)`` or ``(n, c, h, w)`` as ``(n, c, h, w)`` with values from 0 to 1."""
+    """Pixels ``(n, h, w)``, ``(n, h, w, c)`` or ``(n, c, h, w)`` as ``(n, c, h, w)`` with values from 0 to 1."""
     if pixels.dim() == 3:
         pixels = pixels.unsqueeze(1)
-    elif pixels.shape[-1] in (1, 3) and pixels.shape[1] not in (1, 3):
+    elif (last := pixels.shape[-1]) in (1, 3, 4) and pixels.shape[1] not in {1, 3, last}:
         pixels = pixels.permute(0, 3, 1, 2)
-    return pixels.contiguous().float() / 255
+    return pixels.contiguous().float() / _LARGEST[pixels.dtype]
 
 
 def _tensor(values: Any, where: str) -> Tensor:
@@ -71,7 +82,7 @@ def _tensor(values: Any, where: str) -> Tensor:
         array = np.asarray(values)
         if array.dtype.kind not in "biuf":
             raise DataError(f"{where} are {array.dtype}; allowed: numbers")
-        if array.dtype.kind == "u" and array.dtype.itemsize > 1:  # which torch has few operations for
+        if array.dtype.kind == "u" and array.dtype.itemsize > 2:  # which torch has few operations for
             array = array.astype(np.int64)
         tensor = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))
     if tensor.is_complex():

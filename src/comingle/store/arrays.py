@@ -14,10 +14,10 @@ from comingle.errors import DataError
 from comingle.evaluation.losses import CROSS_ENTROPY, MSE, Loss, find_loss
 from comingle.kinds.base import Materials
 from comingle.kinds.samples.folders import class_folders, find_splits
-from comingle.kinds.samples.kind import SamplesKind, as_real, section, usual_net
+from comingle.kinds.samples.kind import SamplesKind, as_real, check_classes, section, usual_net
 from comingle.kinds.samples.parting import part
 from comingle.kinds.samples.population import Population
-from comingle.kinds.samples.reading import look_of, numbered, read_source, shared_classes
+from comingle.kinds.samples.reading import Remarks, look_of, numbered, read_source, shared_classes
 from comingle.models.base import Base
 from comingle.recipes import Recipe
 from comingle.store.grouping import Spool
@@ -35,10 +35,13 @@ class SampleTurns(Turns[tuple[str, Mapping[str, Samples]]]):
     def __init__(self, kind: SamplesKind, recipe: Recipe):
         self.kind, self.data, self.seed = kind, section(recipe), recipe.seed
         self.look, self.labels, self.lacking = look_of(self.data), tuple[str, ...](), ""
+        self.remarks = Remarks()
         self.first: UserSamples | None = None
         self.begun: UserSamples | None = None
         """The first as it was read, before whole targets become real numbers."""
         self.whole, self.most, self.users, self.unseen = False, 0, 0, Some()
+        self.seen: set[int] = set()
+        """The first classes that are trained on, of which one alone would be refused."""
 
     def sources(self) -> list[str]:
         """Files and folders."""
@@ -46,13 +49,13 @@ class SampleTurns(Turns[tuple[str, Mapping[str, Samples]]]):
 
     def readers(self, spool: Spool) -> Iterator[tuple[str, Callable[[], tuple[str, Mapping[str, Samples]]]]]:
         """One user after another, when everybody's classes are known."""
-        own = ((name, _classes_in(source)) for name, source in (self.data.users or {}).items())
+        own = ((name, _classes_in(name, source)) for name, source in (self.data.users or {}).items())
         self.labels, self.lacking = shared_classes(own, self.data.labels)
         for name, source in (self.data.users or {}).items():
             yield name, partial(self._read, name, source)
 
     def _read(self, name: str, source: Any) -> tuple[str, Mapping[str, Samples]]:
-        found = read_source(f"user {name!r}", source, self.look)
+        found = read_source(name, source, self.look, self.remarks)
         return name, numbered(self.data, name, found, self.labels)
 
     def nobody(self, name: str) -> tuple[str, Mapping[str, Samples]]:
@@ -78,6 +81,8 @@ class SampleTurns(Turns[tuple[str, Mapping[str, Samples]]]):
         if self.loss(self.whole).classes:
             parts = (one.targets for one in (user.train, user.valid, user.test) if len(one))
             self.most = max(self.most, *(int(targets.max()) + 1 for targets in parts))
+            if len(self.seen) < 2:
+                self.seen.update(user.train.targets.unique()[:2].tolist())
             if labels := unseen_labels(user):
                 self.unseen.add(name, labels)
         return user
@@ -100,7 +105,9 @@ class SampleTurns(Turns[tuple[str, Mapping[str, Samples]]]):
         train, classes = self.first.train, self.loss(self.whole).classes
         named = max(len(self.labels), self.data.outputs or 0)
         outputs = (named or max(1, self.most)) if classes else train.targets.shape[-1]
-        told = [self.lacking] if self.lacking else []
+        if classes:
+            check_classes(self.seen, outputs, self.data.outputs, self.labels)
+        told = [*self.remarks.lines, *([self.lacking] if self.lacking else [])]
         told += [told_unseen(self.unseen.first, self.unseen.count, self.users)] if self.unseen.count else []
         about = {"outputs": outputs, "whole": self.whole, "labels": list(self.labels)}
         return {"shape": list(train.inputs.shape[1:]), **about}, told
@@ -128,11 +135,11 @@ def _paths(source: Any) -> list[str]:
     return [path for path in (source.path, source.train, source.valid, source.test) if path is not None]
 
 
-def _classes_in(source: Any) -> set[str]:
+def _classes_in(user: str, source: Any) -> set[str]:
     """By the names of folders alone; none where there is no folder, which reading it says better."""
     folders = [folder for path in _paths(source) if (folder := Path(path).expanduser()).is_dir()]
     if source.path is not None:  # else these are splits themselves
-        folders = [split for folder in folders for split in find_splits(folder).values()]
+        folders = [split for folder in folders for split in find_splits(folder, f"data.users.{user}").values()]
     return {one.name for folder in folders for one in class_folders(folder)}
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,10 +16,21 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from comingle.data.rows import describe, list_names
+from comingle.data.samples import SPLITS
 from comingle.errors import DataError
 
-SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-SPLIT_FOLDERS = {"train": ("train",), "valid": ("valid", "val", "validation"), "test": ("test",)}
+SUFFIXES = (".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
+_SPLIT_NAMES = {
+    "train": ("train", "training", "trn"),
+    "valid": ("valid", "val", "validation", "validate", "dev", "development", "eval", "evaluation"),
+    "test": ("test", "testing", "tst"),
+}
+_SPLIT_OF = {name: split for split, names in _SPLIT_NAMES.items() for name in names}
+
+_SYSTEM_FOLDERS = {"__macosx", "@eadir", "#recycle", "$recycle.bin", "system volume information", "lost+found"}
+"""Made by archives, file systems and network drives; some hold thumbnails. Hidden folders are left out too."""
+_SYSTEM_FILES = {"thumbs.db", "ehthumbs.db", "desktop.ini"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,49 +43,137 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class Pictures:
-    """Images ``(n, h, w, c)`` and the name of the class of each; classes without images count too."""
+    """Images ``(n, h, w, c)`` and the name of the class of each; classes without images count too.
+
+    ``unread`` counts files that are not images by their suffix, or lie beside the classes' folders.
+    """
 
     pixels: UInt8[Tensor, "n h w c"]
     labels: tuple[str, ...]
     classes: tuple[str, ...]
+    unread: Counter[str] = field(default_factory=Counter)
 
 
-def find_splits(folder: Path) -> dict[str, Path]:
-    """The folder's own splits, if it has train and test; else all of it as "train"."""
-    found = {
-        split: folder / name for split, names in SPLIT_FOLDERS.items() for name in names if (folder / name).is_dir()
-    }
-    return found if {"train", "test"} <= found.keys() else {"train": folder}
+# -------------------------------------------------------------------- folders
+
+
+def split_named(name: str) -> str | None:
+    """The split that a folder's name stands for, in any case: ``Training``, ``val``, ``test_set``; None for others."""
+    plain = re.sub(r"[^a-z]", "", name.casefold())
+    return _SPLIT_OF.get(re.sub("(set|data|images)$", "", plain))
+
+
+def find_splits(folder: Path, key: str) -> dict[str, Path]:
+    """Return the folder's own splits, if it has train and a held-out part; else all of it as "train".
+
+    Without a test split the validation split is the test split.
+
+    Raises:
+        DataError: two folders stand for one split.
+    """
+    found: dict[str, Path] = {}
+    for path in class_folders(folder):
+        if (split := split_named(path.name)) is None:
+            continue
+        if split in found:
+            both = f"{found[split].name} and {path.name}"
+            raise DataError(f"{folder}: {both} both name the {split} split; {_one_by_one(key)}")
+        found[split] = path
+    if "train" not in found or len(found) < 2:
+        return {"train": folder}
+    if "test" not in found:
+        found["test"] = found.pop("valid")
+    return {split: found[split] for split in SPLITS if split in found}
+
+
+def _one_by_one(key: str) -> str:
+    return f"give {key} as {{train: FOLDER, test: FOLDER}}"
 
 
 def class_folders(folder: Path) -> list[Path]:
-    """The subfolders, one for each class."""
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    """List the subfolders, one for each class, without hidden ones and those of the system."""
+    return sorted(path for path in visible(folder) if path.is_dir())
 
 
-def read_folder(folder: Path, look: Look) -> Pictures:
-    """All images of a folder, class after class, each by the name of its subfolder.
+def visible(folder: Path) -> list[Path]:
+    """List a folder's content, but for hidden names and those of the system."""
+    names = _SYSTEM_FOLDERS | _SYSTEM_FILES
+    return [path for path in folder.iterdir() if not path.name.startswith(".") and path.name.casefold() not in names]
+
+
+def _files_below(folder: Path, seen: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Yield files at any depth, links to folders followed once."""
+    real = os.path.realpath(folder)
+    if real in seen:
+        return
+    for path in visible(folder):
+        if path.is_dir():
+            yield from _files_below(path, seen | {real})
+        elif path.is_file():
+            yield path
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES
+
+
+def read_folder(folder: Path, look: Look, key: str) -> Pictures:
+    """Read all images of a folder, class after class, each by the name of its subfolder.
+
+    Args:
+        folder: it.
+        look: size and colours.
+        key: of the recipe, which names it.
+
+    Returns:
+        Pixels, labels and classes.
 
     Raises:
-        DataError: no subfolders or no images in it, one that cannot be read, or several sizes.
+        DataError: no subfolders or no images in it, images one level deeper, one that cannot be read, several sizes.
     """
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; it should hold a subfolder of images for each class")
     if not (classes := class_folders(folder)):
         raise DataError(f"{folder}: no folders in it; allowed: a subfolder of images for each class")
-    files = [path for of_class in classes for path in _images_of(of_class)]
+    within = {path: sorted(_files_below(path)) for path in classes}
+    images = {path: [file for file in of_class if _is_image(file)] for path, of_class in within.items()}
+    files = [path for of_class in images.values() for path in of_class]
     if not files:
         raise DataError(
             f"{folder}: no images in {list_names(c.name for c in classes)}; looked for {' '.join(SUFFIXES)}"
         )
-    pixels = _read_all(files, look)
+    _check_depth(folder, images, key)
+    beside = [path for path in visible(folder) if path.is_file()]
+    others = [path for of_class in within.values() for path in of_class if not _is_image(path)]
+    unread = Counter(path.suffix.lower() or path.name for path in [*beside, *others])
     labels = tuple(path.relative_to(folder).parts[0] for path in files)
-    return Pictures(pixels=pixels, labels=labels, classes=tuple(path.name for path in classes))
+    names = tuple(path.name for path in classes)
+    return Pictures(pixels=_read_all(files, look), labels=labels, classes=names, unread=unread)
 
 
-def _images_of(folder: Path) -> list[Path]:
-    found = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and not path.name.startswith("."))
-    return sorted(path for path in found if path.is_file())
+def _check_depth(folder: Path, images: dict[Path, list[Path]], key: str) -> None:
+    """Refuse folders that hold the classes' folders: splits or albums would be learnt as classes."""
+    holding = [path for path, files in images.items() if files]
+    deeper = [path for path in holding if not any(file.parent == path for file in images[path])]
+    if deeper != holding and not any(split_named(path.name) for path in deeper):
+        return
+    names = [path.name for path in deeper]
+    inner = sorted({file.relative_to(path).parts[0] for path in deeper for file in images[path]})
+    if len(deeper) == 1:
+        advice = f"give {key} as {deeper[0]}"
+    elif any(split_named(name) for name in [*names, *inner]):
+        advice = _one_by_one(key)
+    else:
+        advice = "put each class's images into one folder"
+    holds = f"{_listed(names)} {'holds' if len(names) == 1 else 'hold'} {_listed(inner)}"
+    raise DataError(f"{folder}: {holds}, and no images of their own; {advice}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(names) if len(names) < 3 else list_names(names)
+
+
+# -------------------------------------------------------------------- images
 
 
 def _read_all(files: Sequence[Path], look: Look) -> UInt8[Tensor, "n h w c"]:
@@ -95,10 +198,47 @@ def _read_one(path: Path, look: Look) -> np.ndarray:
         raise DataError("images need Pillow: pip install 'comingle[data]'") from error
     try:
         with Image.open(path) as image:
-            upright = ImageOps.exif_transpose(image).convert("L" if look.grey else "RGB")
+            upright = _in_8_bits(ImageOps.exif_transpose(image), image).convert("L" if look.grey else "RGB")
             if look.size is not None:
                 upright = upright.resize((look.size[1], look.size[0]), Image.Resampling.BILINEAR)
             pixels = np.array(upright)
+    except DataError:
+        raise
     except Exception as error:  # Pillow's readers raise what they come across
         raise DataError(f"{path}: not a readable image: {describe(error)}") from error
     return pixels[:, :, None] if look.grey else pixels
+
+
+_BITS, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
+"""Tags of TIFF."""
+_WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
+
+
+def _in_8_bits(image: Any, file: Any) -> Any:
+    """Scale images of 16 bits, which Pillow would cut off at 255; lay transparent ones over white.
+
+    Args:
+        image: upright.
+        file: as it was opened, with its format and tags.
+
+    Raises:
+        DataError: the range of the pixels is not known.
+    """
+    from PIL import Image
+
+    if image.mode in ("I", "F") and not (image.mode == "I" and file.format in ("PNG", "PPM")):
+        kind = "integers of 32 bits" if image.mode == "I" else "real numbers"
+        raise DataError(
+            f"{file.filename}: an image of {kind} ({image.mode}), whose range is not known; convert it to 8 or 16 "
+            "bits, or give an .npz file of real numbers"
+        )
+    if image.mode.startswith("I"):
+        tags = getattr(file, "tag_v2", {})
+        values = np.array(image).astype(np.float64) / (2 ** tags.get(_BITS, (16,))[0] - 1)
+        values = 1 - values if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else values
+        return Image.fromarray(np.rint(values.clip(0, 1) * 255).astype(np.uint8))
+    if "transparency" in image.info or image.mode in _WITH_ALPHA:
+        colours = image.convert("RGBA")
+        if colours.getextrema()[3][0] < 255:
+            return Image.alpha_composite(Image.new("RGBA", colours.size, "white"), colours)
+    return image

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -25,6 +26,8 @@ from comingle.models.personal_net import PersonalNet, personal_net
 from comingle.models.stacked import StackedModel
 from comingle.recipes import Recipe
 from comingle.trees import Tree
+
+logger = logging.getLogger("comingle")
 
 OWN = ""
 """What a run folder has as the net or the loss that a program handed over."""
@@ -127,6 +130,8 @@ class SamplesKind(NetKind):
         shape = tuple(users[0].train.inputs.shape[1:])
         classes = _outputs(users, chosen, section(recipe).outputs, labels)
         if chosen.classes and whole:
+            seen = {int(target) for user in users for target in user.train.targets.unique()}
+            check_classes(seen, classes, section(recipe).outputs, labels)
             warn_unseen(users)
         own = net if net is not None else usual_net(shape)
         common = Population(users=users, loss=chosen, classes=classes, input_shape=shape, net=own, labels=labels)
@@ -185,6 +190,28 @@ def _outputs(users: Sequence[UserSamples], loss: Loss, given: int | None, labels
         return max(len(labels), given or 0)
     parts = (part.targets for user in users for part in (user.train, user.valid, user.test) if len(part))
     return max(1, *(int(targets.max()) + 1 for targets in parts))
+
+
+def check_classes(seen: Collection[int], outputs: int, given: int | None, labels: Sequence[str]) -> None:
+    """Refuse one class alone, as when the given folder is one level too high: any net would be right always.
+
+    Args:
+        seen: classes of train samples; where they are fewer than there are, this is said.
+        outputs: classes that there are.
+        given: their number, where the recipe has it, as one user of a federation may have one class of many.
+        labels: their names, if they have some.
+
+    Raises:
+        DataError: there is one.
+    """
+    name = f" ({labels[min(seen)]})" if labels else ""
+    if outputs == 1 and not any(seen):
+        raise DataError(
+            f"samples: one class alone{name}, so there is nothing to learn; give samples of two or more, or "
+            "data.classes where others have them"
+        )
+    if len(seen) == 1 and outputs > 1 and given is None:
+        logger.warning("all train samples are of class %s%s, so any net learns to say it always", min(seen), name)
 
 
 def as_real(user: UserSamples) -> UserSamples:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +13,9 @@ import torch
 
 from comingle.data.arrays import as_samples, read_arrays
 from comingle.data.rows import list_names
-from comingle.data.samples import Samples, UserSamples
+from comingle.data.samples import SPLITS, Samples, UserSamples
 from comingle.errors import DataError
-from comingle.kinds.samples.folders import Look, Pictures, find_splits, read_folder
+from comingle.kinds.samples.folders import SUFFIXES, Look, Pictures, find_splits, read_folder, split_named, visible
 from comingle.kinds.samples.parting import part
 from comingle.kinds.samples.section import SampleSource, SamplesSection
 
@@ -30,11 +32,11 @@ def read_users(section: SamplesSection, seed: int) -> tuple[tuple[UserSamples, .
         DataError: a source is missing or unreadable, or they do not fit each other.
     """
     assert section.users is not None
-    look = look_of(section)
-    found = {name: read_source(f"user {name!r}", source, look) for name, source in section.users.items()}
+    look, remarks = look_of(section), Remarks()
+    found = {name: read_source(name, source, look, remarks) for name, source in section.users.items()}
     labels, lacking = shared_classes(((name, _classes_of(splits)) for name, splits in found.items()), section.labels)
-    if lacking:
-        logger.warning("%s", lacking)
+    for line in [*remarks.lines, *([lacking] if lacking else [])]:
+        logger.warning("%s", line)
     shares = {"valid": section.split.valid, "test": section.split.test, "seed": seed}
     users = {name: numbered(section, name, splits, labels) for name, splits in found.items()}
     return tuple(part(name, splits, **shares) for name, splits in users.items()), labels
@@ -46,26 +48,66 @@ def look_of(section: SamplesSection) -> Look:
     return Look(size=(size, size) if isinstance(size, int) else size, grey=section.grayscale)
 
 
-def read_source(where: str, source: SampleSource, look: Look) -> dict[str, Samples | Pictures]:
-    """One user's samples by split.
+@dataclass(kw_only=True)
+class Remarks:
+    """Choices made while folders of images are read, each said once for all users."""
+
+    renamed: dict[str, str] = field(default_factory=dict)
+    """Users whose validation split is their test split, with its folder's name."""
+    unread: dict[str, Counter[str]] = field(default_factory=dict)
+    """Users with files that are not read, which are counted by their suffix."""
+
+    def add_splits(self, user: str, folder: Path, splits: Mapping[str, Path]) -> None:
+        """Note which split is tested on, and what lies beside the splits in a user's folder."""
+        if "test" in splits:
+            if split_named(splits["test"].name) != "test":
+                self.renamed[user] = splits["test"].name
+            self.add_unread(user, Counter(path.name for path in visible(folder) if path not in splits.values()))
+
+    def add_unread(self, user: str, unread: Counter[str]) -> None:
+        """Count a user's files that are not read."""
+        if unread:
+            self.unread[user] = self.unread.get(user, Counter()) + unread
+
+    @property
+    def lines(self) -> list[str]:
+        """One line for each kind of remark."""
+        lines = []
+        if self.renamed:
+            folder = next(iter(self.renamed.values()))
+            lines.append(f"no test split, so {folder} is the held-out test split of {list_names(self.renamed)}")
+        if self.unread:
+            counts = sum(self.unread.values(), Counter[str]())
+            found = list_names(f"{count} {suffix}" for suffix, count in counts.most_common())
+            users = list_names(self.unread)
+            lines.append(f"not read as images of a class: {found}, of {users}; read: {' '.join(SUFFIXES)}")
+        return lines
+
+
+def read_source(user: str, source: SampleSource, look: Look, remarks: Remarks) -> dict[str, Samples | Pictures]:
+    """Read one user's samples by split.
 
     Raises:
         DataError: a source is missing or unreadable.
     """
-    if source.path is not None:
-        return _read_path(where, Path(source.path).expanduser(), look)
+    where, key = f"user {user!r}", f"data.users.{user}"
     parts: dict[str, Samples | Pictures] = {}
-    for split in ("train", "valid", "test"):
-        if (place := getattr(source, split)) is not None:
-            path = Path(place).expanduser()
-            parts[split] = read_npz(path, where)["train"] if _is_file(path, where) else read_folder(path, look)
+    if source.path is not None:
+        path = Path(source.path).expanduser()
+        if _is_file(path, where):
+            return dict(read_npz(path, where))
+        splits = find_splits(path, key)
+        remarks.add_splits(user, path, splits)
+    else:
+        given = {split: getattr(source, split) for split in SPLITS}
+        splits = {split: Path(place).expanduser() for split, place in given.items() if place is not None}
+    for split, path in splits.items():
+        if _is_file(path, where):
+            parts[split] = read_npz(path, where)["train"]
+        else:
+            pictures = parts[split] = read_folder(path, look, key if len(splits) == 1 else f"{key}.{split}")
+            remarks.add_unread(user, pictures.unread)
     return parts
-
-
-def _read_path(where: str, path: Path, look: Look) -> dict[str, Samples | Pictures]:
-    if _is_file(path, where):
-        return dict(read_npz(path, where))
-    return {split: read_folder(folder, look) for split, folder in find_splits(path).items()}
 
 
 def _is_file(path: Path, where: str) -> bool:
