@@ -6,6 +6,7 @@ import json
 import lzma
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,8 +21,9 @@ from comingle.papers.reproduce.archive import merge_records, plan_of, read_archi
 from comingle.papers.reproduce.measured import MEASURED
 from comingle.papers.reproduce.plan import Cell, Wanted, plan
 from comingle.papers.reproduce.published import list_experiments
-from comingle.papers.reproduce.runner import RUNS, run_cells
+from comingle.papers.reproduce.runner import RUNS, run_cells, scores
 from comingle.papers.reproduce.sources import ANYWHERE, placed
+from comingle.papers.reproduce.tables import build_table
 from comingle.records import read_metrics
 
 PUBLISHED = Path(__file__).parents[3] / "benchmarks" / "measured"
@@ -365,3 +367,22 @@ def test_published_runs_are_those_of_the_tables_as_they_are(path: Path) -> None:
     assert sorted(records.keys() - known) == []
     assert "/" not in "".join(record.made["machine"] for record in records.values())
     assert path.stat().st_size < 300_000
+
+
+def test_documented_orders_of_table_5_are_those_of_the_published_runs() -> None:
+    """Kendall's tau, its p-value and the pairs in docs/results.md, out of the file and the recipe's numbers."""
+    records, wanted = read_archive(PUBLISHED / "comigs-cpu.jsonl.xz"), Wanted(scale="cpu", seeds=[0, 1, 2])
+    shown, found, _ = take(plan_of(records, "comigs/table5", wanted), records, PUBLISHED)
+    columns = build_table(shown, scores(found, shown.cells, shown.experiment.metric))["columns"]
+    page = (Path(__file__).parents[3] / "docs" / "results.md").read_text(encoding="utf-8")
+    section = page[page.index("## Table 5: all baselines") : page.index("## Table 6: load balancing")]
+    taus = re.findall(r"(\d\.\d\d) \(p = ([\d.]+)\)", section[section.index("| Kendall's tau") :].partition("\n")[0])
+    orders = [column["order"] for column in columns]
+    assert [float(tau) for tau, _ in taus] == [round(order["tau"], 2) for order in orders]
+    assert [float(p) for _, p in taus] == [float(f"{order['p_value']:.1g}") for order in orders]
+    first, second, third = (str(order["agreeing"]) for order in orders)
+    assert f"*What holds:* {first}, {second} and {third} of {orders[0]['pairs']} pairs" in section
+    for column in columns:
+        for row, cell in column["cells"].items():
+            (line,) = [line for line in section.splitlines() if line.startswith(f"| {row} |")]
+            assert f"#{cell['ours']['rank']}" in line, (row, column["name"])

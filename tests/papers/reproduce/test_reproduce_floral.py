@@ -199,6 +199,13 @@ def test_rows_have_their_budgets_and_forms() -> None:
     assert [cell.recipe.method.settings["clusters"] for cell in two.values()] == [5, 10, 20] * 2
 
 
+def test_no_batch_of_the_net_with_batch_norm_is_a_single_sample() -> None:
+    """The public code has batches of 5 there; of 97 samples batches of 8 leave 1, which has no variance."""
+    cell = cells_of(planned("figure2", columns=["mlp-norm"]), "mlp-norm")["fedavg"]
+    assert cell.recipe.training.batch_size == 5
+    assert [97 % size for size in (5, 8)] == [2, 1]
+
+
 def test_figure_2_has_batch_norm_in_both_nets() -> None:
     for column, net, floral in (
         ("mlp-norm", "net:mlp-norm", ("rank", 1)),

@@ -123,9 +123,15 @@ def test_numbers_are_those_of_the_paper(name: str, shared_data: Path) -> None:
     table = int(re.sub(r"\D", "", name))
     text = paper[paper.index(f"Table {table}: ") :][:4000]
     lines = {re.sub(r"[^a-z0-9]", "", line.split("\t")[0].lower()): line for line in text.splitlines() if "\t" in line}
+    elsewhere = [note for note in EXPERIMENTS[name].notes if "HTML version" in note.text]
+    absent = {(row, column) for note in elsewhere for row in note.rows for column in note.columns}
+    assert not absent or name == "comigs/table5"
     for row_name, row in EXPERIMENTS[name].rows.items():
         for column, cell in zip(EXPERIMENTS[name].column_names, row.paper or [], strict=True):
             if cell is None:
+                continue
+            if (row_name, column) in absent:
+                assert cell not in lines[row_name.replace("-", "")], (row_name, column)
                 continue
             mean, std = printed(cell)
             shown = f"{mean:.2f}" if std is None else f"{mean:.2f} ({std:.2f})"
