@@ -1,4 +1,4 @@
-"""Progress of runs, on stderr: a bar in a terminal, one line that changes in a notebook, a line a round elsewhere."""
+"""Progress of runs, on stderr: a bar in a terminal, one line that changes in a notebook, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ from comingle.terminal import errors, printable
 
 LONG_SECONDS = 30.0
 """After so long without a line there is another one, whatever is being done."""
+
+FEW_ROUNDS = 100
+"""Longer runs print a round only where there was no line for :data:`PAUSE_SECONDS`."""
+
+PAUSE_SECONDS = 5.0
 
 LOADING = "loading the base model and the users' data"
 
@@ -216,7 +221,11 @@ def _notebook() -> Callable[[str], None]:
 
 
 class Lines:
-    """Says a line a round, when something begins that takes long, and then at least every :data:`LONG_SECONDS`."""
+    """Lines for rounds and for whatever takes long, at least one every :data:`LONG_SECONDS`.
+
+    Each round has a line in runs of up to :data:`FEW_ROUNDS`. In longer ones the first round has, and later ones where
+    there was no line for :data:`PAUSE_SECONDS`, so that thousands of short rounds do not fill a log.
+    """
 
     def __init__(self, say: Callable[[str], None], *, stamped: bool = True):
         self._write, self._stamped = say, stamped
@@ -245,15 +254,18 @@ class Lines:
             self._doing = None
 
     def watch(self, clients: Clients, title: str | None = None) -> Observer:
-        """A line for each round of a run, with the training loss, mean over users, and one for its end."""
-        course, told = Course(clients, title), ""
+        """Lines for rounds of a run, with the training loss, mean over users, and one for its end."""
+        course, told, begun = Course(clients, title), "", False
 
         def take(event: dict[str, Any]) -> None:
-            nonlocal told
+            nonlocal told, begun
             course(event)
             if event["event"] == "step":
                 self._doing = lambda: f"{course.title} · {course.place}{course.left}"
             elif event["event"] == "round":
+                begun, waits = True, begun and course.rounds > FEW_ROUNDS
+                if waits and time.perf_counter() - self._said_at < PAUSE_SECONDS:
+                    return
                 losses = event["train_loss_nats"].values()
                 loss = f"training loss {fmean(losses):.4g}" if losses else "nobody was drawn"
                 new = f" · {course.result}" if course.result != told else ""

@@ -105,6 +105,23 @@ def test_reproduce_says_a_line_a_round(comingle: Any, tmp_path: Path) -> None:
     assert (quiet.code, quiet.err, quiet.progress) == (0, "", ())
 
 
+def test_thousands_of_short_rounds_do_not_fill_a_log(
+    comingle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The published task has 2,000 rounds of milliseconds; the first is printed, and one every few seconds."""
+    options = ("--scale", "smoke", "--columns", "linear", "--methods", "fedavg", "--jobs", 1)
+    longer = ("--set", "training.rounds=101", "--set", "evaluation.every=50")
+    monkeypatch.setattr(progress, "PAUSE_SECONDS", 1000.0)
+    answer = comingle("reproduce", "floral/table3", *options, *longer, "--out", tmp_path / "long")
+    assert answer.code == 0, answer.err
+    assert [line for line in answer.progress if " · round " in line] == [answer.progress[1]]
+    assert " · round 1/101 · training loss " in answer.progress[1]
+    assert " · done after " in answer.progress[-1]
+    monkeypatch.setattr(progress, "PAUSE_SECONDS", 0.0)
+    answer = comingle("reproduce", "floral/table3", *options, *longer, "--out", tmp_path / "slow")
+    assert sum(" · round " in line for line in answer.progress) == 101
+
+
 @pytest.mark.slow
 def test_runs_side_by_side_say_a_line_a_round_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
