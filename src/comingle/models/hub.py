@@ -30,9 +30,9 @@ def hub_folder(repository: str) -> Path:
     """
     from huggingface_hub import constants
 
-    if (cached := _cached_folder(repository)) is not None:
+    if (cached := cached_folder(repository)) is not None:
         return cached
-    if _offline():
+    if is_offline():
         raise BaseModelError(f"hub model {repository!r}: not in the hub cache, and HF_HUB_OFFLINE is set.")
     if not hub_answers(constants.ENDPOINT):
         raise BaseModelError(
@@ -41,7 +41,8 @@ def hub_folder(repository: str) -> Path:
     return _download(repository)
 
 
-def _cached_folder(repository: str) -> Path | None:
+def cached_folder(repository: str) -> Path | None:
+    """Return a hub model's folder in the hub's cache, or None where it is not there or not complete."""
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(repository, "config.json")
@@ -49,7 +50,8 @@ def _cached_folder(repository: str) -> Path | None:
     return folder if folder is not None and is_complete(folder) else None
 
 
-def _offline() -> bool:
+def is_offline() -> bool:
+    """Whether the environment forbids the hub's client to use the network."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in names)
 

@@ -214,6 +214,24 @@ def test_neither_the_data_nor_its_place_is_needed(file: Path, comingle: Any, tmp
     assert str(tmp_path.parent) not in text  # nor told
 
 
+@pytest.mark.parametrize("name", ["comigs-cpu", "comigs-cpu.jsonl.xz", "benchmarks/measured/comigs-cpu.jsonl.xz"])
+def test_published_runs_are_found_from_any_folder(
+    name: str, comingle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = comingle("reproduce", "comigs/table5", "--scale", "cpu", "--methods", "local,fedavg", "--measured", name)
+    assert answer.code == 0, answer.err
+    assert "29.33 (0.04)" in answer.out  # seeds 0 and 1, the scale's
+
+
+def test_no_other_file_takes_the_place_of_a_missing_one(comingle: Any, tmp_path: Path) -> None:
+    for path in (tmp_path / "comigs-cpu.jsonl.xz", Path("mine", "comigs-cpu.jsonl.xz"), Path("comigs-gpu")):
+        answer = comingle("reproduce", "comigs/table5", "--scale", "cpu", "--measured", path)
+        assert (answer.code, answer.out) == (2, "")
+        assert answer.err.startswith(f"comingle: --measured {path}: No such file or directory; give a path, or one of")
+        assert "comigs-cpu, field-cpu, floral-cpu, floral-paper" in answer.err
+
+
 def test_missing_seeds_of_a_row_are_told_first(file: Path) -> None:
     records = read_archive(file)
     wanted = Wanted(scale="cpu", base=BASE, columns=["multilingual"], seeds=[0, 1], changes=TINY)

@@ -11,7 +11,9 @@ import pytest
 
 from comingle.costing.planning import federate_bare
 from comingle.costing.skeleton import load_skeleton
+from comingle.errors import RunError
 from comingle.methods import REGISTRY
+from comingle.papers.reproduce import reach
 from comingle.papers.reproduce.plan import Wanted, plan
 from comingle.papers.reproduce.published import list_experiments, load_experiment
 from comingle.papers.reproduce.runner import RUNS, run_cells
@@ -99,6 +101,48 @@ def test_a_table_of_tasks_runs_beside_the_public_code(comingle: Any, tmp_path: P
     text = (tmp_path / "table3" / "table.md").read_text()
     assert "| method | Synthetic linear | public code | Synthetic MLP | public code |" in text
     assert text.count("\n| ") == 1 + len(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "needs", "ways"),
+    [
+        ("comigs/table1", "openai-community/gpt2, wikimedia/wikipedia", ["--scale cpu --measured comigs-cpu"]),
+        ("floral/table1", "mnist, cifar10, cifar100", ["floral-cpu", "--scale paper --measured floral-paper"]),
+        ("fedmerge/table5", "meta-llama/Meta-Llama-3-8B", []),
+    ],
+)
+def test_without_a_network_it_says_at_once_what_can_be_run(
+    name: str, needs: str, ways: list[str], comingle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reach, "hub_answers", lambda endpoint: False)
+    monkeypatch.setattr(reach, "cached_folder", lambda repository: None)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "none"))
+    answer = comingle("reproduce", name, "--out", tmp_path / "out")
+    assert (answer.code, answer.out, answer.err.count("\n"), answer.progress) == (2, "", 1, ())
+    assert answer.err.startswith(f"comingle: reproduce {name}: needs {needs}")
+    assert "is out of reach" in answer.err
+    assert all(way in answer.err for way in ["--scale cpu --data FOLDER", *ways])
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_needs_no_hub_does_not_ask_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Generated samples, local text on a random base, and what the hub's cache holds."""
+    asked: list[str] = []
+    monkeypatch.setattr(reach, "hub_answers", lambda endpoint: asked.append(endpoint) or False)
+    for task, wanted in (("floral/table3", Wanted(scale="cpu")), ("comigs/table1", Wanted(scale="smoke"))):
+        reach.check_reach(plan(task, wanted))
+    assert asked == []
+    monkeypatch.setattr(reach, "cached_folder", lambda repository: tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    for name in ("wikimedia___wikipedia", "google___wiki40b"):
+        (tmp_path / name).mkdir()
+    cached = plan("comigs/table1", Wanted(columns=["multilingual"]))
+    reach.check_reach(cached)
+    assert asked == []
+    (tmp_path / "google___wiki40b").rmdir()
+    with pytest.raises(RunError, match="needs google/wiki40b from the hub"):
+        reach.check_reach(cached)
+    assert len(asked) == 1
 
 
 @pytest.mark.slow

@@ -6,9 +6,11 @@ Events and models are not kept, so that curves cannot be drawn.
 
 from __future__ import annotations
 
+import errno
 import json
 import lzma
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +20,7 @@ from typing import Any
 
 from comingle.errors import RecipeError, RunError
 from comingle.inputs import read_inputs
+from comingle.papers.recipes import RUNS_SUFFIX, published_runs
 from comingle.papers.reproduce.measured import check_same, is_measured, read_diverged, read_measured, said
 from comingle.papers.reproduce.plan import Cell, Plan, Wanted, name_of, plan
 from comingle.papers.reproduce.runner import RUNS, Outcome, Shelf, Waiting, run_cells, title_of, unique
@@ -68,6 +71,27 @@ def difference(was: dict[str, Any] | None, now: dict[str, Any] | None) -> float:
 
 
 # -------------------------------------------------------------------- the file
+
+
+def find_archive(path: Path) -> Path:
+    """Return the file that is asked for: a path, or from any folder one that comes with comingle.
+
+    The latter is asked for by its name, ``comigs-cpu``, or by its path in the repository.
+
+    Raises:
+        RunError: neither.
+    """
+    known = published_runs()
+    if path.exists():
+        return path
+    if path.parent in (Path(), Path("benchmarks", "measured")):
+        found = known.get(path.name.removesuffix(RUNS_SUFFIX))
+        if found is not None:
+            return found
+    raise RunError(
+        f"--measured {path}: {os.strerror(errno.ENOENT)}; give a path, or one of those that come with comingle: "
+        f"{', '.join(known)}"
+    )
 
 
 def read_archive(path: Path) -> dict[str, Record]:

@@ -49,7 +49,12 @@ def reproduce(
         ),
     ] = None,
     measured: Annotated[
-        Path | None, typer.Option("--measured", metavar="FILE", help="Take published runs out of a file, start none.")
+        Path | None,
+        typer.Option(
+            "--measured",
+            metavar="FILE",
+            help="Take published runs out of a file (or comigs-cpu), start none.",
+        ),
     ] = None,
     check: Annotated[
         int | None, typer.Option("--check", min=1, metavar="N", help="Run so many of FILE's runs here, and compare.")
@@ -77,10 +82,12 @@ def reproduce(
     if add and check is not None:
         raise RecipeError("--add and --check: got both; --add takes the runs that are there, --check makes some")
     if measured is not None and not dry_run:
+        from comingle.papers.reproduce.archive import find_archive
         from comingle.papers.verbs.measured import add_measured, check_measured, show_measured
 
         if add:
             return add_measured(measured, name, wanted, folder, quiet=quiet)
+        measured = find_archive(measured)
         show_measured(measured, name, wanted, folder, baseline=against)
         if check is not None:
             check_measured(measured, name, wanted, folder, check, jobs, force=force, quiet=quiet)
@@ -125,12 +132,14 @@ def _run(
     planned: Plan, out: Path, jobs: int | None, *, resume: bool, force: bool, quiet: bool, baseline: str | None
 ) -> None:
     from comingle.cli.progress import console, errors
+    from comingle.papers.reproduce.reach import check_reach
     from comingle.papers.reproduce.runner import Estimate, check_out, unique
     from comingle.papers.reproduce.tables import baseline_row, write_tables
     from comingle.papers.verbs.tables import print_table, run_all, table_of
     from comingle.terminal import words
 
     baseline_row(planned, baseline)  # refused before the first run
+    check_reach(planned)
     folder = check_out(out, planned.name, resume=resume, force=force)
     cells, jobs = unique(planned.cells), jobs or planned.jobs
     estimate = Estimate()
