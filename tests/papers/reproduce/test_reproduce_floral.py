@@ -141,7 +141,8 @@ def test_the_paper_scale_has_the_published_settings() -> None:
     }
     for column, settings in expected.items():
         recipe = cells_of(planned("table1", columns=[column]), column)["floral-1"].recipe
-        training, task = recipe.training, recipe.data.task
+        data: Any = recipe.data
+        training, task = recipe.training, data.task
         assert task is not None
         assert (
             recipe.method.settings["clusters"],
@@ -250,7 +251,8 @@ def test_the_cpu_scale_has_fewer_seeds_where_a_run_is_long() -> None:
 
 def test_images_come_from_the_folder_or_the_hub(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     def paths(found: Plan) -> set[str | None]:
-        return {cell.recipe.data.task.path for cell in found.cells if cell.recipe.data.task is not None}
+        sections: list[Any] = [cell.recipe.data for cell in found.cells]
+        return {data.task.path for data in sections if data.task is not None}
 
     assert paths(planned("table4", data=folder)) == {str(folder / "images")}
     assert paths(planned("table4")) == {None}  # which the task reads as the hub's
