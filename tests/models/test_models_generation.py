@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig
 
 from comingle.errors import DataError, RecipeError
+from comingle.models.byte_tokenizer import byte_tokenizer
 from comingle.models.language import load_base
 from comingle.models.personal import PersonalModel
 from comingle.models.sampling import read_sampling
@@ -266,6 +267,40 @@ def test_what_the_base_cannot_read_is_refused(person: Person) -> None:
         ann.generate(["x", "x" * 40], max_new_tokens=3)
     with pytest.raises(RecipeError, match="context: got 64, but the base reads at most 32 tokens at once"):
         ann.perplexity("x" * 100, context=64)
+
+
+@pytest.fixture(scope="module")
+def unmarked(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A base whose tokenizer has neither a begin nor an end of text."""
+    folder = tmp_path_factory.mktemp("unmarked")
+    base, tokenizer = load_base("random:llama?layers=1&dim=32", dtype="float32", device="cpu"), byte_tokenizer()
+    for key in ("bos", "eos", "pad"):
+        setattr(tokenizer, f"{key}_token", None)
+    base.model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("prompt", ["", ["a", ""]])
+def test_an_empty_prompt_without_a_token_to_begin_with_is_refused(person: Person, unmarked: str, prompt: Any) -> None:
+    ann = person(base=unmarked, dtype="float32")
+    assert len(ann.generate("a", max_new_tokens=4)) > 0
+    with pytest.raises(DataError, match="an empty prompt: the base's tokenizer has no token between documents"):
+        ann.generate(prompt, max_new_tokens=4)
+
+
+def test_an_empty_text_without_a_token_to_begin_with_has_no_perplexity(person: Person, unmarked: str) -> None:
+    ann = person(base=unmarked, dtype="float32")
+    assert ann.perplexity("some text") > 1
+    with pytest.raises(DataError, match="perplexity is of a text of at least 2 tokens, got 0"):
+        ann.perplexity("")
+
+
+def test_a_template_that_renders_nothing_is_an_empty_prompt(person: Person, unmarked: str) -> None:
+    ann, messages = person(base=unmarked, dtype="float32"), [{"role": "user", "content": "a"}]
+    ann.model.base.tokenizer.chat_template = "{% if messages[-1].role == 'assistant' %}{{ 'b' }}{% endif %}"
+    with pytest.raises(DataError, match="an empty prompt"):
+        ann.generate(messages, max_new_tokens=4)
 
 
 # ---------------------------------------------------------------- perplexity

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +16,9 @@ import openai
 import pytest
 import uvicorn
 
+from comingle.models.byte_tokenizer import byte_tokenizer
 from comingle.models.generation import encode_prompt
+from comingle.models.language import load_base
 from comingle.models.sampling import Sampling
 from comingle.serving.api import make_app
 from comingle.serving.engine import Engine
@@ -267,6 +270,24 @@ def test_a_wrong_request_is_told_what_is_wrong(client: openai.OpenAI, address: s
         assert answer.json()["error"]["type"] == "invalid_request_error"
     assert httpx.get(f"{address}/v1/nothing").json()["error"]["message"] == "GET /v1/nothing: Not Found"
     assert httpx.get(f"{address}/v1/completions").status_code == 405
+
+
+def test_an_empty_prompt_without_a_token_to_begin_with_is_told(people: Any, tmp_path: Path) -> None:
+    base, tokenizer = load_base("random:llama?layers=1&dim=32", dtype="float32", device="cpu"), byte_tokenizer()
+    for key in ("bos", "eos", "pad"):
+        setattr(tokenizer, f"{key}_token", None)
+    base.model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ours = people(base=str(tmp_path))
+    with serving(make_app(Engine(ours, rows=1), Keys(ours, None), Limits())) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
+        assert client.completions.create(model="ann", prompt="a", max_tokens=3, temperature=0).choices
+        prompts: list[Any] = ["", ["a", ""], [[]]]
+        for prompt in prompts:
+            told = refused(openai.BadRequestError, lambda p=prompt: client.completions.create(model="ann", prompt=p))
+            assert told["param"] == "prompt"
+            assert told["message"].startswith("an empty prompt: the base's tokenizer has no token between documents")
+        assert httpx.post(f"{address}/v1/route", json={"model": "ann", "text": "a"}).status_code == 400
 
 
 def test_without_keys_only_this_machine_is_answered(address: str) -> None:

@@ -38,7 +38,7 @@ def continue_texts(
     """What follows each prompt (text or tokens), without it; an empty one starts from the token between documents.
 
     Raises:
-        DataError: a prompt with its continuation is longer than the base can read.
+        DataError: a prompt with its continuation is longer than the base can read, or is empty and has no start.
         RecipeError: ``eos_token_id`` is not in the vocabulary.
     """
     if not prompts:
@@ -79,17 +79,22 @@ def place_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int]) -> list[int]:
-    """The tokens of a prompt; of an empty one, the token between documents.
+    """Return the tokens of a prompt (text or tokens); an empty one becomes the token between documents.
 
     Raises:
-        DataError: it is not all characters.
+        DataError: invalid Unicode, or an empty prompt where the tokenizer has no such token.
     """
-    if not isinstance(prompt, str):
+    if isinstance(prompt, str):
+        require_characters(prompt)
+        prompt = cast(list[int], tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    if len(prompt):
         return list(prompt)
-    require_characters(prompt)
-    ids = cast(list[int], list(tokenizer(prompt, add_special_tokens=False)["input_ids"]))
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    return ids or [cast(int, start)]
+    if start is None:
+        raise DataError(
+            "an empty prompt: the base's tokenizer has no token between documents to begin with; give some text"
+        )
+    return [cast(int, start)]
 
 
 def _require_places(network: PreTrainedModel, encoded: Sequence[Sequence[int]], sampling: Sampling) -> None:

@@ -24,7 +24,7 @@ class Prompts:
         Raises:
             DataError: the template refuses them.
         """
-        return list(self.template.prompt(messages))
+        return encode_prompt(self.tokenizer, self.template.prompt(messages))
 
     def chat_ends(self) -> tuple[int, ...]:
         """The tokens that end an answer in a chat.
@@ -38,12 +38,12 @@ class Prompts:
         """A text, tokens, or a list of either.
 
         Raises:
-            DataError: nothing is asked for, or a token is not in the vocabulary.
+            DataError: no prompt, an empty one that the tokenizer cannot begin, or a token outside the vocabulary.
         """
         many = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
         if not many:
             raise DataError("prompt: an empty list; give a text, tokens, or a list of either")
-        tokens = [encode_prompt(self.tokenizer, one or "") if isinstance(one, str) or not one else one for one in many]
+        tokens = [encode_prompt(self.tokenizer, one) for one in many]
         for number in (number for one in tokens for number in one):
             if not 0 <= number < self.vocabulary:
                 raise DataError(f"prompt: got token {number}; allowed are those from 0 below {self.vocabulary:,}")
