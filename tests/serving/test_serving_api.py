@@ -231,8 +231,8 @@ def test_a_wrong_request_is_told_what_is_wrong(client: openai.OpenAI, address: s
     told = refused(openai.BadRequestError, chat(temperature=3))
     assert told["param"] == "temperature"
     assert told["message"] == "temperature: Input should be less than or equal to 2"
-    told = refused(openai.BadRequestError, chat(extra_body={"tools": []}))
-    assert told["code"] == "unsupported_parameter"
+    told = refused(openai.BadRequestError, chat(extra_body={"nothing": None}))
+    assert (told["code"], told["message"]) == ("unsupported_parameter", "nothing: not supported here")
     assert refused(openai.BadRequestError, chat(messages=[]))["param"] == "messages"
     assert (
         refused(openai.BadRequestError, chat(messages=[{"role": "boss", "content": "a"}]))["param"] == "messages.0.role"
@@ -247,8 +247,10 @@ def test_a_wrong_request_is_told_what_is_wrong(client: openai.OpenAI, address: s
     assert told["code"] == "context_length_exceeded"
     told = refused(openai.BadRequestError, lambda: client.completions.create(model="ann", prompt=[9999]))
     assert told["message"].startswith("prompt: got token 9999; allowed are those from 0 below ")
-    image = {"type": "image_url", "text": "a", "image_url": "u"}
-    assert refused(openai.BadRequestError, chat(messages=[{"role": "user", "content": [image]}]))["param"] is not None
+    for part, odd in (({"type": "image_url", "image_url": "u"}, "image_url"), ({"text": "a", "more": 1}, "more")):
+        told = refused(openai.BadRequestError, chat(messages=[{"role": "user", "content": [part]}]))
+        assert (told["param"], told["code"]) == ("messages.0.content", "unsupported_parameter")
+        assert f"a part with {odd!r} is not supported here" in told["message"]
     text = {"type": "text", "text": "hello"}
     chat(messages=[{"role": "user", "content": [text, text]}], max_tokens=1)()
     assert "only with logprobs" in refused(openai.BadRequestError, chat(top_logprobs=2))["message"]
@@ -270,6 +272,153 @@ def test_a_wrong_request_is_told_what_is_wrong(client: openai.OpenAI, address: s
         assert answer.json()["error"]["type"] == "invalid_request_error"
     assert httpx.get(f"{address}/v1/nothing").json()["error"]["message"] == "GET /v1/nothing: Not Found"
     assert httpx.get(f"{address}/v1/completions").status_code == 405
+
+
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+CALLS = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+IN_CHAT: dict[str, tuple[list[Any], list[Any]]] = {
+    "audio": ([], [{"voice": "a", "format": "wav"}]),
+    "frequency_penalty": ([0, 0.0], [0.5, -2, 3, False]),
+    "function_call": (["none", "auto"], [{"name": "f"}]),
+    "functions": ([[]], [[{"name": "f"}]]),
+    "logit_bias": ([{}], [{"5": 1}]),
+    "modalities": ([[], ["text"]], [["text", "audio"]]),
+    "moderation": ([], [{"model": "m"}]),
+    "parallel_tool_calls": ([True], ["yes"]),
+    "prediction": ([], [{"type": "content", "content": "a"}]),
+    "presence_penalty": ([0], [0.5]),
+    "prompt_cache_options": ([{}, {"mode": "implicit"}], [{"mode": "explicit"}]),
+    "prompt_cache_retention": (["in_memory"], ["24h"]),
+    "reasoning_effort": (["none"], ["high"]),
+    "response_format": ([{"type": "text"}], [{"type": "json_object"}]),
+    "service_tier": (["auto", "default"], ["flex"]),
+    "store": ([False], [True, 0]),
+    "tool_choice": (["none", "auto"], ["required", FUNCTION]),
+    "tools": ([[]], [[FUNCTION]]),
+    "verbosity": (["medium"], ["high"]),
+    "web_search_options": ([], [{}]),
+}
+"""Keys of the standard that are not supported: their values that ask nothing, besides null, and others."""
+SUPPORTED_IN_CHAT: dict[str, Any] = {
+    "logprobs": False,
+    "max_completion_tokens": 1,
+    "max_tokens": 1,
+    "metadata": {"a": "b"},
+    "n": 1,
+    "prompt_cache_key": "a",
+    "safety_identifier": "a",
+    "seed": 1,
+    "stop": [],
+    "stream_options": {},
+    "temperature": 1,
+    "top_logprobs": 0,
+    "top_p": 1,
+    "user": "a",
+}
+IN_COMPLETIONS: dict[str, tuple[list[Any], list[Any]]] = {
+    **{key: IN_CHAT[key] for key in ("frequency_penalty", "presence_penalty", "logit_bias")},
+    "best_of": ([1], [2, True]),
+    "echo": ([False], [True]),
+    "suffix": ([""], ["b"]),
+}
+SUPPORTED_IN_COMPLETIONS = {
+    **{key: SUPPORTED_IN_CHAT[key] for key in ("max_tokens", "n", "seed", "stop", "stream_options", "temperature")},
+    "top_p": 1,
+    "user": "a",
+    "logprobs": 0,
+}
+
+
+def standard(kind: Any) -> set[str]:
+    """The keys of a request in the installed client's types."""
+    return set(kind.CompletionCreateParamsBase.__annotations__) - {"model", "messages", "prompt"}
+
+
+def test_every_key_of_the_standard_may_ask_nothing(address: str) -> None:
+    from openai.types import completion_create_params
+    from openai.types.chat import completion_create_params as chat_params
+
+    asks = {"model": "ann", "max_tokens": 1}
+    cases = [
+        ("chat/completions", {**asks, "messages": HELLO}, chat_params, IN_CHAT, SUPPORTED_IN_CHAT),
+        ("completions", {**asks, "prompt": "a"}, completion_create_params, IN_COMPLETIONS, SUPPORTED_IN_COMPLETIONS),
+    ]
+    for path, body, kind, unsupported, supported in cases:
+        keys = standard(kind)
+        assert keys == unsupported.keys() | supported.keys()
+        every = {**body, **dict.fromkeys(keys), "stream": None}
+        assert httpx.post(f"{address}/v1/{path}", json=every).status_code == 200
+        defaults = [(key, value) for key, (taken, _) in unsupported.items() for value in taken] + [*supported.items()]
+        for key, value in defaults:
+            answer = httpx.post(f"{address}/v1/{path}", json={**body, key: value})
+            assert answer.status_code == 200, (key, value, answer.text)
+        for key, value in [(key, value) for key, (_, refused) in unsupported.items() for value in refused]:
+            answer = httpx.post(f"{address}/v1/{path}", json={**body, key: value})
+            told = answer.json()["error"]
+            assert (answer.status_code, told["code"], told["param"]) == (400, "unsupported_parameter", key), value
+            assert told["message"].startswith(f"{key}: not supported here")
+    assert httpx.post(f"{address}/v1/chat/completions", json={**cases[0][1], "store": True}).json()["error"][
+        "message"
+    ] == ("store: not supported here; allowed: false")
+
+
+def test_a_prompt_that_is_null_begins_a_new_document(address: str) -> None:
+    body = {"model": "ann", "max_tokens": 9, "temperature": 0}
+    texts = [
+        httpx.post(f"{address}/v1/completions", json={**body, "prompt": prompt}).json()["choices"][0]["text"]
+        for prompt in (None, "")
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_an_answer_is_taken_back_as_a_turn(client: openai.OpenAI) -> None:
+    """The usual loop of a chat, in which null keys of the answer come back."""
+    message: Any = client.chat.completions.create(model="ann", messages=HELLO, max_tokens=4, temperature=0).choices[0]
+    message = message.message
+    again: Any = {"role": "user", "content": "again"}
+    plain: Any = {"role": "assistant", "content": message.content}
+    expected = client.chat.completions.create(
+        model="ann", messages=[*HELLO, plain, again], max_tokens=9, temperature=0
+    ).choices[0]
+    empty = {
+        **plain,
+        "name": "",
+        "refusal": "",
+        "annotations": [],
+        "audio": None,
+        "tool_calls": [],
+        "function_call": {},
+    }
+    parts = {
+        "role": "assistant",
+        "content": [{"type": "text", "text": message.content, "prompt_cache_breakpoint": None}],
+    }
+    for back in (message, message.model_dump(), message.to_dict(), empty, parts):
+        answer = client.chat.completions.create(
+            model="ann", messages=[*HELLO, back, again], max_tokens=9, temperature=0
+        )
+        assert answer.choices[0].message.content == expected.message.content
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tool_calls", CALLS),
+        ("function_call", {"name": "f", "arguments": "{}"}),
+        ("refusal", "no"),
+        ("name", "ben"),
+        ("audio", {"id": "a"}),
+        ("annotations", [{"type": "url_citation"}]),
+        ("tool_call_id", "1"),
+    ],
+)
+@pytest.mark.parametrize("content", [None, "text"])
+def test_what_a_turn_says_besides_text_is_not_supported(address: str, key: str, value: Any, content: Any) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": content, key: value}]
+    answer = httpx.post(f"{address}/v1/chat/completions", json={"model": "ann", "messages": messages})
+    told = answer.json()["error"]
+    assert (answer.status_code, told["param"]) == (400, f"messages.1.{key}")
+    assert told["message"] == f"messages.1.{key}: not supported here"
 
 
 def test_an_empty_prompt_without_a_token_to_begin_with_is_told(people: Any, tmp_path: Path) -> None:

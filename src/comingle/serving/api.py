@@ -155,7 +155,8 @@ class Service:
         self._opened(request)
         asked = await self._read(request, CompletionRequest)
         self._admit(request, asked.model)
-        return await self._answer(request, asked, self._told_wrong(lambda: self.prompts.of_texts(asked.prompt)), None)
+        asks = "" if asked.prompt is None else asked.prompt
+        return await self._answer(request, asked, self._told_wrong(lambda: self.prompts.of_texts(asks)), None)
 
     async def route(self, request: Request) -> Response:
         """Which expert each token of an answer went to, in every layer."""
@@ -237,8 +238,7 @@ class Service:
             raise Refused(400, str(error)) from None
         talk.requests, stops = requests, self.engine.ends(requests[0])
         if asked.stream:
-            usage = asked.stream_options is not None and asked.stream_options.include_usage
-            events = stream(talk, answer, stops, usage=usage)
+            events = stream(talk, answer, stops, usage=asked.counts_tokens)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         choices = await while_connected(http, whole(talk, stops))
         return Response(status_code=499) if choices is None else JSONResponse(answer.whole(choices))

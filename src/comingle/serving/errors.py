@@ -7,6 +7,8 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
+from comingle.serving.schemas import UNSUPPORTED
+
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -47,11 +49,13 @@ class Refused(Exception):
 
 
 def wrong(error: ValidationError) -> Refused:
-    """The first thing that is wrong with a request."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    """Return the refusal of a request: an unsupported key if there is one, else its first problem."""
+    problems = error.errors(include_url=False, include_input=False)
+    first = next((one for one in problems if one["type"] in ("extra_forbidden", UNSUPPORTED)), problems[0])
     place = ".".join(str(part) for part in first["loc"])
-    if first["type"] in ("extra_forbidden", "none_required"):
-        return Refused(400, f"{place}: not supported here", code="unsupported_parameter", param=place)
+    if first["type"] in ("extra_forbidden", UNSUPPORTED):
+        message = first["msg"] if first["type"] == UNSUPPORTED else "not supported here"
+        return Refused(400, f"{place}: {message}", code="unsupported_parameter", param=place)
     return Refused(400, f"{place}: {first['msg']}" if place else first["msg"], param=place or None)
 
 

@@ -1,14 +1,36 @@
-"""What the OpenAI API's requests may say: the part of the standard that there is, and what is refused."""
+"""Requests of the OpenAI API: the supported part of the standard; every other key is accepted where it asks nothing."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+import json
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from comingle.models.sampling import Sampling
 
+UNSUPPORTED = "unsupported"
+"""Type of the error for a key of the standard with a value that is not supported."""
+
 _LONGEST_STOP = 1000
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
+
+
+def _only(*allowed: Any) -> BeforeValidator:
+    """Accept the ``allowed`` values of a key that has no effect here, as None; refuse every other value."""
+    named = [json.dumps(one) for one in allowed if one not in _EMPTY]
+    message = f"not supported here{'; allowed: ' if named else ''}{', '.join(named)}"
+
+    def check(value: Any) -> None:
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+            raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
+
+    return BeforeValidator(check)
+
+
+Nothing = Annotated[None, _only(*_EMPTY)]
+"""A key of the standard that is not supported: null or empty."""
 
 
 def _as_list(value: Any) -> Any:
@@ -16,14 +38,18 @@ def _as_list(value: Any) -> Any:
 
 
 def _joined(value: Any) -> Any:
-    """Parts of text as one; a part that is no text stays, and is refused."""
-    if isinstance(value, list) and all(_is_text(part) for part in value):
-        return "".join(part["text"] for part in value)
-    return value
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
+    """Join the parts of a message, which are text."""
+    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
+        return value
+    for part in value:
+        kind, more = part.get("type", "text"), {key for key, one in part.items() if one is not None} - {"type", "text"}
+        if kind != "text" or more:
+            message = (
+                f"a part with {str(min(more) if kind == 'text' else kind)!r:.40} is not supported here; allowed: text"
+            )
+            raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
+    texts = [part.get("text") for part in value]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else value
 
 
 Stops = Annotated[
@@ -38,12 +64,12 @@ class _Strict(BaseModel):
 class StreamOptions(_Strict):
     """Whether a last chunk says how many tokens there were."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class _Request(_Strict):
-    """What both kinds of completions have. What changes nothing here is taken at its default only, or as a label."""
+    """Keys of both kinds of completions. ``user`` and its like are labels, which change nothing."""
 
     model: str
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -54,20 +80,26 @@ class _Request(_Strict):
     stop: Stops = []
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     max_tokens: int | None = Field(default=None, ge=1)
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     user: str | None = None
+    # Not supported.
+    frequency_penalty: Annotated[None, _only(None, 0)] = None
+    presence_penalty: Annotated[None, _only(None, 0)] = None
+    logit_bias: Nothing = None
     # As other servers of this API have them beside the standard.
     top_k: int | None = Field(default=None, ge=0)
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
 
     @model_validator(mode="after")
-    def _is_streamed(self) -> Self:
-        if self.stream_options is not None and not self.stream:
+    def _is_streamed(self) -> _Request:
+        if self.counts_tokens and not self.stream:
             raise ValueError("stream_options: only with stream: true")
         return self
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the last chunk of a stream says how many tokens there were."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self, new: int, seed: int) -> Sampling:
         """With the standard's defaults: temperature 1, nothing cut off."""
@@ -84,11 +116,18 @@ class _Request(_Strict):
 
 
 class ChatMessage(_Strict):
-    """One turn."""
+    """One turn; also an answer of this server as a client sends it back, with all that is null in it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_joined)]
-    name: None = None  # templates have no place for it
+    # Not supported: templates have no place for them.
+    name: Nothing = None
+    refusal: Nothing = None
+    annotations: Nothing = None
+    audio: Nothing = None
+    function_call: Nothing = None
+    tool_calls: Nothing = None
+    tool_call_id: Nothing = None
 
     def plain(self) -> dict[str, str]:
         """As the base's templates know it."""
@@ -102,13 +141,33 @@ class ChatRequest(_Request):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
-    store: Literal[False] | None = None
     metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # Not supported.
+    audio: Annotated[None, _only(None)] = None
+    function_call: Annotated[None, _only(None, "none", "auto")] = None
+    functions: Nothing = None
+    modalities: Annotated[None, _only(None, [], ["text"])] = None
+    moderation: Annotated[None, _only(None)] = None
+    parallel_tool_calls: Annotated[None, _only(None, True)] = None
+    prediction: Annotated[None, _only(None)] = None
+    prompt_cache_options: Annotated[
+        None, _only(None, {}, {"mode": "implicit"}, {"ttl": "30m"}, {"mode": "implicit", "ttl": "30m"})
+    ] = None
+    prompt_cache_retention: Annotated[None, _only(None, "in_memory")] = None
+    reasoning_effort: Annotated[None, _only(None, "none")] = None
+    response_format: Annotated[None, _only(None, {"type": "text"})] = None
+    service_tier: Annotated[None, _only(None, "auto", "default")] = None
+    store: Annotated[None, _only(None, False)] = None
+    tool_choice: Annotated[None, _only(None, "none", "auto")] = None
+    tools: Nothing = None
+    verbosity: Annotated[None, _only(None, "medium")] = None
+    web_search_options: Annotated[None, _only(None)] = None
 
     @model_validator(mode="after")
-    def _has_probabilities(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+    def _has_probabilities(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs: true")
         return self
 
@@ -124,13 +183,14 @@ class ChatRequest(_Request):
 
 
 class CompletionRequest(_Request):
-    """``POST /v1/completions``; a prompt is a text, tokens, or a list of either."""
+    """``POST /v1/completions``; a prompt is a text, tokens, a list of either, or null for a new document."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[int] | list[list[int]] | None
     logprobs: int | None = Field(default=None, ge=0, le=5)
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
-    suffix: None = None
+    # Not supported.
+    echo: Annotated[None, _only(None, False)] = None
+    best_of: Annotated[None, _only(None, 1)] = None
+    suffix: Nothing = None
 
     @property
     def wanted(self) -> int | None:
