@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -439,10 +441,57 @@ def test_an_empty_prompt_without_a_token_to_begin_with_is_told(people: Any, tmp_
         assert httpx.post(f"{address}/v1/route", json={"model": "ann", "text": "a"}).status_code == 400
 
 
-def test_without_keys_only_this_machine_is_answered(address: str) -> None:
-    answer = httpx.get(f"{address}/v1/models", headers={"Host": "evil.example"})
-    assert answer.status_code == 400
-    assert "evil.example" in answer.json()["error"]["message"]
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        (400, {"Host": "evil.example"}),
+        (400, {"Host": "evil.example:80", "Origin": "http://evil.example:80"}),
+        (400, {"Host": "127.0.0.1.evil.example"}),
+        (400, {"Host": "[::1"}),
+        (400, {"Host": ""}),
+        (403, {"Origin": "https://evil.example"}),
+        (403, {"Origin": "null"}),
+        (403, {"Origin": ""}),
+        (403, {"Origin": "http://127.0.0.1:1"}),
+        (403, {"Origin": "http://[::1"}),
+        (403, {"Origin": "https://evil.example", "Sec-Fetch-Site": "same-origin"}),
+        (403, {"Sec-Fetch-Site": "cross-site"}),
+        (403, {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}),
+    ],
+)
+def test_without_keys_a_page_of_another_site_is_refused(address: str, status: int, headers: dict[str, str]) -> None:
+    body = {"model": "ann", "prompt": "a", "max_tokens": 1}
+    plain = {**headers, "Content-Type": "text/plain"}  # such a request needs no leave of the server's
+    for answer in (
+        httpx.get(f"{address}/", headers=headers),
+        httpx.get(f"{address}/v1/models", headers=headers),
+        httpx.post(f"{address}/v1/completions", json=body, headers=headers),
+        httpx.post(f"{address}/v1/completions", content=json.dumps(body), headers=plain),
+        httpx.post(f"{address}/v1/route", json={**body, "text": "b"}, headers=headers),
+    ):
+        assert answer.status_code == status
+        assert "without keys only" in answer.json()["error"]["message"]
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_without_keys_the_servers_own_page_and_programs_are_answered(address: str) -> None:
+    port = address.rpartition(":")[2]
+    for headers in (
+        {},
+        {"Host": f"localhost:{port}"},
+        {"Host": f"LOCALHOST:{port}", "Origin": f"http://localhost:{port}"},
+        {"Host": f"[::1]:{port}", "Origin": f"http://[::1]:{port}", "Sec-Fetch-Site": "same-origin"},
+        {"Origin": address, "Sec-Fetch-Site": "same-origin"},
+        {"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate"},
+    ):
+        assert httpx.get(f"{address}/v1/models", headers=headers).status_code == 200
+
+
+def test_with_keys_the_key_alone_decides(locked: str) -> None:
+    headers = {"Authorization": f"Bearer {KEYS['ann']}", "Host": "models.example", "Origin": "https://pages.example"}
+    assert httpx.get(f"{locked}/v1/models", headers=headers).status_code == 200
+    del headers["Authorization"]
+    assert httpx.get(f"{locked}/v1/models", headers=headers).status_code == 401
 
 
 def test_a_key_opens_its_users_model_alone(locked: str, people: Any) -> None:
@@ -526,7 +575,7 @@ def test_a_thousand_requests_at_once(people: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_row(people: Any, stream: bool) -> None:
+def test_a_client_that_goes_away_frees_its_row(people: Any, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(people(), rows=1)
     step = engine.step
 
@@ -554,6 +603,26 @@ def test_a_client_that_goes_away_frees_its_row(people: Any, stream: bool) -> Non
         assert not engine.busy
         answer = client.completions.create(model="bob", prompt="a", max_tokens=2, temperature=0).choices[0].text
         assert answer == people()["bob"].generate("a", max_new_tokens=2)
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "head", ["Content-Length: 1000\r\n\r\n", "Transfer-Encoding: chunked\r\n\r\n400\r\n"], ids=["length", "chunks"]
+)
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "route"])
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_client_that_goes_away_while_its_body_is_read_leaves_no_traceback(
+    address: str, caplog: pytest.LogCaptureFixture, head: str, path: str, reset: bool
+) -> None:
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as place:
+        place.sendall(f'POST /v1/{path} HTTP/1.1\r\nHost: {host}\r\n{head}{{"model": '.encode())
+        time.sleep(0.1)
+        if reset:
+            place.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    time.sleep(0.2)
+    assert httpx.get(f"{address}/v1/models").status_code == 200
+    assert caplog.text == ""
 
 
 def test_a_step_that_fails_is_told_and_the_next_are_answered(people: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,13 +15,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from comingle.errors import ComingleError
 from comingle.serving import engine as engines
 from comingle.serving.answers import Answer
 from comingle.serving.engine import Engine
 from comingle.serving.errors import Refused, no_model, wrong
-from comingle.serving.keys import Keys, is_loopback
+from comingle.serving.keys import Keys, foreign_page, hostname, is_loopback
 from comingle.serving.limits import Limits, Rates
 from comingle.serving.prompts import Prompts
 from comingle.serving.schemas import ChatRequest, CompletionRequest, RouteRequest
@@ -80,10 +81,13 @@ class Service:
     # ------------------------------------------------------------ who asks
 
     async def same_site(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        """Without keys, a page of another site must not reach this machine by a name that leads here."""
-        host = request.url.hostname or ""
+        """Without keys, refuse requests that a page of another site makes through this machine's browser."""
+        host = hostname(request.headers.get("host", ""))
         if not self.keys.needed and not is_loopback(host):
             return Refused(400, f"got the host {host!r}; without keys only this machine is answered").response()
+        if not self.keys.needed and (page := foreign_page(request.headers)):
+            told = f"got a request from {page}; without keys only the server's own page and programs are answered"
+            return Refused(403, told).response()
         return await call_next(request)
 
     def _opened(self, request: Request) -> tuple[str, ...]:
@@ -103,10 +107,13 @@ class Service:
 
     async def _read(self, request: Request, kind: type[Body]) -> Body:
         body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self.limits.body_bytes:
-                raise Refused(400, f"a request has at most {self.limits.body_bytes:,} bytes")
+        try:
+            async for part in request.stream():
+                body += part
+                if len(body) > self.limits.body_bytes:
+                    raise Refused(400, f"a request has at most {self.limits.body_bytes:,} bytes")
+        except ClientDisconnect:
+            raise Refused(499, "the client went away before its request was read") from None
         try:
             return kind.model_validate_json(bytes(body))
         except ValidationError as error:

@@ -12,6 +12,7 @@ from comingle.serving.schemas import UNSUPPORTED
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
     429: "rate_limit_error",

@@ -11,6 +11,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from comingle.errors import ComingleError, DataError, RunError, require_user
 from comingle.records import write_text
@@ -98,6 +99,25 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def hostname(place: str) -> str:
+    """Return the name in ``HOST:PORT``; empty where there is none."""
+    try:
+        return urlsplit(f"//{place}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def foreign_page(headers: Mapping[str, str]) -> str:
+    """Name the page of another site that a browser makes a request for; empty where there is none.
+
+    Browsers name a page's ``Origin``, or say that the request crosses sites; other programs send neither header.
+    """
+    origin = headers.get("origin")
+    if origin is not None and origin.lower().partition("://")[2] != headers.get("host", "").lower():
+        return f"a page of {origin!r}"
+    return "a page of another site" if headers.get("sec-fetch-site") == "cross-site" else ""
 
 
 def check_host(host: str, keys: Mapping[str, str] | None) -> None:
