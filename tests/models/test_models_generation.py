@@ -172,7 +172,7 @@ def test_a_continuation_is_what_the_whole_text_has_behind_the_prompt(stories: An
     for prompt, text in zip(prompts, said, strict=True):
         ids = torch.tensor([base.tokenizer(prompt, add_special_tokens=False)["input_ids"]])
         out = base.model.generate(ids, max_new_tokens=12, do_sample=False)  # type: ignore[operator]
-        whole, start = (base.tokenizer.decode(i, skip_special_tokens=True) for i in (out[0], ids[0]))
+        whole, start = (str(base.tokenizer.decode(i, skip_special_tokens=True)) for i in (out[0], ids[0]))
         assert start + text == whole
     assert said[0].startswith(" girl")
     cut = continue_texts(base.model, base.tokenizer, prompts[:1], read_sampling(max_new_tokens=12, stop=" girl"))
@@ -298,6 +298,7 @@ def test_an_empty_text_without_a_token_to_begin_with_has_no_perplexity(person: P
 
 def test_a_template_that_renders_nothing_is_an_empty_prompt(person: Person, unmarked: str) -> None:
     ann, messages = person(base=unmarked, dtype="float32"), [{"role": "user", "content": "a"}]
+    assert ann.model.base.tokenizer is not None
     ann.model.base.tokenizer.chat_template = "{% if messages[-1].role == 'assistant' %}{{ 'b' }}{% endif %}"
     with pytest.raises(DataError, match="an empty prompt"):
         ann.generate(messages, max_new_tokens=4)

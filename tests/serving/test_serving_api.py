@@ -263,7 +263,7 @@ def test_a_wrong_request_is_told_what_is_wrong(client: openai.OpenAI, address: s
     assert (
         refused(openai.BadRequestError, chat(extra_body={"repetition_penalty": 1e-39}))["param"] == "repetition_penalty"
     )
-    long = {"model": "ann", "prompt": "long " * 2000}
+    long: dict[str, Any] = {"model": "ann", "prompt": "long " * 2000}
     told = refused(openai.BadRequestError, lambda: client.completions.create(**long, max_tokens=4))
     assert (told["code"], told["param"]) == ("context_length_exceeded", "prompt")
     assert "and 4 more are to follow" in told["message"]
@@ -382,7 +382,7 @@ def test_an_answer_is_taken_back_as_a_turn(client: openai.OpenAI) -> None:
     expected = client.chat.completions.create(
         model="ann", messages=[*HELLO, plain, again], max_tokens=9, temperature=0
     ).choices[0]
-    empty = {
+    empty: Any = {
         **plain,
         "name": "",
         "refusal": "",
@@ -391,11 +391,12 @@ def test_an_answer_is_taken_back_as_a_turn(client: openai.OpenAI) -> None:
         "tool_calls": [],
         "function_call": {},
     }
-    parts = {
+    parts: Any = {
         "role": "assistant",
         "content": [{"type": "text", "text": message.content, "prompt_cache_breakpoint": None}],
     }
-    for back in (message, message.model_dump(), message.to_dict(), empty, parts):
+    backs: list[Any] = [message, message.model_dump(), message.to_dict(), empty, parts]
+    for back in backs:
         answer = client.chat.completions.create(
             model="ann", messages=[*HELLO, back, again], max_tokens=9, temperature=0
         )
