@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 from people import adopted, classes, numbers, recipe_of, run_of
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from comingle.data.samples import Samples
 from comingle.errors import ComingleError, DataError
 from comingle.kinds.base import kind_of
 from comingle.models.personal_net import PersonalNet
@@ -68,7 +70,7 @@ def people() -> dict[str, Any]:
 
 def small(shape: tuple[int, ...], outputs: int) -> nn.Module:
     torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(*shape, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
+    return nn.Sequential(nn.Linear(*shape, 5), nn.Tanh(), nn.Linear(5, outputs)).double()  # pyright: ignore[reportCallIssue]
 
 
 def fedavg_by_hand(users: list[dict[str, TensorDataset]], loss: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
@@ -295,3 +297,31 @@ def test_settings_that_are_not_for_samples_are_one_line(changes: dict[str, Any],
         run_of(recipe_of(**changes), {"ada": (X, Y)})
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_net_is_evaluated_on_whatever_a_user_may_be() -> None:
+    x, y = numbers(30, 4), classes(30, 3)
+    ada = run_of(recipe_of(), {"ada": (x, y)}).user("ada")
+    expected = ada.evaluate(Samples(inputs=x, targets=y))
+    predicted = ada.predict(x).argmax(1)
+    assert expected.accuracy == pytest.approx(float((predicted == y).double().mean()))
+    for same in (TensorDataset(x, y), (x, y), (x.numpy(), y.numpy()), [x, y], Items([*zip(x, y, strict=True)])):
+        assert ada.evaluate(same) == expected
+    assert math.isnan(ada.evaluate(TensorDataset(x[:0], y[:0])).mean_loss)
+    for wrong, message in (
+        (DataLoader(TensorDataset(x, y)), "user 'ada': samples: got DataLoader; allowed: a torch Dataset"),
+        (TensorDataset(x), "user 'ada': samples: a TensorDataset of 1; allowed: two, inputs and targets"),
+        ((x, y + 1), "user 'ada': samples: targets go from 1 to 3; allowed: 0 to 2"),
+        ((x, y.float()), "user 'ada': samples: targets are real numbers; allowed: class numbers"),
+        ((x, y[:3]), "inputs have shape (30, 4) but targets (3,); needs one for each"),
+    ):
+        with pytest.raises(DataError) as error:
+            ada.evaluate(wrong)
+        assert message in str(error.value)
+
+
+def test_a_regression_is_evaluated_on_whole_targets_too() -> None:
+    x = numbers(30, 4)
+    ada = run_of(recipe_of(), {"ada": (x, x[:, 0])}).user("ada")
+    whole = classes(30, 3)
+    assert ada.evaluate((x, whole)) == ada.evaluate(TensorDataset(x, whole.float()))

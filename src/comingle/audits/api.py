@@ -9,6 +9,7 @@ from typing import Any
 from comingle.audits.auditing import SHADOWS, audit_run
 from comingle.audits.shadows import FEWEST
 from comingle.errors import RecipeError
+from comingle.models.hardware import torch_defaults
 from comingle.processes.launched import require_alone
 from comingle.progress import reporting
 from comingle.reports.audit import Audit
@@ -18,6 +19,7 @@ from comingle.runs.given import AnyBase, given_of
 from comingle.runs.results import Run
 
 
+@torch_defaults()
 def audit(
     run: Run | str | Path,
     *,

@@ -11,6 +11,7 @@ from comingle.comparing.advising import advise_runs
 from comingle.comparing.comparing import compare_runs, folders_of, recipes_of
 from comingle.comparing.results import Comparison
 from comingle.errors import ComingleError, RecipeError
+from comingle.models.hardware import torch_defaults
 from comingle.processes.launched import require_alone
 from comingle.progress import reporting
 from comingle.reports.advice import Advice
@@ -20,6 +21,7 @@ from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, l
 from comingle.runs.results import Run
 
 
+@torch_defaults()
 def compare(
     recipe: AnyRecipe | None = None,
     methods: Sequence[AnyMethod] = (),
@@ -66,6 +68,7 @@ def _metrics(found: Run | ComingleError) -> dict[str, Any]:
     return found.metrics
 
 
+@torch_defaults()
 def advise(
     recipe: AnyRecipe | None = None,
     methods: Sequence[str] = trials.METHODS,

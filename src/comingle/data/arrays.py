@@ -1,4 +1,4 @@
-"""Arrays of a file, and inputs and targets as nets take them."""
+"""Arrays of a file or of a program, and inputs and targets as nets take them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from zipfile import is_zipfile
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from comingle.data.rows import describe
 from comingle.data.samples import Samples
@@ -88,3 +89,69 @@ def _tensor(values: Any, where: str) -> Tensor:
     if tensor.is_complex():
         raise DataError(f"{where} are complex; allowed: real numbers")
     return tensor
+
+
+def read_samples(data: Any, where: str) -> Samples:
+    """Read one set of samples that a program hands over: a data set of PyTorch, or a pair of arrays or tensors.
+
+    Raises:
+        DataError: it is none of these, or its inputs and targets do not fit each other.
+    """
+    if isinstance(data, Samples):
+        return data
+    if isinstance(data, TensorDataset):
+        if len(data.tensors) != 2:
+            raise DataError(f"{where}: a TensorDataset of {len(data.tensors)}; allowed: two, inputs and targets")
+        return as_samples(*data.tensors, where)
+    if isinstance(data, Dataset):
+        return _items(data, where)
+    if not is_pair(data):
+        raise DataError(f"{where}: got {type(data).__name__}; allowed: {TAKEN}")
+    inputs, targets = data
+    return as_samples(inputs, targets, where)
+
+
+def is_pair(data: Any) -> bool:
+    """Return whether this may be inputs and targets."""
+    return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(d, Tensor | np.ndarray) for d in data)
+
+
+TAKEN = "a torch Dataset of (input, target), a pair of arrays or tensors"
+
+
+def _items(data: Any, where: str) -> Samples:
+    """Every item of a data set, in order."""
+    if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
+        raise DataError(f"{where}: a data set without a length; allowed: map-style ones, with __len__ and __getitem__")
+    inputs, targets = [], []
+    for number in range(len(data)):
+        item = data[number]
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            got = f"{len(item)} parts" if isinstance(item, tuple | list) else type(item).__name__
+            raise DataError(f"{where}: item {number} is {got}; allowed: (input, target)")
+        inputs.append(_array(item[0], f"{where}: the input of item {number}"))
+        targets.append(_array(item[1], f"{where}: the target of item {number}"))
+    if not inputs:
+        raise DataError(f"{where}: holds no samples, needs at least 1")
+    return as_samples(_stack(inputs, f"{where}: inputs"), _stack(targets, f"{where}: targets"), where)
+
+
+def _array(value: Any, where: str) -> Tensor:
+    """A number, array, tensor or picture."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    array = np.asarray(value)
+    if array.dtype.kind not in "biuf":
+        raise DataError(f"{where} is {type(value).__name__}; allowed: numbers, an array, a tensor or a picture")
+    return torch.from_numpy(array.astype(np.float32) if array.dtype == np.float16 else np.array(array))
+
+
+def _stack(values: list[Tensor], where: str) -> Tensor:
+    shapes = dict.fromkeys(tuple(value.shape) for value in values)
+    if len(shapes) > 1:
+        one, other, *_ = shapes
+        raise DataError(f"{where} have shapes {one} and {other}; all need one shape")
+    try:
+        return torch.stack(values)
+    except (RuntimeError, TypeError) as error:
+        raise DataError(f"{where} cannot be put together: {describe(error)}") from error

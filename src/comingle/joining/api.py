@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from comingle.joining.joining import Joined, join_run, newcomer
+from comingle.models.hardware import torch_defaults
 from comingle.processes.launched import require_alone
 from comingle.progress import reporting
 from comingle.runs.api import load
@@ -13,6 +14,7 @@ from comingle.runs.given import AnyBase, Loss, given_of
 from comingle.runs.results import Run
 
 
+@torch_defaults()
 def join(
     run: Run | str | Path,
     *,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from comingle.errors import BaseModelError
 from comingle.models.base import Base, freeze
@@ -89,7 +89,12 @@ def _check_place(base: Base, *, dtype: str, device: str) -> None:
 
 def _share(model: PreTrainedModel) -> PreTrainedModel:
     """Modules and configuration of our own around the same numbers: freezing them changes nothing of the model's."""
-    memo: dict[int, Any] = {id(t): nn.Parameter(t.detach(), requires_grad=False) for t in model.parameters()}
-    memo |= {id(t): t.detach() for t in model.buffers()}
+    memo: dict[int, Any] = {id(t): nn.Parameter(_plain(t), requires_grad=False) for t in model.parameters()}
+    memo |= {id(t): _plain(t) for t in model.buffers()}
     with torch.no_grad():
         return copy.deepcopy(model, memo)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy that autograd can keep where it was loaded in ``torch.inference_mode``."""
+    return tensor.detach().clone() if tensor.is_inference() else tensor.detach()

@@ -1,8 +1,9 @@
-"""Where a base runs, in which number format, with which attention."""
+"""Devices, number formats and attention of a base, and the settings of torch while it is used."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,31 @@ _CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
 )
+
+
+@contextmanager
+def torch_defaults() -> Iterator[None]:
+    """Set torch as it is in a new process, and put back afterwards how the caller had it; also a decorator.
+
+    Covers what would change a run's numbers, or end it: ``no_grad``, ``inference_mode``, ``autocast``, and the default
+    dtype and device.
+    """
+    dtype = torch.get_default_dtype()
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in _AUTOCAST:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":  # a mode of torch's, which every call would pass through
+            stack.enter_context(torch.device("cpu"))
+        if dtype != torch.float32:
+            torch.set_default_dtype(torch.float32)
+            stack.callback(torch.set_default_dtype, dtype)
+        yield
+
+
+_AUTOCAST = ("cpu", "cuda", "mps", "xpu")
 
 
 def resolve_device(device: str = "auto") -> torch.device:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from comingle.data.samples import Samples
 from comingle.data.templates import Message
 from comingle.errors import DataError
 from comingle.evaluation.perplexity import Score
@@ -82,7 +81,7 @@ class Personal:
         """Outputs for inputs; of a net."""
         raise self._has_no("predict")
 
-    def evaluate(self, samples: Samples) -> SampleScore:
+    def evaluate(self, samples: Any) -> SampleScore:
         """Mean loss and accuracy; of a net."""
         raise self._has_no("evaluate")
 

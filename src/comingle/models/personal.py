@@ -24,6 +24,7 @@ from comingle.models.about import About, Exported
 from comingle.models.adapted import AdaptedModel
 from comingle.models.ensembles import WHY_NOT_ONE, EnsembleModel
 from comingle.models.generation import check_places, continue_texts
+from comingle.models.hardware import torch_defaults
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.owning import merge_adapters, why_not_merged
 from comingle.models.person import GenerationConfig, Personal
@@ -71,6 +72,7 @@ class PersonalModel(Personal):
     def _own(self) -> FloralModel:
         return cast(MixedLanguageModel, self.model).of_one_user(self.tensors)
 
+    @torch_defaults()
     def merge(self) -> PreTrainedModel:
         """A plain copy of the base's architecture, in whose weights are this user's: for ``save_pretrained``.
 
@@ -90,6 +92,7 @@ class PersonalModel(Personal):
             )
         return merge_adapters(self.model, self.tensors, self.row)
 
+    @torch_defaults()
     def export(
         self, folder: str | Path, *, format: str = "transformers", dtype: str | None = None, force: bool = False
     ) -> Exported:
@@ -112,6 +115,7 @@ class PersonalModel(Personal):
         write = plugins.require(GROUP, "export")
         return write(self, Path(folder), format=format, dtype=dtype, force=force)
 
+    @torch_defaults()
     def logits(self, tokens: Int[Tensor, "batch n"]) -> Float[Tensor, "batch n vocab"]:
         """What the model says of each next token."""
         with self.generating() as network, torch.compiler.set_stance("force_eager"):
@@ -127,6 +131,7 @@ class PersonalModel(Personal):
         self, prompt: list[str] | tuple[str, ...], generation_config: GenerationConfig | None = None, **options: Any
     ) -> list[str]: ...
 
+    @torch_defaults()
     def generate(
         self,
         prompt: str | Sequence[str] | Sequence[Message],
@@ -182,6 +187,7 @@ class PersonalModel(Personal):
                 raise DataError(f"user {self.name!r}: {told}")
         return list(prompt)
 
+    @torch_defaults()
     def perplexity(self, text: str, *, context: int = 128) -> float:
         """Perplexity of ``text`` in windows of ``context`` tokens.
 
@@ -216,6 +222,7 @@ class PersonalModel(Personal):
         check_places("context", window, self.model.base.model)
         return window
 
+    @torch_defaults()
     def score(self, tokens: Tensor, *, context: int) -> Score:
         """Score a stream of tokens in one pass, in windows of ``context`` or, where it is shorter, of its length."""
 
@@ -225,6 +232,7 @@ class PersonalModel(Personal):
         window = self._window(context, len(tokens))
         return score_streams(losses, [tokens], [0], context=window, batch=16, slots=1)[0]
 
+    @torch_defaults()
     def route(self, text: str | Tensor, *, context: int = 128) -> Routing:
         """Which expert each token of ``text`` (or of a stream of tokens) goes to, in every layer.
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from comingle.adapters.clustered import FloralModel
+from comingle.data.arrays import read_samples
 from comingle.data.samples import SampleBank, Samples
+from comingle.errors import DataError
 from comingle.evaluation.losses import MSE, Loss
 from comingle.evaluation.samples import SampleScore, score_samples
 from comingle.models.copying import own_copy
+from comingle.models.hardware import torch_defaults
 from comingle.models.person import Personal
 from comingle.models.stacked import StackedModel
 from comingle.routers.mixtures import merge_models, mix_probabilities
@@ -38,20 +42,40 @@ class PersonalNet(Personal):
         count = sum(p.numel() for p in self.model.parameters())
         return f"PersonalNet({self.name!r}, {type(self.model).__name__} of {count:,} parameters)"
 
+    @torch_defaults()
     @torch.no_grad()
     def predict(self, inputs: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:
         """Outputs for inputs of any floating dtype, on any device."""
         return self.model(inputs.to(next(self.model.parameters())))
 
-    def evaluate(self, samples: Samples) -> SampleScore:
-        """Mean loss, and accuracy where targets are classes; NaN without samples."""
-        like = next(self.model.parameters())
+    @torch_defaults()
+    def evaluate(self, samples: Any) -> SampleScore:
+        """Return the mean loss, and accuracy where targets are classes; NaN without samples.
+
+        Args:
+            samples: a map-style ``torch.utils.data.Dataset`` of ``(input, target)``, a pair of arrays or tensors, or
+                :class:`comingle.data.samples.Samples`.
+
+        Raises:
+            DataError: something else, or targets that are not of the net's task.
+        """
+        like, where = next(self.model.parameters()), f"user {self.name!r}: samples"
+        samples = read_samples(samples, where)
+        if not self.loss.classes and not samples.targets.is_floating_point():
+            samples = Samples(inputs=samples.inputs, targets=samples.targets.float().reshape(-1, 1))
+        elif self.loss.classes and samples.targets.is_floating_point():
+            raise DataError(f"{where}: targets are real numbers; allowed: class numbers, as the net was trained on")
         targets = samples.targets.to(like if samples.targets.is_floating_point() else like.device)
         counts = torch.tensor([len(samples)])
         bank = SampleBank(inputs=samples.inputs.to(like), targets=targets, starts=counts - counts, counts=counts)
 
         def forward(rows: Sequence[int], inputs: Tensor) -> Tensor:
-            return self.predict(inputs[0]).unsqueeze(0)
+            outputs = self.predict(inputs[0])
+            if self.loss.classes and self.loss.paired and len(targets):
+                low, high, most = int(targets.min()), int(targets.max()), outputs.shape[-1] - 1
+                if low < 0 or high > most:
+                    raise DataError(f"{where}: targets go from {low} to {high}; allowed: 0 to {most}")
+            return outputs.unsqueeze(0)
 
         return score_samples(forward, bank, [0], loss=self.loss, batch=SCORED_AT_ONCE, slots=1)[0]
 

@@ -11,6 +11,7 @@ from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.errors import RunError
 from comingle.kinds.base import Materials
+from comingle.models.hardware import torch_defaults
 from comingle.processes.launched import find_place
 from comingle.processes.ranks import joined
 from comingle.processes.sharing import build_sharded, read_shared
@@ -22,6 +23,7 @@ from comingle.runs.results import Run
 from comingle.runs.session import run_in, warn_unread
 
 
+@torch_defaults()
 def run(
     recipe: AnyRecipe | None = None,
     *,

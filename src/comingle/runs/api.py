@@ -12,6 +12,7 @@ from comingle.engines.events import Observer
 from comingle.errors import RunError
 from comingle.kinds.base import Materials
 from comingle.methods import REGISTRY
+from comingle.models.hardware import torch_defaults
 from comingle.progress import LOADING, reporting
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import is_server, read_metrics, resume_command
@@ -23,6 +24,7 @@ from comingle.runs.results import Run
 from comingle.runs.session import build, prepare, run_in, warn_unread
 
 
+@torch_defaults()
 def run(
     recipe: AnyRecipe | None = None,
     *,
@@ -85,6 +87,7 @@ def run(
         return run_in(folder, read, materials, resume=resume, force=force, observers=watch)
 
 
+@torch_defaults()
 def load(
     folder: str | Path,
     *,

@@ -15,6 +15,7 @@ from comingle.engines.local import finetuned
 from comingle.errors import DataError, RunError, require_user
 from comingle.kinds.base import kind_of
 from comingle.models.about import About, Gates, Losses
+from comingle.models.hardware import torch_defaults
 from comingle.models.person import Personal
 from comingle.models.personal import PersonalModel
 from comingle.recipes import Recipe
@@ -68,6 +69,7 @@ class Run:
         """Names of the users."""
         return list(names_of(self.federation.clients.users))
 
+    @torch_defaults()
     def user(self, name: str) -> Personal:
         """The personal model of a user: one that generates text, or for a task's nets one that predicts.
 

@@ -31,6 +31,7 @@ from comingle.inputs import POPULATION, Inputs, UserInputs
 from comingle.kinds.base import Materials, kind_of
 from comingle.methods import make
 from comingle.models.base import Base, digests_of
+from comingle.models.hardware import torch_defaults
 from comingle.plugins import require
 from comingle.privacy.checks import check_private, check_steps
 from comingle.recipes import Recipe
@@ -51,6 +52,7 @@ logger = logging.getLogger("comingle")
 # -------------------------------------------------------------------- prepare
 
 
+@torch_defaults()
 def prepare(
     recipe: Recipe, *, base: Base | None = None, validates: bool | None = None, given: Given = NOTHING
 ) -> Materials:
