@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 import pytest
+from families import FAMILIES, SPECIAL
 
 from comingle.data.templates import ChatTemplate, Encoded
 from comingle.errors import DataError
+from comingle.kinds.conversations.answers import as_answers
 from comingle.models.byte_tokenizer import BOS, EOS, PAD, byte_tokenizer
 
 # ChatML, with the byte tokenizer's other special tokens for <|im_start|> and <|im_end|>: a response's end is not EOS.
@@ -97,12 +100,154 @@ def test_a_template_that_writes_earlier_turns_anew_is_refused() -> None:
         ChatTemplate(tokenizer).encode(messages(TURNS))
 
 
-def test_a_header_that_training_leaves_out_is_no_part_of_a_response() -> None:
+def test_training_follows_the_prompt_where_responses_lack_its_end() -> None:
     """Templates of models that think end the prompt with an empty thought, which finished turns do not have."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHATML.replace(
         "<|bos|>assistant\n' }}{% endif %}", "<|bos|>assistant\n<t></t>' }}{% endif %}"
     )
-    found = ChatTemplate(tokenizer).encode(messages(TURNS[1:3]))
-    ids, learnt = by_hand(TURNS[1:3], template=True)
-    assert (list(found.tokens), learnt_of(found)) == (ids, learnt)
+    chat = ChatTemplate(tokenizer)
+    found = chat.encode(messages(TURNS[1:3]))
+    ((start, stop),) = found.responses
+    assert found.tokens[:start] == chat.prompt(messages(TURNS[1:2]))
+    assert bytes(found.tokens[start : stop - 1]).decode() == TURNS[2][1]
+    assert found.tokens[stop - 1 :] == (PAD,)
+    turns = chat.encode_turns(messages(TURNS))
+    assert [one.tokens[: one.responses[0][0]] for one in turns] == [
+        chat.prompt(messages(TURNS[:2])),
+        chat.prompt(messages(TURNS[:4])),
+    ]
+
+
+def test_responses_that_are_left_out_stay_in_the_context() -> None:
+    turns: list[dict[str, Any]] = messages(TURNS)
+    turns[2]["learn"] = False
+    whole, found = ChatTemplate(chatml()).encode(messages(TURNS)), ChatTemplate(chatml()).encode(turns)
+    assert found.tokens == whole.tokens
+    assert (found.masked, found.responses) == (whole.responses[:1], whole.responses[1:])
+    turns[4]["learn"] = False
+    with pytest.raises(DataError, match="no response to learn"):
+        ChatTemplate(chatml()).encode(turns)
+
+
+def test_a_first_message_of_the_assistant_is_context() -> None:
+    found = ChatTemplate(chatml()).encode(messages([("assistant", "Welcome."), *TURNS[1:3]]))
+    assert found.references == ("ünd",)
+    assert b"Welcome." in bytes(token for token in found.tokens if token < 256)
+
+
+# -------------------------------------------------------------------- families
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich"}}}
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "one": messages([("user", "Hi?"), ("assistant", "Yo there.")]),
+    "two": messages([("user", "Hi?"), ("assistant", "Yo there."), ("user", "More?"), ("assistant", "\n\nDone it.")]),
+    "system": messages([("system", "Be brief."), ("user", "Hi?"), ("assistant", "Yo."), *TURNS[3:]]),
+    "thought": messages([("user", "Hi?"), ("assistant", "<think>\nwhy so\n</think>\n\nYo.")]),
+    "two thoughts": messages([("user", "Hi?"), ("assistant", "<think>why so</think>Yo.")] * 2),
+    "opening": messages([("assistant", "Welcome."), ("user", "Hi?"), ("assistant", "Yo.")]),
+    "tool": messages([("user", "Hi?"), ("assistant", "I look."), ("tool", "RESULT 22"), ("assistant", "It is.")]),
+    "call": [
+        {"role": "user", "content": "Hi?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "RESULT 22"},
+        {"role": "assistant", "content": "It is."},
+    ],
+    "tools": [
+        {"role": "user", "content": "Hi?", "tools": [{"type": "function", "function": {"name": "weather"}}]},
+        {"role": "assistant", "content": "Yo."},
+    ],
+}
+REFUSED = {
+    "zephyr": {"tool": "tool message", "call": "tool message", "tools": "tools"},
+    "llama-2": {"tool": "alternate", "call": "alternate", "opening": "alternate", "tools": "tools"},
+    "llama-3.2": {"tools": "tools"},
+    "gemma": {"tool": "alternate", "call": "alternate", "opening": "alternate", "tools": "tools", "system": "System"},
+    "mistral-v0.3": {"tool": "alternate", "call": "alternate", "opening": "alternate", "tools": "tools"},
+    "vicuna": {"tool": "tool message", "call": "tool message", "tools": "tools"},
+    "qwen2.5": {},
+}
+"""By family and chat, a word of the reason; a family that is not here refuses tools alone."""
+WRITES_CALLS = {"llama-3.2", "qwen2.5", "deepseek-r1", "plain"}
+
+
+def of_family(name: str) -> Any:
+    tokenizer = byte_tokenizer()
+    if name != "plain":
+        template = FAMILIES[name]
+        tokenizer.add_special_tokens({"additional_special_tokens": [one for one in SPECIAL if one in template]})
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def shown(template: ChatTemplate, tokens: Sequence[int], **options: Any) -> str:
+    return str(template.tokenizer.decode(list(tokens), **options))
+
+
+@pytest.mark.parametrize("family", ["plain", *FAMILIES])
+@pytest.mark.parametrize("chat", CHATS)
+def test_a_response_is_trained_on_where_it_is_asked_for(family: str, chat: str) -> None:
+    template = ChatTemplate(of_family(family), datetime(2026, 5, 4))
+    turns = CHATS[chat]
+    if why := REFUSED.get(family, {} if family == "plain" else {"tools": "tools"}).get(chat):
+        with pytest.raises(DataError) as refused:
+            template.encode_turns(turns)
+        assert why in str(refused.value)
+        assert "\n" not in str(refused.value)
+        return
+    found = template.encode_turns(turns)
+    calls = [number for number, turn in enumerate(turns) if turn.get("tool_calls")]
+    learnt = [number for number, turn in enumerate(turns) if turn["role"] == "assistant" and number]
+    if family not in WRITES_CALLS:
+        assert sum(one.unwritten_calls for one in found) == len(calls)
+        learnt = [number for number in learnt if number not in calls]
+    spans = [(one, *span, text) for one in found for span, text in zip(one.responses, one.references, strict=True)]
+    assert len(spans) == len(learnt)
+    for number, (one, start, stop, reference) in zip(learnt, spans, strict=True):
+        prompt = template.prompt(turns[:number])
+        if start == one.responses[0][0]:  # what stands before later ones has been cut where they are asked for
+            assert one.tokens[:start] == prompt
+        said = shown(template, one.tokens[start:stop], skip_special_tokens=True)
+        assert said.strip() == reference
+        assert (turns[number]["content"] or "Zürich").split()[-1].rpartition(">")[2] in said
+        for part in ("why", "so") if "thought" in chat else ():
+            assert part in said
+        for before in turns[:number]:
+            assert before["role"] == "assistant" or before["content"] in shown(template, prompt)
+
+
+def test_the_date_is_the_templates() -> None:
+    first, same, other = (ChatTemplate(of_family("llama-3.2"), datetime(2026, 5, day)) for day in (4, 4, 5))
+    asked = CHATS["one"][:1]
+    assert first.dated
+    assert first.prompt(asked) == same.prompt(asked) != other.prompt(asked)
+    assert "Today Date: 04 May 2026" in shown(first, first.prompt(asked))
+    assert not ChatTemplate(of_family("qwen3")).dated
+
+
+def test_an_end_of_text_behind_the_conversation_is_no_end_of_a_response() -> None:
+    for family in ("phi-3", "phi-4-mini"):
+        template = ChatTemplate(of_family(family))
+        end = template.tokenizer.convert_tokens_to_ids("<|end|>")
+        assert template.ends() == (EOS, end)
+        found = template.encode(CHATS["two"])
+        assert [found.tokens[stop - 1] for _, stop in found.responses] == [end, end]
+
+
+def test_messages_that_a_template_leaves_out_are_refused_in_prompts_too() -> None:
+    template = ChatTemplate(of_family("zephyr"))
+    with pytest.raises(DataError, match=r"leaves out the tool message \(messages\[2\]: 'RESULT 22'\)"):
+        template.prompt(CHATS["tool"][:3])
+
+
+def test_responses_that_are_left_out_carry_no_loss_where_all_tokens_do() -> None:
+    turns: list[dict[str, Any]] = messages(TURNS)
+    turns[2]["learn"] = False
+    one = ChatTemplate(chatml()).encode(turns)
+    assert one.masked is not None
+    ((start, stop),) = one.masked
+    for prompts in (False, True):
+        (row,) = as_answers([one], limit=9, measures=[], ends=[], prompts=prompts).windows.tolist()
+        assert all(token < 0 for token in row[start:stop])
+        assert all(token >= 0 for token in row[slice(*one.responses[0])])
+        assert (row[0] >= 0) == prompts

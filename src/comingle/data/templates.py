@@ -13,16 +13,24 @@ The plain one, with the tokenizer's end-of-text token behind every response::
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from comingle.errors import DataError
+
+Span = tuple[int, int]
+"""First token, and the one behind the last."""
+Place = tuple[int, int, int]
+"""Characters of a text: where a response begins, where it ends, and where what a conversation's end adds to it does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +38,14 @@ class Encoded:
     """A conversation's tokens; each response is a span of them, from its first to behind the token that ends it."""
 
     tokens: tuple[int, ...]
-    responses: tuple[tuple[int, int], ...]
+    responses: tuple[Span, ...]
+    """The responses that carry a loss."""
     references: tuple[str, ...]
-    """What the responses are, as text."""
+    """The text of each response, as the template writes it."""
+    masked: tuple[Span, ...] | None = ()
+    """Responses that stay out of the loss even where it is on all tokens; None if the template hides their place."""
+    unwritten_calls: int = 0
+    """Responses whose tool calls the template does not write; they carry no loss."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -49,14 +62,21 @@ def begin_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(ids[:1]) if ids and ids[0] == tokenizer.bos_token_id else ()
 
 
-Message = Mapping[str, str]
-"""``role`` and ``content``."""
+Message = Mapping[str, Any]
+"""``role`` and ``content``.
+
+Optional keys: ``tool_calls``, ``tool_call_id`` and ``name`` are for the template; ``learn: False`` keeps a response out
+of the loss; ``tools`` on the first message are those of the whole conversation.
+"""
 
 ASSISTANT = "assistant"
 ROLES = ("system", "user", ASSISTANT, "tool")
 
 PLAIN = (
+    "{% if tools %}{{ '### Tools:\n' }}{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}{{ '\n' }}"
+    "{% endif %}"
     "{% for message in messages %}{{ '### ' + message['role'] | capitalize + ':\n' + message['content'] }}"
+    "{% for call in message['tool_calls'] %}{{ call['function'] | tojson }}{% endfor %}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
 )
@@ -64,6 +84,16 @@ PLAIN = (
 # A special token that is spelt out in a message stands as this while the template is filled in, so that it can be
 # tokenised as the text it is.
 _OPEN, _CLOSE = "\ue000", "\ue001"
+# Stands for a message's content where only its place in the rendered text matters.
+_PROBE = "\ue002{}\ue003"
+
+_THINK, _END_THINK = "<think>", "</think>"
+_OURS = ("learn", "tools")
+_DIRECTIVES = (*(f"-{key}" for key in "dmHIMSjy"), *"aAbBcdfGHIjmMpSuUVwWxXyYZz")
+
+
+class RewrittenTurnsError(DataError):
+    """A template that writes earlier responses otherwise once the conversation continues."""
 
 
 def require_characters(text: str) -> None:
@@ -78,14 +108,27 @@ def require_characters(text: str) -> None:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer's chat template, or the plain one where it has none."""
+    """A tokenizer's chat template, or the plain one where it has none.
+
+    Args:
+        tokenizer: A fast tokenizer, as offsets of tokens are needed.
+        date: The date that templates write which ask for today's; None: the date of each call.
+    """
 
     tokenizer: PreTrainedTokenizerBase
+    date: datetime | None = None
 
     @property
     def own(self) -> bool:
         """Whether it is the tokenizer's own."""
         return bool(self.tokenizer.chat_template)
+
+    @property
+    def dated(self) -> bool:
+        """True if the template writes today's date."""
+        return "strftime_now" in str(self.tokenizer.chat_template)
+
+    # ------------------------------------------------------------ text
 
     def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
         """The conversation as text; with ``asks`` up to where the next response begins.
@@ -103,11 +146,13 @@ class ChatTemplate:
         return f"{begin}{self._apply(messages, asks, PLAIN)}"
 
     def _apply(self, messages: Sequence[Message], asks: bool, template: str | None) -> str:
+        tools = messages[0].get("tools") if messages else None
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    chat_template=template,
+                    [{key: value for key, value in message.items() if key not in _OURS} for message in messages],
+                    tools=list(tools) if tools else None,
+                    chat_template=template if template or not self.dated else self._with_date,
                     tokenize=False,
                     add_generation_prompt=asks,
                 )
@@ -117,58 +162,129 @@ class ChatTemplate:
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(f"the base's chat template refuses the roles {roles}: {said}") from None
 
+    @cached_property
+    def _with_date(self) -> str:
+        """The tokenizer's template, in which today is :attr:`date`; transformers hands no function to a template."""
+        own = str(self.tokenizer.get_chat_template())
+        if self.date is None:
+            return own
+        values = {f"%{key}": self.date.strftime(f"%{key}") for key in _DIRECTIVES}
+        filters = "".join(f" | replace({key!r}, {value!r})" for key, value in values.items())
+        return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}{{{{ '' }}}}{own}"
+
+    def _asked(self, messages: Sequence[Message]) -> str:
+        """The text after which a model gives the next response.
+
+        Trailing spaces are left to the response: tokenizers join a space and the word behind it.
+        """
+        return (self.render(messages, asks=True) + self._header).rstrip(" ")
+
+    @cached_property
+    def _header(self) -> str:
+        """The text before each response where the template ignores ``add_generation_prompt``; else empty."""
+        asked = [{"role": "user", "content": "a"}]
+        probe = _PROBE.format(0)
+        try:
+            before, whole = self.render(asked, asks=True), self.render([*asked, _response(probe)])
+            ignores = before == self.render(asked)
+        except DataError:
+            return ""
+        header, found, _ = whole.removeprefix(before).partition(probe)
+        return header if ignores and found and whole.startswith(before) and header.strip() else ""
+
+    # ------------------------------------------------------------ tokens
+
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The tokens after which a model gives the next response.
 
         Raises:
-            DataError: the template refuses the messages, or they are not all characters.
+            DataError: the template refuses the messages or leaves one out, or they are not all characters.
         """
-        require_characters("".join(message["content"] for message in messages))
+        require_characters("".join(message["content"] or "" for message in messages))
         safe, spelt = self._hide(messages)
-        return tuple(token for token, _, _ in self._tokens(self.render(safe, asks=True), spelt))
+        safe, _ = self._with_calls(safe)
+        asked = self._asked(safe)
+        self._check_written(safe, asked)
+        return tuple(token for token, _, _ in self._tokens(asked, spelt))
 
     def encode(self, messages: Sequence[Message]) -> Encoded:
         """The conversation up to its last response; each response is what the model says, with the token that ends it.
 
-        A response begins where the template, asked for the next one, stops; it ends with the last special token that
-        the template puts behind it.
+        A response begins where :meth:`prompt` stops; it ends with the last special token that the template puts behind
+        it, but for an end of text that only a conversation's end has.
 
         Raises:
-            DataError: the template refuses the messages, or writes earlier turns anew as a conversation goes on.
+            RewrittenTurnsError: the template writes earlier turns anew as a conversation goes on.
+            DataError: it refuses the messages or leaves one out, or no response is to be learnt.
         """
+        return self._encoded(*self._readied(messages))
+
+    def encode_turns(self, messages: Sequence[Message]) -> list[Encoded]:
+        """The conversation; or, if the template writes earlier turns anew, each response after its own prompt.
+
+        Raises:
+            DataError: as :meth:`encode`.
+        """
+        safe, spelt, learnt, unwritten = self._readied(messages)
+        try:
+            return [self._encoded(safe, spelt, learnt, unwritten)]
+        except RewrittenTurnsError:
+            if len(learnt) < 2:
+                raise
+        turns = [self._encoded(safe, spelt, [number], 0) for number in learnt]
+        return [replace(turns[0], unwritten_calls=unwritten), *turns[1:]]
+
+    def _readied(self, messages: Sequence[Message]) -> tuple[list[Message], list[str], list[int], int]:
+        """Messages as the template takes them, spelt special tokens, responses to learn, and unwritten tool calls."""
         safe, spelt = self._hide(messages)
-        whole = self.render(safe)
-        tokens = self._tokens(whole, spelt)
-        starts, stops = [start for _, start, _ in tokens], [stop for _, _, stop in tokens]
-        responses, references = [], []
-        for number, message in enumerate(messages):
-            if message["role"] == ASSISTANT:
-                first, last = self._place(safe, number, whole)
-                span = range(bisect_right(stops, first), bisect_left(starts, last))
-                responses.append(self._ended([token for token, _, _ in tokens], span))
-                references.append(message["content"].strip())
-        end = responses[-1][1]
+        safe, unwritten = self._with_calls(safe)
+        learnt = [
+            number
+            for number, message in enumerate(safe)
+            if number and message["role"] == ASSISTANT and message.get("learn", True) and number not in unwritten
+        ]
+        if not learnt:
+            why = "the base's chat template does not write its tool calls" if unwritten else "all are left out"
+            raise DataError(f"no response to learn: {why}; allowed: at least one after a message")
+        return safe, spelt, learnt, len(unwritten)
+
+    def _encoded(self, messages: list[Message], spelt: list[str], learnt: Sequence[int], unwritten: int) -> Encoded:
+        text, places, masked = self._places(messages[: learnt[-1] + 1], learnt)
+        tokens = self._tokens(text, spelt)
+        stops = [stop for _, _, stop in tokens]
+        # Some tokens depend on what follows; training then follows the tokens that prompt() ends in.
+        cuts = [
+            first for first, _, _ in places if self._tokens(text[:first], spelt) != tokens[: bisect_right(stops, first)]
+        ]
+        if cuts:
+            tokens = self._tokens(text, spelt, cuts)
+        ids, starts = [token for token, _, _ in tokens], [start for _, start, _ in tokens]
+        stops = [stop for _, _, stop in tokens]
+
+        def span(place: Place) -> Span:
+            first, last, whole = place
+            begin = bisect_right(stops, first)
+            parts = [range(begin, bisect_right(stops, end)) for end in (last, whole)]
+            special = [max((at for at in part if ids[at] in self._special), default=None) for part in parts]
+            return begin, next((at + 1 for at in special if at is not None), bisect_left(starts, last))
+
+        def shown(place: Place, response: Span) -> str:
+            (first, last, _), (start, stop) = place, response
+            end = stop
+            while end > start and ids[end - 1] in self._special:
+                end -= 1
+            if any(token in self._special for token in ids[start:end]):  # which generated text is shown without
+                return str(self.tokenizer.decode(ids[start:end], skip_special_tokens=True)).strip()
+            return _spell(text[first : last if end == stop else starts[end]], spelt).strip()
+
+        responses = [span(place) for place in places]
         return Encoded(
-            tokens=tuple(token for token, _, _ in tokens[:end]),
+            tokens=tuple(ids[: responses[-1][1]]),
             responses=tuple(responses),
-            references=tuple(references),
+            references=tuple(map(shown, places, responses)),
+            masked=None if masked is None else tuple(map(span, masked)),
+            unwritten_calls=unwritten,
         )
-
-    def _place(self, messages: Sequence[Message], number: int, whole: str) -> tuple[int, int]:
-        """Where response ``number`` begins and ends in the text of the whole conversation."""
-        before, asked = self.render(messages[:number]), self.render(messages[:number], asks=True)
-        first, last = _common(asked, whole), _common(self.render(messages[: number + 1]), whole)
-        if not _common(before, whole) == len(before) <= first < last:
-            raise DataError(
-                "the base's chat template writes earlier turns anew as a conversation goes on, so responses have no "
-                "one place; give conversations of one turn"
-            )
-        return first, last
-
-    def _ended(self, tokens: Sequence[int], span: range) -> tuple[int, int]:
-        """The span up to the last special token in it: what stands behind that is the template's."""
-        ends = [place for place in span if tokens[place] in self._special]
-        return span.start, (ends[-1] + 1 if ends else span.stop)
 
     def ends(self) -> tuple[int, ...]:
         """The tokens that end a response: the end of text, and what the template puts behind one."""
@@ -176,6 +292,151 @@ class ChatTemplate:
         last = self.encode(example).tokens[-1]
         known: Any = self.tokenizer.eos_token_id
         return tuple(dict.fromkeys([*([] if known is None else [known]), *([last] if last in self._special else [])]))
+
+    # ------------------------------------------------------------ places of responses
+
+    def _places(
+        self, messages: Sequence[Message], learnt: Sequence[int]
+    ) -> tuple[str, list[Place], list[Place] | None]:
+        """The text of messages that end with a response, and where its responses to learn and its others are."""
+        text, final = self._final(messages)
+        self._check_written(messages[:-1], text)
+        if lost := _lost(messages[-1]["content"], text[final[0] :], thoughts=True):
+            raise _left_out(messages, len(messages) - 1, lost)
+        places, masked, hidden = [], [], False
+        for number in (n for n, message in enumerate(messages[:-1]) if message["role"] == ASSISTANT):
+            place = self._earlier(messages, number, text)
+            if number in learnt:
+                said = "" if place is None else text[place[0] : place[1]]
+                if place is None or _lost(messages[number]["content"], said, thoughts=True):
+                    raise RewrittenTurnsError(
+                        "the base's chat template writes earlier turns anew as a conversation goes on, so responses "
+                        "have no one place; give conversations of one turn"
+                    )
+                places.append(place)
+            elif place is not None:
+                masked.append(place)
+            else:
+                hidden = hidden or number > 0 or not messages[number].get("learn", True)
+        return text, [*places, final], None if hidden else masked
+
+    def _earlier(self, messages: Sequence[Message], number: int, text: str) -> Place | None:
+        """The place of a response that is not the last; None where its prompt is not in the text."""
+        if not number:
+            return None
+        try:
+            asked, last = self._asked(messages[:number]), _common(self.render(messages[: number + 1]), text)
+        except DataError:
+            return None
+        return (len(asked), last, last) if text.startswith(asked) and len(asked) < last else None
+
+    def _final(self, messages: Sequence[Message]) -> tuple[str, Place]:
+        """The text of a conversation, its last response after what asks for it, and where that is."""
+        whole, asked = self.render(messages), self._asked(messages[:-1])
+        said, first = whole, len(asked)
+        if not whole.startswith(asked):
+            said = asked + self._after(messages, asked, whole)
+        try:
+            closed = _common(self.render(messages, asks=True), whole) + len(said) - len(whole)
+        except DataError:
+            closed = len(said)
+        return said, (first, closed if closed > first else len(said), len(said))
+
+    def _after(self, messages: Sequence[Message], asked: str, whole: str) -> str:
+        """Return the response with its end, to follow an ``asked`` that the template does not write in a whole chat.
+
+        Some templates open a thought in ``asked`` and cut thoughts out of responses; some write the system message only
+        while they ask.
+        """
+        probed = [*messages[:-2], {**messages[-2], "content": _PROBE.format(1)}]
+        answered = [*probed, _response(_PROBE.format(2))]
+        header = self.render(answered).partition(_PROBE.format(1))[2].partition(_PROBE.format(2))[0].rstrip(" ")
+        opened = self._asked(probed).partition(_PROBE.format(1))[2]
+        before = self.render([*messages[:-1], _response(_PROBE.format(2))]).partition(_PROBE.format(2))[0].rstrip(" ")
+        if not opened.startswith(header) or not whole.startswith(before):
+            raise RewrittenTurnsError(
+                "the base's chat template writes earlier turns anew as a conversation goes on: it asks for a response "
+                f"with {opened[-40:]!r} and writes it after {header[-40:]!r}; give a base whose template agrees"
+            )
+        response = whole[len(before) :]
+        if _THINK not in opened.rpartition(_END_THINK)[2]:
+            return response
+        if response.lstrip().startswith(_THINK):
+            return response.lstrip().removeprefix(_THINK).lstrip("\n")
+        content = messages[-1]["content"].lstrip()
+        thought, ended, answer = content.removeprefix(_THINK).lstrip("\n").rpartition(_END_THINK)
+        space = answer[: len(answer) - len(answer.lstrip())] if ended else "\n\n"
+        opening = thought if ended else "\n"
+        return f"{opening}{_END_THINK}{space}{response.lstrip()}"
+
+    # ------------------------------------------------------------ what a template leaves out
+
+    def _check_written(self, messages: Sequence[Message], text: str) -> None:
+        """Check that a text holds every message and the tools; the last response of a conversation is none of them.
+
+        Raises:
+            DataError: a message is not in it, with its role.
+        """
+        if not self.own:
+            return
+        flat, dropped = _flat(text), self._dropped(messages)
+        for number, message in enumerate(messages):
+            content = message["content"]
+            kept = content.rpartition(_END_THINK)[2] if message["role"] == ASSISTANT else content
+            lost = content if number in dropped else _lost(kept, flat)
+            if lost.strip():
+                raise _left_out(messages, number, lost)
+        for tool in (messages[0].get("tools") if messages else None) or ():
+            name = str((tool.get("function") or tool).get("name", ""))
+            if _lost(name, flat):
+                raise DataError(
+                    f"the base's chat template leaves out the tools ({name}); give a base whose template writes tools, "
+                    "or leave out tools"
+                )
+
+    def _dropped(self, messages: Sequence[Message]) -> frozenset[int]:
+        """The numbers of messages whose roles the template does not write."""
+        key = tuple((message["role"], bool(message["content"].strip())) for message in messages)
+        calls = any(message.get("tool_calls") for message in messages)
+        if calls or key not in self._dropped_of:
+            probed = [
+                {**message, "content": _PROBE.format(number)} if has_text else message
+                for number, (message, (_, has_text)) in enumerate(zip(messages, key, strict=True))
+            ]
+            try:
+                text = self.render(probed, asks=True)
+            except DataError:  # the template looks at contents, so probes say nothing
+                return frozenset()
+            found = frozenset(
+                number for number, (_, has_text) in enumerate(key) if has_text and _PROBE.format(number) not in text
+            )
+            if calls:
+                return found
+            self._dropped_of[key] = found
+        return self._dropped_of[key]
+
+    @cached_property
+    def _dropped_of(self) -> dict[tuple[tuple[str, bool], ...], frozenset[int]]:
+        return {}
+
+    def _with_calls(self, messages: list[Message]) -> tuple[list[Message], frozenset[int]]:
+        """Messages with tool calls as the template writes them, and the numbers of those that it never does.
+
+        Templates differ in whether they take the arguments of a call as a mapping or as its JSON.
+        """
+        calling = [number for number, message in enumerate(messages) if message.get("tool_calls")]
+        found, refusal = list[tuple[list[Message], frozenset[int]]](), None
+        for encodes in (False, True) if calling else ():
+            spelt = [_with_arguments(message, encodes) for message in messages]
+            try:
+                flat = _flat(self.render(spelt))
+            except DataError as error:
+                refusal = error
+                continue
+            found.append((spelt, frozenset(number for number in calling if not _writes(messages[number], flat))))
+        if refusal is not None and not found:
+            raise refusal
+        return min(found, key=lambda one: len(one[1]), default=(messages, frozenset()))
 
     # ------------------------------------------------------------ special tokens that are spelt out
 
@@ -187,7 +448,7 @@ class ChatTemplate:
     def _borders(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, [*self._special.values(), _OPEN])))
 
-    def _hide(self, messages: Sequence[Message]) -> tuple[list[dict[str, str]], list[str]]:
+    def _hide(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
         """Messages without special tokens, and the texts that stand for those in the order of their numbers."""
         spelt: list[str] = []
 
@@ -195,19 +456,30 @@ class ChatTemplate:
             spelt.append(found[0])
             return f"{_OPEN}{len(spelt) - 1}{_CLOSE}"
 
-        return [{**message, "content": self._borders.sub(hide, message["content"])} for message in messages], spelt
+        def hidden(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._borders.sub(hide, value)
+            if isinstance(value, Mapping):
+                return {key: hidden(one) for key, one in value.items()}
+            return [hidden(one) for one in value] if isinstance(value, list | tuple) else value
 
-    def _tokens(self, text: str, spelt: Sequence[str]) -> list[tuple[int, int, int]]:
-        """Every token of a text, and where in it it begins and ends."""
+        return [
+            {**hidden({**message, "content": message["content"] or ""}), "role": message["role"]}
+            for message in messages
+        ], spelt
+
+    def _tokens(self, text: str, spelt: Sequence[str], cuts: Sequence[int] = ()) -> list[tuple[int, int, int]]:
+        """Every token of a text, and where in it it begins and ends; none lies across one of the ``cuts``."""
         tokens, at = [], 0
-        for number, piece in enumerate(re.split(f"{_OPEN}(\\d+){_CLOSE}", text)):
-            plain, width = number % 2 == 1, len(piece) + 2 * (number % 2)
-            ids, places = self._piece(spelt[int(piece)] if plain else piece, plain=plain)
-            tokens += [
-                (token, at, at + width) if plain else (token, at + start, at + stop)
-                for token, (start, stop) in zip(ids, places, strict=True)
-            ]
-            at += width
+        for first, last in pairwise([0, *cuts, len(text)]):
+            for number, piece in enumerate(re.split(f"{_OPEN}(\\d+){_CLOSE}", text[first:last])):
+                plain, width = number % 2 == 1, len(piece) + 2 * (number % 2)
+                ids, places = self._piece(spelt[int(piece)] if plain else piece, plain=plain)
+                tokens += [
+                    (token, at, at + width) if plain else (token, at + start, at + stop)
+                    for token, (start, stop) in zip(ids, places, strict=True)
+                ]
+                at += width
         return tokens
 
     def _piece(self, text: str, *, plain: bool) -> tuple[list[int], list[tuple[int, int]]]:
@@ -224,7 +496,69 @@ class ChatTemplate:
         return encoded["input_ids"], encoded["offset_mapping"]
 
 
+def _response(content: str) -> Message:
+    return {"role": ASSISTANT, "content": content}
+
+
 def _common(first: str, second: str) -> int:
     """How many characters two texts begin with alike."""
     pairs = zip(first, second, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def _spell(text: str, spelt: Sequence[str]) -> str:
+    """The text with its special tokens spelt out again."""
+    return re.sub(f"{_OPEN}(\\d+){_CLOSE}", lambda found: spelt[int(found[1])], text)
+
+
+def _flat(text: str) -> str:
+    """The text without white space, which templates trim and add."""
+    return "".join(text.split())
+
+
+def _lost(content: str, text: str, *, thoughts: bool = False) -> str:
+    """The first part of a content that a text lacks, as it is or as JSON; ``thoughts`` may be written apart."""
+    flat = _flat(text)
+    for part in re.split("</?think>", content) if thoughts else [content]:
+        if _flat(part) not in flat and _flat(json.dumps(part, ensure_ascii=False)[1:-1]) not in flat:
+            return part
+    return ""
+
+
+def _left_out(messages: Sequence[Message], number: int, lost: str) -> DataError:
+    role, shown = messages[number]["role"], " ".join(lost.split())
+    return DataError(
+        f"the base's chat template leaves out the {role} message (messages[{number}]: {shown!r:.60}); give a base "
+        f"whose template writes the role {role} in this place, or leave the message out"
+    )
+
+
+def _with_arguments(message: Message, encodes: bool) -> Message:
+    """A message whose tool calls have their arguments as JSON, if ``encodes``."""
+    if not encodes or not message.get("tool_calls"):
+        return message
+    calls = [
+        call
+        if isinstance(arguments := call["function"].get("arguments"), str)
+        else {**call, "function": {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _writes(message: Message, flat: str) -> bool:
+    """Check that a text holds the names and arguments of all tool calls of a message."""
+    return not any(
+        _lost(text, flat)
+        for call in message["tool_calls"]
+        for text in (call["function"]["name"], *_texts(call["function"].get("arguments")))
+    )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts within a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(one)

@@ -186,7 +186,7 @@ class ConversationTurns(_OfLanguage, Turns[UserConversations]):
 
     def end(self) -> tuple[dict[str, Any], list[str]]:
         """How many conversations were too long, and whose are trained on that are held out."""
-        return {}, [*filter(None, [self.encoder.told]), *self.overlapping()]
+        return {}, [*self.encoder.notes, *self.overlapping()]
 
 
 def _no_text(value: Any) -> dict[str, str]:

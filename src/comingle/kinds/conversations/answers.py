@@ -125,12 +125,14 @@ def _tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[li
 def as_answers(
     encoded: Sequence[Encoded], *, limit: int, measures: Sequence[str], ends: Sequence[int], prompts: bool = False
 ) -> Answers:
-    """The conversations as windows; with ``prompts`` the loss is on all of their tokens."""
+    """Return the conversations as windows; with ``prompts`` the loss is on all of their tokens but masked responses."""
     width = max((len(one) for one in encoded), default=2)
     windows = torch.full((len(encoded), width), PAD, dtype=torch.int64)
     for row, one in zip(windows, encoded, strict=True):
         tokens = torch.tensor(one.tokens)
         row[: len(one)] = tokens if prompts else hide(tokens)
+        for start, stop in one.masked or ():
+            row[start:stop] = hide(tokens[start:stop])
         for start, stop in one.responses:
             row[start:stop] = tokens[start:stop]
     starts = [(number, start) for number, one in enumerate(encoded) for start, _ in one.responses]

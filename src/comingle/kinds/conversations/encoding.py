@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -33,8 +34,8 @@ def encode_users(
     """
     encoder = Encoder(data, tokenizer, context)
     encoded = [encoder.encode(user) for user in users]
-    if encoder.told:
-        logger.warning("%s", encoder.told)
+    for note in encoder.notes:
+        logger.warning("%s", note)
     return encoded
 
 
@@ -60,6 +61,13 @@ class Encoder:
         longer = f"{cut + out} of {self.counts['all']} conversations are longer than {self.context} tokens"
         return f"{longer} (training.context): {cut} cut at whole turns, {out} left out" if cut + out else ""
 
+    @property
+    def notes(self) -> list[str]:
+        """Warnings about all users: conversations that were too long, and tool calls that the template leaves out."""
+        calls = self.counts["calls"]
+        lost = f"{calls} responses call tools, which the base's chat template does not write; they carry no loss"
+        return [*filter(None, [self.told, lost if calls else ""])]
+
 
 def _encode_user(
     data: ConversationsSection,
@@ -73,7 +81,8 @@ def _encode_user(
         split: [
             fitting
             for placed in getattr(user, split)
-            if (fitting := _fit(_encode(user.name, placed, template), context, data.too_long == "cut", counts))
+            for encoded in _encode(data, user.name, placed, template, counts)
+            if (fitting := _fit(encoded, context, data.too_long == "cut", counts))
         ]
         for split in SPLITS
     }
@@ -91,12 +100,21 @@ def _encode_user(
     return UserAnswers(name=user.name, train=train, valid=valid, test=test)
 
 
-def _encode(name: str, placed: Placed, template: ChatTemplate) -> Encoded:
+def _encode(
+    data: ConversationsSection, name: str, placed: Placed, template: ChatTemplate, counts: Counter[str]
+) -> list[Encoded]:
     where, messages = placed
     try:
-        return template.encode(messages)
+        encoded = template.encode_turns(messages)
+        if data.loss_on == "all" and (len(encoded) > 1 or any(one.masked is None for one in encoded)):
+            raise DataError(
+                "data.loss_on: got all, and the base's chat template writes earlier turns anew as a conversation goes "
+                "on; allowed: responses"
+            )
     except DataError as error:
         raise DataError(f"user {name!r}: {where}: {error}") from None
+    counts["calls"] += sum(one.unwritten_calls for one in encoded)
+    return encoded
 
 
 def _fit(encoded: Encoded, context: int, cuts: bool, counts: Counter[str]) -> Encoded | None:
@@ -109,7 +127,8 @@ def _fit(encoded: Encoded, context: int, cuts: bool, counts: Counter[str]) -> En
     if not kept:
         return None
     tokens, references = encoded.tokens[: kept[-1][1]], encoded.references[: len(kept)]
-    return Encoded(tokens=tokens, responses=tuple(kept), references=references)
+    masked = tuple(span for span in encoded.masked or () if span[1] <= len(tokens))
+    return replace(encoded, tokens=tokens, responses=tuple(kept), references=references, masked=masked)
 
 
 def find_small(users: Sequence[Any], *, needs_validation: bool) -> dict[str, str]:
