@@ -24,7 +24,7 @@ from comingle.errors import RunError
 from comingle.federation.node import Node
 from comingle.federation.public import tokens_of
 from comingle.federation.running import Plan, coordinate, has_ended
-from comingle.federation.tasks import Answer, unpack_answer, unpack_task
+from comingle.federation.tasks import Answer, Task, unpack_answer, unpack_task
 from comingle.models import base, digests
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack
@@ -304,6 +304,100 @@ def test_a_user_who_cannot_join_is_not_waited_for(tmp_path: Path, caplog: pytest
     assert time.monotonic() - began < 30
     assert len([r for r in caplog.records if "expects base another" in r.getMessage()]) <= 2
     assert_same_end_without(channel, reference, "bob")
+
+
+class Hanging(Direct):
+    """A worker that hangs: from some moment Bob stays connected and answers nothing; the others answer at once.
+
+    As a channel that waits does, it follows the requests while it waits.
+    """
+
+    def __init__(self, nodes: Mapping[str, Node], hangs: Callable[[Task], bool]):
+        super().__init__(nodes)
+        self.hangs = hangs
+
+    def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
+        until, sent = time.monotonic() + timeout, dict[str, bytes]()
+        while time.monotonic() < until:
+            due = dict(requests)
+            for name, task in due.items():
+                if sent.get(name) is not task and not (name == "bob" and self.hangs(unpack_task(task))):
+                    sent[name] = task
+                    yield from super().exchange({name: task}, timeout=timeout)
+            if not set(requests) - sent.keys():
+                return
+            time.sleep(0.02)
+        for name in set(requests) - sent.keys():
+            yield name, f"no reply within {timeout:g} s"
+
+
+@pytest.mark.parametrize("step", ["join", "train"])
+def test_a_worker_that_hangs_holds_up_nobody_else(step: str, tmp_path: Path) -> None:
+    """Hanging in its join or in a task, Bob is missing; whoever has answered counts."""
+    content, patience = tiny(tmp_path, "fedavg", users=3, training__rounds=3), Patience(min_participants=2)
+    patience = replace(patience, round_timeout=2.0, join_timeout=5.0)
+    plan, nodes = started(content, tmp_path / "hanging", patience)
+    channel = Hanging(nodes, lambda task: step in task.todo)
+    coordinate(plan, channel, tmp_path / "hanging" / "server")
+    assert_same_end_without(channel, with_members(tmp_path, OTHERS, OTHERS, OTHERS), "bob")
+
+
+def test_a_user_who_refuses_may_be_repaired_while_too_few_have_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("comingle.federation.coordinator._REFUSED_SECONDS", 0.1)
+    content, patience = tiny(tmp_path, "fedavg", users=2), Patience(min_participants=2, join_timeout=60)
+    plan, nodes = started(content, tmp_path / "repaired", patience)
+    honest = nodes["bob"]
+    wrong = Node(tmp_path / "bob", honest.own.model_copy(update={"expects": {"base": "another"}}))
+    refusals = 0
+
+    class Repaired(Direct):
+        def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
+            nonlocal refusals
+            for name, answer in super().exchange(requests, timeout=timeout):
+                if name == "bob" and self.nodes["bob"] is wrong:
+                    refusals += 1
+                    self.nodes["bob"] = wrong if refusals < 2 else honest
+                yield name, answer
+
+    channel = Repaired(nodes | {"bob": wrong})
+    metrics = coordinate(plan, channel, tmp_path / "repaired" / "server")
+    assert refusals == 2
+    assert sorted(metrics["users"]) == ["ann", "bob"]
+
+
+def test_too_few_because_of_a_refusal_says_who_refused_and_why(tmp_path: Path) -> None:
+    content, patience = tiny(tmp_path, "fedavg", users=2), Patience(min_participants=2, join_timeout=0.3)
+    plan, nodes = started(content, tmp_path / "refused", patience)
+    nodes["bob"] = Node(tmp_path / "bob", nodes["bob"].own.model_copy(update={"expects": {"base": "another"}}))
+    began = time.monotonic()
+    with pytest.raises(RunError, match=r"^1 of 2 users have joined; needed: 2; .*0.3 s; user 'bob': expects base"):
+        coordinate(plan, Direct(nodes), tmp_path / "refused" / "server")
+    assert time.monotonic() - began < 30
+
+
+def test_users_who_have_come_and_are_loading_are_waited_for_beyond_the_time(tmp_path: Path) -> None:
+    """Each loads for longer than join_timeout."""
+    content, patience = tiny(tmp_path, "fedavg", users=3), Patience(min_participants=3, join_timeout=0.5)
+    plan, nodes = started(content, tmp_path / "loading", patience)
+    ready: dict[str, float] = {}
+
+    class Loading(Direct):
+        def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
+            until = time.monotonic() + timeout
+            due = dict(requests)
+            for name in due:
+                ready.setdefault(name, time.monotonic() + 1.5)
+            while waiting := due.keys() - {name for name in due if time.monotonic() > ready[name]}:
+                if time.monotonic() > until:
+                    yield from ((name, f"no reply within {timeout:g} s") for name in sorted(waiting))
+                    return
+                time.sleep(0.02)
+            yield from super().exchange(due, timeout=timeout)
+
+    metrics = coordinate(plan, Loading(nodes), tmp_path / "loading" / "server")
+    assert sorted(metrics["users"]) == ["ann", "bob", "cem"]
 
 
 def test_a_user_who_has_lost_its_last_task_takes_part_again(tmp_path: Path) -> None:

@@ -143,6 +143,38 @@ def test_who_does_not_answer_in_time_holds_nobody_up(grid: LocalGrid, tmp_path: 
     assert time.monotonic() - began < 4
 
 
+def test_requests_that_become_due_meanwhile_are_sent_and_those_that_are_gone_are_not_waited_for(
+    grid: LocalGrid, tmp_path: Path
+) -> None:
+    join(grid, tmp_path, "ada")
+    join(grid, tmp_path, "bob", lambda *_: time.sleep(30) or b"")
+    channel, began = GridChannel(grid, lambda line: None), time.monotonic()
+    channel.present()
+    requests, got = {"ada": b"join", "bob": b"join"}, list[tuple[str, bytes | str]]()
+    for name, reply in channel.exchange(requests, timeout=20):
+        got.append((name, reply))
+        if reply == b"ada: JOIN":
+            requests["ada"] = b"task"
+        else:
+            requests.clear()
+    assert got == [("ada", b"ada: JOIN"), ("ada", b"ada: TASK")]
+    assert time.monotonic() - began < 15
+
+
+def test_a_node_that_never_says_its_name_is_not_waited_for_again_and_again(grid: LocalGrid, tmp_path: Path) -> None:
+    join(grid, tmp_path, "ada")
+    silent = grid.join(make_client_app(shout), name="bob", state=str(tmp_path / "bob"))
+    grid._deliver, deliver = (
+        lambda name, number, message: number == silent or deliver(name, number, message),
+        grid._deliver,
+    )  # type: ignore[method-assign]
+    channel = GridChannel(grid, lambda line: None, patience=1.0)
+    assert list(channel.present()) == ["ada"]
+    began = time.monotonic()
+    assert list(channel.present()) == ["ada"]
+    assert time.monotonic() - began < 0.8
+
+
 def test_a_reply_to_an_older_request_is_never_yielded(grid: LocalGrid, tmp_path: Path) -> None:
     def slow(user: User, request: bytes, timeout: float) -> bytes:
         time.sleep(2 if request == b"first" else 0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -35,7 +35,14 @@ AN_EVENT = {"is_an_event": True}
 
 _JOIN = ("join",)
 AGAIN_SECONDS = 1.0
-"""So long is waited before somebody who failed, or is not there, is asked again."""
+"""Pause before a user who failed, or is absent, is asked again."""
+_REFUSED_SECONDS = 5.0
+"""Pause before a user who has refused to join is asked again, while too few have joined."""
+_REMIND_SECONDS, _REMINDER_SECONDS = 60.0, 10.0
+"""How often a user whose join timed out is asked again while it stays connected, and how long a round then waits."""
+_LOADING_TIMEOUTS = 10
+"""Users who have come and are still loading are waited for up to so many times ``join_timeout``."""
+_REASONS = 3
 
 
 @dataclass(kw_only=True)
@@ -59,7 +66,11 @@ class Coordinator:
     versions: dict[str, int] = field(default_factory=dict)
     verdicts: dict[str, Download] = field(default_factory=dict)
     away: set[str] = field(default_factory=set)
-    """Who was waited for in vain, and is not waited for again before it is there."""
+    """Users who were waited for in vain. They are not waited for again before they return, or have joined."""
+    seen: set[str] = field(default_factory=set)
+    """Users who were present when the channel was last asked."""
+    join_asked: dict[str, float] = field(default_factory=dict)
+    """When each user was last asked to join, in seconds of the monotonic clock."""
     joined: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     examples: dict[str, int] = field(default_factory=dict)
     """How many examples each user has, where privacy hides each of them."""
@@ -87,20 +98,23 @@ class Coordinator:
     # ---------------------------------------------------------------- asking
 
     def join(self) -> None:
-        """Tell everybody what the federation is about; wait for all of them, or for enough.
+        """Tell all users what the federation is about; wait for all of them, or for enough.
+
+        ``network.join_timeout`` counts from the last user who came or joined. Users who have come and are still
+        loading are waited for beyond that. A user who refuses is waited for only while too few have joined.
 
         Raises:
             RunError: too few take part; says why.
         """
-        tasks = {name: self._task(name, _JOIN, serial=0, about=self._about) for name in self.public.users}
-        for name, answer in self._exchange(tasks, self.patience.join_timeout).items():
-            self._welcome(name, answer)
+        _Exchange(self, self.public.users, self.patience.join_timeout).run()
         if len(self.joined) < self.patience.min_participants:
             there = f"{len(self.joined)} of {len(self.public.users)} users have joined"
             waits = f"network.join_timeout is {self.patience.join_timeout:g} s"
-            raise RunError(f"{there}; needed: {self.patience.min_participants}; {waits}")
+            reasons = "".join(f"; {why}" for why in list(self.refusing.values())[:_REASONS])
+            raise RunError(f"{there}; needed: {self.patience.min_participants}; {waits}{reasons}")
 
-    def _welcome(self, name: str, answer: Answer) -> None:
+    def welcome(self, name: str, answer: Answer) -> None:
+        """Note a user who has joined, and where it is in the run."""
         self.joined[name] = answer.told
         if isinstance(self.server.guard, Ledger):
             self.examples[name] = int(answer.told.get("examples", 0))
@@ -137,12 +151,14 @@ class Coordinator:
         Steps that nobody can take without a download of the newest version begin with "receive". ``messages`` are what
         other steps need.
         """
-        self._admit(set(steps) & set(self.channel.present()), self.patience.round_timeout, {})
-        tasks = {
-            name: self._with_messages(name, todo, number, about or {}, [messages[name]] if name in messages else [])
-            for name, todo in steps.items()
-        }
-        answers = self._exchange(tasks, self.patience.round_timeout if seconds is None else seconds)
+
+        def task_of(name: str) -> Task:
+            more = [messages[name]] if name in messages else []
+            return self._with_messages(name, steps[name], number, about or {}, more)
+
+        timeout = self.patience.round_timeout if seconds is None else seconds
+        exchange = _Exchange(self, list(steps), timeout, task_of)
+        answers, tasks = exchange.run(), exchange.tasks
         for name in answers:
             task = tasks[name]
             self.serials[name] = task.serial
@@ -187,73 +203,14 @@ class Coordinator:
         about = {**about, "local_steps": self.local_steps} if self.local_steps else about
         return Task(run=self.run, serial=serial, user=name, todo=todo, round=number, about=about, messages=messages)
 
-    # ---------------------------------------------------------------- waiting
+    # ---------------------------------------------------------------- answers
 
-    def _exchange(self, tasks: Mapping[str, Task], seconds: float) -> dict[str, Answer]:
-        """The answers that come in time. Who fails is asked again until then, once it is there."""
-        packed = {name: task.pack() for name, task in tasks.items()}
-        answers: dict[str, Answer] = {}
-        failed: dict[str, str] = {}
-        ends, pending = time.monotonic() + seconds, set(tasks)
-        while pending:
-            here = pending & set(self.channel.present())
-            if any(tasks[name].todo != _JOIN for name in here):
-                self._admit(here, max(0.0, ends - time.monotonic()), failed)
-                pending -= self.refusing.keys()
-                here &= self.joined.keys()
-            self.away -= here
-            left = max(0.0, ends - time.monotonic())
-            for name, got in self.channel.exchange({n: packed[n] for n in sorted(here)}, timeout=left):
-                answer = self._understood(name, tasks[name], got)
-                if isinstance(answer, str):  # it did not get there, or back
-                    self._complain(failed, name, answer)
-                    continue
-                pending.discard(name)
-                if answer.refused:
-                    self.joined.pop(name, None)  # it is told what all is about again, and may say how far it is
-                    self._complain(failed, name, answer.refused, gone=True)
-                    continue
-                answers[name] = answer
-                self.observe(
-                    {
-                        "event": "step",
-                        "advance": 1,
-                        "round": tasks[name].round + 1,
-                        "user": name,
-                        "upload_bytes": _length(answer),
-                        "download_bytes": _length(tasks[name]),
-                    }
-                )
-            if not pending - self.away or time.monotonic() + AGAIN_SECONDS > ends:
-                break
-            if pending:
-                time.sleep(AGAIN_SECONDS)
-        for name in sorted(pending):
-            if name not in self.away:
-                self._complain(failed, name, failed.get(name, f"no answer in {seconds:g} s"), gone=True)
-            self.away.add(name)
-        return answers
+    def join_task(self, name: str) -> Task:
+        """The task that tells a user what the federation is about."""
+        return self._task(name, _JOIN, serial=0, about={"public": self.public.as_dict()})
 
-    def _admit(self, here: Collection[str], seconds: float, failed: dict[str, str]) -> None:
-        """Tell those of some users what the federation is about who have not joined."""
-        seconds = min(seconds, self.patience.join_timeout)
-        joins = {name: self._task(name, _JOIN, serial=0, about=self._about) for name in here if name not in self.joined}
-        packed = {name: task.pack() for name, task in joins.items()}
-        for name, got in self.channel.exchange(packed, timeout=seconds) if joins else ():
-            answer = self._understood(name, joins[name], got)
-            if isinstance(answer, str):
-                self._complain(failed, name, answer)
-            elif answer.refused:
-                self._complain(self.refusing, name, answer.refused)
-            else:
-                self.refusing.pop(name, None)
-                self._welcome(name, answer)
-
-    @property
-    def _about(self) -> dict[str, Any]:
-        return {"public": self.public.as_dict()}
-
-    def _understood(self, name: str, task: Task, got: bytes | str) -> Answer | str:
+    def read_answer(self, name: str, task: Task, got: bytes | str) -> Answer | str:
+        """Return a user's answer to a task, or one line that says what is wrong with it."""
         if isinstance(got, str):
             return got
         try:
@@ -268,13 +225,202 @@ class Coordinator:
             return f"answers task {answer.serial} of run {of!r} as {user!r}; asked was task {task.serial}"
         return answer
 
-    def _complain(self, failed: dict[str, str], name: str, why: str, *, gone: bool = False) -> None:
-        """Once for each reason."""
+    def complain(self, failed: dict[str, str], name: str, why: str, *, gone: bool = False) -> None:
+        """Log why a user failed, once for each reason."""
         if gone or failed.get(name) != why:
             logger.warning("user %r: %s", name, f"{why}; the others go on" if gone else why, extra=AN_EVENT)
         if failed.get(name) != why:
             self.observe({"event": "failed", "user": name, "reason": why})
         failed[name] = why
+
+
+class _Exchange:
+    """Tasks for some users, and their answers until the time is over.
+
+    A user who has not joined is asked to join first, while the others work on their tasks: no user waits for another.
+    Without ``task_of`` users are asked to join and nothing else.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        users: Sequence[str],
+        seconds: float,
+        task_of: Callable[[str], Task] | None = None,
+    ):
+        self.coordinator, self.seconds, self.task_of = coordinator, seconds, task_of
+        self.pending, self.tasks, self.answers = set(users), dict[str, Task](), dict[str, Answer]()
+        self._began = time.monotonic()
+        self._ends = self._began + seconds
+        self._packed: dict[str, bytes] = {}
+        self._asked: dict[str, float] = {}  # joins of this exchange
+        self._paused: dict[str, float] = {}  # until when a user who failed is not asked
+        self._failed: dict[str, str] = {}  # as it was logged
+        self._reasons: dict[str, str] = {}
+
+    def run(self) -> dict[str, Answer]:
+        """Return the answers that arrive in time. A user who fails is asked again until then."""
+        while self.pending:
+            due = _Due(self._due)
+            for name, got in self.coordinator.channel.exchange(due, timeout=self._left()):
+                self._take(name, got)
+            if not self._awaited() or not self._goes_on():
+                break
+            time.sleep(AGAIN_SECONDS)
+        for name in sorted(self.pending):
+            if name not in self.coordinator.away and name not in self.coordinator.refusing:
+                why = self._reasons.get(name, f"no answer in {self.seconds:g} s")
+                self.coordinator.complain(self._failed, name, why, gone=True)
+            self.coordinator.away.add(name)
+        return self.answers
+
+    def _left(self) -> float:
+        return max(0.0, self._ends - time.monotonic())
+
+    def _goes_on(self) -> bool:
+        """Whether there is time for another try; extends the time for users who are still loading."""
+        now, timeout = time.monotonic(), self.seconds
+        if self.task_of is None and now + AGAIN_SECONDS > self._ends:
+            loading = {name for name in self._asked if name in self.pending and name in self.coordinator.seen}
+            loading -= self._failed.keys() | self.coordinator.refusing.keys()
+            enough = len(self.coordinator.joined) + len(loading) >= self.coordinator.patience.min_participants
+            if loading and enough and now < self._began + _LOADING_TIMEOUTS * timeout:
+                logger.warning("still waiting for %s, who have come and are loading", ", ".join(sorted(loading)))
+                self._ends = now + timeout
+        return now + AGAIN_SECONDS <= self._ends
+
+    def _awaited(self) -> set[str]:
+        """Users for whose answers the exchange waits."""
+        coordinator = self.coordinator
+        awaited = self.pending - coordinator.away
+        if len(coordinator.joined) >= coordinator.patience.min_participants:
+            awaited -= coordinator.refusing.keys()
+        return awaited
+
+    # ---------------------------------------------------------------- what to ask
+
+    def _due(self) -> dict[str, bytes]:
+        """Return the request of each user who is present and is to be asked, or still works on its answer."""
+        coordinator, now = self.coordinator, time.monotonic()
+        present = set(coordinator.channel.present())
+        came, here = present - coordinator.seen, present & self.pending
+        coordinator.seen = present
+        coordinator.away -= came | (here & coordinator.joined.keys())
+        for name in came & self.pending:
+            coordinator.refusing.pop(name, None)
+            self._paused.pop(name, None)
+        if came and self.task_of is None:
+            self._ends = max(self._ends, now + self.seconds)
+        return {
+            name: self._request(name)
+            for name in sorted(here)
+            if self._paused.get(name, 0.0) <= now and (name in coordinator.joined or self._may_join(name, now))
+        }
+
+    def _request(self, name: str) -> bytes:
+        if self.task_of is None or name not in self.coordinator.joined:
+            if name not in self._asked:
+                self._asked[name] = self.coordinator.join_asked[name] = time.monotonic()
+                self._packed[name] = self.coordinator.join_task(name).pack()
+        elif name not in self.tasks:
+            self.tasks[name] = self.task_of(name)
+            self._packed[name] = self.tasks[name].pack()
+        return self._packed[name]
+
+    def _may_join(self, name: str, now: float) -> bool:
+        """Whether a user is asked to join, or its answer to that is waited for; a round does not wait long for it."""
+        coordinator = self.coordinator
+        if self.task_of is None:
+            return True
+        away = name in coordinator.away
+        if name not in self._asked:
+            return not away or now - coordinator.join_asked.get(name, -_REMIND_SECONDS) >= _REMIND_SECONDS
+        patience = _REMINDER_SECONDS if away else coordinator.patience.join_timeout
+        if now - self._asked[name] <= patience:
+            return True
+        if not away:
+            why = f"has not joined in {patience:g} s"
+            coordinator.complain(self._failed, name, why, gone=True)
+            coordinator.away.add(name)
+        return False
+
+    # ---------------------------------------------------------------- what was answered
+
+    def _take(self, name: str, got: bytes | str) -> None:
+        """Take a user's reply, or the line that says why there is none."""
+        coordinator = self.coordinator
+        if name not in self.pending:
+            return
+        joins = name not in self.tasks
+        task = coordinator.join_task(name) if joins else self.tasks[name]
+        answer = coordinator.read_answer(name, task, got)
+        if isinstance(answer, str):  # the request did not get there, or the reply not back
+            self._reasons[name] = answer
+            if self._left():
+                self._pause(name, AGAIN_SECONDS)
+                coordinator.complain(self._failed, name, answer)
+            return
+        self._failed.pop(name, None)
+        if joins:
+            self._take_join(name, answer)
+        elif answer.refused:
+            self.pending.discard(name)
+            coordinator.joined.pop(name, None)  # it is told what the federation is about again, and says how far it is
+            coordinator.complain(self._failed, name, answer.refused, gone=True)
+        else:
+            self._finish(name, task, answer)
+
+    def _take_join(self, name: str, answer: Answer) -> None:
+        coordinator = self.coordinator
+        if answer.refused:
+            coordinator.complain(coordinator.refusing, name, answer.refused)
+            self._pause(name, _REFUSED_SECONDS)
+            if self.task_of is not None:
+                self.pending.discard(name)
+                coordinator.away.add(name)
+            return
+        coordinator.refusing.pop(name, None)
+        coordinator.away.discard(name)
+        coordinator.welcome(name, answer)
+        if self.task_of is None:
+            self._ends = max(self._ends, time.monotonic() + self.seconds)
+            self._finish(name, coordinator.join_task(name), answer)
+
+    def _finish(self, name: str, task: Task, answer: Answer) -> None:
+        self.pending.discard(name)
+        self.answers[name] = answer
+        self.coordinator.observe(
+            {
+                "event": "step",
+                "advance": 1,
+                "round": task.round + 1,
+                "user": name,
+                "upload_bytes": _length(answer),
+                "download_bytes": _length(task),
+            }
+        )
+
+    def _pause(self, name: str, seconds: float) -> None:
+        self._paused[name] = time.monotonic() + seconds
+        self._asked.pop(name, None)
+
+
+class _Due(Mapping[str, bytes]):
+    """The requests that are due, looked up again at each iteration; those that were due once stay readable."""
+
+    def __init__(self, look: Callable[[], dict[str, bytes]]):
+        self._look, self._known = look, dict[str, bytes]()
+
+    def __getitem__(self, name: str) -> bytes:
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        due = self._look()
+        self._known |= due
+        return iter(list(due))
+
+    def __len__(self) -> int:
+        return len(self._look())
 
 
 def _length(said: Task | Answer) -> int:

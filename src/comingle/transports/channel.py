@@ -15,9 +15,10 @@ class Channel(Protocol):
         ...
 
     def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
-        """Sends each user its request; yields ``(name, reply)`` as they come in, or ``(name, why it failed)``.
+        """Send each user its request; yield ``(name, reply)`` as replies arrive, or ``(name, why it failed)``.
 
-        Ends when all have answered or failed, or when ``timeout`` seconds are over. Why something failed is one line.
-        A reply to an older request is never yielded.
+        Ends when all have answered or failed, or when ``timeout`` seconds are over. The reason of a failure is one
+        line. A reply to an older request is never yielded. ``requests`` may change meanwhile: a channel that waits
+        sends requests that are new in it, and no longer waits for those that are gone.
         """
         ...

@@ -19,15 +19,16 @@ _ACCIDENTS = 3
 """So often a request is sent to a user whose worker, SuperNode or connection breaks while it answers."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Parcel:
-    """A request on its way: to which node it went, since when its user cannot be reached, how often it went wrong."""
+    """A request on its way: its node, since when its user cannot be reached, how often it went wrong."""
 
     request: bytes
     node: Node | None = None
     alone_since: float | None = None
     accidents: int = 0
     line: str = "has not come"
+    done: bool = False
 
 
 class GridChannel:
@@ -48,42 +49,57 @@ class GridChannel:
         self._post = Post(grid)
         self._roster = Roster(grid, self._post, say, allowed=allowed)
         self._patience, self._grace = patience, grace
+        self._waits = True
 
     def present(self) -> Sequence[str]:
         """Names of the users who can be reached now; waits some seconds for those who have just come."""
         until = time.monotonic() + self._patience
         self._roster.look()
-        while self._roster.waiting and time.monotonic() < until:
+        while self._waits and self._roster.waiting(self._patience) and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
             self._roster.look()
         return sorted(self._roster.nodes)
 
     def exchange(self, requests: Mapping[str, bytes], *, timeout: float) -> Iterator[tuple[str, bytes | str]]:
-        """Sends each user its request; yields replies, or why there is none, as they come in, for ``timeout`` s."""
+        """Send each user its request; yield replies, or why there is none, as they arrive, for ``timeout`` seconds."""
         until = time.monotonic() + timeout
-        replies: queue.SimpleQueue[tuple[tuple[str, Node], Message | Late]] = queue.SimpleQueue()
-        parcels = {name: _Parcel(request) for name, request in requests.items()}
-        while parcels and (left := until - time.monotonic()) > 0:
-            self._roster.look()
-            for name in list(parcels):
-                if (line := self._lost(parcels[name])) is not None:
-                    del parcels[name]
-                    yield name, line
-                else:
-                    self._forward(name, parcels[name], left, replies)
-            try:
-                (name, node), reply = replies.get(timeout=min(_LOOK_SECONDS, left))
-            except queue.Empty:
-                continue
-            parcel = parcels.get(name)
-            if parcel is None or parcel.node != node:
-                continue  # of a node that has been started again since
-            answer = _answer(parcel, reply)
-            if answer is not None:
-                del parcels[name]
-                yield name, answer
-        for name in parcels:
+        replies: queue.SimpleQueue[tuple[tuple[str, _Parcel, Node], Message | Late]] = queue.SimpleQueue()
+        parcels: dict[str, _Parcel] = {}
+        try:
+            while self._update(parcels, requests) and (left := until - time.monotonic()) > 0:
+                self._roster.look()
+                for name, parcel in parcels.items():
+                    if not parcel.done and (line := self._lost(parcel)) is not None:
+                        parcel.done = True
+                        yield name, line
+                    elif not parcel.done:
+                        self._forward(name, parcel, left, replies)
+                try:
+                    (name, parcel, node), reply = replies.get(timeout=min(_LOOK_SECONDS, left))
+                except queue.Empty:
+                    continue
+                if parcel.done or parcel.node != node or parcels.get(name) is not parcel:
+                    continue  # of a node that has been started again since, or of a request that is not due any more
+                answer = _answer(parcel, reply)
+                if answer is not None:
+                    parcel.done = True
+                    yield name, answer
+            late = [name for name, parcel in parcels.items() if not parcel.done]
+        finally:
+            for parcel in parcels.values():
+                parcel.done = True  # nobody waits for its reply
+        for name in late:
             yield name, f"no reply within {round(timeout, 1):g} s"
+
+    def _update(self, parcels: dict[str, _Parcel], requests: Mapping[str, bytes]) -> bool:
+        """Follow what is requested now; whether a reply is still awaited."""
+        self._waits, due = False, dict(requests)  # presence is looked up without waiting
+        self._waits = True
+        for name in [name for name, parcel in parcels.items() if due.get(name) is not parcel.request]:
+            parcels.pop(name).done = True
+        for name in due.keys() - parcels.keys():
+            parcels[name] = _Parcel(due[name])
+        return any(not parcel.done for parcel in parcels.values())
 
     def _forward(self, name: str, parcel: _Parcel, seconds: float, replies: queue.SimpleQueue) -> None:
         """Sends a request that has not been sent, or only to a node that is no more."""
@@ -93,8 +109,15 @@ class GridChannel:
             parcel.alone_since = parcel.alone_since or time.monotonic()
         elif node != parcel.node:
             parcel.node, parcel.alone_since = node, None
-            content, tag = wrap(parcel.request), (name, node)
-            self._post.send(content, node=node.number, kind=TRAIN, seconds=seconds, tag=tag, put=replies.put)
+            self._post.send(
+                wrap(parcel.request),
+                node=node.number,
+                kind=TRAIN,
+                seconds=seconds,
+                tag=(name, parcel, node),
+                put=replies.put,
+                wanted=lambda: not parcel.done and parcel.node == node,
+            )
 
     def _lost(self, parcel: _Parcel) -> str | None:
         """What is said of a user who is not expected any more."""

@@ -45,13 +45,17 @@ class Post:
         seconds: float,
         tag: Tag,
         put: Callable[[tuple[Tag, Message | Late]], None],
+        wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Sends a message; what comes back within so many seconds is ``put`` together with the tag."""
+        """Send a message; what comes back within so many seconds is ``put`` together with the tag.
+
+        The reply is no longer looked for once it is not ``wanted``.
+        """
 
         def fly() -> None:
             self._flying += 1
             try:
-                put((tag, self._reply(content, node, kind, seconds)))
+                put((tag, self._reply(content, node, kind, seconds, wanted)))
             except Exception as error:  # the grid's, which are many; whoever waits must hear of it
                 put((tag, Late(line=f"{type(error).__name__}: {' '.join(str(error).split())}")))
             finally:
@@ -59,14 +63,16 @@ class Post:
 
         threading.Thread(target=fly, daemon=True).start()
 
-    def _reply(self, content: RecordDict, node: int, kind: str, seconds: float) -> Message | Late:
+    def _reply(
+        self, content: RecordDict, node: int, kind: str, seconds: float, wanted: Callable[[], bool]
+    ) -> Message | Late:
         message = Message(content, dst_node_id=node, message_type=kind, ttl=max(seconds, 1.0))
         with self._pushing:
             names = list(self._grid.push_messages([message]))
         if not names or not names[0]:
             return Late(line="the SuperLink does not take the message")
         began = time.monotonic()
-        while (waited := time.monotonic() - began) < seconds:
+        while (waited := time.monotonic() - began) < seconds and wanted():
             for reply in self._grid.pull_messages(names):
                 return reply
             time.sleep(min(max(_FIRST_SECONDS, waited * _PART) * max(1.0, self._flying / 16), _LAST_SECONDS))

@@ -44,10 +44,11 @@ class Roster:
         self._looked = -_LOOK_SECONDS
         self.nodes: dict[str, Node] = {}
 
-    @property
-    def waiting(self) -> bool:
-        """Whether a node has been asked for its name, and not long ago, and has not answered yet."""
-        return any(node not in self._hellos and node not in self._refused for node in self._asked)
+    def waiting(self, seconds: float) -> bool:
+        """Whether a node was asked for its name within so many seconds and has not answered yet."""
+        since = time.monotonic() - seconds
+        known = self._hellos.keys() | self._refused.keys()
+        return any(asked > since for node, asked in self._asked.items() if node not in known)
 
     def look(self) -> None:
         """Sees who has come and who has gone; asks at most twice a second."""
