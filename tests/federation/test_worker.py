@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from comingle.errors import MessageError
+from comingle.transports.flower import calling
 from comingle.transports.flower.calling import ADDRESS, FOLDER, BrokenOff, Keeper, call, connect, read_worker
 
 WORKER = Path(__file__).with_name("toy") / "toy_worker.py"
@@ -75,6 +77,47 @@ def test_a_worker_that_is_too_slow_is_waited_for_no_longer(state: Path) -> None:
     with pytest.raises(BrokenOff, match=r"has not answered within 0.5 s"):
         ask(state, b"sleep 3", timeout=0.5)
     assert time.monotonic() - began < 1.5
+
+
+def test_a_worker_that_takes_long_says_that_it_is_alive_and_one_that_hangs_is_killed(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calling, "_SILENT_SECONDS", 8.0)
+    first = ask(state, b"sleep 12")
+    worker = read_worker(state)
+    os.kill(worker.pid, signal.SIGSTOP)
+    with pytest.raises(BrokenOff, match=r"the worker did not respond for 8 s; it was killed"):
+        ask(state, b"who", timeout=60)
+    assert not worker.lives()
+    assert ask(state, b"who") != first
+
+
+def test_a_worker_that_is_stopped_in_its_work_is_killed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calling, "_SILENT_SECONDS", 8.0)
+    ask(state, b"who")
+    worker = read_worker(state)
+    stop = threading.Timer(2.0, os.kill, (worker.pid, signal.SIGSTOP))
+    stop.start()
+    with pytest.raises(BrokenOff, match=r"the worker did not respond for 8 s"):
+        ask(state, b"sleep 50", timeout=60)
+    assert not worker.lives()
+
+
+def test_a_worker_ends_with_the_process_that_started_the_users_processes(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with the SuperNode, which may be started again in the middle of a task."""
+    client = subprocess.Popen(["sleep", "600"])
+    monkeypatch.setenv("COMINGLE_PARENT", str(client.pid))
+    command = [sys.executable, str(WORKER), "--name", "ada", "--state", str(state)]
+    call(state, command, b"who", timeout=30)
+    worker = read_worker(state)
+    client.kill()
+    client.wait()
+    end = time.monotonic() + 30
+    while worker.lives():
+        assert time.monotonic() < end
+        time.sleep(0.2)
 
 
 def test_only_the_user_may_read_where_it_listens_and_nobody_without_the_key_is_answered(state: Path) -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
@@ -21,11 +24,18 @@ import psutil
 from comingle.errors import ComingleError, MessageError
 
 FOLDER, ADDRESS, LOG = "worker", "address.json", "worker.log"
-DONE, REFUSED = b"+", b"-"
-"""How the frame before a reply, or before a line that says why there is none, begins."""
+DONE, REFUSED, ALIVE = b"+", b"-", b"~"
+"""Frames before a reply, before a line that says why there is none, and while the worker is at work."""
 
-_START_SECONDS = 60.0
+ALIVE_SECONDS = 5.0
+"""How often a worker that is at work says so."""
+_SILENT_SECONDS = 60.0
+"""A worker that has said nothing for so long hangs, and is killed."""
+_KILL_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
+
+PARENT = "COMINGLE_PARENT"
+"""Environment variable: the process that has started a user's processes, with which they are to end."""
 
 _started: list[
     subprocess.Popen[bytes]
@@ -58,21 +68,33 @@ class Keeper:
 
 
 def call(state: Path, command: Sequence[str], request: bytes, *, timeout: float, keeper: Keeper | None = None) -> bytes:
-    """The worker's reply to a request.
+    """Return the worker's reply to a request.
+
+    The worker is given as much time to start, load and work as ``timeout`` allows, for as long as it shows that it
+    is alive. One that hangs is killed, so that the next call starts another.
+
+    Args:
+        state: The user's state folder.
+        command: Starts a worker where none runs.
+        request: What to ask.
+        timeout: Seconds until the reply is needed.
+        keeper: The process with which the worker is to end; by default the one that has started the user's processes.
 
     Raises:
-        BrokenOff: the worker cannot be started, ended in the middle, or was too slow.
+        BrokenOff: the worker cannot be started, ended in the middle, hung, or was too slow.
         MessageError: the worker refuses the request.
     """
     deadline = time.monotonic() + timeout
-    connection = connect(state) or _start(state, command)
+    connection = connect(state) or _start(state, command, deadline)
     with connection:
         try:
-            connection.send_bytes(json.dumps(asdict(keeper or Keeper.of(os.getppid()))).encode())
+            connection.send_bytes(json.dumps(asdict(keeper or _own_keeper())).encode())
             connection.send_bytes(request)
-            if not connection.poll(max(0.0, deadline - time.monotonic())):
-                raise BrokenOff(f"{state}: the worker has not answered within {round(timeout, 1):g} s")
-            kind, answer = connection.recv_bytes(), connection.recv_bytes()
+            kind = ALIVE
+            while kind == ALIVE:
+                _await(connection, state, deadline, timeout)
+                kind = connection.recv_bytes()
+            answer = connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise BrokenOff(f"{state}: the worker ended in the middle ({_last_line(state) or error!r})") from None
     if kind != DONE:
@@ -80,14 +102,60 @@ def call(state: Path, command: Sequence[str], request: bytes, *, timeout: float,
     return answer
 
 
+def _await(connection: Connection, state: Path, deadline: float, timeout: float) -> None:
+    """Wait until the worker says something."""
+    left = max(0.0, deadline - time.monotonic())
+    if not connection.poll(min(left, _SILENT_SECONDS)):
+        if left > _SILENT_SECONDS:
+            raise _hung(state)
+        raise BrokenOff(f"{state}: the worker has not answered within {round(timeout, 1):g} s")
+
+
+def _hung(state: Path) -> BrokenOff:
+    """Kill a worker that does not respond."""
+    with suppress(OSError, ValueError, KeyError):
+        worker = read_worker(state)
+        until = time.monotonic() + _KILL_SECONDS
+        while worker.lives() and time.monotonic() < until:  # it holds the folder until it is gone
+            os.kill(worker.pid, signal.SIGKILL)
+            time.sleep(_LOOK_SECONDS)
+    return BrokenOff(
+        f"{state}: the worker did not respond for {_SILENT_SECONDS:g} s; it was killed, to be started again"
+    )
+
+
+def _own_keeper() -> Keeper:
+    with suppress(psutil.NoSuchProcess, KeyError, ValueError):
+        return Keeper.of(int(os.environ[PARENT]))
+    return Keeper.of(os.getppid())
+
+
 def connect(state: Path) -> Connection | None:
-    """A connection to the worker of a state folder, if one runs."""
+    """Return a connection to the worker of a state folder, if one runs.
+
+    Raises:
+        BrokenOff: there is one, and it does not respond.
+    """
     try:
         said = json.loads((state / FOLDER / ADDRESS).read_text(encoding="utf-8"))
         address = tuple(said["address"]) if isinstance(said["address"], list) else said["address"]
-        return Client(address, authkey=bytes.fromhex(said["key"]))
-    except (OSError, ValueError, KeyError, EOFError, AuthenticationError):
-        return None  # there is none, or its address is that of one which has been killed
+        key = bytes.fromhex(said["key"])
+    except (OSError, ValueError, KeyError):
+        return None  # there is none
+    found: list[Connection | None] = []
+
+    def dial() -> None:
+        try:
+            found.append(Client(address, authkey=key))
+        except (OSError, EOFError, AuthenticationError):
+            found.append(None)  # its address is that of one which has been killed
+
+    thread = threading.Thread(target=dial, daemon=True)  # a process that is stopped accepts, and then says nothing
+    thread.start()
+    thread.join(_SILENT_SECONDS)
+    if not found:
+        raise _hung(state)
+    return found[0]
 
 
 def read_worker(state: Path) -> Keeper:
@@ -95,8 +163,8 @@ def read_worker(state: Path) -> Keeper:
     return Keeper(**json.loads((state / FOLDER / ADDRESS).read_text(encoding="utf-8"))["process"])
 
 
-def _start(state: Path, command: Sequence[str]) -> Connection:
-    """Starts a worker, which outlives us, and waits until it listens; of two that are started at once one stays."""
+def _start(state: Path, command: Sequence[str], deadline: float) -> Connection:
+    """Start a worker, which outlives us, and wait until it listens; of two that are started at once one stays."""
     folder = state / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOG).open("ab") as log:
@@ -104,15 +172,14 @@ def _start(state: Path, command: Sequence[str]) -> Connection:
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, close_fds=True
         )
     _started.append(process)
-    deadline = time.monotonic() + _START_SECONDS
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline:  # on a busy machine imports alone take minutes
         ended = process.poll() is not None
         if connection := connect(state):
             return connection
         if ended and process.returncode:
             raise BrokenOff(f"{state}: the worker cannot start ({_last_line(state) or f'code {process.returncode}'})")
         time.sleep(_LOOK_SECONDS)
-    raise BrokenOff(f"{state}: the worker does not listen after {_START_SECONDS:g} s; see {folder / LOG}")
+    raise BrokenOff(f"{state}: the worker does not listen yet; see {folder / LOG}")
 
 
 def _last_line(state: Path) -> str:

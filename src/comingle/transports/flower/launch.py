@@ -15,6 +15,7 @@ import time
 from importlib import import_module
 
 from comingle.transports.flower import quick
+from comingle.transports.flower.calling import PARENT
 
 PROGRAMS = {
     "flower-superlink": ("flwr.superlink.cli", "flower_superlink"),
@@ -24,9 +25,6 @@ PROGRAMS = {
 
 POLL = "COMINGLE_POLL_SECONDS"
 """Environment variable: how often a SuperNode looks for messages, where that is to be more often than Flower has it."""
-
-PARENT = "COMINGLE_PARENT"
-"""Environment variable: the process with which this one is to end; it may be gone before this one can look."""
 
 _WAITS_IN = "flwr.supernode.start_client_internal"
 _LOOK_SECONDS, _GRACE_SECONDS = 0.3, 8.0

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from comingle.errors import RunError
-from comingle.transports.flower.launch import PARENT, POLL
+from comingle.transports.flower.calling import PARENT
+from comingle.transports.flower.launch import POLL
 
 LOOPBACK = "127.0.0.1"
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from comingle.errors import ComingleError
 from comingle.locks import locked
 from comingle.records import write_text
-from comingle.transports.flower.calling import ADDRESS, DONE, FOLDER, REFUSED, Keeper
+from comingle.transports.flower.calling import ADDRESS, ALIVE, ALIVE_SECONDS, DONE, FOLDER, REFUSED, Keeper
 from comingle.transports.flower.users import User
 
 Handle = Callable[[bytes], bytes]
@@ -55,7 +55,7 @@ class _Watch:
             if self.keeper.lives():
                 since = time.monotonic()
             time.sleep(_LOOK_SECONDS)
-        print("comingle: worker: nobody is left to work for", file=sys.stderr, flush=True)
+        print("worker: the client that it worked for has ended", file=sys.stderr, flush=True)
         os._exit(0)  # in the middle of the work as well: nothing is lost by that
 
 
@@ -124,10 +124,19 @@ def _converse(connection: Connection, jobs: queue.SimpleQueue[_Job], watch: _Wat
             watch.keeper = Keeper(**json.loads(connection.recv_bytes()))
             job = _Job(connection.recv_bytes())
             jobs.put(job)
-            for part in job.answer.get():
+            for part in _answer(connection, job):
                 connection.send_bytes(part)
         except (EOFError, OSError):
             return
+
+
+def _answer(connection: Connection, job: _Job) -> tuple[bytes, bytes]:
+    """Return a job's answer; meanwhile tell the caller that this process is alive."""
+    while True:
+        try:
+            return job.answer.get(timeout=ALIVE_SECONDS)
+        except queue.Empty:
+            connection.send_bytes(ALIVE)
 
 
 def main(load: Callable[[User], Handle], arguments: Sequence[str] | None = None) -> None:
