@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import datetime
 import http.server
+import re
+import socket
 import ssl
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("cryptography")
 
+from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
 from comingle.errors import RecipeError
-from comingle.transports.flower.certificates import make_certificates, read_certificates
+from comingle.transports.flower import certificates
+from comingle.transports.flower.answering import certificate_problem
+from comingle.transports.flower.certificates import Files, make_certificates, read_certificates
 
 
 def fetch(folder: Path, authority: Path, host: str) -> int:
@@ -84,6 +93,81 @@ def test_any_name_has_its_file_and_stays_in_the_folder(tmp_path: Path) -> None:
     files = make_certificates(tmp_path, ["localhost"], names)
     assert sorted(files.users) == sorted(names)
     assert {path.parent for path in files.users.values()} == {tmp_path / "users"}
+
+
+@pytest.fixture
+def aged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Files]:
+    """Makes certificates as many days ago as it is told; a negative number makes them in the future."""
+
+    def make(days: int) -> Files:
+        made = certificates._certificate
+
+        def shifted(*given: Any) -> x509.CertificateBuilder:
+            now = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=days)
+            builder = made(*given)
+            builder._not_valid_before = now.replace(tzinfo=None, microsecond=0)
+            builder._not_valid_after = (now + datetime.timedelta(days=825)).replace(tzinfo=None, microsecond=0)
+            return builder
+
+        with monkeypatch.context() as patch:
+            patch.setattr(certificates, "_certificate", shifted)
+            patch.setattr(certificates, "require_valid", lambda path: None)
+            return make_certificates(tmp_path / "aged", ["localhost"], ["ada"])
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("days", "server", "client"),
+    [(826, r"server.pem expired on \d{4}-", r"has expired \(this machine"), (-2, "not valid before", "not valid yet")],
+    ids=["expired", "not yet valid"],
+)
+def test_a_certificate_outside_its_time_is_said_to_be_that(
+    days: int, server: str, client: str, aged: Callable[[int], Files]
+) -> None:
+    files = aged(days)
+    with pytest.raises(RecipeError, match=server) as refused:
+        read_certificates(files.authority.parent)
+    assert "this machine's clock says" in str(refused.value)
+    with listening(files) as address:
+        assert re.search(client, certificate_problem(address, files.authority))
+
+
+def test_a_certificate_that_is_trusted_is_no_problem_and_others_say_why(tmp_path: Path) -> None:
+    files, other = (make_certificates(tmp_path / name, ["localhost"]) for name in ("one", "two"))
+    with listening(files) as address:
+        assert certificate_problem(address, files.authority) == ""
+        assert certificate_problem(address, other.authority).endswith(f"{other.authority} has signed for this address")
+        with pytest.raises(RecipeError, match=r"server.key holds no certificate; allowed: the server's ca.pem"):
+            certificate_problem(address, files.key)
+    assert certificate_problem(address, files.authority) == ""  # nobody is there, which is another matter
+    files.certificate.write_text("nothing")
+    with pytest.raises(RecipeError, match=r"server.pem holds no certificate"):
+        read_certificates(tmp_path / "one")
+
+
+@contextmanager
+def listening(files: Files) -> Iterator[str]:
+    """A server that shakes hands with these certificates and hangs up."""
+    secure = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    secure.load_cert_chain(files.certificate, files.key)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection, suppress(OSError):
+                secure.wrap_socket(connection, server_side=True).close()
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:

@@ -5,9 +5,13 @@ Flower tries again and again whatever answers, so a client with the wrong settin
 
 from __future__ import annotations
 
+import datetime
 import socket
 import ssl
 from enum import Enum
+from pathlib import Path
+
+from comingle.errors import RecipeError
 
 _SECONDS = 3.0
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
@@ -51,6 +55,40 @@ def problem_of(server: str, found: Answer, *, secure: bool) -> str:
             )
         case _:
             return ""
+
+
+def certificate_problem(server: str, authority: Path, seconds: float = _SECONDS) -> str:
+    """Return why the certificate of a server is not to be trusted; nothing where it is, or where nobody answers.
+
+    Raises:
+        RecipeError: the authority's file holds no certificate.
+    """
+    try:
+        context = ssl.create_default_context(cafile=authority)
+    except (ssl.SSLError, ValueError):
+        raise RecipeError(f"certificates: {authority} holds no certificate; allowed: the server's ca.pem") from None
+    except OSError as error:
+        raise RecipeError(f"certificates: {authority} cannot be read ({error.strerror})") from None
+    try:
+        with _connect(server, seconds) as connection, context.wrap_socket(connection, server_hostname=_host(server)):
+            return ""
+    except ssl.SSLCertVerificationError as error:
+        return _untrusted(server, authority, error)
+    except (OSError, UnicodeError):
+        return ""
+
+
+_EXPIRED, _NOT_YET_VALID = 10, 9
+"""OpenSSL's numbers of these errors (X509_V_ERR)."""
+
+
+def _untrusted(server: str, authority: Path, error: ssl.SSLCertVerificationError) -> str:
+    now = f"this machine's clock says {datetime.datetime.now(datetime.UTC):%F %H:%M} UTC"
+    if error.verify_code == _EXPIRED:
+        return f"the certificate of {server} has expired ({now}); whoever runs the server has to make new ones"
+    if error.verify_code == _NOT_YET_VALID:
+        return f"the certificate of {server} is not valid yet ({now}); set the clock right, here or at the server"
+    return f"the certificate of {server} is not one that {authority} has signed for this address"
 
 
 def _connect(server: str, seconds: float) -> socket.socket:

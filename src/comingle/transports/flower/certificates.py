@@ -48,16 +48,38 @@ def spelt(user: str) -> str:
 
 
 def read_certificates(folder: Path) -> Files:
-    """What :func:`make_certificates` has written.
+    """Return the files that :func:`make_certificates` has written, or their like from another authority.
 
     Raises:
-        RecipeError: something of it is missing.
+        RecipeError: a file is missing or damaged, or a certificate has expired or is not yet valid.
     """
     for name in (AUTHORITY, CERTIFICATE, KEY):
         if not (folder / name).is_file():
             raise RecipeError(f"certificates: {folder / name} does not exist; --make-certificates writes it")
+    for name in (CERTIFICATE, AUTHORITY):
+        require_valid(folder / name)
     users = {unquote(path.stem): path for path in sorted((folder / USERS).glob("*.pub"))}
     return Files(authority=folder / AUTHORITY, certificate=folder / CERTIFICATE, key=folder / KEY, users=users)
+
+
+def require_valid(path: Path) -> None:
+    """Refuse a file whose first certificate is outside its period of validity.
+
+    Raises:
+        RecipeError: it has expired, is not valid yet, or is no certificate.
+    """
+    try:
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    except (ValueError, OSError) as error:
+        raise RecipeError(f"certificates: {path} holds no certificate ({' '.join(str(error).split())})") from None
+    now, form = datetime.datetime.now(datetime.UTC), "%F %H:%M UTC"
+    clock = f"this machine's clock says {now:{form}}"
+    if now > (until := certificate.not_valid_after_utc):
+        raise RecipeError(
+            f"certificates: {path} expired on {until:{form}} ({clock}); --make-certificates NEW_FOLDER makes new ones"
+        )
+    if now < (since := certificate.not_valid_before_utc):
+        raise RecipeError(f"certificates: {path} is not valid before {since:{form}} ({clock}); set the clock right")
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], users: Sequence[str] = ()) -> Files:
