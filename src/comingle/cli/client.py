@@ -17,6 +17,14 @@ def client(
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="The participant's own file.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="Who takes part.")] = None,
     data: Annotated[str | None, typer.Option("--data", metavar="PATH", help="Where the participant's data is.")] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base",
+            metavar="NAME|FOLDER",
+            help="Where the base is on this machine, if it is not where the federation says.",
+        ),
+    ] = None,
     server: Annotated[str | None, typer.Option("--server", metavar="HOST:PORT", help="The coordinator.")] = None,
     state: Annotated[
         Path | None, typer.Option("--state", metavar="FOLDER", help="Folder for all that is private (default: NAME).")
@@ -34,7 +42,8 @@ def client(
     require_flower()
     given: dict[str, Any] = {
         "name": name,
-        "data": str(Path(data).absolute()) if data is not None and Path(data).exists() else data,
+        "data": _as_path(data),
+        "base": _as_path(base),
         "server": server,
         **{k: str(v.absolute()) for k, v in (("state", state), ("certificates", certificates), ("key", key)) if v},
     }
@@ -44,3 +53,11 @@ def client(
     if file is None and name is None:
         raise RecipeError("client: nobody; give a participant's file, or --name and --data")
     take_part(file, given, default=Path(as_folder(name or "participant")) / _FILE, say=speaker(quiet=quiet), stays=stay)
+
+
+def _as_path(source: str | None) -> str | None:
+    """Make the path of an existing file or folder absolute; anything else, as a public name, stays."""
+    if source is None:
+        return None
+    path = Path(source).expanduser()
+    return str(path.absolute()) if path.exists() else source

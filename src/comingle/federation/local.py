@@ -12,7 +12,7 @@ from comingle.data.names import as_folder
 from comingle.engines.checksums import list_checkpoints
 from comingle.errors import RunError
 from comingle.federation.files import Participant, save_participant, save_plan
-from comingle.federation.participating import Words
+from comingle.federation.participating import Words, read_reason
 from comingle.federation.patience import Patience
 from comingle.federation.public import public_part
 from comingle.federation.splitting import split_recipe
@@ -24,7 +24,7 @@ from comingle.transports.flower.calling import LOG
 from comingle.transports.flower.server_app import spell
 from comingle.transports.flower.superlink import SuperLink, coordinate
 from comingle.transports.flower.supernode import SuperNode
-from comingle.transports.flower.users import User
+from comingle.transports.flower.users import UNFIT, User
 
 _SHOWN = 3
 """So many users' reasons are told where a federation has failed."""
@@ -62,11 +62,13 @@ def federate(
         state = folder / USERS / as_folder(own.name)
         save_participant(state / FILE, Participant(**own.model_dump(exclude_defaults=True), state="."))
     link = SuperLink(folder=folder, say=say)
+    for own in owns:
+        (folder / USERS / as_folder(own.name) / UNFIT).unlink(missing_ok=True)  # of an earlier time
     nodes = [_node(folder / USERS / as_folder(own.name), own.name, link.address, say) for own in owns]
     words = {node.user.name: Words(node.user.state / WORKER / LOG) for node in nodes}
     settings = {"federation": str((folder / PLAN).absolute()), "users": spell(plan.users)}
     try:
-        coordinate(link, settings, lambda: _tend(nodes))
+        coordinate(link, settings, lambda: _tend(nodes, plan.patience.min_participants))
     except RunError as error:
         raise RunError(str(error) + ("" if list_checkpoints(folder) else _told(words))) from None
     finally:
@@ -90,6 +92,14 @@ def _told(words: Mapping[str, Words]) -> str:
     return "".join(f"; {line}" for line in lines[:_SHOWN])
 
 
-def _tend(nodes: Sequence[SuperNode]) -> None:
+def _tend(nodes: Sequence[SuperNode], needed: int) -> None:
+    """Keep the users' processes at work.
+
+    Raises:
+        RunError: too few users are left who fit the federation; here nobody repairs their settings meanwhile.
+    """
+    unfit = [node for node in nodes if read_reason(node.user.state)]
+    if len(nodes) - len(unfit) < needed:
+        raise RunError(f"{len(nodes) - len(unfit)} of {len(nodes)} users have joined; needed: {needed}")
     for node in nodes:
         node.tend()

@@ -31,7 +31,7 @@ import torch
 from comingle.engines.evaluations import amounts, measure_of, measured, users_metrics, users_routing
 from comingle.engines.local import finetuned, finish, settle, train
 from comingle.engines.periods import amounts_of
-from comingle.errors import ComingleError, DivergenceError, MessageError
+from comingle.errors import ComingleError, DivergenceError, MessageError, RunError
 from comingle.federation.asking import check_address, check_task
 from comingle.federation.checking import check_download, check_verdict
 from comingle.federation.claims import counts_samples
@@ -57,10 +57,17 @@ Say = Callable[[str], None]
 
 
 class Node:
-    """One user, with a folder for all that is private; what it knows of a run it keeps between tasks."""
+    """One user, with a folder for all that is private; what it knows of a run it keeps between tasks.
 
-    def __init__(self, folder: Path, own: Own, *, say: Say = lambda line: None):
-        self.folder, self.own, self.say = folder, own, say
+    Args:
+        folder: The user's state folder.
+        own: What the user says of itself.
+        say: Gets lines for the person at this machine.
+        refuse: Gets the reason where this user cannot join, and its settings have to be changed first.
+    """
+
+    def __init__(self, folder: Path, own: Own, *, say: Say = lambda line: None, refuse: Say = lambda line: None):
+        self.folder, self.own, self.say, self.refuse = folder, own, say, refuse
         self._home: Home | None = None
         self._run = ""
 
@@ -77,6 +84,8 @@ class Node:
                 answer = self._join(task) if task.todo == ("join",) else self._answer(task, data)
         except ComingleError as error:
             self.say(str(error))
+            if task.todo == ("join",) and not isinstance(error, RunError):  # a full disk is no reason to end
+                self.refuse(str(error))
             answer = _refusal(task, error)
         except Exception as error:  # a fault of ours, or a server that has found one: neither ends what the user runs
             logger.exception("task %d of run %s", task.serial, task.run)

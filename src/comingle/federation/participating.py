@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from comingle.errors import RecipeError
+from comingle.errors import RecipeError, RunError
 from comingle.federation.files import Participant, load_participant, save_participant
 from comingle.federation.own import ENDED
 from comingle.locks import locked
-from comingle.transports.flower.answering import Answer, problem_of, who_answers
+from comingle.transports.flower.answering import Answer, certificate_problem, problem_of, who_answers
 from comingle.transports.flower.calling import FOLDER as WORKER
 from comingle.transports.flower.calling import LOG
 from comingle.transports.flower.supernode import SuperNode, participate
-from comingle.transports.flower.users import User
+from comingle.transports.flower.users import UNFIT, User
 
 LINGER_SECONDS = 5.0
 
@@ -43,6 +43,9 @@ def take_part(
     found = who_answers(participant.server)
     if problem := problem_of(participant.server, found, secure=bool(participant.certificates)):
         raise RecipeError(f"user {participant.name!r}: {problem}")
+    authority = participant.certificates
+    if authority and (problem := certificate_problem(participant.server, Path(authority))):
+        raise RecipeError(f"user {participant.name!r}: {problem}")
     if found is Answer.OTHER:
         say(f"{participant.name}: {found.value} answers at {participant.server}; is that the right --server?")
     state = Path(participant.state)
@@ -63,24 +66,46 @@ def _take_part(participant: Participant, server: str, state: Path, say: Callable
     )
     say(f"{participant.name}: waiting for {server}; everything private stays in {state}")
     words = Words(state / WORKER / LOG)
+    (state / UNFIT).unlink(missing_ok=True)  # of an earlier time
     try:
-        participate(node, Ending(words, say, stays=stays))
+        participate(node, Ending(words, say, state, stays=stays))
     finally:
         _relay(words, say)
 
 
 class Ending:
-    """Whether a participant's processes may end: some seconds behind the end, so that the server hears of it."""
+    """Whether a participant's processes may end, some seconds after the reason, so that the server hears of it.
 
-    def __init__(self, words: Words, say: Callable[[str], None], *, stays: bool):
-        self._words, self._say, self._stays = words, say, stays
+    With ``stays`` they end neither with a federation nor when this user does not fit one.
+    """
+
+    def __init__(self, words: Words, say: Callable[[str], None], state: Path, *, stays: bool):
+        self._words, self._say, self._state, self._stays = words, say, state, stays
         self._ended: float | None = None
 
     def __call__(self) -> bool:
-        """Say what the worker has said meanwhile."""
-        if _relay(self._words, self._say) and not self._stays:
+        """Say what the worker has said meanwhile.
+
+        Raises:
+            RunError: this user cannot take part with its settings.
+        """
+        ended = _relay(self._words, self._say)
+        reason = read_reason(self._state)
+        if (ended or reason) and not self._stays and self._ended is None:
             self._ended = time.monotonic()
-        return self._ended is not None and time.monotonic() - self._ended > LINGER_SECONDS
+        if self._ended is None or time.monotonic() - self._ended <= LINGER_SECONDS:
+            return False
+        if reason:
+            raise RunError(f"cannot take part: {reason}")
+        return True
+
+
+def read_reason(state: Path) -> str:
+    """Return why the user of a state folder cannot take part, as its worker has found; nothing where it can."""
+    try:
+        return (state / UNFIT).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
 
 
 def _relay(words: Words, say: Callable[[str], None]) -> bool:

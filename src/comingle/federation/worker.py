@@ -8,7 +8,8 @@ from collections.abc import Callable
 from comingle.errors import RecipeError
 from comingle.federation.files import load_participant
 from comingle.federation.node import Node
-from comingle.transports.flower.users import User
+from comingle.records import write_text
+from comingle.transports.flower.users import UNFIT, User
 from comingle.transports.flower.worker import main
 
 
@@ -18,10 +19,21 @@ def load(user: User) -> Callable[[bytes], bytes]:
     Raises:
         RecipeError: its file is missing or wrong.
     """
-    if user.config is None:
-        raise RecipeError(f'user {user.name!r}: no file that says where its data is; give config="FILE" to the node')
-    participant = load_participant(user.config, name=user.name, state=str(user.state))
-    return Node(user.state, participant.own, say=_say).handle
+    try:
+        if user.config is None:
+            raise RecipeError(
+                f'user {user.name!r}: no file that says where its data is; give config="FILE" to the node'
+            )
+        participant = load_participant(user.config, name=user.name, state=str(user.state))
+    except RecipeError as error:
+        _refuse(user, str(error))
+        raise
+    return Node(user.state, participant.own, say=_say, refuse=lambda line: _refuse(user, line)).handle
+
+
+def _refuse(user: User, line: str) -> None:
+    """Leave the reason for the client of this user, which ends with it."""
+    write_text(user.state / UNFIT, line + "\n", private=True)
 
 
 def _say(line: str) -> None:

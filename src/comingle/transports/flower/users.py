@@ -20,6 +20,10 @@ REFUSAL = "refused"
 """File in a state folder: why the coordinator does not want this user."""
 
 
+UNFIT = "cannot-take-part"
+"""File in a state folder: why the user's own settings, data or base do not fit a federation, said by its worker."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class User:
     """A participant on its own machine: its name, the folder for all that is private, and its file of settings."""
