@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 pytest.importorskip("flwr")
 
+from tests.federation.proxy import Proxy
 from tests.federation.test_federate import nothing_is_left, recipe_of
 from tests.federation.test_federation_wire import Numbers, pairs_in, pairs_of
-from tests.federation.test_out_there import SECONDS, Place, Proxy, command, wait_for
+from tests.federation.test_out_there import SECONDS, Place, command, wait_for
 
 from comingle.engines.client import Clients
 from comingle.recipes import Recipe

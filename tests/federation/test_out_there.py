@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import selectors
+import os
 import shutil
-import socket
+import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,69 +18,23 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from tests.federation.proxy import Proxy
 from tests.federation.test_federate import assert_equal, nothing_is_left, recipe_of
 
 from comingle.federation.files import save_plan
 from comingle.federation.patience import Patience
 from comingle.federation.splitting import split_recipe
+from comingle.models.language import load_base
 from comingle.recipes import Recipe
 from comingle.records import read_events, read_metrics
 from comingle.runs import api
+from comingle.transports.flower.calling import read_worker
 from comingle.transports.flower.processes import free_port
 
 pytestmark = pytest.mark.slow
 __all__ = ["nothing_is_left"]  # around each of these tests too
 
 SECONDS = 400
-
-
-@dataclass
-class Proxy:
-    """Stands between a client and the server, and can be cut; ``carried`` is what went up, and what came down."""
-
-    port: int
-    own: int = field(default_factory=free_port)
-    up: bool = True
-    carried: tuple[bytearray, bytearray] = field(default_factory=lambda: (bytearray(), bytearray()))
-    _open: list[socket.socket] = field(default_factory=list)
-
-    def __enter__(self) -> Proxy:
-        self._listener = socket.create_server(("127.0.0.1", self.own))
-        threading.Thread(target=self._accept, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.cut()
-        self._listener.close()
-
-    def cut(self) -> None:
-        self.up = False
-        for one in self._open:
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-        self._open.clear()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                if not self.up:
-                    client.close()
-                    continue
-                threading.Thread(target=self._carry, args=(client,), daemon=True).start()
-
-    def _carry(self, client: socket.socket) -> None:
-        with suppress(OSError), client, socket.create_connection(("127.0.0.1", self.port)) as server:
-            self._open += [client, server]
-            other, watched = {client: server, server: client}, selectors.DefaultSelector()
-            for one in other:
-                watched.register(one, selectors.EVENT_READ)
-            while True:
-                for key, _ in watched.select():
-                    if not (data := key.fileobj.recv(65536)):  # type: ignore[union-attr]
-                        return
-                    self.carried[key.fileobj is server].extend(data)
-                    other[key.fileobj].sendall(data)  # type: ignore[index]
 
 
 @contextmanager
@@ -263,3 +216,43 @@ def test_too_few_in_a_round_end_the_run_in_one_line_and_the_same_commands_go_on(
 
 def present_in(folder: Path) -> list[list[str]]:
     return [sorted(event["train_loss_nats"]) for event in rounds_of(folder)]
+
+
+def test_a_client_whose_base_is_missing_ends_with_the_reason_and_a_repaired_one_joins_at_once(tmp_path: Path) -> None:
+    """The server names a folder, which a client never opens; the server waits for the repaired one."""
+    recipe = recipe_of(tmp_path, "fedavg")
+    base = load_base(recipe.base, dtype="float32", device="cpu")
+    for folder in ("base", "base of bob"):
+        base.model.save_pretrained(tmp_path / folder)
+        base.tokenizer.save_pretrained(tmp_path / folder)
+    recipe = recipe.with_changes({"base": str(tmp_path / "base")})
+    here = Place.of(tmp_path, recipe, Patience(min_participants=2, join_timeout=300))
+    own = "--base", tmp_path / "base of bob"
+    with (
+        command(tmp_path, "server", *here.server()) as server,
+        command(tmp_path, "ann", *here.client("ann", here.port), *own) as ann,
+    ):
+        with command(tmp_path, "bob", *here.client("bob", here.port)) as bob:
+            assert bob.wait(SECONDS) == 2
+        assert "cannot take part: base: the server names a file or folder" in (tmp_path / "bob.txt").read_text()
+        assert server.poll() is None
+        with command(tmp_path, "bob again", *here.client("bob", here.port), *own) as again:
+            assert server.wait(SECONDS) == 0
+            assert [process.wait(60) for process in (ann, again)] == [0, 0]
+    assert read_metrics(tmp_path / "apart")["users"].keys() == {"ann", "bob"}
+
+
+def test_a_worker_that_is_stopped_is_killed_and_its_user_takes_part_again(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "comigs-1g1s")
+    api.run(recipe, out=tmp_path / "together")
+    here = Place.of(tmp_path, recipe)
+    with (
+        command(tmp_path, "server", *here.server()) as server,
+        command(tmp_path, "ann", *here.client("ann", here.port)) as ann,
+        command(tmp_path, "bob", *here.client("bob", here.port)) as bob,
+    ):
+        wait_for(lambda: rounds_of(tmp_path / "apart"), server, ann, bob)
+        os.kill(read_worker(tmp_path / "apart" / "users" / "bob").pid, signal.SIGSTOP)
+        assert server.wait(SECONDS) == 0
+        assert [process.wait(60) for process in (ann, bob)] == [0, 0]
+    assert_equal(tmp_path / "together", tmp_path / "apart")

@@ -14,7 +14,7 @@ import threading
 import time
 from importlib import import_module
 
-from comingle.transports.flower import quick
+from comingle.transports.flower import quick, recovery
 from comingle.transports.flower.calling import PARENT
 
 PROGRAMS = {
@@ -71,11 +71,17 @@ def main() -> None:
     program = sys.argv[1]
     module, name = PROGRAMS[program]
     end_with_parent()
-    if program == "flower-supernode" and os.environ.get(POLL):
-        hurry(float(os.environ[POLL]))
-        quick.offer()
+    if program == "flower-supernode":
+        if os.environ.get(POLL):
+            hurry(float(os.environ[POLL]))
+            quick.offer()
+        recovery.install(sys.argv[sys.argv.index("--superlink") + 1])
     sys.argv = [program, *sys.argv[2:]]
-    getattr(import_module(module), name)()
+    try:
+        getattr(import_module(module), name)()
+    finally:
+        if program == "flower-supernode":
+            recovery.end_soon()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from comingle.errors import RunError
@@ -149,7 +150,7 @@ class Service:
         """
         if self.running:
             if time.monotonic() - self._started > _HEALTHY_SECONDS:
-                self.starts = 1
+                self.starts, self._ill = 1, None
             return False
         now = time.monotonic()
         if self._process is not None:
@@ -186,7 +187,8 @@ class Service:
         if self._ill is None or self._ill[1] != found.line:
             self._ill = self._started, found.line
             if found.patience:
-                self.say(f"{self.name}: {found.line}; trying again for {found.patience:g} s")
+                limit = f" for {found.patience:g} s" if found.patience < inf else ""
+                self.say(f"{self.name}: {found.line}; trying again{limit}")
         if now - self._ill[0] >= found.patience:
             raise RunError(f"{self.name}: {found.line}")
 
@@ -197,13 +199,16 @@ class Service:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that says more than that all is well, without Flower's colours and frames."""
+    """Return the last line of a log that is neither information nor a warning, without Flower's colours and frames."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
     plain = [" ".join(_plain(line).split()).strip("│╭╮╰╯─ ") for line in lines]
-    return next((line for line in reversed(plain) if line and not line.startswith("INFO")), "")
+    return next((line for line in reversed(plain) if line and not line.startswith(_SAYS_NOTHING)), "")
+
+
+_SAYS_NOTHING = "INFO", "WARNING", "For more information"
 
 
 def _plain(line: str) -> str:

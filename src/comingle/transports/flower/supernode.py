@@ -8,9 +8,11 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from comingle.errors import RecipeError, RunError
+from comingle.transports.flower.answering import certificate_problem
 from comingle.transports.flower.calling import read_worker
 from comingle.transports.flower.processes import (
     LOOPBACK,
@@ -21,9 +23,13 @@ from comingle.transports.flower.processes import (
     environment,
     free_port,
 )
+from comingle.transports.flower.recovery import LOST, NO_ANSWER
 from comingle.transports.flower.users import REFUSAL, User
 
 FOLDER = "flower"
+
+_DISTURBED = NO_ANSWER, LOST, "SSL/TLS handshake error", "Failed to initialize the connection"
+"""What a SuperNode prints that ends because of its connection, and not of what it was given."""
 
 _LAPSE_SECONDS = 100.0
 """A SuperLink misses a SuperNode that was killed for a minute, and lets nobody in with its key until then."""
@@ -85,14 +91,15 @@ class SuperNode:
             return  # there is none
 
     def _diagnose(self, printed: str) -> Diagnosis | None:
-        """What Flower's errors mean for whoever has started this."""
-        if "CERTIFICATE_VERIFY_FAILED" in printed or "SSL/TLS handshake error" in printed:
-            line = f"the certificate of {self.server} is not one that {self.authority} has signed for this address"
-            return Diagnosis(line=line, patience=0)
+        """Say what Flower's errors mean for the user of this machine."""
         if "Failed to activate SuperNode" in printed or "must be registered" in printed:
             key = f"the key {self.key} is not known" if self.key else "nobody is let in without a key; give --key FILE"
             line = f"{self.server}: {key}" + (", or another client uses it" if self.key else "")
             return Diagnosis(line=line, patience=_LAPSE_SECONDS if self.key else 0)
+        if self.authority and (problem := certificate_problem(self.server, self.authority)):
+            return Diagnosis(line=problem, patience=0)
+        if any(sign in printed for sign in _DISTURBED):
+            return Diagnosis(line=f"the connection to {self.server} was disturbed", patience=inf)
         return None
 
     def _options(self) -> list[str]:

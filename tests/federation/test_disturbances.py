@@ -1,0 +1,63 @@
+"""Clients behind a device that spoils connections for 20 seconds: they find back by themselves once it stops."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from tests.federation.proxy import DISTURBANCES, Proxy
+from tests.federation.test_federate import nothing_is_left, recipe_of
+from tests.federation.test_out_there import Place, command, rounds_of, wait_for
+
+from comingle.federation.patience import Patience
+from comingle.transports.flower.certificates import make_certificates
+
+pytestmark = pytest.mark.slow
+__all__ = ["nothing_is_left"]  # around each of these tests too
+
+DISTURBED_SECONDS = 20
+RETURN_SECONDS = 200
+"""A connection that is taken to be lost is given up after 75 seconds; then a SuperNode starts on a busy machine."""
+
+
+@pytest.mark.parametrize("secure", [True, False], ids=["TLS and keys", "plain"])
+@pytest.mark.parametrize("how", DISTURBANCES)
+def test_a_client_finds_back_after_a_disturbance(how: str, secure: bool, tmp_path: Path) -> None:
+    """Bob's connections are disturbed and Ann's are not; all rounds wait for both."""
+    changes = {
+        "training.rounds": 1000,
+        "training.local_steps": 1,
+        "evaluation.every": 1000,
+        "evaluation.model": "local",
+    }
+    recipe = recipe_of(tmp_path, "fedavg").with_changes(changes)
+    here = Place.of(tmp_path, recipe, Patience(min_participants=2, round_timeout=900))
+    options: dict[str, tuple[object, ...]] = {"server": (), "ann": (), "bob": ()}
+    if secure:
+        files = make_certificates(tmp_path / "keys", ["127.0.0.1"], ["ann", "bob"])
+        for name, public in files.users.items():
+            options[name] = "--certificates", files.authority, "--key", public.with_suffix(".key")
+        options["server"] = "--certificates", tmp_path / "keys"
+    with (
+        Proxy(here.port) as proxy,
+        command(tmp_path, "server", *here.server(), *options["server"]) as server,
+        command(tmp_path, "ann", *here.client("ann", here.port), *options["ann"]) as ann,
+        command(tmp_path, "bob", *here.client("bob", proxy.own), *options["bob"]) as bob,
+    ):
+        everybody: tuple[subprocess.Popen[bytes], ...] = server, ann, bob
+        wait_for(lambda: len(rounds_of(tmp_path / "apart")) > 1, *everybody)
+        with proxy.disturbed(how):
+            time.sleep(DISTURBED_SECONDS)
+        before, until = len(rounds_of(tmp_path / "apart")), time.monotonic() + RETURN_SECONDS
+        while len(rounds_of(tmp_path / "apart")) < before + 2:
+            assert time.monotonic() < until, [(tmp_path / f"{name}.txt").read_text() for name in options]
+            assert [process.poll() for process in everybody] == [None] * 3
+            time.sleep(0.5)
+    said = (tmp_path / "bob.txt").read_text()
+    assert "WARNING" not in said
+    assert "Traceback" not in said
