@@ -39,8 +39,11 @@ def speaking_grpc(folder: Path | None = None) -> Iterator[str]:
 
 
 @contextmanager
-def speaking_http(folder: Path | None = None) -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+def speaking_http(
+    folder: Path | None = None,
+    handler: type[http.server.BaseHTTPRequestHandler] = http.server.BaseHTTPRequestHandler,
+) -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     if folder is not None:
         files = make_certificates(folder, ["localhost"])
         secure = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -74,6 +77,22 @@ def test_a_page_is_no_server_of_a_federation() -> None:
     with speaking_http() as address:
         assert who_answers(address) is Answer.OTHER
         assert problem_of(address, Answer.OTHER, secure=True) == problem_of(address, Answer.OTHER, secure=False) == ""
+
+
+@pytest.mark.parametrize(
+    ("status", "found"), [(415, Answer.PLAIN), (401, Answer.PLAIN), (404, Answer.OTHER), (200, Answer.OTHER)]
+)
+def test_a_superlink_is_known_by_the_path_on_which_supernodes_log_in(status: int, found: Answer) -> None:
+    """Flower's web server does not speak HTTP/2."""
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(status if self.path == "/v1/fleet/activate-node" else 500)
+            self.end_headers()
+
+    with speaking_http(handler=Page) as address:
+        assert who_answers(address) is found
+        assert bool(problem_of(address, found, secure=True)) == (found is Answer.PLAIN)
 
 
 def test_nobody_is_no_problem_since_a_server_may_come_later() -> None:

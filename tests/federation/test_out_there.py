@@ -222,6 +222,7 @@ def test_a_client_whose_base_is_missing_ends_with_the_reason_and_a_repaired_one_
     """The server names a folder, which a client never opens; the server waits for the repaired one."""
     recipe = recipe_of(tmp_path, "fedavg")
     base = load_base(recipe.base, dtype="float32", device="cpu")
+    assert base.tokenizer is not None
     for folder in ("base", "base of bob"):
         base.model.save_pretrained(tmp_path / folder)
         base.tokenizer.save_pretrained(tmp_path / folder)

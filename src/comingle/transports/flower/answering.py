@@ -19,11 +19,15 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 
 _FRAME, _SETTINGS, _SETTINGS_AT = 9, 4, 3
 
 
+_UNKNOWN = {404, 405}
+"""What web servers say of paths that they do not have, or on which nothing is to be posted."""
+
+
 class Answer(Enum):
     """What is found at an address."""
 
     SECURE = "TLS"
-    PLAIN = "gRPC without TLS"
+    PLAIN = "a SuperLink without TLS"
     OTHER = "something that is no server of a federation"
     NOBODY = "nobody, or nobody who says anything"
 
@@ -34,6 +38,8 @@ def who_answers(server: str, seconds: float = _SECONDS) -> Answer:
         said = _said(server, seconds)
         if len(said) >= _FRAME and said[_SETTINGS_AT] == _SETTINGS:
             return Answer.PLAIN
+        if said[:1] in (b"H", b"<"):  # a web server, in words
+            return Answer.PLAIN if _has_fleet(server, seconds) else Answer.OTHER
         if _is_secure(server, seconds):  # it takes our words for a broken handshake, and may say so in an alert
             return Answer.SECURE
         return Answer.OTHER if len(said) >= _FRAME else Answer.NOBODY
@@ -110,6 +116,15 @@ def _said(server: str, seconds: float) -> bytes:
         except OSError:  # it has hung up, or waits for something else
             pass
         return said
+
+
+def _has_fleet(server: str, seconds: float) -> bool:
+    """Whether a web server has the path by which SuperNodes log in, as Flower's has; others do not know or allow it."""
+    asks = f"POST /v1/fleet/activate-node HTTP/1.1\r\nHost: {server}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    with _connect(server, seconds) as connection:
+        connection.sendall(asks.encode(errors="replace"))
+        status = connection.makefile("rb").readline(1000).split()[1:2]
+    return bool(status) and status[0].isdigit() and int(status[0]) not in _UNKNOWN and 400 <= int(status[0]) < 500
 
 
 def _is_secure(server: str, seconds: float) -> bool:

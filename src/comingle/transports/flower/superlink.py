@@ -29,9 +29,7 @@ from comingle.transports.flower.processes import (
 )
 
 _LOOK_SECONDS = 0.2
-_LISTEN_SECONDS = 60.0
-_BEGIN_SECONDS = 60.0
-_CALL_SECONDS = 60.0
+_LISTEN_SECONDS = _BEGIN_SECONDS = _CALL_SECONDS = 300.0  # imports alone take a minute on a busy machine
 _END_SECONDS = 5.0
 _BREAKS = 5
 """So often in a row the app may break off without being given up."""
