@@ -104,6 +104,7 @@ def method_settings(sets: list[str] | None, methods: Sequence[str]) -> dict[str,
         RecipeError: none of the methods has such a setting.
     """
     from comingle.methods import settings_of
+    from comingle.methods.settings import setting_hint
 
     keys = {key: value for key, value in changes(sets).items() if key.startswith("method.")}
     keys = {key.removeprefix("method.").removeprefix("settings."): value for key, value in keys.items()}
@@ -112,7 +113,8 @@ def method_settings(sets: list[str] | None, methods: Sequence[str]) -> dict[str,
     for key in given:
         if key not in known:
             allowed = ", ".join(known) or "no settings"
-            raise RecipeError(f"--set method.{key}: none of {', '.join(methods)} has it; allowed: {allowed}")
+            hint = f".{found}" if (found := setting_hint(key, known)) else ""
+            raise RecipeError(f"--set method.{key}: none of {', '.join(methods)} has it; allowed: {allowed}{hint}")
     return given
 
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from comingle.errors import PluginError, RecipeError, did_you_mean
+from comingle.errors import PluginError, RecipeError
 from comingle.methods.base import Method
 from comingle.methods.centralized import centralized
 from comingle.methods.comigs import comigs, comigs_1g1s, comigs_1gxs, comigs_2g, comigs_2s, comigs_tr
 from comingle.methods.fedavg import fedavg
 from comingle.methods.local import local
 from comingle.methods.pretrained import pretrained
-from comingle.methods.settings import allowed, by_type
+from comingle.methods.settings import allowed, by_type, setting_hint
 from comingle.plugins import Registry
 
 Make = Callable[..., Method]
@@ -107,7 +107,7 @@ def make(method: str | Method | Make, /, **settings: Any) -> Method:
     for key, value in settings.items():
         if key not in known:
             names = ", ".join(sorted(known)) or "no settings"
-            raise RecipeError(f"method {name}: no setting {key!r}.{did_you_mean(key, known)} Allowed: {names}")
+            raise RecipeError(f"method {name}: no setting {key!r}.{setting_hint(key, known)} Allowed: {names}")
         words, fits = ranges.get(key) or by_type(type(known[key]))
         if not fits(value):
             raise RecipeError(f"method {name}: {key} is {value!r}; allowed: {words}")

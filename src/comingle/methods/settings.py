@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from comingle.errors import LARGEST, is_number
+from comingle.errors import LARGEST, did_you_mean, is_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,29 @@ ExpertsOfUsers = Annotated[int | Sequence[int], Range(least=0, most=1_000)]
 NotNegative = Annotated[float, Range(least=0)]
 Positive = Annotated[float, Range(least=0, above=True)]
 BelowOne = Annotated[float, Range(least=0, most=1, below=True)]
+
+_OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("mu", "proximal_mu", "prox_mu", "prox"), ("proximal", "nearness")),
+    **dict.fromkeys(
+        ("lambda", "lam", "lamda", "lambda_", "reg", "penalty"), ("nearness", "regularisation", "proximal")
+    ),
+    **dict.fromkeys(("k", "n_clusters", "num_clusters", "c"), ("clusters", "models")),
+    **dict.fromkeys(("m", "n_models", "num_models", "components", "n_components"), ("models", "clusters")),
+    **dict.fromkeys(("num_experts", "n_experts", "experts"), ("specialists", "experts", "models")),
+    **dict.fromkeys(("server_lr", "server_learning_rate", "global_lr"), ("server_rate", "global_rate", "outer_rate")),
+    **dict.fromkeys(("outer_lr", "outer_learning_rate"), ("outer_rate", "server_rate")),
+    **dict.fromkeys(("server_momentum", "beta", "beta1"), ("outer_momentum", "momentum")),
+    **dict.fromkeys(("router_interval", "update_every"), ("router_every", "exchange_every")),
+    **dict.fromkeys(("tau", "temp"), ("temperature", "router_every")),
+}
+"""Names of settings in papers and other libraries, and the settings that they may stand for."""
+
+
+def setting_hint(key: str, known: Collection[str]) -> str:
+    """Return a hint for a setting that a method does not have: one of another name, or the nearest spelling."""
+    meant = next((name for name in _OTHER_NAMES.get(key.lower(), ()) if name in known), None)
+    return f" Did you mean {meant!r}?" if meant else did_you_mean(key, known)
+
 
 Fits = Callable[[Any], bool]
 

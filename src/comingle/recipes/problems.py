@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from comingle.errors import did_you_mean
 from comingle.recipes.data import DataSection
+from comingle.recipes.other_names import other_name_hint, section_in
 
 _BRANCHES = ("function-", "constrained-", "list[", "dict[", "literal[")
 """How pydantic calls the branches of a union within a place."""
@@ -44,7 +45,8 @@ def first_problem(error: ValidationError, model: type[BaseModel], data: type[Dat
     place = ".".join(parts)
     if problem["type"] == "extra_forbidden":
         known = _known_keys(problem["loc"], model, data)
-        return f"unknown key {place!r}.{did_you_mean(str(problem['loc'][-1]), known)} Allowed: {', '.join(known)}"
+        hint = other_name_hint(parts, known, model, data) or did_you_mean(parts[-1], known)
+        return f"unknown key {place!r}.{hint} Allowed: {', '.join(known)}"
     if problem["type"] == "missing":
         return f"key {place!r} is missing"
     shown = _shown(problem)
@@ -52,7 +54,7 @@ def first_problem(error: ValidationError, model: type[BaseModel], data: type[Dat
     if wanted and problem["type"].endswith(_WRONG_KINDS):
         return f"{place}: give {wanted}{shown or '; got ' + _KINDS.get(type(problem['input']), 'a section')}"
     reason = re.sub("a valid dictionary( or instance of .*)?", "a mapping", problem["msg"])
-    return f"{place or 'recipe'}: {reason.removeprefix('Value error, ')}{shown}"
+    return f"{place + ': ' if place else ''}{reason.removeprefix('Value error, ')}{shown}"
 
 
 def _parts(loc: Sequence[str | int], accepted: Mapping[str, str]) -> list[str]:
@@ -80,12 +82,5 @@ def _known_keys(place: Iterable[str | int], model: Any, data: type[DataSection] 
             continue
         field = model.model_fields.get(str(part)) if hasattr(model, "model_fields") else None
         annotation = field.annotation if field else model
-        model = _section(annotation) or model
+        model = section_in(annotation) or model
     return list(model.model_fields)
-
-
-def _section(annotation: Any) -> Any:
-    """The section class inside an annotation such as ``dict[str, UserSource] | None``."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((s for a in getattr(annotation, "__args__", ()) if (s := _section(a))), None)

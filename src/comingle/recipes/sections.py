@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, SerializeAsAny, ValidationError, field_validator
+from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
 from comingle.adapters.settings import RANK, AdapterSettings, Targets
 from comingle.engines.settings import EVERYBODY, OptimizerSettings, Training
@@ -187,6 +187,14 @@ class Recipe(Section):
         except ValidationError as error:
             raise RecipeError(f"recipe: {first_problem(error, Recipe, _section(content.get('data')))}") from None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rate_of_nets(cls, content: Any) -> Any:
+        """Read ``training.learning_rate`` of nets, which have no experts, as ``training.experts.learning_rate``."""
+        if not isinstance(content, Mapping) or not _trains_nets(content.get("data")) or "training" not in content:
+            return content
+        return {**content, "training": _rate_below_experts(content["training"])}
+
     @field_validator("data", mode="before")
     @classmethod
     def _of_its_kind(cls, data: Any) -> Any:
@@ -252,9 +260,10 @@ class Recipe(Section):
             RecipeError: an unknown key or a wrong value.
         """
         content = self.model_dump(mode="json", exclude_unset=True)
+        nets = _trains_nets(content["data"])
         for key in sorted(changes, key=lambda key: key.count(".")):
             place: dict[str, Any] = content
-            *path, last = key.split(".")
+            *path, last = (_RATE_OF_EXPERTS if nets and key == _RATE_OF_NETS else key).split(".")
             for part in path:
                 inner = plain_name(place.get(part), key="rule" if part == "aggregation" else "name")
                 place[part] = place = dict(inner) if isinstance(inner, Mapping) else {}
@@ -266,6 +275,30 @@ class Recipe(Section):
         net_of_task = self.data.has_base and "base" not in self.model_fields_set
         content = self.model_dump(mode="json", exclude={"base"} if net_of_task else None)
         return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+
+
+_RATE_OF_NETS, _RATE_OF_EXPERTS = "training.learning_rate", "training.experts.learning_rate"
+
+
+def _trains_nets(data: Any) -> bool:
+    """Whether users with such data train whole nets, without adapters."""
+    section = type(data) if isinstance(data, DataSection) else _section(data)
+    return section is not None and "adapters" in section.unread
+
+
+def _rate_below_experts(training: Any) -> Any:
+    """Move ``learning_rate`` of a section ``training`` to its section ``experts``.
+
+    Raises:
+        ValueError: both are given.
+    """
+    experts = training.get("experts", {}) if isinstance(training, Mapping) else None
+    if not isinstance(experts, Mapping) or "learning_rate" not in training:
+        return training
+    if "learning_rate" in experts:
+        raise ValueError(f"{_RATE_OF_NETS} and {_RATE_OF_EXPERTS}: got both, which are the same of nets; give one")
+    others = {key: value for key, value in training.items() if key != "learning_rate"}
+    return {**others, "experts": {**experts, "learning_rate": training["learning_rate"]}}
 
 
 def _section(data: Any) -> type[DataSection] | None:

@@ -1,0 +1,272 @@
+"""Hints for recipe keys under the names that other libraries give them, or in another section."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from pydantic import BaseModel
+
+from comingle.errors import ComingleError
+from comingle.recipes.data import DataSection
+
+_RATE = "training.experts.learning_rate"
+_EPOCHS = "training.rounds training.local_epochs training.local_steps"
+_RANK = "adapters.rank floral.rank"
+_BASE, _DATA = "base", "data.dataset data"
+
+_KEYS: Mapping[str, str] = {
+    # optimiser
+    "lr": _RATE,
+    "learning_rate": _RATE,
+    "client_lr": _RATE,
+    "local_lr": _RATE,
+    "init_lr": _RATE,
+    "base_lr": _RATE,
+    "max_lr": _RATE,
+    "step_size": _RATE,
+    "optimizer": "training.experts.name",
+    "optimiser": "training.experts.name",
+    "optim": "training.experts.name",
+    "scheduler": "training.experts.schedule",
+    "lr_scheduler": "training.experts.schedule",
+    "lr_scheduler_type": "training.experts.schedule",
+    "lr_schedule": "training.experts.schedule",
+    "wd": "training.experts.weight_decay",
+    "weight_decay": "training.experts.weight_decay",
+    "momentum": "training.experts.momentum",
+    "betas": "training.experts.betas",
+    "adam_betas": "training.experts.betas",
+    "adam_epsilon": "training.experts.eps",
+    "max_grad_norm": "training.experts.clip_norm",
+    "grad_clip": "training.experts.clip_norm",
+    "gradient_clip": "training.experts.clip_norm",
+    "gradient_clip_val": "training.experts.clip_norm",
+    "clip_grad_norm": "training.experts.clip_norm",
+    "clip_norm": "training.experts.clip_norm privacy.clip_norm",
+    "router_lr": "training.router.learning_rate",
+    # length and amount
+    "epoch": _EPOCHS,
+    "epochs": _EPOCHS,
+    "num_epochs": _EPOCHS,
+    "n_epochs": _EPOCHS,
+    "max_epochs": _EPOCHS,
+    "num_train_epochs": _EPOCHS,
+    "num_local_epochs": "training.local_epochs training.local_steps",
+    "local_epochs": "training.local_epochs training.local_steps",
+    "local_ep": "training.local_epochs training.local_steps",
+    "steps": "training.local_steps training.rounds",
+    "num_steps": "training.local_steps training.rounds",
+    "max_steps": "training.local_steps training.rounds",
+    "iterations": "training.local_steps training.rounds",
+    "local_iterations": "training.local_steps",
+    "num_local_steps": "training.local_steps",
+    "num_rounds": "training.rounds",
+    "n_rounds": "training.rounds",
+    "num_server_rounds": "training.rounds",
+    "comm_rounds": "training.rounds",
+    "communication_rounds": "training.rounds",
+    "global_rounds": "training.rounds",
+    "bs": "training.batch_size",
+    "batch": "training.batch_size",
+    "mini_batch_size": "training.batch_size",
+    "train_batch_size": "training.batch_size",
+    "local_batch_size": "training.batch_size",
+    "per_device_batch_size": "training.batch_size",
+    "per_device_train_batch_size": "training.batch_size",
+    "gradient_accumulation_steps": "runtime.micro_batch",
+    "micro_batch_size": "runtime.micro_batch",
+    "max_length": "training.context",
+    "max_len": "training.context",
+    "max_seq_length": "training.context",
+    "max_seq_len": "training.context",
+    "model_max_length": "training.context",
+    "seq_len": "training.context",
+    "seq_length": "training.context",
+    "sequence_length": "training.context",
+    "sequence_len": "training.context",
+    "block_size": "training.context",
+    "context_length": "training.context",
+    "context_size": "training.context",
+    "cutoff_len": "training.context",
+    # adapters
+    "r": _RANK,
+    "lora_r": _RANK,
+    "lora_rank": _RANK,
+    "lora_dim": _RANK,
+    "lora": "adapters floral",
+    "peft": "adapters floral",
+    "adapter": "adapters floral",
+    "lora_config": "adapters floral",
+    "peft_config": "adapters floral",
+    "alpha": "adapters.alpha floral.alpha",
+    "lora_alpha": "adapters.alpha floral.alpha",
+    "target_modules": "adapters.targets",
+    "lora_target_modules": "adapters.targets",
+    "load_in_4bit": "quantise",
+    "load_in_8bit": "quantise",
+    "quantize": "quantise",
+    "quantization": "quantise",
+    "quantization_config": "quantise",
+    # model, users, method
+    "model": _BASE,
+    "model_name": _BASE,
+    "model_id": _BASE,
+    "model_path": _BASE,
+    "model_name_or_path": _BASE,
+    "pretrained_model_name_or_path": _BASE,
+    "pretrained": _BASE,
+    "base_model": _BASE,
+    "checkpoint": "base checkpoints",
+    "net": _BASE,
+    "dataset": _DATA,
+    "datasets": _DATA,
+    "dataset_name": _DATA,
+    "train_dataset": _DATA,
+    "train_data": _DATA,
+    "train_file": "data.users data",
+    "data_path": "data.users data",
+    "data_dir": "data.users data",
+    "client": "data.users data",
+    "clients": "data.users data",
+    "algorithm": "method",
+    "algo": "method",
+    "strategy": "method",
+    "aggregator": "method aggregation",
+    "mu": "method.proximal",
+    "proximal_mu": "method.proximal",
+    "prox_mu": "method.proximal",
+    "num_clusters": "method.clusters",
+    "n_clusters": "method.clusters",
+    "num_models": "method.models",
+    "num_experts": "method.specialists",
+    # participants
+    "fraction_fit": "training.participation",
+    "client_fraction": "training.participation",
+    "fraction": "training.participation",
+    "frac": "training.participation",
+    "sample_rate": "training.participation",
+    "sampling_rate": "training.participation",
+    "participation_rate": "training.participation",
+    "clients_per_round": "training.participation",
+    "num_clients_per_round": "training.participation",
+    # privacy
+    "dp": "privacy",
+    "differential_privacy": "privacy",
+    "target_epsilon": "privacy.epsilon",
+    "target_delta": "privacy.delta",
+    "sigma": "privacy.noise_multiplier",
+    "noise": "privacy.noise_multiplier",
+    "noise_scale": "privacy.noise_multiplier",
+    "max_per_sample_grad_norm": "privacy.clip_norm",
+    "secagg": "privacy.secure_aggregation",
+    # evaluation, checkpoints, machine
+    "eval": "evaluation",
+    "eval_every": "evaluation.every",
+    "eval_steps": "evaluation.every",
+    "eval_interval": "evaluation.every",
+    "eval_strategy": "evaluation.every",
+    "evaluation_strategy": "evaluation.every",
+    "load_best_model_at_end": "evaluation.select",
+    "save_steps": "checkpoints.every",
+    "save_every": "checkpoints.every",
+    "save_strategy": "checkpoints.every",
+    "save_total_limit": "checkpoints.keep",
+    "random_state": "seed",
+    "random_seed": "seed",
+    "manual_seed": "seed",
+    "fp16": "runtime.dtype",
+    "bf16": "runtime.dtype",
+    "torch_dtype": "runtime.dtype",
+    "precision": "runtime.dtype",
+    "mixed_precision": "runtime.dtype",
+    "attn_implementation": "runtime.attention",
+    "torch_compile": "runtime.compile",
+    "num_threads": "runtime.threads",
+    "report_to": "runtime.track",
+    "logger": "runtime.track",
+    "wandb": "runtime.track",
+    "mlflow": "runtime.track",
+    "file": "path",
+    "filename": "path",
+    "file_path": "path",
+    "folder": "path",
+}
+"""Names in other libraries, and the keys that they stand for, each with its path; several where either may be meant."""
+
+_METHOD = "method."
+
+
+def _plain(name: str) -> str:
+    """Compare names in one spelling: learning-rate, learningRate and LEARNING_RATE are learning_rate."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+_BY_SPELLING = {_plain(name): keys for name, keys in _KEYS.items()}
+
+
+def other_name_hint(
+    place: Sequence[str], known: Sequence[str], recipe: type[BaseModel], data: type[DataSection] | None
+) -> str:
+    """Return a hint for a key that is right in another library or in another section, or an empty string.
+
+    Args:
+        place: the unknown key with the sections it is in.
+        known: the keys of its section, which come first.
+        recipe: the model of a whole recipe.
+        data: the section chosen for the key ``data``.
+    """
+    *section, name = place
+    meant = _BY_SPELLING.get(_plain(name), "").split()
+    leaves = dict.fromkeys(path.rpartition(".")[2] for path in meant)
+    beside = [".".join((*section, key)) for key in leaves if key in known]
+    if section and (found := [path for path in beside if _is_read(path, data)]):
+        return _hint(found[:2], place)
+    above = {".".join(section[:depth]) for depth in range(len(section) + 1)}
+    paths = [path for path in _paths(recipe, data) if _is_read(path, data) and path not in above]
+    found = [path for path in meant if path in paths or path.startswith(_METHOD)]
+    if not found:
+        found = [path for path in paths if _plain(path.rpartition(".")[2]) == _plain(name)] or _setting(name)
+    return _hint(found[:2], place)
+
+
+def _hint(paths: Sequence[str], place: Sequence[str]) -> str:
+    if not paths:
+        return ""
+    beyond = [f"{path!r}" + (" (at the top level)" if "." not in path and len(place) > 1 else "") for path in paths]
+    return f" Did you mean {' or '.join(beyond)}?"
+
+
+def _paths(model: type[BaseModel], data: type[DataSection] | None, above: str = "") -> Iterator[str]:
+    """Yield the dotted key of every field, sections before their fields."""
+    for name, field in model.model_fields.items():
+        yield f"{above}{name}"
+        inner = data if not above and name == "data" else section_in(field.annotation)
+        if inner is not None and not (name == "users" and above == "data."):
+            yield from _paths(inner, data, f"{above}{name}.")
+
+
+def section_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the section class inside an annotation such as ``dict[str, UserSource] | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((s for a in getattr(annotation, "__args__", ()) if (s := section_in(a)) is not None), None)
+
+
+def _is_read(path: str, data: type[DataSection] | None) -> bool:
+    """Whether users with such data read the key."""
+    unread = data.unread if data is not None else {}
+    return not any(path == key or path.startswith(f"{key}.") for key in unread)
+
+
+def _setting(name: str) -> list[str]:
+    """Return the key of a method's setting of this name, if any method has one."""
+    from comingle.methods import REGISTRY, settings_of  # imports torch, which only a mistake needs
+
+    for method in REGISTRY:
+        with suppress(ComingleError):
+            if name in settings_of(method):
+                return [f"{_METHOD}{name}"]
+    return []
