@@ -14,7 +14,7 @@ import os
 import secrets
 import shlex
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -147,6 +147,16 @@ def sample_told(record: dict[str, Any]) -> str:
     return f"{told}, 95% interval {low} to {high}"
 
 
+def privacy_told(privacy: Mapping[str, Any]) -> str:
+    """Return the privacy of a run in half a line: mechanism, epsilon, delta, noise and clip norm."""
+    if not math.isfinite(privacy["epsilon"] if privacy["epsilon"] is not None else math.inf):
+        spent = "no bound on epsilon"
+    else:
+        spent = f"epsilon {privacy['epsilon']:.4g}"
+    noise = f"noise multiplier {privacy['noise_multiplier']:.3g}, clip norm {privacy['clip_norm']:.3g}"
+    return f"{privacy['mechanism']}, {spent} at delta {privacy['delta']:g}, {noise}, {privacy['releases']} releases"
+
+
 def describe_metrics(metrics: dict[str, Any]) -> str:
     """A run's metrics in half a line."""
     measure = measure_of(metrics)
@@ -276,6 +286,17 @@ def read_events(run: Path) -> Iterator[dict[str, Any]]:
     if damaged:
         told = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
         logger.warning("%s: damaged, so %d of %d events are missing: line %s", path, len(damaged), len(lines), told)
+
+
+def read_evaluations(run: Path) -> Iterator[dict[str, Any]]:
+    """Yield the evaluation events of a run one by one; parses no other line."""
+    path = run / "events.jsonl"
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        for line in lines:
+            if b'"event": "evaluation"' in line and (event := parse_event(line)) is not None:
+                yield event
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:

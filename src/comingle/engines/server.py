@@ -131,6 +131,11 @@ class ServerHalf:
             same = len(set(self.ranks.tolist())) == 1
             check_rounds(self.aggregation, round_sizes(training, self.users), same_ranks=same)
 
+    def warn_of_noise(self, training: Training) -> None:
+        """Log a warning where the noise of a private run drowns what its users can change."""
+        if self.guard is not None and self.shares and (why := self.guard.noise_warning(self.size, training.rounds)):
+            logger.warning("%s", why)
+
     def download(self, users: Sequence[str]) -> Download:
         """What these users get now."""
         numbers = self.numbers(users)

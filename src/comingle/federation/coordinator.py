@@ -438,6 +438,7 @@ def new_coordinator(
     model = house.model()
     server = start_server(model, house.method, public.users, house.training)
     server.check_rounds(house.training)
+    server.warn_of_noise(house.training)
     coordinator = Coordinator(
         run=run,
         public=public,

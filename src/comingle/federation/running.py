@@ -22,6 +22,7 @@ from comingle.engines.checkpoints import (
 from comingle.engines.checksums import list_checkpoints
 from comingle.engines.evaluations import end_event, start_event
 from comingle.engines.events import EventLog, Observer
+from comingle.engines.outcomes import Evaluations, outcome_warnings
 from comingle.engines.periods import period
 from comingle.engines.private import keep_key
 from comingle.engines.settings import AUTO
@@ -36,7 +37,7 @@ from comingle.inputs import SPLITS, Inputs, UserInputs
 from comingle.kinds.base import kind_of
 from comingle.protocol.messages import LOWEST, verdict
 from comingle.recipes import Recipe
-from comingle.records import FEDERATION, read_metrics, write_json
+from comingle.records import FEDERATION, read_evaluations, read_metrics, write_json
 from comingle.runs.folders import open_folder
 from comingle.runs.given import NOTHING
 from comingle.transports.channel import Channel
@@ -95,7 +96,8 @@ def _run(
     path, ending = folder / "events.jsonl", _is_ending(folder)
     log = EventLog(path, keep_bytes=path.stat().st_size if ending else progress.events_bytes if progress else 0)
     rounds = house.training.rounds if house.method.trains else 0
-    sinks = [log, Board(folder, plan.users, rounds), *observers]
+    evaluations = Evaluations(read_evaluations(folder) if log.size_bytes else ())
+    sinks = [log, Board(folder, plan.users, rounds), evaluations, *observers]
 
     def observe(event: dict[str, Any]) -> None:
         for sink in sinks:
@@ -120,6 +122,7 @@ def _run(
         if not ending:
             metrics = run_tasks(coordinator, first_round=start, stopped=stopped, save=save).as_dict()
             metrics |= coordinator.server.account
+            metrics |= outcome_warnings(house.method, evaluations, metrics)
             if untold := [name for name in plan.users if name not in metrics["users"]]:
                 metrics["untold"] = untold
             observe(end_event(metrics))

@@ -146,6 +146,34 @@ class Guard:
         share = min(1.0, max(0.0, (centred + noise) / users + 0.5))
         self.bound *= math.exp(-self.privacy.clip_rate * (share - self.privacy.clip_quantile))
 
+    # ---------------------------------------------------------------- what it can be worth
+
+    def noise_warning(self, numbers: int, rounds: int) -> str | None:
+        """Return a warning where the noise drowns what users can change, else None.
+
+        In a round the mean change is at most the clip norm C, and the noise on it has norm ``z C sqrt(d) / n``, or
+        ``z C sqrt(d / n)`` with noise at each user. Over R rounds changes add up to ``R C``, noise to ``sqrt(R)`` times
+        its norm.
+
+        Args:
+            numbers: d, how many numbers a user shares.
+            rounds: R, of the whole run, each of which releases something.
+        """
+        users, z = self.expected(0), self.privacy.multiplier
+        local = self.privacy.mechanism == "local"
+        ratio = z * math.sqrt(numbers / users) / (1.0 if local else math.sqrt(users))
+        whole = ratio / math.sqrt(max(1, rounds))
+        if whole <= 1:
+            return None
+        needed = users * whole**2 if local else users * whole
+        return (
+            f"privacy: this plan cannot work: with noise_multiplier {z:.3g}, clip_norm {self.bound:g}, "
+            f"{users:,.4g} users a round and {numbers:,} shared parameters the noise of a round is {ratio:,.3g} times, "
+            f"and that of all {rounds} rounds {whole:,.3g} times as long as all that users can change. Allowed: about "
+            f"{needed:,.0f} users or more, fewer shared parameters (adapters.rank), a larger epsilon; or mechanism: "
+            "example, which protects each example of a user instead of the user"
+        )
+
     # ---------------------------------------------------------------- what it has cost
 
     def _epsilon(self, user: int, count: int) -> float:

@@ -36,6 +36,10 @@ class Ledger(Guard):
         """Count a round of these."""
         self.counts[list(users)] += 1
 
+    def noise_warning(self, numbers: int, rounds: int) -> str | None:
+        """Return None: the noise is that of users' steps, not of uploads."""
+        return None
+
     def _epsilon(self, user: int, count: int) -> float:
         work = self.works().get(self.users[user])
         return 0.0 if work is None else spent_by(self.privacy, work, count * work.steps)

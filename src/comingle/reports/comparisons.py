@@ -102,7 +102,19 @@ def _row(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
         f"{unit}_per_second": statistics.fmean(run[f"{unit}_per_second"] for run in runs),
         "wall_seconds": statistics.fmean(run["wall_seconds"] for run in runs),
         **({"sample": runs[0]["sample"]} if len(runs) == 1 and "sample" in runs[0] else {}),
+        **({"privacy": _most_revealing(runs)} if any(run.get("privacy") for run in runs) else {}),
+        **({"warnings": warned} if (warned := _warnings(runs)) else {}),
     }
+
+
+def _most_revealing(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the privacy of the seed with the largest epsilon."""
+    return max((run["privacy"] for run in runs if run.get("privacy")), key=lambda privacy: privacy["epsilon"] or 0.0)
+
+
+def _warnings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the warnings of all seeds, each with its seed."""
+    return [f"seed {run['seed']}: {warning}" for run in runs for warning in run.get("warnings", ())]
 
 
 def _geometric_row(runs: list[dict[str, Any]], measure: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from comingle.errors import list_names
-from comingle.records import GEOMETRIC, geometric, measure_of, number, sample_told, write_json, write_text
+from comingle.records import GEOMETRIC, geometric, measure_of, number, privacy_told, sample_told, write_json, write_text
 from comingle.reports import against
 from comingle.reports.comparisons import against_of, compare_runs
 from comingle.reports.crowds import (
@@ -75,6 +75,10 @@ def render_run(metrics: dict[str, Any], *, everybody: bool = False) -> Table:
         _add_crowd(table, metrics, measure)
     table.caption = caption = words(_circumstances(metrics, unit), "table.caption")
     table.caption_justify = "left"
+    if privacy := metrics.get("privacy"):
+        caption.append(f"\nprivacy: {privacy_told(privacy)}")
+    for warning in metrics.get("warnings", ()):
+        caption.append(f"\nwarning: {warning}", "yellow")
     if sample := sample_told(metrics):
         caption.append(f"\n{sample}")
     if planned := metrics.get("planned_rounds"):
@@ -214,7 +218,12 @@ def _note(table: dict[str, Any]) -> str:
     fewer = [row for row in table["methods"] if len(row["seeds"]) < len(seeds)]
     missing = [f"{row['method']}: seeds {', '.join(map(str, row['seeds']))} alone" for row in fewer]
     budget = budget_note([row["trainable_parameters"] for row in table["methods"]])
-    return "; ".join(filter(None, [_sample_note(table["methods"]), *missing, budget, *_stopped(table["methods"])]))
+    private = [
+        f"{row['method']}: privacy {privacy_told(row['privacy'])}" for row in table["methods"] if "privacy" in row
+    ]
+    warned = [f"{row['method']}, {one}" for row in table["methods"] for one in row.get("warnings", ())]
+    rows = table["methods"]
+    return "; ".join(filter(None, [_sample_note(rows), *missing, budget, *_stopped(rows), *private, *warned]))
 
 
 def _stopped(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

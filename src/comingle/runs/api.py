@@ -15,7 +15,7 @@ from comingle.methods import REGISTRY
 from comingle.models.hardware import torch_defaults
 from comingle.progress import LOADING, reporting
 from comingle.recipes import Recipe, load_recipe
-from comingle.records import is_server, read_metrics, resume_command
+from comingle.records import is_server, logger, read_metrics, resume_command
 from comingle.runs.folders import check_folder
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
 from comingle.runs.opening import reopen
@@ -84,7 +84,10 @@ def run(
             warn_unread(read)
             return [*observers, reporter.watch(clients)]
 
-        return run_in(folder, read, materials, resume=resume, force=force, observers=watch)
+        done = run_in(folder, read, materials, resume=resume, force=force, observers=watch)
+        for warning in done.metrics.get("warnings", ()):
+            logger.warning("%s: %s", read.method.name, warning)
+        return done
 
 
 @torch_defaults()

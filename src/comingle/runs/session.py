@@ -20,6 +20,7 @@ from comingle.engines.client import Clients
 from comingle.engines.clock import Clock
 from comingle.engines.evaluations import amounts, end_event, merged, sampled, start_event, summarise, users_metrics
 from comingle.engines.events import EventLog, Observer
+from comingle.engines.outcomes import Evaluations, outcome_warnings
 from comingle.engines.private import keep_key, key_of, set_key
 from comingle.engines.rounds import run_rounds
 from comingle.engines.runtime import keep_buffers
@@ -36,7 +37,7 @@ from comingle.plugins import require
 from comingle.privacy.checks import check_private, check_steps
 from comingle.recipes import Recipe
 from comingle.recipes.unused import changed, check_used
-from comingle.records import finite, write_json, write_text
+from comingle.records import finite, read_evaluations, write_json, write_text
 from comingle.runs.defending import check_aggregation
 from comingle.runs.folders import SKIPPED, open_folder
 from comingle.runs.given import NOTHING, Given
@@ -184,13 +185,13 @@ def run_in(
     Raises:
         ComingleError: as ``building``, :func:`comingle.runs.folders.open_folder` and :func:`execute`.
     """
-    federation = building(recipe, materials)
-    watching = observers(federation.clients) if federation.leads else ()
-    settings = materials.kind.settings(materials)
-    if folder is None:
-        return replace(execute(federation, recipe, None, observers=watching), settings=settings)
-    inputs = _described(federation, materials, recipe)
     with ExitStack() as entered:
+        federation = building(recipe, materials)
+        watching = observers(federation.clients) if federation.leads else ()
+        settings = materials.kind.settings(materials)
+        if folder is None:
+            return replace(execute(federation, recipe, None, observers=watching), settings=settings)
+        inputs = _described(federation, materials, recipe)
         entering = open_folder(folder, recipe, inputs, resume=resume, force=force)
         federation.share(lambda: entered.enter_context(entering))
         opened(folder)
@@ -221,6 +222,8 @@ def execute(
     """
     clock, start, kept, clients = Clock(), 0, 0, federation.clients
     _keep_key(federation, folder, resume=resume)
+    if federation.leads:
+        federation.server.warn_of_noise(clients.training)
     if folder is not None and isinstance(store := clients.state, Stored):
         anew = federation.share(lambda: not (resume and list_checkpoints(folder)))
         federation.share(lambda: store.open(folder, anew=anew))
@@ -233,6 +236,8 @@ def execute(
     trackers = [*boards(folder, recipe, len(clients.everybody))] if folder is not None and writes else []
     sinks = [sink for sink in (log, *trackers, *observers) if sink is not None]
     told: list[dict[str, Any]] = []
+    evaluations = Evaluations(read_evaluations(folder) if folder is not None and kept else ())
+    sinks.append(evaluations)
 
     def observe(event: dict[str, Any]) -> None:
         if log is None and event["event"] != "step":
@@ -254,6 +259,7 @@ def execute(
         found = merged(federation.gather(lambda: users_metrics(clients, scores)))
         metrics = summarise(clients, scores, clock, found).as_dict() | clients.left_out | federation.server.account
         metrics |= sampled(clients, found, metrics["measure"]) if federation.leads else {}
+        metrics |= outcome_warnings(clients.method, evaluations, metrics)
         observe(end_event(metrics))
     except DivergenceError as error:
         if folder is None or not (checkpoints := list_checkpoints(folder)):

@@ -1,0 +1,144 @@
+"""Finished runs that end worse than they began, or whose mixtures have not moved, say so; privacy plans are judged."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import comingle
+from comingle.engines.outcomes import Evaluations, outcome_warnings
+from comingle.methods import make
+from comingle.privacy.guard import Guard
+from comingle.privacy.settings import Privacy
+from comingle.records import read_metrics
+from comingle.reports.comparisons import compare_runs
+from comingle.reports.tables import markdown, render_run
+
+
+def samples(seed: int) -> Any:
+    """Points of one line, a little noise: easy to fit, and easy to leave."""
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(seed))
+    return torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def net(*shape: Any) -> torch.nn.Module:
+    layer = torch.nn.Linear(3, 1)
+    with torch.no_grad():
+        layer.weight.fill_(1.0), layer.bias.fill_(0.05)  # nearly the answer
+    return layer
+
+
+def run(out: Path | None = None, **changes: Any) -> comingle.runs.results.Run:  # type: ignore[name-defined]
+    training = {"rounds": 3, "batch_size": 8, "experts": {"name": "sgd", "learning_rate": 0.01}}
+    recipe = {"training": training, "data": {"loss": "mse"}, "evaluation": {"model": "exchanged"}}
+    users = {name: samples(seed) for seed, name in enumerate("abc")}
+    return comingle.run({**recipe}, users=users, base=net, out=out, **{"method": "fedavg", **changes})
+
+
+def shown(metrics: dict[str, Any]) -> str:
+    console = Console(width=400, record=True, file=io.StringIO())
+    console.print(render_run(metrics))
+    return console.export_text()
+
+
+def test_a_run_that_ends_worse_than_it_began_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert "warnings" not in run().metrics
+    caplog.clear()
+    bad = run(tmp_path / "bad", **{"training.learning_rate": 2.0})
+    (warning,) = bad.metrics["warnings"]
+    assert warning.startswith("the run ends worse than it began: mean test loss ")
+    assert "before training; worse for 3 of 3 users." in warning
+    assert "training.experts.learning_rate" in warning
+    assert f"fedavg: {warning}" in caplog.messages
+    kept = read_metrics(tmp_path / "bad")
+    assert kept["warnings"] == [warning]
+    assert warning in shown(kept)
+    assert warning in markdown(compare_runs([tmp_path / "bad"]))
+
+
+def test_a_resumed_run_says_it_too(tmp_path: Path) -> None:
+    rate = {"training.learning_rate": 2.0, "checkpoints.every": 1}
+    (told,) = run(tmp_path / "whole", **rate).metrics["warnings"]
+
+    def stop(event: dict[str, Any]) -> None:
+        if event["event"] == "round" and event["round"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "resumed", observers=[stop], **rate)
+    assert run(tmp_path / "resumed", resume=True, **rate).metrics["warnings"] == [told]
+
+
+def test_privacy_is_shown_and_blamed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    privacy = {"noise_multiplier": 30.0, "clip_norm": 1.0, "accountant": "rdp", "noise": "reproducible"}
+    done = run(tmp_path / "private", privacy=privacy)
+    (plan, *_) = [line for line in caplog.messages if line.startswith("privacy: this plan cannot work: ")]
+    assert "mechanism: example" in plan
+    (warning,) = done.metrics["warnings"]
+    assert "The noise of privacy (epsilon " in warning
+    assert "privacy.mechanism: example" in warning
+    text = shown(read_metrics(tmp_path / "private"))
+    spent = done.metrics["privacy"]["epsilon"]
+    assert f"privacy: central, epsilon {spent:.4g} at delta 1e-05, noise multiplier 30, clip norm 1, 3 releases" in text
+    assert "fedavg: privacy central, epsilon" in markdown(compare_runs([tmp_path / "private"]))
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "users", "numbers", "works"),
+    [
+        ("central", 4, 500_000, False),
+        ("central", 1000, 500_000, True),
+        ("central", 4, 100, True),
+        ("local", 1000, 500_000, False),
+        ("local", 1000, 4_000, True),
+    ],
+)
+def test_a_plan_is_judged_by_noise_users_and_parameters(mechanism: Any, users: int, numbers: int, works: bool) -> None:
+    names = tuple(f"user-{i}" for i in range(users))
+    privacy = Privacy(mechanism=mechanism, noise_multiplier=1.0)
+    guard = Guard(privacy=privacy, participation=1.0, users=names, key="seed 0")
+    told = guard.noise_warning(numbers, rounds=20)
+    assert (told is None) == works
+    if told is not None:
+        needed = int(told.partition("Allowed: about ")[2].partition(" users")[0].replace(",", "")) + 1
+        enough = replace(guard, users=tuple(f"user-{i}" for i in range(needed)), counts=torch.zeros(0))
+        assert enough.noise_warning(numbers, rounds=20) is None
+
+
+def test_no_better_round_than_the_start_says_so() -> None:
+    changes = {"training.learning_rate": 2.0, "evaluation.select": "best"}
+    (warning,) = run(**changes).metrics["warnings"]
+    assert warning.startswith("no round is better than the start")
+
+
+def test_mixtures_that_stay_uniform_say_so() -> None:
+    floral = {"method": {"name": "floral", "clusters": 2}, "training.learning_rate": 0.001}
+    stuck = run(**floral, **{"training.router": {"name": "sgd", "learning_rate": 1e-9}})
+    (warning,) = stuck.metrics["warnings"]
+    assert warning.startswith("mixtures have stayed uniform: every user gives each of the 2 components about 0.5")
+    assert "warnings" not in run(**floral, **{"training.router": {"name": "adamw", "learning_rate": 0.5}}).metrics
+    assert "warnings" not in run(**{**floral, "method": {"name": "local-adaptor"}}).metrics
+
+
+def test_measures_that_rise_are_read_the_right_way_round() -> None:
+    def judged(before: float | None, after: float | None, measure: str) -> bool:
+        def record(value: float | None) -> dict[str, Any]:
+            return {f"mean_test_{measure}": value, "users": {"a": {f"test_{measure}": value}}}
+
+        seen = Evaluations([{"event": "evaluation", "round": 0, **record(before)}])
+        metrics = {"measure": measure, "rounds": 5, "selected_round": 5, **record(after)}
+        return bool(outcome_warnings(make("fedavg"), seen, metrics))
+
+    assert judged(0.5, 0.4, "accuracy")
+    assert not judged(0.4, 0.5, "accuracy")
+    assert judged(80.0, 100_000.0, "perplexity")
+    assert judged(80.0, float("inf"), "perplexity")
+    assert judged(80.0, None, "perplexity")
+    assert not judged(80.0, 80.0, "perplexity")
+    assert not judged(None, 80.0, "perplexity")
