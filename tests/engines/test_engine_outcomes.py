@@ -30,11 +30,12 @@ def samples(seed: int) -> Any:
 def net(*shape: Any) -> torch.nn.Module:
     layer = torch.nn.Linear(3, 1)
     with torch.no_grad():
-        layer.weight.fill_(1.0), layer.bias.fill_(0.05)  # nearly the answer
+        layer.weight.fill_(1.0)
+        layer.bias.fill_(0.05)  # nearly the answer
     return layer
 
 
-def run(out: Path | None = None, **changes: Any) -> comingle.runs.results.Run:  # type: ignore[name-defined]
+def run(out: Path | None = None, **changes: Any) -> Any:
     training = {"rounds": 3, "batch_size": 8, "experts": {"name": "sgd", "learning_rate": 0.01}}
     recipe = {"training": training, "data": {"loss": "mse"}, "evaluation": {"model": "exchanged"}}
     users = {name: samples(seed) for seed, name in enumerate("abc")}
@@ -118,11 +119,13 @@ def test_no_better_round_than_the_start_says_so() -> None:
 
 
 def test_mixtures_that_stay_uniform_say_so() -> None:
-    floral = {"method": {"name": "floral", "clusters": 2}, "training.learning_rate": 0.001}
-    stuck = run(**floral, **{"training.router": {"name": "sgd", "learning_rate": 1e-9}})
+    floral: dict[str, Any] = {"method": {"name": "floral", "clusters": 2}, "training.learning_rate": 0.001}
+    slow: Any = {"training.router": {"name": "sgd", "learning_rate": 1e-9}}
+    fast: Any = {"training.router": {"name": "adamw", "learning_rate": 0.5}}
+    stuck = run(**floral, **slow)
     (warning,) = stuck.metrics["warnings"]
     assert warning.startswith("mixtures have stayed uniform: every user gives each of the 2 components about 0.5")
-    assert "warnings" not in run(**floral, **{"training.router": {"name": "adamw", "learning_rate": 0.5}}).metrics
+    assert "warnings" not in run(**floral, **fast).metrics
     assert "warnings" not in run(**{**floral, "method": {"name": "local-adaptor"}}).metrics
 
 

@@ -25,6 +25,10 @@ def said(recipe: Any) -> str:
     return str(caught.value)
 
 
+def run_with(changes: dict[str, Any]) -> Any:
+    return comingle.run({"data": TEXT}, **changes)
+
+
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
@@ -74,7 +78,7 @@ def test_a_name_of_another_library_gets_the_key_with_its_path(key: str, meant: s
         parse_recipe({"data": TEXT}).with_changes({key: 1}, where="--set")
     assert str(caught.value).startswith(f"--set: {hint}")
     with pytest.raises(RecipeError) as caught:
-        comingle.run({"data": TEXT}, **{key: 1})
+        run_with({key: 1})
     assert hint in str(caught.value)
 
 

@@ -58,7 +58,7 @@ def _worse(first: Event | None, metrics: Mapping[str, Any]) -> Sequence[str]:
     if not _is_worse(before, after, measure):
         return ()
     users = [name for name in metrics["users"] if name in first["users"]]
-    worse = [name for name in users if _is_worse(*(_of(one, name, measure) for one in (first, metrics)), measure)]
+    worse = [name for name in users if _is_worse(_of(first, name, measure), _of(metrics, name, measure), measure)]
     return (
         f"the run ends worse than it began: mean test {measure} {number(_finite(after), measure)} after round {ended}, "
         f"{number(before, measure)} {began}; worse for {len(worse)} of {len(users)} users. {_remedy(metrics)}",

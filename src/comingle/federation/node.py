@@ -43,6 +43,7 @@ from comingle.federation.public import Public, read_public
 from comingle.federation.room import check_room, run_folder
 from comingle.federation.sums import PARTS
 from comingle.federation.tasks import Answer, Task, unpack_task
+from comingle.methods.own_errors import own_errors
 from comingle.protocol.messages import LOSS, LOWEST, Download, validation_report
 from comingle.protocol.wire import pack, unpack
 from comingle.records import told_in_one_line
@@ -129,7 +130,8 @@ class Node:
         if task.serial != home.serial + 1:
             raise MessageError(f"task {task.serial}: user {self.own.name!r} has done {home.serial}, so the next is")
         try:
-            answer = Work(home, self.own, task).done().pack()
+            with own_errors(home.clients.method):
+                answer = Work(home, self.own, task).done().pack()
             home.keep(task.serial, data, answer)
             self.say(_account(home, task, answer))
         except BaseException:

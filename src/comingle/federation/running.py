@@ -35,6 +35,7 @@ from comingle.federation.public import House, Public, build_house, check_possibl
 from comingle.federation.rounds import run_tasks, tell_end
 from comingle.inputs import SPLITS, Inputs, UserInputs
 from comingle.kinds.base import kind_of
+from comingle.methods.own_errors import own_errors
 from comingle.protocol.messages import LOWEST, verdict
 from comingle.recipes import Recipe
 from comingle.records import FEDERATION, read_evaluations, read_metrics, write_json
@@ -83,7 +84,7 @@ def coordinate(
         users={name: UserInputs(counts={}, digests=dict.fromkeys(SPLITS, "")) for name in plan.users},
         settings=plan.settings,
     )
-    with open_folder(folder, house.recipe, inputs, resume=resume, force=force):
+    with open_folder(folder, house.recipe, inputs, resume=resume, force=force), own_errors(house.method):
         return _run(public, house, plan, channel, folder, observers)
 
 

@@ -13,6 +13,7 @@ from comingle.methods.centralized import centralized
 from comingle.methods.comigs import comigs, comigs_1g1s, comigs_1gxs, comigs_2g, comigs_2s, comigs_tr
 from comingle.methods.fedavg import fedavg
 from comingle.methods.local import local
+from comingle.methods.own_errors import call_constructor
 from comingle.methods.pretrained import pretrained
 from comingle.methods.settings import allowed, by_type, setting_hint
 from comingle.plugins import Registry
@@ -111,9 +112,7 @@ def make(method: str | Method | Make, /, **settings: Any) -> Method:
         words, fits = ranges.get(key) or by_type(type(known[key]))
         if not fits(value):
             raise RecipeError(f"method {name}: {key} is {value!r}; allowed: {words}")
-    made = constructor(**settings)
-    if not isinstance(made, Method):
-        raise PluginError(f"method {name}: its function returned {type(made).__name__}; allowed: a Method")
+    made = call_constructor(name, constructor, settings)
     specialists = made.placement.specialists
     if made.placement.generalists + min((specialists,) if isinstance(specialists, int) else specialists) < 1:
         raise RecipeError(f"method {name}: generalists + specialists is 0 for some user; at least 1 expert is needed")

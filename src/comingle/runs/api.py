@@ -11,7 +11,8 @@ from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.errors import RunError
 from comingle.kinds.base import Materials
-from comingle.methods import REGISTRY
+from comingle.methods import REGISTRY, make
+from comingle.methods.own_errors import own_errors
 from comingle.models.hardware import torch_defaults
 from comingle.progress import LOADING, reporting
 from comingle.recipes import Recipe, load_recipe
@@ -119,10 +120,11 @@ def load(
     with lending([method]) as [named]:
         _check_method(folder, recipe, named)
         materials = reopen(folder, recipe, given)
-        federation = build(recipe, materials)
-        if federation.clients.method.trains:
-            _check_round(folder, metrics, restore(federation, folder, recipe))
-            federation.clients.choose()
+        with own_errors(make(recipe.method.name, **recipe.method.settings)):
+            federation = build(recipe, materials)
+            if federation.clients.method.trains:
+                _check_round(folder, metrics, restore(federation, folder, recipe))
+                federation.clients.choose()
     settings = materials.kind.settings(materials)
     return Run(folder=folder, recipe=recipe, metrics=metrics, federation=federation, settings=settings)
 

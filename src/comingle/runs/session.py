@@ -31,6 +31,7 @@ from comingle.errors import DivergenceError
 from comingle.inputs import POPULATION, Inputs, UserInputs
 from comingle.kinds.base import Materials, kind_of
 from comingle.methods import make
+from comingle.methods.own_errors import own_errors
 from comingle.models.base import Base, digests_of
 from comingle.models.hardware import torch_defaults
 from comingle.plugins import require
@@ -186,6 +187,7 @@ def run_in(
         ComingleError: as ``building``, :func:`comingle.runs.folders.open_folder` and :func:`execute`.
     """
     with ExitStack() as entered:
+        entered.enter_context(own_errors(make(recipe.method.name, **recipe.method.settings)))
         federation = building(recipe, materials)
         watching = observers(federation.clients) if federation.leads else ()
         settings = materials.kind.settings(materials)

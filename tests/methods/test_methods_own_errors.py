@@ -1,0 +1,167 @@
+"""Exceptions in a user's own methods are one line that names the place; those of other code stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import comingle
+from comingle.errors import PluginError
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import MODEL, Client, Cohort, Part, joint
+from comingle.methods.server import Mean, Received, Server, ServerSetup
+from comingle.trees import Tree
+
+USERS = {name: torch.utils.data.TensorDataset(torch.randn(20, 3), torch.randn(20, 1)) for name in "ab"}
+RECIPE: dict[str, Any] = {"training": {"rounds": 2, "batch_size": 8}, "data": {"loss": "mse"}}
+
+
+def mine(*, parts: Sequence[Part] = (), server: Server | None = None) -> Method:
+    client = Client(phases=joint(routed=False), parts=tuple(parts))
+    return Method(name="mine", placement=Placement(shared=MODEL), client=client, server=server or Mean())
+
+
+def run(method: Any, **how: Any) -> Any:
+    return comingle.run(RECIPE, users=USERS, base=lambda: torch.nn.Linear(3, 1), method=method, **how)
+
+
+def line_of(text: str) -> int:
+    """The first line of this file that ends with a text."""
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(text))
+
+
+class Begins(Part):
+    def begin(self, cohort: Cohort) -> None:
+        {}["begun"]  # begin
+
+
+class Corrects(Part):
+    def correct(self, cohort: Cohort, gradients: Tree) -> None:
+        for gradient in gradients.values():
+            gradient.copy_(torch.zeros(7, 7, 7))  # correct
+
+
+class Punishes(Part):
+    def penalty(self, tensors: Tree, ranks: Any) -> Any:
+        return 1 / 0  # penalty
+
+
+class Starts(Part):
+    def start(self, names: Sequence[str], seed: int) -> Tree:
+        raise StopIteration  # start
+
+
+class Helps(Part):
+    def end(self, cohort: Cohort) -> None:
+        help_out(cohort)
+
+
+def help_out(cohort: Cohort) -> None:
+    raise RuntimeError("two\nlines")  # help
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aggregates(Mean):
+    def aggregate(self, kept: Tree, received: Received) -> None:
+        received.tensors["no such tensor"]  # aggregate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sets(Mean):
+    def start(self, setup: ServerSetup) -> Tree:
+        assert len(setup.users) > 5, "five users"  # set up
+        return super().start(setup)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighs(Mean):
+    def coefficients(self, received: Received) -> Tree:
+        return {name: torch.ones(9) for name in received.tensors}  # comingle fails on it
+
+
+@pytest.mark.parametrize(
+    ("method", "mark", "said"),
+    [
+        (mine(parts=[Begins()]), "# begin", "in Begins.begin: KeyError: 'begun'"),
+        (mine(parts=[Corrects()]), "# correct", "in Corrects.correct: RuntimeError: "),
+        (mine(parts=[Punishes()]), "# penalty", "in Punishes.penalty: ZeroDivisionError: "),
+        (mine(parts=[Starts()]), "# start", "in Starts.start: StopIteration; "),
+        (mine(parts=[Helps()]), "# help", "in help_out: RuntimeError: two lines"),
+        (mine(server=Aggregates()), "# aggregate", "in Aggregates.aggregate: KeyError: 'no such tensor'"),
+        (mine(server=Sets()), "# set up", "in Sets.start: AssertionError: five users"),
+    ],
+)
+def test_an_exception_in_a_hook_is_one_line_with_its_place(method: Method, mark: str, said: str) -> None:
+    with pytest.raises(PluginError) as caught:
+        run(method)
+    message = str(caught.value)
+    assert message.startswith(f"method mine: {__file__}:{line_of(mark)}, {said}")
+    assert "\n" not in message
+    assert caught.value.__cause__ is not None
+
+
+def test_what_comingle_cannot_use_names_the_class() -> None:
+    with pytest.raises(PluginError, match=r"^method mine: \S+test_methods_own_errors.py:\d+, Weighs: RuntimeError: "):
+        run(mine(server=Weighs()))
+
+
+def test_a_report_that_is_none_names_the_class() -> None:
+    class Silent(Part):
+        def report(self, cohort: Cohort) -> Any:
+            return None
+
+    with pytest.raises(PluginError, match=r"^method mine: \S+:\d+, Silent returned or left what does not fit, at "):
+        run(mine(parts=[Silent()]))
+
+
+def test_constructors_too() -> None:
+    def mine(*, size: int = 3) -> Method:
+        raise ValueError(f"size {size}")  # construct
+
+    with pytest.raises(PluginError) as caught:
+        run({"name": mine, "size": 4})
+    place = f"{__file__}:{line_of('# construct')}, in test_constructors_too.<locals>.mine"
+    assert str(caught.value).startswith(f"method mine: {place}: ValueError: size 3")
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"client": None}, "client is NoneType; allowed: a Client"),
+        ({"server": Mean}, "server is Mean itself, not an object of it; allowed: a Server"),
+        ({"client": Client(parts=(Begins,))}, "client.parts has <class "),  # type: ignore[arg-type]
+    ],
+)
+def test_a_method_of_wrong_parts_says_which(parts: dict[str, Any], said: str) -> None:
+    def wrong() -> Method:
+        whole = {"placement": Placement(shared=MODEL), "client": Client(), "server": Mean()}
+        return Method(name="wrong", **{**whole, **parts})
+
+    with pytest.raises(PluginError, match=said) as caught:
+        run(wrong)
+    assert __file__ in str(caught.value)
+
+
+def test_other_exceptions_stay_as_they_are() -> None:
+    class StoppedError(Exception):
+        """A user's own."""
+
+    def stop(event: dict[str, Any]) -> None:
+        if event["event"] == "round":
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        run(mine(parts=[Part()]), observers=[stop])
+    with pytest.raises(StoppedError):
+        run(mine(server=LongMean()), observers=[stop])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongMean(Mean):
+    """A strategy of the user's that works."""
