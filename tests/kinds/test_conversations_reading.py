@@ -174,7 +174,7 @@ def test_a_response_that_is_no_label_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "ada.jsonl", [GOOD, {"prompt": "a", "response": "maybe"}])
     with pytest.raises(DataError) as found:
         read({"users": {"ada": str(path)}, "scores": ["accuracy"], "labels": ["b", "c"]})
-    assert str(found.value) == f"user 'ada': {path}: line 2: the response 'maybe' is no label; allowed: b, c"
+    assert str(found.value).startswith(f"user 'ada': {path}: line 2: the response 'maybe' is no label; allowed: b, c;")
 
 
 @pytest.mark.parametrize(

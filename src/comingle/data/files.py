@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from comingle.data.compressed import UNREADABLE, open_bytes
+from comingle.data.folders import list_files
+from comingle.data.formats import has_rows
 from comingle.data.kinds import UTF_16, kind_of
 from comingle.errors import DataError
 
@@ -20,6 +22,7 @@ _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
 # most windows of the usual contexts still see running text.
 _BLOCK_CHARACTERS = 2000
 _PIECE = 16 << 20
+_NOTEBOOKS = (".ipynb",)
 _ACCEPTED = "accepted: UTF-8 text (also .gz or .xz), a folder of such files, rows (.jsonl, .json, .csv, .tsv, .parquet)"
 
 
@@ -62,16 +65,20 @@ def read_text_file(path: Path, *, most: int | None = None) -> list[str]:
 
 
 def read_text_folder(folder: Path, *, most: int | None = None) -> list[str]:
-    """Every text file below a folder, in the order of their relative paths, one document a file.
+    """Read every text file below a folder, in the order of their relative paths, one document a file.
 
-    Hidden files and folders are passed over. What is not UTF-8 text, or no file, is skipped, and counted in a warning.
-    Compressed files and tables inside a folder are not opened: name such a file itself as the user. Reading ends when
-    ``most`` bytes have been read.
+    Hidden files and folders are passed over. Files that are not UTF-8 text, files of rows and notebooks are left out,
+    and counted in one warning: name such a file itself as the user. Reading ends when ``most`` bytes have been read.
     """
     documents: list[str] = []
     skipped: list[str] = []
+    rows: list[str] = []
     left = most
-    for path in _visible_files(folder):
+    for name in list_files(folder):
+        path = folder / name
+        if has_rows(path) or path.suffix.lower() in _NOTEBOOKS:
+            rows.append(name)
+            continue
         if most is not None and left is not None and left <= 0:
             warn_longer(folder, most)
             break
@@ -83,9 +90,12 @@ def read_text_folder(folder: Path, *, most: int | None = None) -> list[str]:
                 left = left if left is None else left - file.tell()
             documents.append(text)
         except (OSError, _NotText):
-            skipped.append(path.relative_to(folder).as_posix())
-    if skipped:
-        _LOG.warning("%s: %d files skipped that are not UTF-8 text, first: %s", folder, len(skipped), skipped[0])
+            skipped.append(name)
+    left_out = [f"{len(skipped)} files skipped that are not UTF-8 text, first: {skipped[0]}"] if skipped else []
+    if rows:
+        left_out.append(f"{len(rows)} files skipped that hold rows or notebooks, not prose, first: {rows[0]}")
+    if left_out:
+        _LOG.warning("%s: %s", folder, "; ".join(left_out))
     return documents
 
 
@@ -107,12 +117,6 @@ def join_paragraphs(paragraphs: Iterable[str]) -> list[str]:
             blocks.append([])
         blocks[-1].append(paragraph)
     return ["\n\n".join(block) for block in blocks if block]
-
-
-def _visible_files(folder: Path) -> Iterator[Path]:
-    """What is no folder below a folder, without a dot-name on its way, by relative path on every system alike."""
-    relative = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
-    return (folder / name for name in relative if not any(part.startswith(".") for part in name.split("/")))
 
 
 def _read_head(file: Any, most: int | None) -> tuple[str, bool]:

@@ -1,29 +1,25 @@
-"""Which local files and folders hold rows, and what ``datasets`` calls their formats."""
+"""Suffixes of files of rows, and which names are paths."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 COMPRESSIONS = (".xz", ".gz")
-# Suffix -> builder of ``datasets`` and its options.
-BUILDERS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    ".jsonl": ("json", {}),
-    ".ndjson": ("json", {}),
-    ".json": ("json", {}),
-    ".csv": ("csv", {}),
-    ".tsv": ("csv", {"sep": "\t"}),
-    ".parquet": ("parquet", {}),
-}
+ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+"""Suffixes of files of rows, each also with one of a compression behind it."""
 
 
-def builder_of(path: Path) -> tuple[str, dict[str, Any]] | None:
-    """The builder for a file's suffix and its options; None where it is no file of rows."""
+def suffix_of(path: Path) -> str:
+    """Return the last suffix of a file's name in lower case, without that of a compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
-    return BUILDERS.get(suffixes[-1]) if suffixes else None
+    return suffixes[-1] if suffixes else ""
+
+
+def has_rows(path: Path) -> bool:
+    """Return whether a file holds rows, by its name."""
+    return suffix_of(path) in ROWS
 
 
 def is_saved(folder: Path) -> bool:
@@ -33,4 +29,4 @@ def is_saved(folder: Path) -> bool:
 
 def looks_like_path(source: str) -> bool:
     """Hub names are ``NAME`` or ``OWNER/NAME``; anything else that does not exist is a mistyped path."""
-    return source.startswith((".", "~", "/")) or source.count("/") > 1 or builder_of(Path(source)) is not None
+    return source.startswith((".", "~", "/")) or source.count("/") > 1 or has_rows(Path(source))

@@ -1,12 +1,13 @@
-"""Rows of files, folders and the hub, as ``datasets`` loads them.
+"""Tables of rows: local files, folders of them, and data sets of the Hugging Face hub.
 
-The only module that imports ``datasets``, and only when rows are read. Local files are read through a private cache
-that is deleted at once: private text leaves no copy in a shared cache, and a changed file is never read stale.
+Local files are read by :mod:`comingle.data.row_files`. The rest is left to ``datasets``, which this module alone
+imports: the hub, folders written by ``save_to_disk``, and builders with options of their own. Local files that it reads
+go through a private cache that is deleted at once: private text leaves no copy in a shared cache.
 """
 
 from __future__ import annotations
 
-import glob
+import logging
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,34 +15,94 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from comingle.data.csv_files import columns_of, read_csv, reads
+import yaml
+
+from comingle.data.compressed import OPENERS
 from comingle.data.files import check_regular
-from comingle.data.formats import BUILDERS, COMPRESSIONS, builder_of, is_saved, looks_like_path
+from comingle.data.folders import list_row_files
+from comingle.data.formats import COMPRESSIONS, ROWS, has_rows, is_saved, looks_like_path
 from comingle.data.hub import HUB_PREFIX, parse_hub_name
-from comingle.data.rows import Rows, describe
+from comingle.data.row_files import Table, open_table
+from comingle.data.rows import Rows, describe, table_of
 from comingle.errors import DataError
 
 _LOCAL_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
+_CARD_CHARACTERS = 1 << 20
+
+logger = logging.getLogger("comingle")
+
+
+def read_tables(
+    source: str | Path | Sequence[str | Path], *, name: str | None = None, data_files: Any = None, stream: bool = False
+) -> Iterator[Table]:
+    """Open the tables of a source, one after another; each can be read until the next is asked for.
+
+    Args:
+        source: a file of rows, several, a folder, a folder written by ``save_to_disk``, or a name of the hub.
+        name: the configuration of a data set of the hub, or of a folder laid out like one.
+        data_files: passed on to ``datasets``.
+        stream: whether sources named as ``hub:NAME`` are streamed.
+
+    Raises:
+        DataError: an unknown source, or one that cannot be opened.
+    """
+    for one in [source] if isinstance(source, str | Path) else source:
+        yield from _tables(str(one), name, data_files, stream)
+
+
+def _tables(source: str, name: str | None, data_files: Any, stream: bool) -> Iterator[Table]:
+    path = Path(source).expanduser()
+    if not source.startswith(HUB_PREFIX) and os.path.exists(path):
+        check_regular(path)
+        if path.is_file():
+            if not has_rows(path):
+                allowed = f"{', '.join(ROWS)}, each also with {' or '.join(COMPRESSIONS)}"
+                raise DataError(f"{path}: not a file of rows; allowed: {allowed}")
+            yield open_table(path)
+            return
+        if not is_saved(path) and name is None and data_files is None and not _has_configurations(path):
+            yield from _folder(path)
+            return
+    with open_splits(source, name=name, data_files=data_files, stream=stream) as splits:
+        for split, rows in splits:
+            yield rows if isinstance(rows, Table) else table_of(rows, source, split)
+
+
+def _folder(folder: Path) -> Iterator[Table]:
+    files, left_out = list_row_files(folder)
+    if left_out:
+        logger.warning("%s: %d files left out that hold no rows, first: %s", folder, len(left_out), left_out[0])
+    for file in files:
+        yield open_table(file.path, split=file.split, more=file.more)
+
+
+def _has_configurations(folder: Path) -> bool:
+    """Return whether the README.md of a folder says which files are its data, as on the hub."""
+    try:
+        with (folder / "README.md").open(encoding="utf-8") as file:
+            card = file.read(_CARD_CHARACTERS)
+        header = yaml.safe_load(card.split("---", 2)[1]) if card.startswith("---") else None
+    except (OSError, ValueError, IndexError, RecursionError, yaml.YAMLError):
+        return False
+    return isinstance(header, dict) and "configs" in header
 
 
 @contextmanager
 def open_splits(
-    source: str | Path | Sequence[str | Path], *, name: str | None = None, data_files: Any = None, stream: bool = False
-) -> Iterator[list[tuple[str, Rows]]]:
-    """The splits of a source while the context lasts; each of several files is loaded by itself.
+    source: str, *, name: str | None = None, data_files: Any = None, stream: bool = False
+) -> Iterator[list[tuple[str, Rows | Table]]]:
+    """Load the splits of a source with ``datasets``, while the context lasts; local files of rows become tables.
 
-    Files of one data set may differ in columns that nobody asked for, which ``datasets`` would refuse in one table.
     Only sources named as ``hub:NAME`` are streamed.
     """
-    sources = [source] if isinstance(source, str | Path) else list(source)
     datasets = _import_datasets()
     with _quietly(datasets), tempfile.TemporaryDirectory(prefix="comingle-") as cache:
-        yield [pair for one in map(str, sources) for pair in _load(datasets, one, name, data_files, cache, stream)]
+        yield _load(datasets, source, name, data_files, cache, stream)
 
 
 def _load(
     datasets: Any, source: str, name: str | None, data_files: Any, cache: str, stream: bool
-) -> list[tuple[str, Rows]]:
+) -> list[tuple[str, Rows | Table]]:
     hub = parse_hub_name(source) if source.startswith(HUB_PREFIX) else None
     try:
         if hub is not None:
@@ -49,47 +110,51 @@ def _load(
             loaded = datasets.load_dataset(hub.name, name=hub.config or name, **options)
         else:
             loaded = _load_any(datasets, source, name, data_files, cache)
-    except StopIteration:  # what ``datasets`` makes of a file without rows
+    except StopIteration:  # raised by ``datasets`` for a file without rows
         return []
     except DataError:
         raise
     except Exception as error:  # datasets, pyarrow, pandas and the hub each have their own tree of errors
         raise DataError(f"{source}: cannot be loaded as a data set: {describe(error)}") from error
+    if isinstance(loaded, list):
+        return loaded
     splits = loaded if isinstance(loaded, dict) else {hub.split if hub and hub.split else "train": loaded}
     return [(str(split), rows) for split, rows in splits.items()]
 
 
-def _load_any(datasets: Any, source: str, name: str | None, data_files: Any, cache: str) -> Rows | dict[str, Rows]:
-    path, builder = Path(source).expanduser(), builder_of(Path(source))
+def _load_any(datasets: Any, source: str, name: str | None, data_files: Any, cache: str) -> Any:
+    """A data set of ``datasets``, or a list of tables."""
+    path = Path(source).expanduser()
     local = (on_disk := os.path.exists(path)) or (source in _LOCAL_BUILDERS and data_files is not None)
     options: dict[str, Any] = {"name": name, "data_files": data_files}
     if on_disk:
-        check_regular(path)
         source = str(path)
     elif not local and looks_like_path(source):
         raise DataError(f"{source}: no such file or folder")
     if path.is_dir() and is_saved(path):
         return datasets.load_from_disk(str(path))
-    if path.is_file() and not builder:
-        known = ", ".join(BUILDERS)
-        raise DataError(f"{path}: not a file of rows; allowed: {known}, each also with {' or '.join(COMPRESSIONS)}")
-    if path.is_file() and builder:
-        source, options = builder[0], {"data_files": glob.escape(str(path)), **builder[1]}
     if not local:
         return datasets.load_dataset(source, **options)
-    options["cache_dir"] = cache
-    if (found := datasets.load_dataset_builder(source, **options)).name == "csv":
-        splits = {str(split): [str(file) for file in files] for split, files in found.config.data_files.items()}
-        if reads(found.config, splits):
-            return {split: _read_csv(datasets, files, found.config.sep) for split, files in splits.items()}
-    found.download_and_prepare()
-    return found.as_dataset()
+    builder = datasets.load_dataset_builder(source, cache_dir=cache, **options)
+    if (tables := _own_tables(builder)) is not None:
+        return tables
+    builder.download_and_prepare()
+    return builder.as_dataset()
 
 
-def _read_csv(datasets: Any, files: Sequence[str], sep: str) -> Rows:
-    features = datasets.Features({column: datasets.Value("string") for column in columns_of(files, sep)})
-    given = {"files": files, "sep": sep}
-    return datasets.IterableDataset.from_generator(read_csv, gen_kwargs=given, features=features)
+def _own_tables(builder: Any) -> list[tuple[str, Table]] | None:
+    """The local files that a builder of ``datasets`` would read without options of its own, as tables."""
+    plain, known = vars(type(builder.config)()), ("name", "version", "data_dir", "data_files", "description")
+    found = {key: value for key, value in vars(builder.config).items() if key not in known and plain[key] != value}
+    sep = found.pop("sep", None) or found.pop("delimiter", None)
+    found.pop("delimiter", None)
+    given = builder.config.data_files
+    if builder.name not in ("json", "csv", "parquet") or found or not given:
+        return None
+    files = [(str(split), Path(str(file))) for split, some in given.items() for file in some]
+    if not all(file.exists() and (has_rows(file) or file.suffix in OPENERS) for _, file in files):
+        return None
+    return [(split, open_table(file, split=split, sep=sep)) for split, file in files]
 
 
 def _import_datasets() -> Any:
@@ -97,14 +162,14 @@ def _import_datasets() -> Any:
         import datasets
     except ImportError as error:
         raise DataError(
-            "reading rows (.jsonl, .csv, .parquet, hub) needs the package datasets: pip install 'comingle[data]'"
+            "reading data sets of the hub needs the package datasets: pip install 'comingle[data]'"
         ) from error
     return datasets
 
 
 @contextmanager
 def _quietly(datasets: Any) -> Iterator[None]:
-    """No progress bars and no log lines from ``datasets``; what it has to say comes as our error."""
+    """No progress bars and no log lines from ``datasets``, whose errors become ours."""
     bars, verbosity = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)

@@ -12,12 +12,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from comingle.data.bad_rows import BadRows
 from comingle.data.files import check_regular, read_text_file, read_text_folder, warn_longer
-from comingle.data.formats import builder_of, is_saved
+from comingle.data.formats import has_rows, is_saved
 from comingle.data.hub import HUB_PREFIX, TEXTS, is_named, parse_hub_name
-from comingle.data.loading import open_splits
+from comingle.data.loading import read_tables
 from comingle.data.names import name_problem
-from comingle.data.rows import choose_users, iterate_rows
+from comingle.data.rows import choose_users, iterate_texts
 from comingle.errors import DataError, NoTextError
 from comingle.plugins import require
 
@@ -25,8 +26,10 @@ Groups = dict[str, dict[str, list[str]]]
 """Documents by user and split."""
 
 
-def read_documents(path: str | Path, *, column: str = "text", most: int | None = None) -> list[str]:
-    """The documents of one user.
+def read_documents(
+    path: str | Path, *, column: str = "text", most: int | None = None, bad: BadRows | None = None
+) -> list[str]:
+    """Read the documents of one user.
 
     - A folder: each text file below it is a document (:func:`comingle.data.files.read_text_folder`); a folder written
       by ``save_to_disk``: its rows.
@@ -37,20 +40,24 @@ def read_documents(path: str | Path, *, column: str = "text", most: int | None =
       is named; with ``documents`` the rows are streamed, and no more of them are fetched than that.
 
     Files may be compressed by ``.xz`` or ``.gz``. Blank documents are dropped. With ``most`` reading ends after about
-    so many bytes of text, which is said in a warning.
+    so many bytes of text, which is said in a warning. ``bad`` collects rows that cannot be used; without it they are
+    refused.
 
     Raises:
         NoTextError: no text at all.
         DataError: no such path or column, what is neither file nor folder, or an unreadable file.
     """
+    collected = bad or BadRows()
     if str(path).startswith(HUB_PREFIX):
-        documents = _read_rows(str(path), column, parse_hub_name(str(path)).documents, most)
+        documents = _read_rows(str(path), column, parse_hub_name(str(path)).documents, most, collected)
     elif is_named(str(path)):
         documents = require(TEXTS, str(path).partition(":")[0])(str(path))
     else:
         path = Path(path).expanduser()
         check_regular(path)
-        documents = [document for document in _read_path(path, column, most) if document.strip()]
+        documents = [document for document in _read_path(path, column, most, collected) if document.strip()]
+    if bad is None:
+        collected.settle()
     if not documents:
         raise NoTextError(f"{path}: no text in it, a user needs at least one document")
     return documents
@@ -71,18 +78,28 @@ def read_dataset(
     Raises:
         DataError: an unknown source, column or user, a name that cannot be one, unreadable rows, or no rows at all.
     """
-    where, groups = _where(source), Groups()
+    where, groups = where_of(source), Groups()
     for owner, split, document in iterate_documents(source, user=user, text=text, users=users, **options):
         groups.setdefault(owner, {}).setdefault(split, []).append(document)
     if not groups:
-        raise DataError(f"{where}: no row has both text in column {text!r} and a user in column {user!r}")
+        if (bad := options.get("bad")) is not None:
+            bad.settle()
+        raise no_texts(source, text, user, name=options.get("name"), data_files=options.get("data_files"))
     groups = choose_users(groups, users, where)
     if problem := name_problem(groups):
         raise DataError(f"{where}: column {user!r}: {problem}")
     return groups
 
 
-def _where(source: str | Path | Sequence[str | Path]) -> str:
+def no_texts(source: str | Path | Sequence[str | Path], text: str, user: str, **options: Any) -> DataError:
+    """Return the error for a source in which no row has both a text and a user."""
+    if any(True for table in read_tables(source, **options) for _ in table.read(BadRows("skip"), None)):
+        return DataError(f"{where_of(source)}: no row has both text in column {text!r} and a user in column {user!r}")
+    return DataError(f"{where_of(source)}: no rows in it")
+
+
+def where_of(source: str | Path | Sequence[str | Path]) -> str:
+    """Return how messages name a source."""
     return str(source) if isinstance(source, str | Path) else ", ".join(map(str, source))
 
 
@@ -96,6 +113,7 @@ def iterate_documents(
     name: str | None = None,
     data_files: str | Sequence[str] | Mapping[str, Any] | None = None,
     max_documents: int | None = None,
+    bad: BadRows | None = None,
 ) -> Iterator[tuple[str, str, str]]:
     """Owner, split and document of the rows of a data set, one after another.
 
@@ -111,20 +129,23 @@ def iterate_documents(
         data_files: passed on to ``datasets.load_dataset``.
         max_documents: keep that many first documents of each user and split. Rows of ``hub:NAME`` are then streamed,
             and with ``users`` no further than until all of them have that many.
+        bad: collects rows that cannot be used; without it they are refused when reading ends.
 
     Rows without text, user or split are dropped.
 
     Raises:
         DataError: an unknown source or column, or unreadable rows.
     """
-    where = _where(source)
+    where = where_of(source)
     if where.startswith(HUB_PREFIX) and parse_hub_name(where).documents:
         raise DataError(f"{where}: documents is for a single user's source; here, max_documents says how many")
     columns = [text, user] if split is None else [text, user, split]
     counts: dict[str, Counter[str]] = {}
-    with open_splits(source, name=name, data_files=data_files, stream=max_documents is not None) as splits:
-        for own_split, rows in splits:
-            yield from _kept(counts, iterate_rows(rows, columns, where), own_split, users, max_documents)
+    collected = bad or BadRows()
+    for table in read_tables(source, name=name, data_files=data_files, stream=max_documents is not None):
+        yield from _kept(counts, iterate_texts(table, columns, collected), table.split, users, max_documents)
+    if bad is None:
+        collected.settle()
 
 
 def _kept(
@@ -156,25 +177,25 @@ def _kept(
                 return
 
 
-def _read_rows(source: str, column: str, count: int | None, most: int | None) -> list[str]:
-    """The documents of the first ``count`` rows (None: of all rows) of a data set, of about ``most`` bytes at most."""
+def _read_rows(source: str, column: str, count: int | None, most: int | None, bad: BadRows) -> list[str]:
+    """Read the documents of the first ``count`` rows (None: of all rows), of about ``most`` bytes at most."""
     documents: list[str] = []
     left = math.inf if most is None else most
-    with open_splits(source, stream=count is not None) as splits:
-        rows = (document for _, rows in splits for (document,) in iterate_rows(rows, [column], source))
-        for document in islice(rows, count):
-            if left <= 0:
-                warn_longer(source, most or 0)
-                break
-            documents.append(document)
-            left -= len(document.encode(errors="replace"))
+    tables = read_tables(source, stream=count is not None)
+    rows = (document for table in tables for (document,) in iterate_texts(table, [column], bad))
+    for document in islice(rows, count):
+        if left <= 0:
+            warn_longer(source, most or 0)
+            break
+        documents.append(document)
+        left -= len(document.encode(errors="replace"))
     return documents
 
 
-def _read_path(path: Path, column: str, most: int | None) -> Iterator[str]:
+def _read_path(path: Path, column: str, most: int | None, bad: BadRows) -> Iterator[str]:
     if path.is_dir() and not is_saved(path):
         yield from read_text_folder(path, most=most)
-    elif path.is_dir() or builder_of(path):
-        yield from _read_rows(str(path), column, None, most)
+    elif path.is_dir() or has_rows(path):
+        yield from _read_rows(str(path), column, None, most, bad)
     else:
         yield from read_text_file(path, most=most)

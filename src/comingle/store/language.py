@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from comingle.data.bad_rows import BadRows
 from comingle.data.crowds import Crowd
 from comingle.data.names import name_problem
 from comingle.data.pack import Shortage, UserData, find_shortage, pack, too_short, with_validation
 from comingle.data.partition import Overlap, UserText, find_overlap
 from comingle.data.rows import choose_users
-from comingle.data.sources import iterate_documents
+from comingle.data.sources import iterate_documents, no_texts, where_of
 from comingle.errors import DataError
 from comingle.kinds.base import Materials
 from comingle.kinds.conversations import kind as conversations
@@ -44,10 +45,15 @@ class _OfLanguage:
         self.data: Any = recipe.data
         self.skips = self.data.on_small_user == "skip"
         self.overlaps = Some()
+        self.bad = BadRows(self.data.on_bad_row)
 
     def key(self) -> list[Any]:
         """The tokenizer, the context, and whether there must be validation data."""
         return [digest_tokenizer(self.base.tokenizer), self.recipe.training.context, self.validates]
+
+    def settle(self) -> None:
+        """Refuse rows that are no text or no conversation, or warn of them."""
+        self.bad.settle()
 
     def sources(self) -> list[str]:
         """Files and folders, or names."""
@@ -91,16 +97,15 @@ class TextTurns(_OfLanguage, Turns[UserText]):
         """Files one after another; rows of a data set when all of them have been grouped."""
         data, seed = self.data, self.recipe.seed
         if data.dataset is None:
-            yield from user_readers(data, seed).items()
+            yield from user_readers(data, seed, self.bad).items()
             return
         source = data.dataset
-        rows = iterate_documents(source.path, **options_of(source))
+        rows = iterate_documents(source.path, **options_of(source), bad=self.bad)
         spool.fill((owner, split, document.encode("utf-8", "surrogatepass")) for owner, split, document in rows)
-        where = source.path if isinstance(source.path, str) else ", ".join(source.path)
+        where = where_of(source.path)
         if not spool.owners:
-            raise DataError(
-                f"{where}: no row has both text in column {source.text!r} and a user in column {source.user!r}"
-            )
+            self.bad.settle()
+            raise no_texts(source.path, source.text, source.user, name=source.config)
         wanted = choose_users(spool.owners, source.users, where)
         if problem := name_problem(wanted):
             raise DataError(f"{where}: column {source.user!r}: {problem}")
@@ -158,14 +163,16 @@ class ConversationTurns(_OfLanguage, Turns[UserConversations]):
         """Files one after another; rows of a data set when all of them have been grouped."""
         data, seed = self.data, self.recipe.seed
         if data.dataset is None:
-            yield from ((name, partial(read_files, data, one, name, seed)) for name, one in (data.users or {}).items())
+            yield from (
+                (name, partial(read_files, data, self.bad, one, name, seed)) for name, one in (data.users or {}).items()
+            )
             return
-        owned = owned_records(data.dataset)
+        owned = owned_records(data.dataset, self.bad)
         records = ((owner, split, [where, row]) for owner, (split, where, row) in owned)
         spool.fill((owner, split, json.dumps(record, default=_no_text).encode()) for owner, split, record in records)
         for name, groups in spool.groups(wanted_users(data.dataset, spool.owners)):
             parts = {split: [(split, *json.loads(row)) for row in rows] for split, rows in groups.items()}
-            yield name, partial(parted, data, parts, name, seed)
+            yield name, partial(parted, data, self.bad, parts, name, seed)
 
     def nobody(self, name: str) -> UserConversations:
         """A user without conversations."""

@@ -136,6 +136,13 @@ class Turns(ABC, Generic[Read]):
     def refused(self, small: Some, users: int) -> DataError:
         """What is said where some have too little, and are not to be left out."""
 
+    def settle(self) -> None:
+        """Refuse the rows that could not be used, or warn of them; all users have been read.
+
+        Raises:
+            DataError: they are refused.
+        """
+
     def end(self) -> tuple[dict[str, Any], list[str]]:
         """When all have been read: what else there is to be known of all, and what a run says of them.
 
@@ -195,6 +202,7 @@ def _written(turns: Turns[Any], writer: PopulationWriter, spool: Spool, skipped:
         elif turns.skips or not (empty.count or small.count):  # else there is no run, but who is named
             turns.keep(writer, found, user)
     spool.remove()
+    turns.settle()
     _check(turns, empty, small, users)
     return users, small
 

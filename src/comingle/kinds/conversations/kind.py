@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any, cast
 
+from comingle.data.bad_rows import BadRows
 from comingle.data.batches import PAD
 from comingle.data.crowds import Crowd
 from comingle.data.partition import UserText
@@ -19,8 +20,13 @@ from comingle.kinds.conversations.answers import UserAnswers, check_answers, poo
 from comingle.kinds.conversations.checking import count_here
 from comingle.kinds.conversations.encoding import check_small, encode_users, enough
 from comingle.kinds.conversations.feed import AnswerFeed
-from comingle.kinds.conversations.reading import UserConversations, adopt_users, has_messages, read_users
-from comingle.kinds.conversations.records import field_of, read_records
+from comingle.kinds.conversations.reading import (
+    UserConversations,
+    adopt_users,
+    has_messages,
+    owned_records,
+    read_users,
+)
 from comingle.kinds.conversations.rows import Columns
 from comingle.kinds.conversations.section import ConversationsSection
 from comingle.kinds.language import language_model, tokenizer_of
@@ -131,8 +137,7 @@ class ConversationsKind(AnswersKind):
 
         def owners() -> Iterator[str]:
             assert source is not None
-            found = (field_of(row, source.user) for _, _, row in read_records(source.path, config=source.config))
-            return (str(owner) for owner in found if owner is not None)
+            return (owner for owner, _ in owned_records(source, BadRows("skip")))
 
         return self.known_names(recipe, source, owners, "rows")
 

@@ -10,13 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from comingle.data.bad_rows import BadRows
+from comingle.data.loading import read_tables
 from comingle.data.names import name_problem
 from comingle.data.pack import list_small
-from comingle.data.rows import choose_users, list_names
+from comingle.data.row_files import Row, name_in
+from comingle.data.rows import choose_users, field_of, has_column, list_names, table_of
 from comingle.data.seeds import derive
 from comingle.errors import DataError, NoTextError, did_you_mean
 from comingle.evaluation.rouge import same_words
-from comingle.kinds.conversations.records import Record, field_of, iterate_records, read_records
+from comingle.kinds.conversations.records import Record, read_records
 from comingle.kinds.conversations.rows import Columns, Messages, messages_of
 from comingle.kinds.conversations.section import ConversationRows, ConversationsSection
 from comingle.kinds.text.section import UserFiles
@@ -44,11 +47,12 @@ def read_users(data: ConversationsSection, seed: int) -> list[UserConversations]
     """
     if data.given:
         raise DataError("data.given: users come from a program, as comingle.run(recipe, users=...)")
+    bad = BadRows(data.on_bad_row)
     if data.dataset is not None:
-        readers = {name: partial(parted, data, parts) for name, parts in _grouped(data).items()}
+        readers = {name: partial(parted, data, bad, parts) for name, parts in _grouped(data, bad).items()}
     else:
-        readers = {name: partial(read_files, data, source) for name, source in (data.users or {}).items()}
-    return collect(data, readers, seed)
+        readers = {name: partial(read_files, data, bad, source) for name, source in (data.users or {}).items()}
+    return collect(data, readers, seed, bad)
 
 
 def adopt_users(data: ConversationsSection, given: Mapping[str, Any], seed: int) -> list[UserConversations]:
@@ -59,38 +63,46 @@ def adopt_users(data: ConversationsSection, given: Mapping[str, Any], seed: int)
     """
     if problem := name_problem(given):
         raise DataError(f"users: {problem}")
+    bad = BadRows(data.on_bad_row)
     readers: dict[str, Reader] = {}
     for name, rows in given.items():
         if isinstance(rows, str | Path):
-            readers[name] = partial(read_files, data, UserFiles(path=str(rows)))
+            readers[name] = partial(read_files, data, bad, UserFiles(path=str(rows)))
         elif isinstance(rows, Mapping):
             wanted = data.split.model_copy(update={"given": True, "valid_name": "valid" if "valid" in rows else None})
             if "valid" not in rows and "validation" in rows:
                 wanted = wanted.model_copy(update={"valid_name": "validation"})
-            parts = {str(split): list(rows_of(part, str(split))) for split, part in rows.items()}
-            readers[name] = partial(parted, data, parts, split=wanted)
+            parts = {str(split): list(rows_of(part, str(split), bad)) for split, part in rows.items()}
+            readers[name] = partial(parted, data, bad, parts, split=wanted)
         else:
-            readers[name] = partial(parted, data, {"train": list(rows_of(rows, "train"))})
-    return collect(data, readers, seed)
+            readers[name] = partial(parted, data, bad, {"train": list(rows_of(rows, "train", bad))})
+    return collect(data, readers, seed, bad)
 
 
-def rows_of(rows: Any, split: str) -> Iterator[Record]:
-    """Rows that a program holds: a list of mappings, or a ``Dataset``."""
+def rows_of(rows: Any, split: str, bad: BadRows) -> Iterator[Record]:
+    """Yield the rows that a program holds: a list of mappings, or a ``Dataset``."""
     if hasattr(rows, "column_names"):
-        yield from iterate_records(rows, "", split)
+        yield from ((split, place, row) for place, row in table_of(rows, "", split).read(bad, None))
         return
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
-            raise DataError(f"row {number} is {type(row).__name__}; allowed: a mapping with messages")
-        yield split, f"row {number}", row
+            bad.add(f"row {number}", f"is {type(row).__name__}; allowed: a mapping with messages")
+        else:
+            yield split, f"row {number}", row
 
 
 Reader = Callable[[str, int], UserConversations]
 """Reads and splits the conversations of one user, given the name and the seed."""
 
 
-def collect(data: ConversationsSection, readers: Mapping[str, Reader], seed: int) -> list[UserConversations]:
-    """What all readers read."""
+def collect(
+    data: ConversationsSection, readers: Mapping[str, Reader], seed: int, bad: BadRows
+) -> list[UserConversations]:
+    """Read all users.
+
+    Raises:
+        DataError: a reader raised it, or bad rows or users without conversations are refused.
+    """
     users, empty = [], dict[str, str]()
     for name, read in readers.items():
         try:
@@ -98,6 +110,7 @@ def collect(data: ConversationsSection, readers: Mapping[str, Reader], seed: int
         except NoTextError as error:
             empty[name] = str(error)
             users.append(UserConversations(name=name))
+    bad.settle()
     if empty and (data.on_small_user == "refuse" or len(empty) == len(users)):
         named = next(iter(empty.values())) if len(empty) == 1 else list_small(empty)
         count = "" if len(empty) == 1 else f"{len(empty)} of {len(users)} users have no conversations: "
@@ -108,14 +121,14 @@ def collect(data: ConversationsSection, readers: Mapping[str, Reader], seed: int
 # -------------------------------------------------------------------- one user
 
 
-def read_files(data: ConversationsSection, source: UserFiles, name: str, seed: int) -> UserConversations:
-    """The conversations of a user who is named in the recipe."""
+def read_files(data: ConversationsSection, bad: BadRows, source: UserFiles, name: str, seed: int) -> UserConversations:
+    """Read the conversations of a user who is named in the recipe."""
     given = source.path is None
     paths = {"train": source.train or source.path, "valid": source.valid, "test": source.test}
-    parts = {split: _renamed(read_records(path), split) for split, path in paths.items() if path is not None}
+    parts = {split: _renamed(read_records(path, bad=bad), split) for split, path in paths.items() if path is not None}
     valid_name = "valid" if source.valid is not None else None
     split = data.split.model_copy(update={"given": given, "train_name": "train", "valid_name": valid_name})
-    return parted(data, parts, name, seed, split=split.model_copy(update={"test_name": "test"}))
+    return parted(data, bad, parts, name, seed, split=split.model_copy(update={"test_name": "test"}))
 
 
 def _renamed(records: Iterable[Record], split: str) -> list[Record]:
@@ -124,15 +137,28 @@ def _renamed(records: Iterable[Record], split: str) -> list[Record]:
 
 def parted(
     data: ConversationsSection,
+    bad: BadRows,
     parts: Mapping[str, Sequence[Record]],
     name: str,
     seed: int,
     *,
     split: SplitSection | None = None,
 ) -> UserConversations:
-    """A user's rows in splits: those given, or by fractions of the conversations, shuffled by (seed, name)."""
+    """Part a user's rows into splits: those given, or by fractions of the conversations, shuffled by (seed, name).
+
+    Args:
+        data: the recipe's section.
+        bad: collects the rows that are no conversation.
+        parts: the rows by the splits that they are in.
+        name: the user.
+        seed: of the shuffle.
+        split: how the rows are parted, if not as the section has it.
+
+    Raises:
+        NoTextError: no conversations, or none of a split that was asked for.
+    """
     split = split or data.split
-    read = {key: [_placed(data, name, record) for record in records] for key, records in parts.items()}
+    read = {key: _conversations(data, bad, name, records) for key, records in parts.items()}
     if not any(read.values()):
         raise NoTextError(f"user {name!r}: no conversations; a user needs at least one")
     if not split.given:
@@ -149,14 +175,15 @@ def parted(
     return UserConversations(name=name, train=train, valid=tuple(valid), test=tuple(test))
 
 
-def _placed(data: ConversationsSection, name: str, record: Record) -> Placed:
-    _, where, row = record
-    try:
-        messages = messages_of(row, data.columns)
-        _check_labels(messages, data.labels)
-    except ValueError as error:
-        raise DataError(f"user {name!r}: {where}: {error}") from None
-    return where, messages
+def _conversations(data: ConversationsSection, bad: BadRows, name: str, records: Iterable[Record]) -> list[Placed]:
+    """The conversations of rows; a row's problem is a ``ValueError``, which ``bad`` collects with the row's place."""
+    found: list[Placed] = []
+    for _, where, row in records:
+        with bad.row(f"user {name!r}: {where}"):
+            messages = messages_of(row, data.columns)
+            _check_labels(messages, data.labels)
+            found.append((where, messages))
+    return found
 
 
 def _check_labels(messages: Messages, labels: Sequence[str]) -> None:
@@ -187,7 +214,7 @@ def _share(count: int, fraction: float) -> int:
 # -------------------------------------------------------------------- rows of all
 
 
-def _grouped(data: ConversationsSection) -> dict[str, dict[str, list[Record]]]:
+def _grouped(data: ConversationsSection, bad: BadRows) -> dict[str, dict[str, list[Record]]]:
     """The rows of a data set by user and split.
 
     Raises:
@@ -196,31 +223,43 @@ def _grouped(data: ConversationsSection) -> dict[str, dict[str, list[Record]]]:
     source = data.dataset
     assert source is not None
     groups: dict[str, dict[str, list[Record]]] = {}
-    for owner, record in owned_records(source):
+    for owner, record in owned_records(source, bad):
         groups.setdefault(owner, {}).setdefault(record[0], []).append(record)
     return wanted_users(source, groups)
 
 
-def owned_records(source: ConversationRows) -> Iterator[tuple[str, Record]]:
-    """The rows of a data set that have a user, as many of each as are kept, with the user.
+def owned_records(source: ConversationRows, bad: BadRows) -> Iterator[tuple[str, Record]]:
+    """Yield the rows of a data set that have a user, as many of each as are kept, with the user.
 
     Raises:
-        DataError: no row has one.
+        DataError: a file in which no row has one.
     """
-    counts, found, somebody = Counter[tuple[str, str]](), list[str](), False
-    for own_split, place, row in read_records(source.path, config=source.config):
-        owner, split = field_of(row, source.user), own_split if source.split is None else field_of(row, source.split)
-        found = found or list(row)
-        if owner is None or split is None:
-            continue
-        somebody, key = True, (str(owner), str(split))
-        if source.max_conversations is not None:
-            counts[key] += 1
-        if source.max_conversations is None or counts[key] <= source.max_conversations:
-            yield str(owner), (str(split), place, row)
-    if not somebody:
-        hint, there = did_you_mean(source.user, found), list_names(found)
-        raise DataError(f"{_where(source)}: no row has a user in column {source.user!r}; found: {there}.{hint}")
+    counts = Counter[tuple[str, str]]()
+    for table in read_tables(source.path, name=source.config):
+        found, named = list(table.columns or ()), False
+        for place, row in table.read(bad, None):
+            found, where = found or list(row), f"{table.where}: {place}"
+            named = named or has_column(row, source.user)
+            with bad.row(where):
+                if (key := _owner(row, source, table.split)) is None:
+                    continue
+                counts[key] += 1
+                if source.max_conversations is None or counts[key] <= source.max_conversations:
+                    yield key[0], (key[1], where, row)
+        if found and not named:
+            hint, there = did_you_mean(source.user, found), list_names(found)
+            raise DataError(f"{table.where}: no row has a user in column {source.user!r}; found: {there}.{hint}")
+    if not counts:
+        bad.settle()
+        raise DataError(f"{_where(source)}: no row has a user in column {source.user!r}")
+
+
+def _owner(row: Row, source: ConversationRows, own_split: str) -> tuple[str, str] | None:
+    """The user and the split of a row; None where one of them has no value."""
+    owner, split = field_of(row, source.user), own_split if source.split is None else field_of(row, source.split)
+    if owner is None or split is None:
+        return None
+    return name_in(owner, source.user), name_in(split, source.split or "")
 
 
 def wanted_users(source: ConversationRows, groups: dict[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from comingle.data.rows import field_of, has_column
 from comingle.data.templates import ASSISTANT, ROLES
 from comingle.errors import did_you_mean
-from comingle.kinds.conversations.records import field_of, has_column
 
 Messages = tuple[dict[str, str], ...]
 """A conversation: ``role`` and ``content`` of each message."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from comingle.data.bad_rows import OnBadRow
 from comingle.kinds.conversations.rows import Columns
 from comingle.kinds.text.section import UserFiles, UsersRows, anchored_sources, named_sources
 from comingle.recipes.data import Anchor, DataSection, SplitSection
@@ -35,6 +36,7 @@ class ConversationsSection(DataSection):
     loss_on: Literal["responses", "all"] = "responses"
     too_long: Literal["cut", "leave_out"] = "cut"
     on_small_user: Literal["refuse", "skip"] = "refuse"
+    on_bad_row: OnBadRow = "refuse"
     scores: tuple[Measure, ...] = ()
     labels: tuple[Source, ...] = ()
 

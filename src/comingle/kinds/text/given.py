@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from comingle.data.bad_rows import BadRows, BadRowsError
 from comingle.data.partition import UserText
-from comingle.data.rows import iterate_rows
+from comingle.data.rows import iterate_texts, table_of
 from comingle.data.sources import read_documents
 from comingle.errors import DataError, NoTextError
 from comingle.kinds.text.reading import collect, split_parts, split_whole, token_limits
@@ -51,24 +52,24 @@ def given_texts(data: TextSection, given: Mapping[str, Any], seed: int) -> list[
         DataError: somebody's is no text, or users without text are refused.
     """
     limits = token_limits(data, list(given))
+    bad = BadRows(data.on_bad_row)
     readers: dict[str, Callable[[], UserText]] = {}
     for name, source in given.items():
         if isinstance(source, Mapping):
-            sources = {_SPLITS[str(split)]: partial(_documents, name, part) for split, part in source.items()}
+            sources = {_SPLITS[str(split)]: partial(_documents, bad, name, part) for split, part in source.items()}
             readers[name] = partial(split_parts, name, sources, data.split, seed, limits[name])
         else:
-            readers[name] = partial(
-                split_whole, name, partial(_documents, name, source), data.split, seed, limits[name]
-            )
-    return collect(data, readers)
+            read = partial(_documents, bad, name, source)
+            readers[name] = partial(split_whole, name, read, data.split, seed, limits[name])
+    return collect(data, readers, bad)
 
 
-def _documents(name: str, source: Any, most: int | None) -> list[str]:
+def _documents(bad: BadRows, name: str, source: Any, most: int | None) -> list[str]:
     """Documents that are not blank, up to about ``most`` bytes of text."""
     if isinstance(source, str | os.PathLike):
-        return _from_path(name, os.fspath(source), most)
+        return _from_path(bad, name, os.fspath(source), most)
     where, documents, left = f"user {name!r}", [], most
-    for document in _each(source, where):
+    for document in _each(bad, source, where):
         if left is not None and left <= 0:
             break
         left = None if left is None else left - len(document.encode())
@@ -78,21 +79,21 @@ def _documents(name: str, source: Any, most: int | None) -> list[str]:
     return documents
 
 
-def _from_path(name: str, path: str, most: int | None) -> list[str]:
+def _from_path(bad: BadRows, name: str, path: str, most: int | None) -> list[str]:
     try:
-        return read_documents(path, most=most)
-    except NoTextError:
+        return read_documents(path, most=most, bad=bad)
+    except (NoTextError, BadRowsError):
         raise
     except DataError as error:
         raise DataError(f"user {name!r}: {error!s:.300}; text itself is given as a list of documents") from None
 
 
-def _each(source: Any, where: str) -> Iterator[str]:
+def _each(bad: BadRows, source: Any, where: str) -> Iterator[str]:
     if (column := _column(source)) is not None:
-        yield from (document for (document,) in iterate_rows(source, (column,), where))
+        yield from (document for (document,) in iterate_texts(table_of(source, where, "train"), (column,), bad))
         return
     for number, document in enumerate(source, start=1):
         if not isinstance(document, str):
-            raise DataError(f"{where}: document {number} is {type(document).__name__}; a document must be text")
-        if document.strip():
+            bad.add(f"{where}: document {number}", f"is {type(document).__name__}; a document must be text")
+        elif document.strip():
             yield document

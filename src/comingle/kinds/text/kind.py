@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from comingle.data.bad_rows import BadRows
 from comingle.data.pack import UserData, check, pool
 from comingle.data.partition import UserText, mix_held_out
 from comingle.data.sources import iterate_documents
@@ -131,7 +132,8 @@ class TextKind(LanguageKind):
         def owners() -> Iterable[str]:
             assert source is not None
             columns = {"user": source.user, "text": source.text, "split": source.split}
-            return (owner for owner, _, _ in iterate_documents(source.path, **columns, name=source.config))
+            bad = BadRows("skip")
+            return (owner for owner, _, _ in iterate_documents(source.path, **columns, name=source.config, bad=bad))
 
         return self.known_names(recipe, source, owners, "text")
 

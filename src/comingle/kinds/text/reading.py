@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from comingle.data.bad_rows import BadRows
 from comingle.data.limits import most_bytes
 from comingle.data.pack import UserData, find_shortage, list_small, pack, with_validation
 from comingle.data.partition import UserText, split_by_fractions, split_given
@@ -97,14 +98,21 @@ def read_users(data: TextSection, seed: int) -> list[UserText]:
     Raises:
         DataError: a source is missing or unreadable, or users without text are refused.
     """
-    return collect(data, _dataset_readers(data, seed) if data.dataset is not None else user_readers(data, seed))
+    bad = BadRows(data.on_bad_row)
+    readers = _dataset_readers(data, seed, bad) if data.dataset is not None else user_readers(data, seed, bad)
+    return collect(data, readers, bad)
 
 
-def collect(data: TextSection, readers: Mapping[str, Reader]) -> list[UserText]:
-    """What each user's reader reads; who has no text is refused, or has none in what is returned.
+def collect(data: TextSection, readers: Mapping[str, Reader], bad: BadRows) -> list[UserText]:
+    """Read all users; one without text is refused, or returned without any.
+
+    Args:
+        data: the recipe's section.
+        readers: by user.
+        bad: the rows that the readers cannot use.
 
     Raises:
-        DataError: as the readers, or users without text are refused.
+        DataError: a reader raised it, or users without text or bad rows are refused.
     """
     texts, empty = [], dict[str, str]()
     for name, read in readers.items():
@@ -113,6 +121,7 @@ def collect(data: TextSection, readers: Mapping[str, Reader]) -> list[UserText]:
         except NoTextError as error:
             empty[name] = str(error)
             texts.append(UserText(name=name, train=()))
+    bad.settle()
     if not empty or (data.on_small_user == "skip" and len(empty) < len(texts)):
         return texts
     if len(empty) == 1:
@@ -127,9 +136,9 @@ ReadUpTo = Callable[[int | None], list[str]]
 """Reads documents, up to about so many bytes."""
 
 
-def _dataset_readers(data: TextSection, seed: int) -> dict[str, Reader]:
+def _dataset_readers(data: TextSection, seed: int, bad: BadRows) -> dict[str, Reader]:
     assert data.dataset is not None
-    groups = read_dataset(data.dataset.path, **options_of(data.dataset))
+    groups = read_dataset(data.dataset.path, **options_of(data.dataset), bad=bad)
     return {name: partial(split_group, name, splits, data.split, seed) for name, splits in groups.items()}
 
 
@@ -145,20 +154,22 @@ def options_of(source: DatasetSource) -> dict[str, Any]:
     }
 
 
-def user_readers(data: TextSection, seed: int) -> dict[str, Reader]:
+def user_readers(data: TextSection, seed: int, bad: BadRows) -> dict[str, Reader]:
     """For each user named in the recipe what reads its text."""
     users = data.users or {}
     limits = token_limits(data, list(users))
-    return {name: partial(_read_user, name, source, data.split, seed, limits[name]) for name, source in users.items()}
+    return {
+        name: partial(_read_user, name, source, data.split, seed, limits[name], bad) for name, source in users.items()
+    }
 
 
 def _read_user(
-    name: str, source: UserSource, split: SplitSection, seed: int, kept: Mapping[str, int | None]
+    name: str, source: UserSource, split: SplitSection, seed: int, kept: Mapping[str, int | None], bad: BadRows
 ) -> UserText:
     """A user's documents in splits; ``kept`` are the user's limits, beyond which nothing need be read."""
 
     def reading(path: str) -> ReadUpTo:
-        return lambda most: read_documents(path, column=source.column, most=most)
+        return lambda most: read_documents(path, column=source.column, most=most, bad=bad)
 
     if source.path is not None:
         return split_whole(name, reading(source.path), split, seed, kept)

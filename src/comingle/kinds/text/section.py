@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from comingle.data.bad_rows import OnBadRow
 from comingle.data.names import name_problem
 from comingle.recipes.data import PATHS, Anchor, DataSection, SplitSection
 from comingle.recipes.fields import Count, Section, Source, TokenLimit
@@ -76,6 +77,7 @@ class TextSection(DataSection):
     split: SplitSection = SplitSection()
     held_out: Literal["own", "mixture"] = "own"
     on_small_user: Literal["refuse", "skip"] = "refuse"
+    on_bad_row: OnBadRow = "refuse"
     train_on_valid: bool = False
     max_train_tokens: TokenLimit = None
     max_valid_tokens: TokenLimit = None

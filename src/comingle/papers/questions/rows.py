@@ -6,8 +6,8 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from comingle.data.row_files import Row
 from comingle.kinds.conversations.answers import Question
-from comingle.kinds.conversations.json_lines import Row
 
 LABELS = ("entailment", "neutral", "contradiction")
 """By number, as the hub has them."""

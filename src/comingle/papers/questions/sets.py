@@ -21,12 +21,13 @@ from typing import cast
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from comingle.data.bad_rows import BadRows
 from comingle.data.hub import FOLDER_VARIABLE, HUB_PREFIX
+from comingle.data.row_files import Row, read_json
 from comingle.data.seeds import generator
 from comingle.data.templates import Encoded
 from comingle.errors import DataError, RecipeError, did_you_mean
 from comingle.kinds.conversations.answers import Question, UserAnswers, as_answers, encode
-from comingle.kinds.conversations.json_lines import Row, read_json_lines
 from comingle.papers.decoded import iterate_values
 from comingle.papers.questions.rows import COLUMNS, QUESTIONS_OF
 
@@ -234,9 +235,9 @@ def iterate_questions(
     Raises:
         DataError: no such source, rows that are not of this set, a question twice, or a language without any.
     """
-    setting, source = QUESTIONS[name], source_of(name, path)
+    setting, source, bad = QUESTIONS[name], source_of(name, path), BadRows()
     if isinstance(source, Path):
-        rows = read_json_lines(source)
+        rows = read_json(source, bad)
     else:
         rows = _hub_rows(name, source, setting, languages, asked_for=path is not None)
     seen = {language: set[str]() for language in languages}
@@ -251,6 +252,7 @@ def iterate_questions(
                 yield str(language), key, question
         except ValueError as error:
             raise DataError(f"{source}: {place} is no row of {name}: {error}") from None
+    bad.settle()
     for language, keys in seen.items():
         if not keys:
             raise DataError(f"{source}: no row in language {language!r}; every user needs some")
