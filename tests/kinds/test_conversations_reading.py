@@ -152,11 +152,17 @@ def chat(*roles: str, content: Any = "x") -> dict[str, Any]:
     ("row", "wrong"),
     [
         ({"text": "a"}, "no column 'prompt'; found: text; allowed: 'messages', or 'prompt' and 'response', or 'conv"),
-        ({"prompt": "a", "response": " "}, "an empty response; allowed: text in every message of the assistant"),
+        (
+            {"prompt": "a", "response": " "},
+            "an empty response; allowed: text or tool calls in every message of the assistant",
+        ),
         ({"prompt": "a", "response": 3}, "response is 3; allowed: text"),
         (chat("user"), "no response in it; allowed: at least one message of the assistant"),
-        (chat("assistant"), "it begins with a response; allowed: a message of user or system first"),
-        (chat("user", "robot"), "messages[1] has the role 'robot'; allowed: system, user, assistant, tool (and human,"),
+        (chat("assistant"), "it begins with its one response; allowed: a message of user or system first"),
+        (
+            chat("user", "robot"),
+            "messages[1] has the role 'robot'; allowed: system, user, assistant, tool, developer (and",
+        ),
         (chat("user", "assistant", content=None), "messages[0].content is None; allowed: text"),
         ({"messages": "a"}, "messages is 'a'; allowed: a list of messages with role and content"),
         ({"messages": []}, "no response in it; allowed"),
@@ -168,6 +174,115 @@ def test_a_row_that_is_no_conversation_is_named(tmp_path: Path, row: Mapping[str
         read({"users": {"ada": str(path)}})
     assert str(found.value).startswith(f"user 'ada': {path}: line 2: {wrong}")
     assert "\n" not in str(found.value)
+
+
+def turn(role: str, content: Any, **keys: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **keys}
+
+
+def one_chat(tmp_path: Path, row: Mapping[str, Any], **data: Any) -> list[dict[str, Any]]:
+    path = write(tmp_path / "ada.jsonl", [row])
+    (ada,) = read({"users": {"ada": str(path)}, "split": {"valid": 0, "test": 0}, **data})
+    ((_, messages),) = ada.train
+    return list(messages)
+
+
+ASKED = [turn("user", "a"), turn("assistant", "b")]
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "training", "loss", "trainable"])
+@pytest.mark.parametrize("off", [0, 0.0, False])
+def test_responses_are_left_out_of_the_loss(tmp_path: Path, key: str, off: Any) -> None:
+    turns = [turn("user", "a", **{key: off}), turn("assistant", "WRONG", **{key: off}), *ASKED]
+    turns[-1] = {**turns[-1], key: True}
+    found = one_chat(tmp_path, {"messages": turns})
+    assert [message.get("learn") for message in found] == [None, False, None, None]
+    shared = {"from": "gpt", "value": "b", key: off}
+    with pytest.raises(DataError, match="every response is left out of the loss"):
+        one_chat(tmp_path, {"conversations": [{"from": "human", "value": "a"}, shared]})
+    for wrong, said in ((0.5, "0.5"), ("no", "'no'"), (2, "2")):
+        with pytest.raises(DataError, match=rf"messages\[1\]\.{key} is {said}; allowed: 0 or 1"):
+            one_chat(tmp_path, {"messages": [turn("user", "a"), turn("assistant", "b", **{key: wrong})]})
+    with pytest.raises(DataError, match=rf"messages\[0\]\.{key} is 1 on a message of the user"):
+        one_chat(tmp_path, {"messages": [turn("user", "a", **{key: 1}), ASKED[1]]})
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        ({"system": "Arr.", "messages": ASKED}, [turn("system", "Arr."), *ASKED]),
+        ({"system_prompt": "Arr.", "prompt": "a", "response": "b"}, [turn("system", "Arr."), *ASKED]),
+        ({"system": "Arr.", "messages": [turn("system", "Arr."), *ASKED]}, [turn("system", "Arr."), *ASKED]),
+        ({"system": None, "history": [], "messages": ASKED}, ASKED),
+        (
+            {"history": [["1?", "1"]], "prompt": "a", "response": "b", "system": "Arr."},
+            [turn("system", "Arr."), turn("user", "1?"), turn("assistant", "1"), *ASKED],
+        ),
+        ({"history": ASKED, "messages": ASKED}, [*ASKED, *ASKED]),
+        ({"messages": [turn("developer", "Arr."), *ASKED]}, [turn("system", "Arr."), *ASKED]),
+        (
+            {"messages": [turn("user", [{"type": "text", "text": "a"}, {"type": "text", "text": "c"}]), ASKED[1]]},
+            [turn("user", "ac"), ASKED[1]],
+        ),
+        (
+            {"messages": [ASKED[0], turn("assistant", "b", reasoning_content="why")]},
+            [ASKED[0], turn("assistant", "<think>\nwhy\n</think>\n\nb")],
+        ),
+        ({"messages": [turn("assistant", "Hello."), *ASKED]}, [turn("assistant", "Hello."), *ASKED]),
+    ],
+)
+def test_usual_rows_are_conversations(tmp_path: Path, row: Mapping[str, Any], wanted: list[dict[str, Any]]) -> None:
+    assert one_chat(tmp_path, row) == wanted
+
+
+def test_tools_and_their_calls_are_read(tmp_path: Path, caplog: Any) -> None:
+    call = {"id": "7", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+    tool = turn("tool", "22", tool_call_id="7", name="weather")
+    turns = [turn("user", "hi"), turn("assistant", None, tool_calls=[call]), tool, turn("assistant", "It is 22.")]
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    with caplog.at_level(logging.WARNING, logger="comingle"):
+        for given in (tools, json.dumps(tools)):
+            found = one_chat(tmp_path, {"messages": turns, "tools": given})
+            assert found[0]["tools"] == tools
+            assert found[1]["content"] == ""
+            assert found[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Bern"}}
+            assert found[2] == tool
+    assert "1 row: tools or tool calls" in caplog.text
+    flat = turn("assistant", "I look.", tool_calls=[{"name": "weather", "arguments": {"city": "Bern"}}])
+    found = one_chat(tmp_path, {"messages": [turns[0], flat]})
+    assert found[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Bern"}}
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    [
+        ({"messages": [turn("system", "Two."), *ASKED], "system": "One."}, "two system messages, in column 'system'"),
+        ({"messages": ASKED, "history": "a"}, "history is 'a'; allowed: a list of [question, response]"),
+        ({"messages": ASKED, "tools": [{"description": "x"}]}, "tools is "),
+        ({"messages": [turn("user", "a", tool_calls=[{"name": "x"}]), ASKED[1]]}, "messages[0].tool_calls is "),
+        ({"messages": [ASKED[0], turn("assistant", None, tool_calls=[{"id": "1"}])]}, "messages[1].tool_calls is "),
+        ({"messages": [turn("user", [{"type": "image_url"}]), ASKED[1]]}, "messages[0].content is [{'type': 'image"),
+        ({"messages": [ASKED[0], turn("assistant", None, function_call={"name": "x"})]}, "messages[1].content is None"),
+    ],
+)
+def test_a_row_that_says_more_than_can_be_used_is_named(tmp_path: Path, row: Mapping[str, Any], wrong: str) -> None:
+    with pytest.raises(DataError) as found:
+        one_chat(tmp_path, row)
+    assert str(found.value).startswith(f"user 'ada': {tmp_path / 'ada.jsonl'}: line 1: {wrong}")
+
+
+def test_what_is_not_used_is_said_once(tmp_path: Path, caplog: Any) -> None:
+    turns = [turn("user", "a", name="Ada"), turn("user", ""), turn("assistant", "b", audio={"id": 1}, refusal=None)]
+    rows = [{"messages": turns, "source": "x", "note": ""}] * 3
+    with caplog.at_level(logging.WARNING, logger="comingle"):
+        read({"users": {"ada": str(write(tmp_path / "ada.jsonl", rows))}, "split": {"valid": 0, "test": 0}})
+    first = f"(first: user 'ada': {tmp_path / 'ada.jsonl'}: line 1)"
+    assert caplog.messages == [
+        f"3 rows: keys of messages that are not used: audio, name {first}",
+        f"3 rows: columns that are not used: source {first}",
+        f"3 rows: an empty message of the user {first}",
+        f"3 rows: two messages of the user one after the other {first}",
+    ]
 
 
 def test_a_response_that_is_no_label_is_named(tmp_path: Path) -> None:
@@ -209,7 +324,25 @@ def test_what_a_template_refuses_names_user_file_and_row(tmp_path: Path) -> None
         prepare(recipe, base=materials.base)
     said = str(found.value)
     assert said.startswith(f"user 'ada': {tmp_path / 'ada.jsonl'}: line 5: the base's chat template refuses the roles")
-    assert said.endswith("roles must alternate")
+    assert "roles must alternate" in said
+    (ada,) = prepare(recipe.with_changes({"data.on_bad_row": "skip"}), base=materials.base).users
+    assert len(ada.train) + len(ada.valid) + len(ada.test) == 4
+
+
+def test_a_template_that_writes_earlier_turns_anew_trains_each_response_by_itself(tmp_path: Path) -> None:
+    turns = chat("user", "assistant", "user", "assistant")
+    recipe = recipe_of({"users": {"ada": str(write(tmp_path / "ada.jsonl", [turns] * 10))}})
+    materials = prepare(recipe)
+    assert materials.base is not None and materials.base.tokenizer is not None  # noqa: PT018
+    materials.base.tokenizer.chat_template = "{{ messages | length }}" + (
+        "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
+    )
+    (ada,) = prepare(recipe, base=materials.base).users
+    assert [len(ada.train), len(ada.valid), len(ada.test)] == [16, 2, 2]
+    firsts = sorted({bytes(ada.train.tokens(number)[:1].tolist()) for number in range(len(ada.train))})
+    assert firsts == [b"1", b"3"]
+    with pytest.raises(DataError, match=r"10 rows cannot be used: .*data\.loss_on: got all"):
+        prepare(recipe.with_changes({"data.loss_on": "all"}), base=materials.base)
 
 
 def test_long_conversations_are_cut_at_whole_turns_or_left_out(tmp_path: Path, caplog: Any) -> None:

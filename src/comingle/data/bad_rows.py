@@ -23,7 +23,7 @@ OnBadRow = Literal["refuse", "skip"]
 MOST_REFUSED = 1000
 """Reading ends after this many bad rows when they are refused."""
 
-_LISTED = 20
+_LISTED, _REMARKS = 20, 8
 _ADVICE = "repair them, or leave them out with data.on_bad_row: skip"
 
 logger = logging.getLogger("comingle")
@@ -47,6 +47,7 @@ class BadRows:
     def __init__(self, policy: OnBadRow = "refuse"):
         self.policy, self.count = policy, 0
         self.problems: list[str] = []
+        self.remarks: dict[str, tuple[int, str]] = {}
 
     @contextmanager
     def row(self, where: str) -> Iterator[None]:
@@ -70,14 +71,22 @@ class BadRows:
         if self.policy == "refuse" and self.count == MOST_REFUSED:
             self.settle()
 
+    def remark(self, where: str, what: str) -> None:
+        """Count a row that is used, but has something that its owner should know of."""
+        count, first = self.remarks.get(what, (0, where))
+        self.remarks[what] = count + 1, first
+
     def settle(self) -> None:
-        """Refuse the rows collected so far, or warn that they are left out; then forget them.
+        """Refuse the rows collected so far, or warn that they are left out; warn of remarks; then forget them.
 
         Raises:
             BadRowsError: rows are refused, and there are some.
         """
         count, problems = self.count, tuple(self.problems)
         self.count, self.problems = 0, []
+        remarks, self.remarks = self.remarks, {}
+        for what, (times, first) in list(remarks.items())[:_REMARKS]:
+            logger.warning("%d %s: %s (first: %s)", times, "rows" if times > 1 else "row", what, first)
         if not count:
             return
         listed = "; ".join(problems[:_LISTED]) + (f"; and {count - _LISTED} more" if count > _LISTED else "")

@@ -153,7 +153,7 @@ class ConversationTurns(_OfLanguage, Turns[UserConversations]):
 
     def __init__(self, kind: ConversationsKind, recipe: Recipe, base: Base, validates: bool):
         super().__init__(kind, recipe, base, validates)
-        self.encoder = Encoder(self.data, tokenizer_of(base), recipe.training.context)
+        self.encoder = Encoder(self.data, tokenizer_of(base), recipe.training.context, self.bad)
 
     def key(self) -> list[Any]:
         """The template besides."""

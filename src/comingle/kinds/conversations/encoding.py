@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from comingle.data.bad_rows import BadRows
 from comingle.data.pack import list_small
 from comingle.data.samples import SPLITS
 from comingle.data.templates import ChatTemplate, Encoded
@@ -32,8 +33,10 @@ def encode_users(
     Raises:
         DataError: the base's template refuses somebody's messages.
     """
-    encoder = Encoder(data, tokenizer, context)
+    bad = BadRows(data.on_bad_row)
+    encoder = Encoder(data, tokenizer, context, bad)
     encoded = [encoder.encode(user) for user in users]
+    bad.settle()
     for note in encoder.notes:
         logger.warning("%s", note)
     return encoded
@@ -42,17 +45,47 @@ def encode_users(
 class Encoder:
     """Users' conversations as windows, one user after another."""
 
-    def __init__(self, data: ConversationsSection, tokenizer: PreTrainedTokenizerBase, context: int):
-        self.data, self.context, self.template = data, context, ChatTemplate(tokenizer)
+    def __init__(self, data: ConversationsSection, tokenizer: PreTrainedTokenizerBase, context: int, bad: BadRows):
+        self.data, self.context, self.template, self.bad = data, context, ChatTemplate(tokenizer), bad
         self.counts, self.ends = Counter[str](), self.template.ends()
 
     def encode(self, user: UserConversations) -> UserAnswers:
-        """A user's.
+        """Encode a user's conversations; those that the base's template refuses are bad rows."""
+        data = self.data
+        parts = {
+            split: [
+                fitting
+                for placed in getattr(user, split)
+                for encoded in self._turns(user.name, placed)
+                if (fitting := _fit(encoded, self.context, data.too_long == "cut", self.counts))
+            ]
+            for split in SPLITS
+        }
+        limit = max((one.longest for part in parts.values() for one in part), default=1)
+        train, valid, test = (
+            as_answers(
+                part,
+                limit=limit,
+                measures=data.measures,
+                ends=self.ends,
+                prompts=data.loss_on == "all" and split == "train",
+            )
+            for split, part in parts.items()
+        )
+        return UserAnswers(name=user.name, train=train, valid=valid, test=test)
 
-        Raises:
-            DataError: the base's template refuses somebody's messages.
-        """
-        return _encode_user(self.data, user, self.template, self.ends, self.context, self.counts)
+    def _turns(self, name: str, placed: Placed) -> list[Encoded]:
+        where, messages = placed
+        with self.bad.row(f"user {name!r}: {where}"):
+            encoded = self.template.encode_turns(messages)
+            if self.data.loss_on == "all" and (len(encoded) > 1 or any(one.masked is None for one in encoded)):
+                raise DataError(
+                    "data.loss_on: got all, and the base's chat template writes earlier turns anew as a conversation "
+                    "goes on; allowed: responses"
+                )
+            self.counts["calls"] += sum(one.unwritten_calls for one in encoded)
+            return encoded
+        return []
 
     @property
     def told(self) -> str:
@@ -67,54 +100,6 @@ class Encoder:
         calls = self.counts["calls"]
         lost = f"{calls} responses call tools, which the base's chat template does not write; they carry no loss"
         return [*filter(None, [self.told, lost if calls else ""])]
-
-
-def _encode_user(
-    data: ConversationsSection,
-    user: UserConversations,
-    template: ChatTemplate,
-    ends: Sequence[int],
-    context: int,
-    counts: Counter[str],
-) -> UserAnswers:
-    parts = {
-        split: [
-            fitting
-            for placed in getattr(user, split)
-            for encoded in _encode(data, user.name, placed, template, counts)
-            if (fitting := _fit(encoded, context, data.too_long == "cut", counts))
-        ]
-        for split in SPLITS
-    }
-    limit = max((one.longest for part in parts.values() for one in part), default=1)
-    train, valid, test = (
-        as_answers(
-            part,
-            limit=limit,
-            measures=data.measures,
-            ends=ends,
-            prompts=data.loss_on == "all" and split == "train",
-        )
-        for split, part in parts.items()
-    )
-    return UserAnswers(name=user.name, train=train, valid=valid, test=test)
-
-
-def _encode(
-    data: ConversationsSection, name: str, placed: Placed, template: ChatTemplate, counts: Counter[str]
-) -> list[Encoded]:
-    where, messages = placed
-    try:
-        encoded = template.encode_turns(messages)
-        if data.loss_on == "all" and (len(encoded) > 1 or any(one.masked is None for one in encoded)):
-            raise DataError(
-                "data.loss_on: got all, and the base's chat template writes earlier turns anew as a conversation goes "
-                "on; allowed: responses"
-            )
-    except DataError as error:
-        raise DataError(f"user {name!r}: {where}: {error}") from None
-    counts["calls"] += sum(one.unwritten_calls for one in encoded)
-    return encoded
 
 
 def _fit(encoded: Encoded, context: int, cuts: bool, counts: Counter[str]) -> Encoded | None:

@@ -178,9 +178,11 @@ def parted(
 def _conversations(data: ConversationsSection, bad: BadRows, name: str, records: Iterable[Record]) -> list[Placed]:
     """The conversations of rows; a row's problem is a ``ValueError``, which ``bad`` collects with the row's place."""
     found: list[Placed] = []
+    read = [] if data.dataset is None else [column for column in (data.dataset.user, data.dataset.split) if column]
     for _, where, row in records:
-        with bad.row(f"user {name!r}: {where}"):
-            messages = messages_of(row, data.columns)
+        place = f"user {name!r}: {where}"
+        with bad.row(place):
+            messages = messages_of(row, data.columns, read=read, remark=partial(bad.remark, place))
             _check_labels(messages, data.labels)
             found.append((where, messages))
     return found

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from comingle.data.rows import field_of, has_column
 from comingle.data.templates import ASSISTANT, ROLES
 from comingle.errors import did_you_mean
 
-Messages = tuple[dict[str, str], ...]
-"""A conversation: ``role`` and ``content`` of each message."""
+Messages = tuple[dict[str, Any], ...]
+"""A conversation: ``role`` and ``content`` of each message, and what :data:`comingle.data.templates.Message` names."""
+
+Remark = Callable[[str], None]
+"""Called with what a row has, as "an empty message of the user"."""
 
 SHAREGPT = "conversations"
-_SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT, "bard": ASSISTANT}
+_OTHER_ROLES = {
+    "developer": "system",
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), ASSISTANT),
+    "observation": "tool",
+}
+_SYSTEM = ("system", "system_prompt")
+_ROLE, _CONTENT = ("role", "from"), ("content", "value")
+_LEARN = ("weight", "train", "training", "loss", "trainable")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_KEYS = {*_ROLE, *_CONTENT, *_LEARN, *_THOUGHTS, "tool_calls", "tool_call_id", "name"}
 
 
 @dataclass(frozen=True)
@@ -54,23 +70,46 @@ class Columns:
         return two or (not self.named and (self.messages in names or SHAREGPT in names))
 
 
-def messages_of(row: Mapping[str, Any], columns: Columns) -> Messages:
-    """The conversation of a row: messages, or ShareGPT's spelling of them, or a prompt with its response.
+def messages_of(
+    row: Mapping[str, Any], columns: Columns, *, read: Collection[str] = (), remark: Remark = lambda text: None
+) -> Messages:
+    """Return the conversation of a row: messages, or ShareGPT's spelling of them, or a prompt with its response.
+
+    Args:
+        row: values by column; ``system``, ``history`` and ``tools`` beside the messages are part of the conversation.
+        columns: where the messages are.
+        read: columns that have been read for something else, as the user's name.
+        remark: called with each fact of the row that its owner should know of, but that does not make it unusable.
 
     Raises:
         ValueError: what is wrong with the row.
     """
     if not columns.named and row.get(columns.messages) is not None:
-        messages = _messages(row[columns.messages], columns.messages)
+        used, messages = (columns.messages,), _messages(row[columns.messages], columns.messages, remark)
     elif not columns.named and row.get(SHAREGPT) is not None:
-        messages = _messages(row[SHAREGPT], SHAREGPT)
+        used, messages = (SHAREGPT,), _messages(row[SHAREGPT], SHAREGPT, remark)
     else:
-        messages = _pair(row, columns)
-    _check(messages)
+        used, messages = (*columns.prompt, columns.response), _pair(row, columns)
+    known = {name.partition(".")[0] if name not in row else name for name in (*used, *read)}
+    others = {name: value for name, value in row.items() if name not in known and _is_value(value)}
+    messages = _history(others.pop("history", None), remark) + messages
+    for name in _SYSTEM:
+        messages = _with_system(messages, others.pop(name, None), name)
+    if tools := _tools(others.pop("tools", None)):
+        messages[0]["tools"] = tools
+    if tools or any("tool_calls" in message for message in messages):
+        remark("tools or tool calls, for the base's chat template to write; chat and serve ask without tools")
+    if others:
+        remark(f"columns that are not used: {', '.join(others)}")
+    _check(messages, remark)
     return tuple(messages)
 
 
-def _pair(row: Mapping[str, Any], columns: Columns) -> list[dict[str, str]]:
+def _is_value(value: Any) -> bool:
+    return not (value is None or value is False or (isinstance(value, str | Sized) and len(value) == 0))
+
+
+def _pair(row: Mapping[str, Any], columns: Columns) -> list[dict[str, Any]]:
     values = {name: field_of(row, name) for name in (*columns.prompt, columns.response)}
     others = columns.prompt[1:]
     if missing := [n for n, value in values.items() if value is None and not (n in others and has_column(row, n))]:
@@ -82,23 +121,126 @@ def _pair(row: Mapping[str, Any], columns: Columns) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": texts[columns.response]}]
 
 
-def _messages(value: Any, column: str) -> list[dict[str, str]]:
+def _history(value: Any, remark: Remark) -> list[dict[str, Any]]:
+    """Earlier turns: pairs of a question and its response, or messages."""
+    if not _is_value(value):
+        return []
+    if isinstance(value, list | tuple) and all(isinstance(one, Mapping) for one in value):
+        return _messages(value, "history", remark)
+    if not isinstance(value, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 2 for one in value):
+        raise ValueError(f"history is {reprlib.repr(value)}; allowed: a list of [question, response], or of messages")
+    return [
+        {"role": role, "content": _text(text, f"history[{number}]")}
+        for number, pair in enumerate(value)
+        for role, text in zip(("user", ASSISTANT), pair, strict=True)
+    ]
+
+
+def _with_system(messages: list[dict[str, Any]], value: Any, column: str) -> list[dict[str, Any]]:
+    """The messages after the system message of a column of its own."""
+    if not _is_value(value):
+        return messages
+    text = _text(value, column)
+    if messages and messages[0]["role"] == "system":
+        if messages[0]["content"].strip() == text.strip():
+            return messages
+        raise ValueError(f"two system messages, in column {column!r} and in the messages; allowed: one")
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _tools(value: Any) -> list[Any]:
+    """The tools of a conversation, a list or its JSON; each has a name."""
+    if not _is_value(value):
+        return []
+    tools = _from_json(value)
+    if not isinstance(tools, list | tuple) or not all(_is_function(tool) for tool in tools):
+        raise ValueError(f"tools is {reprlib.repr(value)}; allowed: a list of functions with a name")
+    return list(tools)
+
+
+def _is_function(tool: Any) -> bool:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str) and bool(function["name"])
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def _messages(value: Any, column: str, remark: Remark) -> list[dict[str, Any]]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(one, Mapping) for one in value):
         raise ValueError(f"{column} is {reprlib.repr(value)}; allowed: a list of messages with role and content")
-    return [_message(one, f"{column}[{number}]") for number, one in enumerate(value)]
+    others = dict.fromkeys(key for one in value for key, its in one.items() if key not in _KEYS and _is_value(its))
+    messages = [_message(one, f"{column}[{number}]") for number, one in enumerate(value)]
+    if any(
+        _is_value(one.get("name")) and message["role"] != "tool" for one, message in zip(value, messages, strict=True)
+    ):
+        others["name"] = None
+    if others:
+        remark(f"keys of messages that are not used: {', '.join(others)}")
+    return messages
 
 
-def _message(one: Mapping[str, Any], where: str) -> dict[str, str]:
-    role, content = one.get("role", one.get("from")), one.get("content", one.get("value"))
-    if not isinstance(role, str) or _SHAREGPT_ROLES.get(role, role) not in ROLES:
-        allowed = f"{', '.join(ROLES)} (and human, gpt)"
+def _message(one: Mapping[str, Any], where: str) -> dict[str, Any]:
+    role, content = (next((one[key] for key in keys if one.get(key) is not None), None) for keys in (_ROLE, _CONTENT))
+    if not isinstance(role, str) or _OTHER_ROLES.get(role, role) not in ROLES:
+        allowed = f"{', '.join(ROLES)}, developer (and human, gpt)"
         raise ValueError(f"{where} has the role {reprlib.repr(role)}; allowed: {allowed}")
-    return {"role": _SHAREGPT_ROLES.get(role, role), "content": _text(content, f"{where}.content")}
+    role = _OTHER_ROLES.get(role, role)
+    calls = _calls(one.get("tool_calls"), role, f"{where}.tool_calls")
+    message: dict[str, Any] = {"role": role}
+    message["content"] = "" if content is None and calls else _text(content, f"{where}.content")
+    if calls:
+        message["tool_calls"] = calls
+    message |= {key: one[key] for key in ("tool_call_id", "name") if role == "tool" and _is_value(one.get(key))}
+    for key in _THOUGHTS:
+        if _is_value(thought := one.get(key)) and message["content"].lstrip()[:7] != "<think>":
+            thought = _text(thought, f"{where}.{key}").strip("\n")
+            message["content"] = f"<think>\n{thought}\n</think>\n\n{message['content']}"
+    if not _learns(one, role, where):
+        message["learn"] = False
+    return message
+
+
+def _learns(one: Mapping[str, Any], role: str, where: str) -> bool:
+    """False if a key of a response leaves it out of the loss."""
+    given = {key: one[key] for key in _LEARN if one.get(key) is not None}
+    for key, value in given.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise ValueError(f"{where}.{key} is {reprlib.repr(value)}; allowed: 0 or 1, or true or false")
+        if value and role != ASSISTANT:
+            raise ValueError(
+                f"{where}.{key} is {value!r} on a message of the {role}; allowed: on responses (data.loss_on: all "
+                "trains on whole conversations)"
+            )
+    return role != ASSISTANT or all(given.values())
+
+
+def _calls(value: Any, role: str, where: str) -> list[dict[str, Any]]:
+    """Tool calls with a type and a function each, whose arguments are a mapping if they are one in JSON."""
+    if not _is_value(value):
+        return []
+    calls = _from_json(value)
+    if role != ASSISTANT or not isinstance(calls, list | tuple) or not all(_is_function(call) for call in calls):
+        raise ValueError(f"{where} is {reprlib.repr(value)}; allowed: on responses, a list of functions with a name")
+    found = []
+    for call in calls:
+        function = {**call.get("function", {key: call[key] for key in ("name", "arguments") if key in call})}
+        arguments = _from_json(function.get("arguments"))
+        function["arguments"] = arguments if isinstance(arguments, Mapping) else function.get("arguments") or {}
+        given = {key: call[key] for key in ("id", "type") if _is_value(call.get(key))}
+        found.append({"type": "function", **given, "function": function})
+    return found
 
 
 def _text(value: Any, what: str) -> str:
+    if isinstance(value, list | tuple) and value and all(map(_is_part, value)):
+        return "".join(_text(part["text"], what) for part in value)
     if not isinstance(value, str):
-        raise ValueError(f"{what} is {reprlib.repr(value)}; allowed: text")
+        raise ValueError(f"{what} is {reprlib.repr(value)}; allowed: text, or a list of parts of type text")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -106,12 +248,28 @@ def _text(value: Any, what: str) -> str:
     return value
 
 
-def _check(messages: Sequence[Mapping[str, str]]) -> None:
-    """The loss is on responses, so there must be some, each after a message and each with something in it."""
+def _is_part(part: Any) -> bool:
+    """True of ``{"type": "text", "text": ...}``, whose other keys have no value."""
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        return False
+    return not any(_is_value(value) for key, value in part.items() if key not in ("type", "text"))
+
+
+def _check(messages: Sequence[Mapping[str, Any]], remark: Remark) -> None:
+    """Check that there is a response to learn, after a message, and that each response has something in it."""
     responses = [message for message in messages if message["role"] == ASSISTANT]
     if not responses:
         raise ValueError("no response in it; allowed: at least one message of the assistant")
-    if messages[0]["role"] == ASSISTANT:
-        raise ValueError("it begins with a response; allowed: a message of user or system first")
-    if not all(message["content"].strip() for message in responses):
-        raise ValueError("an empty response; allowed: text in every message of the assistant")
+    opens = messages[0]["role"] == ASSISTANT
+    if opens and len(responses) == 1:
+        raise ValueError("it begins with its one response; allowed: a message of user or system first")
+    if not all(message["content"].strip() or message.get("tool_calls") for message in responses):
+        raise ValueError("an empty response; allowed: text or tool calls in every message of the assistant")
+    if not any(message.get("learn", True) for message in responses[int(opens) :]):
+        raise ValueError("every response is left out of the loss; allowed: at least one that is learnt")
+    if opens:
+        remark("begins with a message of the assistant, which is context and carries no loss")
+    if empty := [m["role"] for m in messages if m["role"] != ASSISTANT and not m["content"].strip()]:
+        remark(f"an empty message of the {empty[0]}")
+    if twice := [a["role"] for a, b in pairwise(messages) if a["role"] == b["role"] != "tool"]:
+        remark(f"two messages of the {twice[0]} one after the other")
