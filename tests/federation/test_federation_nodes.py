@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,10 +33,12 @@ from tests.federation.tiny import (
     with_message,
 )
 
-from comingle.errors import MessageError
+from comingle.errors import MessageError, RunError
 from comingle.federation.node import GONE_ON, Node
 from comingle.federation.own import Own
+from comingle.federation.participating import Ending, Words
 from comingle.federation.tasks import Task, unpack_answer
+from comingle.transports.flower.users import UNFIT
 from comingle.trees import Tree
 
 
@@ -194,6 +197,38 @@ def test_a_run_is_a_short_word(case: Case, tmp_path: Path, run: str) -> None:
 def test_somebody_elses_task_is_refused(case: Case, tmp_path: Path) -> None:
     with pytest.raises(MessageError, match=r"^task: for user 'bob', and this is 'ann'$"):
         Node(tmp_path, case.own).handle(replace(case.tasks[0], user="bob").pack())
+
+
+def test_a_refusal_to_join_is_told_to_the_client_and_a_full_disk_is_not(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client ends with what has to be changed first, and goes on with what may pass."""
+    told: list[str] = []
+    own = case.own.model_copy(update={"expects": {"base": "another"}})
+    refusal(Node(tmp_path / "unfit", own, refuse=told.append), case.tasks[0])
+    assert len(told) == 1
+    assert "expects base another" in told[0]
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("comingle.federation.node.open_home", full)
+    refusal(Node(tmp_path / "full", case.own, refuse=told.append), case.tasks[0])
+    assert len(told) == 1
+
+
+def test_a_client_that_cannot_take_part_ends_unless_it_is_to_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("comingle.federation.participating.LINGER_SECONDS", 0.1)
+    ends, stays = (Ending(Words(tmp_path / "log"), print, tmp_path, stays=stays) for stays in (False, True))
+    assert not ends()
+    (tmp_path / UNFIT).write_text("base: not here\n")
+    assert not ends()  # the server is to hear of it first
+    time.sleep(0.2)
+    with pytest.raises(RunError, match=r"^cannot take part: base: not here$"):
+        ends()
+    assert not stays()
 
 
 def test_a_run_that_was_not_joined_is_refused(case: Case, tmp_path: Path) -> None:
@@ -493,6 +528,7 @@ import torch
 from comingle.engines import local
 from comingle.federation.node import Node
 from comingle.federation.own import Own
+from comingle.federation.participating import Ending, Words
 torch.set_num_threads(1)
 folder, tasks = Path(sys.argv[1]), Path(sys.argv[2])
 node = Node(folder, Own(**json.loads(sys.argv[3])))
