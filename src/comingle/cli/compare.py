@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -34,7 +35,9 @@ SEEDS = ",".join(map(str, trials.SEEDS))
 
 def compare(
     recipe: RecipePath,
-    methods: Annotated[str, typer.Option("--methods", help="Methods, separated by commas.")],
+    methods: Annotated[
+        str, typer.Option("--methods", help="Methods, separated by commas; NAME:KEY=VALUE gives one a setting.")
+    ],
     seeds: Annotated[str, typer.Option("--seeds", help="Seeds, separated by commas.")] = SEEDS,
     against: Annotated[
         str | None,
@@ -53,12 +56,13 @@ def compare(
     """Run several methods over several seeds; print and write means, deviations, and what is better or worse.
 
     The recipe's method settings are for its own method, and the others have their defaults; --set method.KEY=VALUE is
-    for every method that has KEY.
+    for every method that has KEY. One method may be there with several settings, as
+    fedprox:proximal=0.01,fedprox:proximal=0.1.
     """
     read, names = read_recipe(recipe, sets), split_names(methods)
     folder = out or Path("runs") / f"compare-{recipe.stem}"
     options = {"resume": resume, "force": force, "everybody": everybody, "quiet": quiet, "jobs": jobs}
-    numbers, for_all = split_seeds(seeds), method_settings(sets, names)
+    numbers, for_all = split_seeds(seeds), method_settings(sets, [name.partition(":")[0] for name in names])
     compare_methods(read, names, numbers, folder, for_all=for_all, against=against, **options)
 
 
@@ -85,13 +89,13 @@ def compare_methods(
         RunError: some runs failed, said when all others are done and in the table.
     """
     from comingle.cli.progress import console
-    from comingle.comparing.comparing import folders_of, recipes_of
+    from comingle.comparing.comparing import folders_of, labels_of, recipes_of
     from comingle.reports.against import baseline_of, members
     from comingle.reports.tables import tables_of, write_comparison
     from comingle.terminal import words
 
     recipes = recipes_of(recipe, methods, seeds, for_all)
-    baseline_of(methods, against)
+    baseline_of(list(dict.fromkeys(label for label, _ in recipes)), against)
     options = {"resume": resume, "force": force, "quiet": quiet}
     last, failed = None, {}
     for key, found in _beside(recipes, folder, jobs, **options) if jobs > 1 else _in_turn(recipes, folder, **options):
@@ -103,7 +107,8 @@ def compare_methods(
         raise next(iter(failed.values()))
     left = {method for method, _ in recipes.keys() - failed.keys()}
     baseline = against if against is not None and left >= {*members(against)} else None
-    for part in tables_of(write_comparison(folder, done, baseline), everybody=everybody):
+    table = write_comparison(folder, done, baseline, labels_of(recipes, folder))
+    for part in tables_of(table, everybody=everybody):
         console.print(part)
     console.print(words(f"{folder}/  table.md · table.json · one run folder for each method and seed", "dim"))
     if failed:
@@ -155,7 +160,8 @@ def split_names(text: str) -> list[str]:
     Raises:
         RecipeError: none given.
     """
-    names = list(dict.fromkeys(n.strip() for n in text.split(",") if n.strip()))
+    parts = re.split(r",(?![^\[]*\])", text)  # commas of a list, as specialists=[1,2], separate no methods
+    names = list(dict.fromkeys(n.strip() for n in parts if n.strip()))
     if not names:
         raise RecipeError("--methods: no method given; `comingle methods` lists them")
     return names

@@ -43,8 +43,8 @@ def advise_runs(
         RecipeError: fewer than two users, no method that shares anything, or a wrong setting.
         ComingleError: as :func:`comingle.runs.session.prepare`.
     """
-    chosen = [name for name in dict.fromkeys(methods) if name != LOCAL]
-    recipes = recipes_of(recipe, [LOCAL, *chosen], seeds)
+    recipes = recipes_of(recipe, [LOCAL, *(name for name in dict.fromkeys(methods) if name != LOCAL)], seeds)
+    chosen = list(dict.fromkeys(label for label, _ in recipes if label != LOCAL))
     _check(chosen, {name: recipes[name, seeds[0]] for name in chosen})
     grouped = grouped_by or chosen[0]
     metrics: ByMethod = {name: {} for name in [LOCAL, *chosen]}
@@ -72,7 +72,7 @@ def _check(chosen: Sequence[str], recipes: Mapping[str, Recipe]) -> None:
     if not chosen:
         raise RecipeError("--methods: nothing but local; give a method that shares something, as fedavg")
     for name, recipe in recipes.items():
-        method = make(name, **recipe.method.settings)
+        method = make(recipe.method.name, **recipe.method.settings)
         if not method.shared:
             raise RecipeError(f"--methods: {name} shares nothing, so nobody could gain from anybody")
         if recipe.training.rounds == 1 and recipe.evaluation.model == "local" and not method.client.ends_exchanged:

@@ -8,7 +8,7 @@ from typing import Any
 
 from comingle.comparing import trials
 from comingle.comparing.advising import advise_runs
-from comingle.comparing.comparing import compare_runs, folders_of, recipes_of
+from comingle.comparing.comparing import compare_runs, labels_of, recipes_of
 from comingle.comparing.results import Comparison
 from comingle.errors import ComingleError, RecipeError
 from comingle.models.hardware import torch_defaults
@@ -39,7 +39,9 @@ def compare(
 ) -> Comparison:
     """Run several methods with several seeds on the same base, data and budget; as ``comingle compare``.
 
-    The recipe's own method has its settings and another its defaults; a mapping gives a method settings of its own.
+    The recipe's own method has its settings and another its defaults; a mapping, or a text such as
+    ``"fedprox:proximal=0.1"``, gives a method settings of its own. One method may be there with several settings; each
+    is then called ``NAME:KEY=VALUE``.
     With ``out`` each run has a folder there, beside ``table.md`` and ``table.json``, where methods are held
     ``against`` a baseline: ``local``, or the first. Models are not kept in memory: open a run's folder for them.
     Everything else is as in :func:`run`.
@@ -58,7 +60,8 @@ def compare(
         runs = compare_runs(recipes, folder, reporter, resume=resume, force=force, given=given)
         metrics = {key: _metrics(found) for key, found in runs}
     if folder is not None:
-        write_comparison(folder, list(folders_of(recipes, folder).values()), against)
+        places = labels_of(recipes, folder)
+        write_comparison(folder, list(places), against, places)
     return Comparison(folder=folder, metrics=metrics)
 
 

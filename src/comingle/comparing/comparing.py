@@ -12,29 +12,36 @@ from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.errors import ComingleError, RecipeError
 from comingle.kinds.base import Materials
-from comingle.methods import make, settings_beside
+from comingle.methods import make, settings_beside, settings_of
 from comingle.progress import LOADING, Reporter
 from comingle.recipes import Recipe
-from comingle.reports.comparisons import require_same_users
+from comingle.recipes.reading import read_text
+from comingle.reports.comparisons import folder_name, require_same_users
 from comingle.runs.folders import check_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
 from comingle.runs.session import check_method, prepare, run_in
 
 Key = tuple[str, int]
-"""A method and a seed."""
+"""A method, by its name or by its name and settings, and a seed."""
 
 
 def folders_of(recipes: Mapping[Key, Recipe], folder: Path) -> dict[Key, Path]:
     """Where each run of a comparison is."""
-    return {(method, seed): folder / f"{method}-seed{seed}" for method, seed in recipes}
+    return {(label, seed): folder / f"{folder_name(label)}-seed{seed}" for label, seed in recipes}
+
+
+def labels_of(recipes: Mapping[Key, Recipe], folder: Path) -> dict[Path, str]:
+    """Return the label of each run's folder."""
+    return {place: label for (label, _), place in folders_of(recipes, folder).items()}
 
 
 def recipes_of(
     recipe: Recipe, methods: Sequence[Any], seeds: Sequence[int], for_all: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[Key, Recipe]:
-    """The recipe of each run. A method is a name, or a mapping of ``name`` and settings. The recipe's own method has
-    its settings, another its defaults; ``for_all`` goes to whichever has such a setting.
+    """The recipe of each run. A method is a name, ``NAME:KEY=VALUE:...``, or a mapping of ``name`` and settings. The
+    recipe's own method has its settings, another its defaults; ``for_all`` goes to whichever has such a setting. A
+    method that is there once is called by its name, one with several settings by ``NAME:KEY=VALUE:...``.
 
     Raises:
         RecipeError: a method twice or unknown, a wrong setting or seed, other users with each seed, or a method for
@@ -45,16 +52,57 @@ def recipes_of(
             f"evaluation.users: {recipe.evaluation.users} with {len(set(seeds))} seeds, each of which draws others, so "
             "that nobody can be held against itself; allowed: all users (null), or one seed"
         )
-    chosen = [m if isinstance(m, Mapping) else _method(recipe, m, for_all) for m in methods]
-    names = [m["name"] for m in chosen]
-    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
-        raise RecipeError(f"methods: {twice!r} twice; each is compared once")
+    given = [dict(m) if isinstance(m, Mapping) else parse_method(m) for m in methods]
+    chosen = [
+        m if isinstance(written, Mapping) else _method(recipe, m["name"], for_all) | m
+        for written, m in zip(methods, given, strict=True)
+    ]
+    names = [m["name"] for m in given]
+    labels = [m["name"] if names.count(m["name"]) == 1 else _label(m) for m in given]
+    places = [folder_name(label) for label in labels]
+    for i, (label, place) in enumerate(zip(labels, places, strict=True)):
+        if place in places[:i]:
+            raise RecipeError(f"methods: {label!r} twice; each is compared once")
     recipes = {
-        (m["name"], s): recipe.with_changes({"method": m, "seed": s}, where="--seeds") for s in seeds for m in chosen
+        (label, s): recipe.with_changes({"method": m, "seed": s}, where="--seeds")
+        for s in seeds
+        for label, m in zip(labels, chosen, strict=True)
     }
+    whole = {label: settings_of(one.method.name) | one.method.settings for (label, _), one in recipes.items()}
+    for i, label in enumerate(labels):
+        alike = (other for j, other in enumerate(labels[:i]) if names[j] == names[i] and whole[other] == whole[label])
+        if same := next(alike, None):
+            raise RecipeError(f"methods: {same!r} and {label!r} have the same settings; each is compared once")
     for one in recipes.values():
         check_method(one)
     return recipes
+
+
+def parse_method(text: str) -> dict[str, Any]:
+    """Read ``NAME`` or ``NAME:KEY=VALUE:KEY=VALUE`` as a mapping of name and settings; values are read as YAML.
+
+    Raises:
+        RecipeError: a setting is not of the form KEY=VALUE, is there twice, or its value is not YAML.
+    """
+    name, *settings = text.split(":")
+    found: dict[str, Any] = {"name": name.strip()}
+    for setting in settings:
+        key, equals, value = (part.strip() for part in setting.partition("="))
+        if not equals or not key or key in found:
+            raise RecipeError(f"methods: {text!r}: give NAME:KEY=VALUE, each key once, as fedprox:proximal=0.1")
+        found[key] = read_text(value, f"methods: {text!r}")
+    return found
+
+
+def _label(method: Mapping[str, Any]) -> str:
+    """Return a method's name with the settings that it is given, as :func:`parse_method` reads them."""
+    settings = {**method, **method.get("settings", {})}
+    told = [f"{key}={_short(value)}" for key, value in settings.items() if key not in ("name", "settings")]
+    return ":".join([str(method["name"]), *told])
+
+
+def _short(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "").replace("'", "")
 
 
 def _method(recipe: Recipe, name: str, for_all: Mapping[str, Any]) -> dict[str, Any]:

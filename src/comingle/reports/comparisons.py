@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from comingle.errors import RunError, list_names
@@ -21,8 +23,20 @@ def _spread(values: Sequence[float | None]) -> tuple[float | None, float | None]
     return statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else 0.0
 
 
-def compare_runs(folders: Sequence[Path], baseline: str | None = None) -> dict[str, Any]:
+def folder_name(label: str) -> str:
+    """Return the name of a method's run folders in a comparison, without ``-seedN``: all systems can have it."""
+    return re.sub(r"[^\w=.,+-]+", "-", label)
+
+
+def compare_runs(
+    folders: Sequence[Path], baseline: str | None = None, labels: Mapping[Path, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """Mean and deviation over seeds, for each method in the order given, and each against a baseline.
+
+    Args:
+        folders: run folders.
+        baseline: a method, or several with commas between, of which the best counts.
+        labels: names of runs that are not called by their method's name, as one of several with its settings.
 
     Raises:
         RunError: a run is missing or has not finished, or runs are of other users.
@@ -31,7 +45,7 @@ def compare_runs(folders: Sequence[Path], baseline: str | None = None) -> dict[s
     by_method: dict[str, list[dict[str, Any]]] = {}
     for folder in folders:
         metrics = read_metrics(folder)
-        by_method.setdefault(metrics["method"], []).append(metrics)
+        by_method.setdefault(labels.get(folder, metrics["method"]), []).append(metrics)
     require_same_users(users_of(run for runs in by_method.values() for run in runs))
     return hold_against({"methods": [_row(name, runs) for name, runs in by_method.items()]}, baseline)
 

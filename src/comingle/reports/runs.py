@@ -13,7 +13,7 @@ import yaml
 
 from comingle.errors import RunError
 from comingle.records import geometric_mean, measure_of, read_events, read_metrics
-from comingle.reports.comparisons import require_same_users
+from comingle.reports.comparisons import folder_name, require_same_users
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ def _inside(path: Path) -> list[Path]:
         order = [row["method"] for row in yaml.safe_load((path / "table.json").read_text(encoding="utf-8"))["methods"]]
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
         return folders
-    place = {method: number for number, method in enumerate(order)}
+    place = {folder_name(method): number for number, method in enumerate(order)}
     return sorted(folders, key=lambda folder: place.get(folder.name.rpartition("-seed")[0], len(place)))
 
 

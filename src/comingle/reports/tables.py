@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.text import Text
@@ -163,9 +164,11 @@ def _shown(names: Iterable[str]) -> list[str]:
 # -------------------------------------------------------------------- several runs
 
 
-def write_comparison(folder: Path, runs: Sequence[Path], baseline: str | None = None) -> dict[str, Any]:
-    """Write ``table.md`` and ``table.json`` to ``folder`` and return the table."""
-    table = compare_runs(runs, baseline)
+def write_comparison(
+    folder: Path, runs: Sequence[Path], baseline: str | None = None, labels: Mapping[Path, str] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Write ``table.md`` and ``table.json`` to ``folder`` and return the table; as :func:`compare_runs`."""
+    table = compare_runs(runs, baseline, labels)
     write_json(folder / "table.json", table)
     write_text(folder / "table.md", markdown(table))
     return table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from comingle.errors import RunError, did_you_mean
-from comingle.recipes import load_recipe
+from comingle.recipes import Recipe, load_recipe
 
 
 def find_run(folder: Path, method: str | None = None, seed: int | None = None) -> Path:
@@ -16,19 +16,26 @@ def find_run(folder: Path, method: str | None = None, seed: int | None = None) -
     """
     if (folder / "recipe.yaml").exists() or not folder.is_dir():
         return _alone(folder, method, seed)
-    runs = [(load_recipe(path.parent), path.parent) for path in sorted(folder.glob("*/metrics.json"))]
-    if not runs:
+    recipes = [(load_recipe(path.parent), path.parent) for path in sorted(folder.glob("*/metrics.json"))]
+    if not recipes:
         return folder  # refused where it is read
-    known = list(dict.fromkeys(recipe.method.name for recipe, _ in runs))
+    runs = [(_label(recipe, path), recipe.seed, path) for recipe, path in recipes]
+    known = list(dict.fromkeys(label for label, _, _ in runs))
     if method is None and len(known) > 1:
         raise RunError(f"{folder}: is a comparison; say which run with --method: {', '.join(known)}")
     name = method if method is not None else known[0]
     if name not in known:
         raise RunError(f"{folder}: no run of {name!r}; there are: {', '.join(known)}.{did_you_mean(name, known)}")
-    by_seed = {recipe.seed: path for recipe, path in runs if recipe.method.name == name}
+    by_seed = {number: path for label, number, path in runs if label == name}
     if seed is not None and seed not in by_seed:
         raise RunError(f"--seed: got {seed}; of {name} there are: {', '.join(map(str, sorted(by_seed)))}")
     return by_seed[min(by_seed) if seed is None else seed]
+
+
+def _label(recipe: Recipe, path: Path) -> str:
+    """Return a run's method, with its settings as its folder's name has them where a comparison has several."""
+    name, own = path.name.rpartition("-seed")[0], recipe.method.name
+    return f"{own}:{name.removeprefix(own + '-')}" if name.startswith(f"{own}-") and "=" in name else own
 
 
 def _alone(folder: Path, method: str | None, seed: int | None) -> Path:
