@@ -132,6 +132,10 @@ def read_recipe(path: Path, sets: list[str] | None, seed: int | None = None) -> 
     from comingle.recipes import load_recipe
 
     wanted, recipe = changes(sets), load_recipe(path)
+    if path.is_dir() and "method" not in wanted and "method.name" not in wanted:
+        from comingle.methods.files import check_origin
+
+        check_origin(path, recipe.method.name)
     recipe = recipe.with_changes(wanted, where="--set") if wanted else recipe
     return recipe if seed is None else recipe.with_changes({"seed": seed}, where="--seed")
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import getdoc
+from pathlib import Path
 from typing import Any, ClassVar
 
 import typer
-from typer.core import TyperArgument, TyperCommand, TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.utils import get_params_from_function
 
 from comingle import plugins
@@ -77,11 +78,29 @@ def _command(name: str, verb: Callable[..., Any], **settings: Any) -> Any:
     alone = typer.Typer(add_completion=False)
     alone.command(name, **{"help": _flowing(getdoc(verb) or ""), **settings})(verb)
     made = typer.main.get_command(alone)
+    if not any("--plugin" in parameter.opts for parameter in made.params):
+        made.params.append(_plugin_option())
     told = get_params_from_function(verb)
     for parameter in made.params:  # typer before 0.21 on click 8.5 forgets what an argument means
         if isinstance(parameter, TyperArgument) and not parameter.help:
             parameter.help = told[parameter.name].default.help
     return made
+
+
+def _plugin_option() -> TyperOption:
+    """Return the option that loads methods of the user's own before a verb reads its other options."""
+
+    def load(context: Any, option: Any, paths: Sequence[str] | None) -> None:
+        if not paths or context.resilient_parsing:
+            return
+        from comingle.methods.files import load_file
+
+        for path in paths:
+            load_file(Path(path))
+
+    told = "Load methods of your own from a Python file; may be repeated."
+    how = {"multiple": True, "expose_value": False, "is_eager": True, "callback": load}
+    return TyperOption(param_decls=["--plugin"], metavar="<file>", help=told, **how)
 
 
 def _flowing(text: str) -> str:

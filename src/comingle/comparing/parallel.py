@@ -75,6 +75,7 @@ def _work(connection: Connection, work: Callable[[Any], Iterable[Any]], group: A
     """In a process of its own: send what comes, and what a user can do something about."""
     import torch
 
+    from comingle.methods.files import load_files_of_command
     from comingle.processes.sharing import take_gpu
 
     Thread(target=_end_with_parent, daemon=True).start()
@@ -82,6 +83,7 @@ def _work(connection: Connection, work: Callable[[Any], Iterable[Any]], group: A
     take_gpu(place)
     torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
     try:
+        load_files_of_command()
         for found in work(group):
             connection.send(found)
     except (ComingleError, OSError, MemoryError) as error:

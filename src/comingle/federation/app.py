@@ -12,6 +12,7 @@ from comingle.errors import RecipeError
 from comingle.federation.coordinator import AN_EVENT
 from comingle.federation.files import load_plan
 from comingle.federation.running import coordinate
+from comingle.methods.files import load_files_of_command
 from comingle.transports.channel import Channel
 
 
@@ -23,6 +24,7 @@ def coordinate_app(channel: Channel, config: Mapping[str, Any], folder: Path, sa
     """
     if not (file := str(config.get("federation") or "").strip()):
         raise RecipeError("run config: no 'federation'; give --run-config 'federation=\"FILE\"'")
+    load_files_of_command()
     with _heard(say):
         coordinate(
             load_plan(Path(file).expanduser()),

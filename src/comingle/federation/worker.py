@@ -8,6 +8,7 @@ from collections.abc import Callable
 from comingle.errors import RecipeError
 from comingle.federation.files import load_participant
 from comingle.federation.node import Node
+from comingle.methods.files import load_files_of_command
 from comingle.records import write_text
 from comingle.transports.flower.users import UNFIT, User
 from comingle.transports.flower.worker import main
@@ -24,6 +25,7 @@ def load(user: User) -> Callable[[bytes], bytes]:
             raise RecipeError(
                 f'user {user.name!r}: no file that says where its data is; give config="FILE" to the node'
             )
+        load_files_of_command()
         participant = load_participant(user.config, name=user.name, state=str(user.state))
     except RecipeError as error:
         _refuse(user, str(error))

@@ -115,8 +115,12 @@ def _is_users(frame: FrameType) -> bool:
 
 
 def _deepest(error: Exception, defined: Any) -> str | None:
-    """Return the last place of a traceback in the user's code, or in the package that has ``defined``."""
-    package = defined.__module__.partition(".")[0]
+    return user_place(error, defined.__module__)
+
+
+def user_place(error: BaseException, module: str) -> str | None:
+    """Return the last place of a traceback in the user's code, or in the package of a module."""
+    package = module.partition(".")[0]
     found = None
     for frame, line in _frames(error):
         if _is_users(frame) or frame.f_globals.get("__name__", "").partition(".")[0] == package:

@@ -11,7 +11,8 @@ from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.errors import RunError
 from comingle.kinds.base import Materials
-from comingle.methods import REGISTRY, make
+from comingle.methods import make
+from comingle.methods.files import check_origin
 from comingle.methods.own_errors import own_errors
 from comingle.models.hardware import torch_defaults
 from comingle.progress import LOADING, reporting
@@ -134,11 +135,7 @@ def _check_method(folder: Path, recipe: Recipe, named: Any) -> None:
     name = named["name"] if isinstance(named, Mapping) else named
     if name not in (None, recipe.method.name):
         raise RunError(f"{folder}: method: got {name!r}, and the run is of {recipe.method.name!r}")
-    if recipe.method.name not in REGISTRY:
-        raise RunError(
-            f"{folder}: no method {recipe.method.name!r} here; where a program handed it over, give it again: "
-            "comingle.load(FOLDER, method=...)"
-        )
+    check_origin(folder, recipe.method.name)
 
 
 def _check_round(folder: Path, metrics: dict[str, Any], progress: Progress) -> None:

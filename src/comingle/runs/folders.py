@@ -12,6 +12,7 @@ from comingle.errors import RunError
 from comingle.inputs import INPUTS, Inputs, check_inputs, read_inputs, write_inputs
 from comingle.locks import HOLDER, LOCK, check_free, locked
 from comingle.methods import make
+from comingle.methods.files import ORIGIN, check_origin, write_origin
 from comingle.privacy.settings import KEY
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import DRAFT, FEDERATION, check_name, told_in_one_line, write_text
@@ -24,6 +25,7 @@ SKIPPED = "skipped.json"
 
 RUN_FILES = (
     SKIPPED,
+    ORIGIN,
     *NETWORK,
     FEDERATION,
     "federation.yaml",
@@ -63,6 +65,7 @@ def open_folder(folder: Path, recipe: Recipe, inputs: Inputs, *, resume: bool, f
         else:
             _clear(folder)
             write_inputs(folder, inputs)
+            write_origin(folder, recipe.method.name)
             write_text(folder / "recipe.yaml", recipe.as_yaml())
         yield
 
@@ -97,6 +100,7 @@ def check_recipe(folder: Path, recipe: Recipe) -> None:
         raise RunError(f"{folder}: nothing to resume, no recipe.yaml in it{hint}")
     if (was := load_recipe(folder)).fingerprint != recipe.fingerprint:
         raise RunError(f"{folder}: belongs to another recipe, {_difference(was, recipe)}; use another --out")
+    check_origin(folder, recipe.method.name)
 
 
 def _check_new(folder: Path, force: bool, goes_on: str) -> None:

@@ -1,0 +1,127 @@
+"""Methods of a user's own from a file on the command line: ``--plugin FILE``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLAIN = '''
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import MODEL, Client, joint
+from comingle.methods.server import Mean
+from helper_of_the_test import NAME
+
+def near(*, pull: float = 0.5) -> Method:
+    """Stay near.
+
+    Source: none.
+    """
+    return Method(
+        name=NAME, placement=Placement(shared=MODEL), client=Client(phases=joint(routed=False)), server=Mean()
+    )
+
+if __name__ == "__main__":
+    raise SystemExit("not here")
+'''
+
+RECIPE = """
+base: random:gpt2?layers=1&dim=16&heads=2
+data: {users: {ada: {path: ada.txt}, ben: {path: ben.txt}}}
+training: {rounds: 1, local_steps: 1, batch_size: 1, context: 16}
+evaluation: {first: false}
+runtime: {threads: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plugin")
+    for name in ("ada", "ben"):
+        (folder / f"{name}.txt").write_text("\n\n".join(f"{name} has {i} pears and {i * 7}." for i in range(60)))
+    (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "near.py").write_text(PLAIN)
+    (folder / "helper_of_the_test.py").write_text('NAME = "near"\n')
+    return folder
+
+
+def comingle(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own, as a plug-in stays loaded in one."""
+    environment = {key: value for key, value in os.environ.items() if key != "COMINGLE_PLUGINS"}
+    command = [sys.executable, "-m", "comingle", *words]
+    return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_run_of_a_method_from_a_file_is_opened_with_the_file_alone(place: Path) -> None:
+    ran = comingle(place, "run", "recipe.yaml", "--plugin", "near.py", "--set", "method=near", "--out", "run", "-q")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads((place / "run/plugins.json").read_text())["file"] == str(place / "near.py")
+    assert "near.py" not in (place / "run/recipe.yaml").read_text()
+    for words in (["run", "run", "--resume"], ["cost", "run"], ["chat", "run", "--user", "ada"]):
+        without = comingle(place, *words)
+        assert without.returncode == 2
+        assert f"no method 'near' here; it came from {place}/near.py: give --plugin {place}/near.py" in without.stderr
+        assert len(without.stderr.splitlines()) == 1
+    assert comingle(place, "run", "run", "--resume", "--plugin", "near.py", "-q").returncode == 0
+    assert comingle(place, "show", "run").returncode == 0  # which needs no method
+    again = (place / "near.py").read_text() + "\n# changed\n"
+    (place / "other").mkdir()
+    (place / "other/near.py").write_text(again)
+    changed = comingle(place, "run", "run", "--resume", "--plugin", "other/near.py", "-q")
+    assert changed.returncode == 0
+    assert "method 'near' of " in changed.stderr
+    assert "has changed since the run began" in changed.stderr
+
+
+@pytest.mark.slow
+def test_every_process_of_a_command_loads_it(place: Path) -> None:
+    words = ["recipe.yaml", "--plugin", "near.py", "-q"]
+    beside = comingle(
+        place, "compare", *words, "--methods", "near,local", "--seeds", "0,1", "--jobs", "2", "--out", "c"
+    )
+    assert beside.returncode == 0, beside.stderr
+    assert "near" in beside.stdout
+    shared = comingle(place, "run", *words, "--set", "method=near", "--processes", "2", "--out", "p")
+    assert shared.returncode == 0, shared.stderr
+    federated = comingle(place, "federate", *words, "--set", "method=near", "--out", "f")
+    assert federated.returncode == 0, federated.stderr
+
+
+def test_methods_lists_it_and_a_recipe_never_runs_it(place: Path) -> None:
+    (place / "two.py").write_text(PLAIN.replace("NAME,", '"two",').replace("def near", "def two"))
+    listed = comingle(place, "methods", "--plugin", "near.py", "--plugin", "two.py")
+    assert "near" in listed.stdout
+    assert "two" in listed.stdout
+    shown = comingle(place, "methods", "near", "--plugin", "near.py")
+    assert "Settings: pull: 0.5" in shown.stdout
+    for key in ("plugin", "plugins"):
+        (place / "asks.yaml").write_text(RECIPE + f"{key}: near.py\n")
+        assert f"unknown key '{key}'" in comingle(place, "cost", "asks.yaml").stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "no such file"),
+        ("x = 1\n", "no method in it; allowed: functions annotated to return a Method"),
+        ("def (", "bad.py:1: SyntaxError: "),
+        ("def halve(n):\n    return n / 0\nhalve(1)\n", "bad.py:2, in halve: ZeroDivisionError: division by zero"),
+        ("import no_such_module_of_the_test\n", "ModuleNotFoundError: No module named 'no_such_module_of_the_test'"),
+        ("raise SystemExit(3)\n", "SystemExit: 3"),
+        (PLAIN.replace("NAME,", '"fedavg",'), "method 'fedavg' is there already; give it another name"),
+        (PLAIN.replace("pull: float = 0.5", "pull: float"), "has no default; each setting needs one"),
+        (PLAIN.replace("name=NAME", "name=NAME / 2"), "bad.py:13, in near: TypeError: "),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line(place: Path, content: str | None, said: str) -> None:
+    (place / "bad.py").unlink(missing_ok=True)
+    if content is not None:
+        (place / "bad.py").write_text(content)
+    found = comingle(place, "methods", "--plugin", "bad.py")
+    assert found.returncode == 2
+    assert said in found.stderr
+    assert len(found.stderr.splitlines()) == 1
