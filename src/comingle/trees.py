@@ -113,6 +113,21 @@ class Layout:
         """How many columns have a role in ``roles``."""
         return int(self.mask(roles).sum())
 
+    def named_roles(self, roles: Iterable[str]) -> dict[str, frozenset[str]]:
+        """Return what each slot with entries in ``roles`` is, by name: its roles, alone and with its factor and part.
+
+        Of a slot whose entries have several roles, those in ``roles`` count: a tensor of experts, cut to the shared
+        ones, is a generalist. A LoRA's first factor is ``{"attention", "attention.a", "attention.body"}``.
+        """
+        wanted = frozenset(roles)
+        named: dict[str, frozenset[str]] = {}
+        for slot in self.slots:
+            kept = {role for role, chosen in zip(slot.roles, slot.chosen(wanted), strict=True) if chosen}
+            ends = [end for end in (slot.factor, slot.part) if end]
+            if kept:
+                named[slot.name] = frozenset(kept | {f"{role}.{end}" for role in kept for end in ends})
+        return named
+
     def only(self, roles: Iterable[str]) -> Layout:
         """The slots all of whose roles are in ``roles``, in the same order."""
         wanted = frozenset(roles)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
@@ -197,7 +197,7 @@ class ServerHalf:
         self._charge(self.numbers(users))
         model = self.model
         mean = self.sums.mean(total, model, len(users), done)
-        self.method.server.aggregate(self.kept, _of_nobody(model, mean))
+        self.method.server.aggregate(self.kept, _of_nobody(model, mean, self._roles))
         self.version = done
 
     def pass_over(self, done: int) -> None:
@@ -239,7 +239,12 @@ class ServerHalf:
             reports=upload.reports,
             clustered=self.clustered,
             centred=self.centred,
+            roles=self._roles,
         )
+
+    @cached_property
+    def _roles(self) -> dict[str, frozenset[str]]:
+        return self.layout.named_roles(self.method.shared)
 
     def _charge(self, numbers: Sequence[int]) -> None:
         """Count what these users' uploads reveal, where it is they that do."""
@@ -268,7 +273,7 @@ class ServerHalf:
         known = without_padding(told, upload.ranks)
         changes = {name: t.double() - known[name].double() for name, t in uploads.items()}
         mean = guard.mean(changes, model, upload.round - 1, upload.reports.get(WITHIN))
-        return _of_nobody(model, mean)
+        return _of_nobody(model, mean, self._roles)
 
     def judge(self, report: Upload, users: Sequence[str] | None = None) -> Download:
         """What those who have reported validation losses, or all of ``users``, hear of them."""
@@ -291,7 +296,7 @@ def _of_all(ranks: Int[Tensor, " _"], users: Sequence[str]) -> Int[Tensor, " use
     return ranks.cpu().expand(len(users)).clone()
 
 
-def _of_nobody(model: Tree, change: Tree) -> Received:
+def _of_nobody(model: Tree, change: Tree, roles: Mapping[str, frozenset[str]]) -> Received:
     """The one upload of nobody: the model moved by a mean change."""
     return Received(
         users=[],
@@ -299,6 +304,7 @@ def _of_nobody(model: Tree, change: Tree) -> Received:
         weights=torch.ones(1, dtype=torch.float64),
         ranks=torch.zeros(1, dtype=torch.int64),
         scales=torch.ones(1),
+        roles=roles,
     )
 
 

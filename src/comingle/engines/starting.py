@@ -68,7 +68,9 @@ def start_server(model: Model, method: Method, users: Sequence[str], training: T
     if method.shared:
         first = model.layout.views(_first_models(model, method, training.seed))
         models = restrict(first, model.layout, method.received)
-        kept = method.server.start(ServerSetup(models=models, users=half.users, scales=half.scales, seed=training.seed))
+        roles = model.layout.named_roles(method.received)
+        setup = ServerSetup(models=models, users=half.users, scales=half.scales, seed=training.seed, roles=roles)
+        kept = method.server.start(setup)
         half.kept = {name: t.to(model.device) for name, t in kept.items()}
         if half.sums is not None:
             half.sums.check_size(half.size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
@@ -24,13 +24,15 @@ NEVER = 10**18
 class ServerSetup:
     """What a server knows before the first round.
 
-    ``models`` are differently initialised ``(models, *shape)``; users have names and LoRA factors.
+    ``models`` are differently initialised ``(models, *shape)``; users have names and LoRA factors. ``roles`` are those
+    of the tensors, as of :class:`Received`.
     """
 
     models: Tree
     users: Sequence[str]
     scales: Float[Tensor, " users"]
     seed: int
+    roles: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,9 @@ class Received:
     ``users`` are their numbers among all, in the order of the tensors. ``weights`` sum to 1. ``reports`` is what users
     said besides their tensors, ``ranks`` and ``scales`` are their LoRA ranks and factors, and ``clustered`` names the
     tensors whose second dimension is a mixture's components, in the model's order; ``centred`` maps aggregated base and
-    components, and the components' p(c), to the same with the components' mean in the base.
+    components, and the components' p(c), to the same with the components' mean in the base. ``roles`` says what each
+    tensor is, by its name, in the words of :class:`comingle.methods.base.Placement`, as ``{"attention", "attention.a",
+    "attention.body"}``.
     """
 
     users: Sequence[int]
@@ -63,6 +67,7 @@ class Received:
     reports: Tree = field(default_factory=dict)
     clustered: Collection[str] = ()
     centred: Callable[[Tree, Float[Tensor, " clusters"]], Tree] = lambda tensors, shares: tensors
+    roles: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

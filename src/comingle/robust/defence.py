@@ -50,6 +50,7 @@ def _of_all(received: Received, tensors: Tree) -> Received:
         weights=torch.ones(1, dtype=torch.float64),
         ranks=received.ranks[:1],
         scales=received.scales[:1],
+        roles=received.roles,
     )
 
 
