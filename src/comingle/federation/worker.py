@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from comingle.errors import RecipeError
+from comingle.errors import PluginError, RecipeError
 from comingle.federation.files import load_participant
 from comingle.federation.node import Node
 from comingle.methods.files import load_files_of_command
@@ -19,6 +19,7 @@ def load(user: User) -> Callable[[bytes], bytes]:
 
     Raises:
         RecipeError: its file is missing or wrong.
+        PluginError: a file of methods that its command was given cannot be used.
     """
     try:
         if user.config is None:
@@ -27,7 +28,7 @@ def load(user: User) -> Callable[[bytes], bytes]:
             )
         load_files_of_command()
         participant = load_participant(user.config, name=user.name, state=str(user.state))
-    except RecipeError as error:
+    except (RecipeError, PluginError) as error:
         _refuse(user, str(error))
         raise
     return Node(user.state, participant.own, say=_say, refuse=lambda line: _refuse(user, line)).handle
