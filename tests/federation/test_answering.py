@@ -1,4 +1,4 @@
-"""Who answers at an address, asked of real servers: gRPC's with and without TLS, of web pages, and of nothing."""
+"""Who answers at an address: real servers of a federation with and without TLS, web pages, and nothing."""
 
 from __future__ import annotations
 
@@ -7,43 +7,33 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("grpc")
-pytest.importorskip("cryptography")
-
-import grpc
+pytest.importorskip("flwr")
 
 from comingle.transports.flower.answering import Answer, problem_of, who_answers
 from comingle.transports.flower.certificates import make_certificates
+from comingle.transports.flower.fleet_server import make_fleet_api, make_states, serve_fleet_api
+from comingle.transports.flower.processes import free_port
 
 
 @contextmanager
-def speaking_grpc(folder: Path | None = None) -> Iterator[str]:
-    server = grpc.server(ThreadPoolExecutor(1))
-    if folder is None:
-        port = server.add_insecure_port("127.0.0.1:0")
-    else:
-        files = make_certificates(folder, ["localhost"])
-        pair = (files.key.read_bytes(), files.certificate.read_bytes())
-        port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
-    server.start()
+def serving_clients(folder: Path | None = None, *, keys_only: bool = False) -> Iterator[str]:
+    files, port = make_certificates(folder, ["localhost"]) if folder else None, free_port()
+    api = make_fleet_api(make_states(), keys_only=keys_only)
+    server = serve_fleet_api(api, "127.0.0.1", port, files and files.certificate, files and files.key)
     try:
         yield f"127.0.0.1:{port}"
     finally:
-        server.stop(None).wait()
+        server.should_exit = True
 
 
 @contextmanager
-def speaking_http(
-    folder: Path | None = None,
-    handler: type[http.server.BaseHTTPRequestHandler] = http.server.BaseHTTPRequestHandler,
-) -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+def speaking_http(folder: Path | None = None) -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     if folder is not None:
         files = make_certificates(folder, ["localhost"])
         secure = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -57,8 +47,9 @@ def speaking_http(
         server.server_close()
 
 
-def test_grpc_without_tls() -> None:
-    with speaking_grpc() as address:
+@pytest.mark.parametrize("keys_only", [False, True])
+def test_a_server_without_tls(*, keys_only: bool) -> None:
+    with serving_clients(keys_only=keys_only) as address:
         assert who_answers(address) is Answer.PLAIN
         assert problem_of(address, who_answers(address), secure=False) == ""
         assert "speaks no TLS; leave --certificates and --key out" in problem_of(
@@ -66,8 +57,8 @@ def test_grpc_without_tls() -> None:
         )
 
 
-def test_grpc_with_tls(tmp_path: Path) -> None:
-    with speaking_grpc(tmp_path) as address:
+def test_a_server_with_tls(tmp_path: Path) -> None:
+    with serving_clients(tmp_path) as address:
         assert who_answers(address) is Answer.SECURE
         assert problem_of(address, who_answers(address), secure=True) == ""
         assert "speaks TLS; give its certificate" in problem_of(address, who_answers(address), secure=False)
@@ -77,22 +68,6 @@ def test_a_page_is_no_server_of_a_federation() -> None:
     with speaking_http() as address:
         assert who_answers(address) is Answer.OTHER
         assert problem_of(address, Answer.OTHER, secure=True) == problem_of(address, Answer.OTHER, secure=False) == ""
-
-
-@pytest.mark.parametrize(
-    ("status", "found"), [(415, Answer.PLAIN), (401, Answer.PLAIN), (404, Answer.OTHER), (200, Answer.OTHER)]
-)
-def test_a_superlink_is_known_by_the_path_on_which_supernodes_log_in(status: int, found: Answer) -> None:
-    """Flower's web server does not speak HTTP/2."""
-
-    class Page(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.send_response(status if self.path == "/v1/fleet/activate-node" else 500)
-            self.end_headers()
-
-    with speaking_http(handler=Page) as address:
-        assert who_answers(address) is found
-        assert bool(problem_of(address, found, secure=True)) == (found is Answer.PLAIN)
 
 
 def test_nobody_is_no_problem_since_a_server_may_come_later() -> None:

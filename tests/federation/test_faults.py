@@ -42,7 +42,7 @@ from comingle.transports.flower.users import User
 pytestmark = pytest.mark.slow
 __all__ = ["nothing_is_left"]  # around each of these tests too
 
-FAULTY = Path(__file__).with_name("faulty")
+CLIENT_APP = "tests.federation.faulty.faulty_client:app"
 LIMIT_SECONDS = 500
 
 
@@ -54,7 +54,11 @@ class Federation:
         self.plan, owns = split_recipe(recipe, patience)
         folder.mkdir()
         save_plan(folder / "federation.yaml", self.plan)
-        self.link = SuperLink(folder=self.run_folder, say=self.said.append, project=FAULTY)
+        self.link = SuperLink(
+            folder=self.run_folder,
+            say=self.said.append,
+            run_config={"federation": str(folder / "federation.yaml"), "users": spell(self.plan.users)},
+        )
         self.nodes = {own.name: self.node(own.name, folder / "users" / own.name) for own in owns}
         for own in owns:
             state = folder / "users" / own.name
@@ -65,7 +69,7 @@ class Federation:
 
     def node(self, name: str, state: Path) -> SuperNode:
         user = User(name=name, state=state, config=self.folder / "users" / name / "participant.yaml")
-        return SuperNode(user=user, server=self.link.address, say=self.said.append)
+        return SuperNode(user=user, server=self.link.address, say=self.said.append, app=CLIENT_APP)
 
     def run(self, here: set[str], beside: Callable[[], None] = lambda: None) -> None:
         """Run it with those who are ``here``, which ``beside`` may change."""
@@ -79,9 +83,7 @@ class Federation:
             beside()
 
         try:
-            coordinate(
-                self.link, {"federation": str(self.folder / "federation.yaml"), "users": spell(self.plan.users)}, tend
-            )
+            coordinate(self.link, tend)
         finally:
             for node in self.nodes.values():
                 node.stop()

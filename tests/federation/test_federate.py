@@ -129,8 +129,8 @@ def after_first_round(folder: Path, kill: Callable[[], None]) -> threading.Threa
 
 KILLED: dict[str, tuple[str, ...]] = {
     "a worker": ("comingle.federation.worker", "--name ann"),
-    "a SuperNode": ("flower-supernode", "users/ann"),
-    "the SuperLink": ("flower-superlink",),
+    "a client": ("flower.fleet_client", "users/ann"),
+    "the server": ("flower.fleet_server",),
 }
 
 

@@ -21,6 +21,8 @@ from comingle.records import read_metrics
 from comingle.runs.folders import check_folder
 from comingle.transports.flower.calling import FOLDER as WORKER
 from comingle.transports.flower.calling import LOG
+from comingle.transports.flower.certificates import make_key
+from comingle.transports.flower.fate import FOLDER as FLOWER
 from comingle.transports.flower.server_app import spell
 from comingle.transports.flower.superlink import SuperLink, coordinate
 from comingle.transports.flower.supernode import SuperNode
@@ -61,14 +63,22 @@ def federate(
         own = own if recipe.runtime.threads else own.model_copy(update={"runtime": threads})
         state = folder / USERS / as_folder(own.name)
         save_participant(state / FILE, Participant(**own.model_dump(exclude_defaults=True), state="."))
-    link = SuperLink(folder=folder, say=say)
+    # A key each, so that no other program of this machine can take part.
+    keys = {own.name: make_key(folder / USERS / as_folder(own.name) / FLOWER, own.name) for own in owns}
+    link = SuperLink(
+        folder=folder,
+        say=say,
+        keys={name: public for name, (_, public) in keys.items()},
+        run_config={"federation": str((folder / PLAN).absolute()), "users": spell(plan.users)},
+    )
     for own in owns:
         (folder / USERS / as_folder(own.name) / UNFIT).unlink(missing_ok=True)  # of an earlier time
-    nodes = [_node(folder / USERS / as_folder(own.name), own.name, link.address, say) for own in owns]
+    nodes = [
+        _node(folder / USERS / as_folder(name), name, link.address, private, say) for name, (private, _) in keys.items()
+    ]
     words = {node.user.name: Words(node.user.state / WORKER / LOG) for node in nodes}
-    settings = {"federation": str((folder / PLAN).absolute()), "users": spell(plan.users)}
     try:
-        coordinate(link, settings, lambda: _tend(nodes, plan.patience.min_participants))
+        coordinate(link, lambda: _tend(nodes, plan.patience.min_participants))
     except RunError as error:
         raise RunError(str(error) + ("" if list_checkpoints(folder) else _told(words))) from None
     finally:
@@ -77,10 +87,10 @@ def federate(
     return read_metrics(folder)
 
 
-def _node(state: Path, name: str, server: str, say: Callable[[str], None]) -> SuperNode:
+def _node(state: Path, name: str, server: str, key: Path, say: Callable[[str], None]) -> SuperNode:
     state = state.absolute()
     user = User(name=name, state=state, config=state / FILE)
-    return SuperNode(user=user, server=server, say=lambda line: say(f"{name}: {line}"))
+    return SuperNode(user=user, server=server, key=key, say=lambda line: say(f"{name}: {line}"))
 
 
 def _told(words: Mapping[str, Words]) -> str:

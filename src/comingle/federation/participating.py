@@ -1,4 +1,4 @@
-"""A participant's processes: a SuperNode, and behind it the worker that answers."""
+"""A participant's processes: a client, and behind it the worker that answers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.request import getproxies, proxy_bypass
 
 from comingle.errors import RecipeError, RunError
 from comingle.federation.files import Participant, load_participant, save_participant
@@ -14,6 +15,7 @@ from comingle.locks import locked
 from comingle.transports.flower.answering import Answer, certificate_problem, problem_of, who_answers
 from comingle.transports.flower.calling import FOLDER as WORKER
 from comingle.transports.flower.calling import LOG
+from comingle.transports.flower.processes import LOCAL_HOSTS, split_address
 from comingle.transports.flower.supernode import SuperNode, participate
 from comingle.transports.flower.users import UNFIT, User
 
@@ -48,6 +50,9 @@ def take_part(
         raise RecipeError(f"user {participant.name!r}: {problem}")
     if found is Answer.OTHER:
         say(f"{participant.name}: {found.value} answers at {participant.server}; is that the right --server?")
+    if proxy := _proxy_of(participant.server, secure=bool(participant.certificates)):
+        host = split_address(participant.server)[0]
+        say(f"{participant.name}: asks {participant.server} through the proxy {proxy}; no_proxy={host} goes without")
     state = Path(participant.state)
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
     with locked(state):
@@ -161,6 +166,15 @@ def _require_files(participant: Participant) -> None:
     for what, path in paths.items():
         if path and not Path(path).exists():
             raise RecipeError(f"user {participant.name!r}: {what}: {path} does not exist")
+
+
+def _proxy_of(server: str, *, secure: bool) -> str:
+    """Return the proxy that the environment names for a server; empty where there is none."""
+    host = split_address(server)[0]
+    if host in LOCAL_HOSTS or proxy_bypass(host):
+        return ""
+    proxies = getproxies()
+    return proxies.get("https" if secure else "http") or proxies.get("all") or ""
 
 
 def _is_address(server: str) -> bool:

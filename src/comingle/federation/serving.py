@@ -14,6 +14,7 @@ from comingle.locks import locked
 from comingle.records import read_metrics
 from comingle.transports.flower.certificates import read_certificates
 from comingle.transports.flower.fate import FOLDER
+from comingle.transports.flower.processes import join_address
 from comingle.transports.flower.server_app import spell
 from comingle.transports.flower.superlink import Certificates, SuperLink, coordinate
 
@@ -50,15 +51,26 @@ def serve(
         keys = {name: files.users[name] for name in plan.users}
     (folder / FOLDER).mkdir(exist_ok=True)
     with locked(folder / FOLDER):  # another one would take the coordinator for its own
-        link = SuperLink(folder=folder, say=say, host=host, port=port, certificates=secure, keys=keys)
-        _require_port(host, link.port)
-        say(f"listening on {host}:{link.port} for {len(plan.users)} participants: {', '.join(plan.users)}")
-        coordinate(link, {"federation": str(file.absolute()), "users": spell(plan.users)})
+        link = SuperLink(
+            folder=folder,
+            say=say,
+            host=host,
+            port=port,
+            certificates=secure,
+            keys=keys,
+            run_config={"federation": str(file.absolute()), "users": spell(plan.users)},
+        )
+        _require_port(link.host, link.port)
+        listening = join_address(link.host, link.port)
+        say(f"listening on {listening} for {len(plan.users)} participants: {', '.join(plan.users)}")
+        if not keys:
+            say("without keys any program on this machine can take part under a free name; see --certificates")
+        coordinate(link)
     return read_metrics(folder)
 
 
 def _require_port(host: str, port: int) -> None:
-    """See that nobody listens there: one would be taken for a SuperLink of ours, with all who have come to it.
+    """See that nobody listens there: clients would come to that one.
 
     Raises:
         RunError: somebody does, or nobody may.
@@ -66,7 +78,9 @@ def _require_port(host: str, port: int) -> None:
     until = time.monotonic() + _PORT_SECONDS  # processes of a server that was killed may still be ending
     while error := _bind_error(host, port):
         if time.monotonic() > until:
-            raise RunError(f"server: cannot listen on {host}:{port} ({error.strerror}); give another --port")
+            raise RunError(
+                f"server: cannot listen on {join_address(host, port)} ({error.strerror}); give another --port"
+            )
         time.sleep(0.2)
 
 

@@ -1,10 +1,9 @@
-"""Over the network, with Flower's deployment engine: it moves bytes, and what they mean is not known here.
+"""Over the network, with Flower's Fleet API: it moves bytes, and does not know what they mean.
 
-    coordinator                                          each user
-    flower-superlink                                     flower-supernode
-      flower-superexec                                     flower-superexec
-        flwr-serverapp   GridChannel ── messages ──────────  flwr-clientapp   one short process for each message
-                                                               └─ socket ─ worker   one long process: torch, the base
+    comingle server                                comingle client
+      fleet_server                                   fleet_client
+        Gate ── Fleet API ◄──── HTTP(S), polled ────── MessageLoop ── ClientApp
+        ServerApp ── GridChannel                         └─ socket ─ worker      torch, the base model
 
-Nothing outside this package imports ``flwr``.
+Each line is a process but for those that begin inside one. Nothing outside this package imports ``flwr``.
 """

@@ -1,6 +1,6 @@
-"""Who answers at a server's address: gRPC with TLS, without, something else, or nobody yet.
+"""Who answers at a server's address: a federation's server with TLS, without, something else, or nobody yet.
 
-Flower tries again and again whatever answers, so a client with the wrong settings would wait for ever.
+A client tries again and again whatever answers, so one with the wrong settings would wait for ever.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from enum import Enum
 from pathlib import Path
 
 from comingle.errors import RecipeError
+from comingle.transports.flower.processes import split_address
 
 _SECONDS = 3.0
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""How whoever speaks HTTP/2, as gRPC does, begins: the words, and a frame of no settings (RFC 9113, section 3.4)."""
-_FRAME, _SETTINGS, _SETTINGS_AT = 9, 4, 3
-
-
-_UNKNOWN = {404, 405}
-"""What web servers say of paths that they do not have, or on which nothing is to be posted."""
+_REQUEST = (
+    b"POST /v1/fleet/pull-messages HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/protobuf\r\n"
+    b"Content-Length: 0\r\nConnection: close\r\n\r\n"
+)
+_REFUSAL = b"HTTP/1.1 401"
+"""How a server of Flower's Fleet API begins its answer to :data:`_REQUEST`, which nobody has signed."""
 
 
 class Answer(Enum):
     """What is found at an address."""
 
     SECURE = "TLS"
-    PLAIN = "a SuperLink without TLS"
+    PLAIN = "a federation's server without TLS"
     OTHER = "something that is no server of a federation"
     NOBODY = "nobody, or nobody who says anything"
 
@@ -36,13 +36,13 @@ def who_answers(server: str, seconds: float = _SECONDS) -> Answer:
     """Ask at ``HOST:PORT``; each step takes so many seconds at most."""
     try:
         said = _said(server, seconds)
-        if len(said) >= _FRAME and said[_SETTINGS_AT] == _SETTINGS:
+        if said == _REFUSAL:
             return Answer.PLAIN
-        if said[:1] in (b"H", b"<"):  # a web server, in words
-            return Answer.PLAIN if _has_fleet(server, seconds) else Answer.OTHER
+        if said.startswith(b"HTTP/"):
+            return Answer.OTHER
         if _is_secure(server, seconds):  # it takes our words for a broken handshake, and may say so in an alert
             return Answer.SECURE
-        return Answer.OTHER if len(said) >= _FRAME else Answer.NOBODY
+        return Answer.OTHER if len(said) >= len(_REFUSAL) else Answer.NOBODY
     except (OSError, UnicodeError):  # nobody is there, or too slow to be sure; or there can be no such name
         return Answer.NOBODY
 
@@ -76,7 +76,10 @@ def certificate_problem(server: str, authority: Path, seconds: float = _SECONDS)
     except OSError as error:
         raise RecipeError(f"certificates: {authority} cannot be read ({error.strerror})") from None
     try:
-        with _connect(server, seconds) as connection, context.wrap_socket(connection, server_hostname=_host(server)):
+        with (
+            socket.create_connection(split_address(server), timeout=seconds) as connection,
+            context.wrap_socket(connection, server_hostname=split_address(server)[0]),
+        ):
             return ""
     except ssl.SSLCertVerificationError as error:
         return _untrusted(server, authority, error)
@@ -97,34 +100,17 @@ def _untrusted(server: str, authority: Path, error: ssl.SSLCertVerificationError
     return f"the certificate of {server} is not one that {authority} has signed for this address"
 
 
-def _connect(server: str, seconds: float) -> socket.socket:
-    return socket.create_connection((_host(server), int(server.rpartition(":")[2])), timeout=seconds)
-
-
-def _host(server: str) -> str:
-    return server.rpartition(":")[0].strip("[]")
-
-
 def _said(server: str, seconds: float) -> bytes:
-    """What is answered to the beginning of HTTP/2."""
-    with _connect(server, seconds) as connection:
-        connection.sendall(_PREFACE)
+    """Return the first bytes of what is answered to a request of the Fleet API."""
+    with socket.create_connection(split_address(server), timeout=seconds) as connection:
+        connection.sendall(_REQUEST)
         said = b""
         try:
-            while len(said) < _FRAME and (more := connection.recv(_FRAME - len(said))):
+            while len(said) < len(_REFUSAL) and (more := connection.recv(len(_REFUSAL) - len(said))):
                 said += more
         except OSError:  # it has hung up, or waits for something else
             pass
         return said
-
-
-def _has_fleet(server: str, seconds: float) -> bool:
-    """Whether a web server has the path by which SuperNodes log in, as Flower's has; others do not know or allow it."""
-    asks = f"POST /v1/fleet/activate-node HTTP/1.1\r\nHost: {server}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-    with _connect(server, seconds) as connection:
-        connection.sendall(asks.encode(errors="replace"))
-        status = connection.makefile("rb").readline(1000).split()[1:2]
-    return bool(status) and status[0].isdigit() and int(status[0]) not in _UNKNOWN and 400 <= int(status[0]) < 500
 
 
 def _is_secure(server: str, seconds: float) -> bool:
@@ -135,10 +121,12 @@ def _is_secure(server: str, seconds: float) -> bool:
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
+    address = split_address(server)
     try:
-        name = _host(server)  # some have another certificate for each
-        with _connect(server, seconds) as connection, context.wrap_socket(connection, server_hostname=name):
+        with (
+            socket.create_connection(address, timeout=seconds) as connection,
+            context.wrap_socket(connection, server_hostname=address[0]),  # some have another certificate for each name
+        ):
             return True
     except TimeoutError:
         raise

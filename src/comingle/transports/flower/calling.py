@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from comingle.errors import ComingleError, MessageError
+from comingle.transports.flower.launch import PARENT
 
 FOLDER, ADDRESS, LOG = "worker", "address.json", "worker.log"
 DONE, REFUSED, ALIVE = b"+", b"-", b"~"
@@ -33,9 +34,6 @@ _SILENT_SECONDS = 60.0
 """A worker that has said nothing for so long hangs, and is killed."""
 _KILL_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
-
-PARENT = "COMINGLE_PARENT"
-"""Environment variable: the process that has started a user's processes, with which they are to end."""
 
 _started: list[
     subprocess.Popen[bytes]

@@ -97,8 +97,7 @@ def make_certificates(folder: Path, hosts: Sequence[str], users: Sequence[str] =
     else:
         _make_server(folder, hosts)
     for user in users:
-        if not (folder / USERS / f"{spelt(user)}.pub").exists():
-            _make_user(folder / USERS, user)
+        make_key(folder / USERS, user)
     return read_certificates(folder)
 
 
@@ -131,13 +130,15 @@ def _make_server(folder: Path, hosts: Sequence[str]) -> None:
     write_new(folder / CERTIFICATE, leaf.public_bytes(Encoding.PEM))
 
 
-def _make_user(folder: Path, user: str) -> None:
-    """A pair of keys, in the form that Flower reads."""
-    key = ec.generate_private_key(ec.SECP384R1())
-    name = spelt(user)
-    private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-    write_new(folder / f"{name}.key", private, private=True)
-    write_new(folder / f"{name}.pub", key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
+def make_key(folder: Path, user: str) -> tuple[Path, Path]:
+    """Return the files of a user's private and public key; make them where there are none."""
+    private, public = (folder / f"{spelt(user)}.{ending}" for ending in ("key", "pub"))
+    if not public.exists():
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        key = ec.generate_private_key(ec.SECP384R1())
+        write_new(private, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), private=True)
+        write_new(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
+    return private, public
 
 
 def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:

@@ -1,4 +1,4 @@
-"""The app that a user's SuperNode starts for each message: passes it on to the long-lived worker, and its reply back.
+"""The app that answers a user's messages: it passes each on to the long-lived worker, and its reply back.
 
 An ordinary Flower ``ClientApp``, and a quick one: it imports neither torch nor anything that does.
 """

@@ -16,7 +16,7 @@ from comingle.transports.flower.roster import Node, Roster
 
 _LOOK_SECONDS = 0.25
 _ACCIDENTS = 3
-"""So often a request is sent to a user whose worker, SuperNode or connection breaks while it answers."""
+"""So often a request is sent to a user whose worker, client or connection breaks while it answers."""
 
 
 @dataclass(eq=False)

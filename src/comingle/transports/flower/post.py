@@ -70,7 +70,7 @@ class Post:
         with self._pushing:
             names = list(self._grid.push_messages([message]))
         if not names or not names[0]:
-            return Late(line="the SuperLink does not take the message")
+            return Late(line="the server does not take the message")
         began = time.monotonic()
         while (waited := time.monotonic() - began) < seconds and wanted():
             for reply in self._grid.pull_messages(names):

@@ -1,6 +1,6 @@
-"""Flower's programs as children of ours: each with its own folder and log, started again when it dies.
+"""Child processes of a federation: each with its own folder and log, started again when it dies.
 
-None of them phones home, none looks for another version of itself, and all end with us, also when we are killed.
+Flower's parts in them send no telemetry and do not look for updates. All end with their parent, also when it is killed.
 """
 
 from __future__ import annotations
@@ -10,48 +10,63 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
 
 from comingle.errors import RunError
-from comingle.transports.flower.calling import PARENT
-from comingle.transports.flower.launch import POLL
+from comingle.transports.flower.launch import PARENT
 
 LOOPBACK = "127.0.0.1"
+LOCAL_HOSTS = (LOOPBACK, "localhost", "::1")
 
 _FIRST_WAIT_SECONDS, _LAST_WAIT_SECONDS = 1.0, 20.0
 _HEALTHY_SECONDS = 120.0
 """A child that has lived so long has recovered: its next death is the first again."""
 _STARTS = 10
+
+REFUSED = 2
+"""Exit status of a child after something that a person has to mend."""
+
+SAYS = "comingle: "
+"""How the lines of a child begin that are for people."""
+
 _END_SECONDS = 10.0
 
 
-def environment(folder: Path, *, poll_seconds: float) -> dict[str, str]:
-    """For every program of Flower's: a home of its own, nothing sent to anybody, short waits."""
-    programs = str(Path(sys.executable).parent)
+def environment(folder: Path) -> dict[str, str]:
+    """Return the environment of a child process: a home of its own for Flower, and no proxy for this machine."""
+    local = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOCAL_HOSTS]))
     return {
         **os.environ,
-        "PATH": os.pathsep.join([programs, os.environ.get("PATH", "")]),  # they start each other by name
+        "no_proxy": local,
+        "NO_PROXY": local,
         "FLWR_HOME": str(folder / "home"),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": f"{min(poll_seconds, 1.0):g}",
-        POLL: f"{poll_seconds:g}",
         PARENT: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
     }
 
 
-def command(program: str, *arguments: str) -> list[str]:
-    """One of Flower's programs, which ends with us."""
-    return [sys.executable, "-m", "comingle.transports.flower.launch", program, *arguments]
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``; an IPv6 host may be in brackets."""
+    host, _, port = address.rpartition(":")
+    return bare_host(host), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """Return ``HOST:PORT``, with brackets around an IPv6 host."""
+    host = bare_host(host)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bare_host(host: str) -> str:
+    """Return a host without the brackets of an IPv6 address."""
+    return host.strip("[]")
 
 
 @contextmanager
@@ -78,28 +93,20 @@ def free_port() -> int:
         return looking.getsockname()[1]
 
 
-def listens(host: str, port: int) -> bool:
-    """Whether somebody listens there."""
+def listens(address: str) -> bool:
+    """Return whether a connection to ``HOST:PORT`` is accepted."""
     try:
-        with socket.create_connection((host, port), timeout=1.0):
+        with socket.create_connection(split_address(address), timeout=1.0):
             return True
     except OSError:
         return False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Diagnosis:
-    """Why a child ended, in one line, and for how many seconds it is worth while to start it again."""
-
-    line: str
-    patience: float
-
-
 @dataclass
 class Service:
-    """A child that is to run until it is stopped; :meth:`tend` starts it again, later and later, but not for ever.
+    """A child process that runs until it is stopped; :meth:`tend` starts it again, later and later, up to a limit.
 
-    ``diagnose`` may know from what the child has printed why it ended.
+    A child that ends with status 2 has printed what a person has to mend, and is not started again.
     """
 
     name: str
@@ -107,13 +114,10 @@ class Service:
     log: Path
     environment: Mapping[str, str]
     say: Callable[[str], None]
-    diagnose: Callable[[str], Diagnosis | None] = lambda printed: None
     starts: int = 0
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     _started: float = 0.0
     _died: float = 0.0
-    _begins: int = 0  # where in its log the child's own lines begin
-    _ill: tuple[float, str] | None = None  # since when it ends for the reason of that line
 
     @property
     def running(self) -> bool:
@@ -130,7 +134,6 @@ class Service:
         """Starts the child, in a session of its own: an interruption at the keyboard is ours to pass on."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
-            self._begins = log.tell()
             self._process = subprocess.Popen(
                 self.arguments(),
                 stdin=subprocess.DEVNULL,
@@ -174,28 +177,12 @@ class Service:
     def _bury(self, now: float) -> None:
         assert self._process is not None
         code, self._process, self._died = self._process.returncode, None, now
-        if found := self.diagnose(self._printed()):
-            self._despair(found, now)
-            return
         why = f"was killed by signal {-code}" if code < 0 else last_line(self.log) or f"ended with code {code}"
+        if code == REFUSED:
+            raise RunError(f"{self.name}: {why.removeprefix(SAYS)}")
         if self.starts >= _STARTS:
             raise RunError(f"{self.name}: ended {self.starts} times, and is not started again ({why}); see {self.log}")
         self.say(f"{self.name}: {why}; starting it again")
-
-    def _despair(self, found: Diagnosis, now: float) -> None:
-        """Says once why the child ends, and gives up when that has lasted too long."""
-        if self._ill is None or self._ill[1] != found.line:
-            self._ill = self._started, found.line
-            if found.patience:
-                limit = f" for {found.patience:g} s" if found.patience < inf else ""
-                self.say(f"{self.name}: {found.line}; trying again{limit}")
-        if now - self._ill[0] >= found.patience:
-            raise RunError(f"{self.name}: {found.line}")
-
-    def _printed(self) -> str:
-        with self.log.open("rb") as log:
-            log.seek(self._begins)
-            return log.read().decode(errors="replace")
 
 
 def last_line(log: Path) -> str:

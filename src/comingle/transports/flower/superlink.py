@@ -1,82 +1,65 @@
-"""The coordinator's side as processes: a SuperLink, and in it the app, until the app says that the run is done.
+"""The server's side as a process: the Fleet API and the coordinator, until the coordinator says that the run is done.
 
-Whatever dies is started again: the app goes on from its run folder, the SuperLink begins anew and nodes come back.
+A process that dies is started again: the coordinator resumes from its run folder, and clients come back.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from comingle.errors import RecipeError, RunError
-from comingle.transports.flower.fate import BROKEN, FAILED, FINISHED, FOLDER, LOG, STATE, State, read_state
+from comingle.transports.flower.fate import FAILED, FINISHED, FOLDER, LOG, STATE, read_state
 from comingle.transports.flower.processes import (
+    LOCAL_HOSTS,
     LOOPBACK,
     Service,
-    command,
+    bare_host,
     ended_politely,
     environment,
     free_port,
+    join_address,
     last_line,
     listens,
 )
 
 _LOOK_SECONDS = 0.2
-_LISTEN_SECONDS = _BEGIN_SECONDS = _CALL_SECONDS = 300.0  # imports alone take a minute on a busy machine
-_END_SECONDS = 5.0
-_BREAKS = 5
-"""So often in a row the app may break off without being given up."""
-_HEALTHY_SECONDS = 120.0
+_LISTEN_SECONDS = 300.0
+"""Imports alone take a minute on a busy machine."""
 
-PROJECT = """\
-[project]
-name = "comingle-federation"
-version = "1.0.0"
-description = "A federation of comingle."
-license = "Apache-2.0"
-dependencies = []
-
-[tool.flwr.app]
-publisher = "comingle"
-
-[tool.flwr.app.components]
-serverapp = "comingle.transports.flower.server_app:app"
-clientapp = "comingle.transports.flower.client_app:app"
-
-[tool.flwr.app.config]
-federation = ""
-out = ""
-users = ""
-"""
+SERVER_APP = "comingle.transports.flower.server_app:app"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certificates:
-    """What makes connections private: files of the authority, of the server's certificate, and of its key."""
+    """Files that make connections private: the authority's certificate, the server's, and the server's key."""
 
     authority: Path
     certificate: Path
     key: Path
 
-    def options(self) -> list[str]:
-        """As a SuperLink's command line has them."""
-        files = ("--ssl-ca-certfile", self.authority), ("--ssl-certfile", self.certificate), ("--ssl-keyfile", self.key)
-        return [word for name, path in files for word in (name, str(path.absolute()))]
-
 
 @dataclass(kw_only=True)
 class SuperLink:
-    """A SuperLink of our own. ``keys`` are files of public keys by name: if there are any, nobody else may come in.
+    """A federation's server process (:mod:`comingle.transports.flower.fleet_server`).
+
+    Args:
+        folder: The run folder.
+        say: Gets one line for the operator.
+        host: Address to listen on.
+        port: Port to listen on; 0 takes a free one.
+        certificates: Files for TLS.
+        keys: Files of public keys by user; where there are any, no other client is let in.
+        run_config: Settings of the coordinator.
+        app: Import path of the ServerApp; tests have others.
 
     Raises:
-        RecipeError: it would listen to other machines without certificates, or know keys without them.
+        RecipeError: It would listen to other machines without certificates and keys.
     """
 
     folder: Path
@@ -85,154 +68,87 @@ class SuperLink:
     port: int = 0
     certificates: Certificates | None = None
     keys: Mapping[str, Path] = field(default_factory=dict)
-    project: Path | None = None
-    poll_seconds: float = 0.2
+    run_config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    app: str = SERVER_APP
     service: Service = field(init=False)
 
     def __post_init__(self) -> None:
-        if not self.certificates and (self.keys or self.host not in (LOOPBACK, "localhost", "::1")):
-            what = "keys of users" if self.keys else f"listening on {self.host}"
-            raise RecipeError(
-                f"server: {what} without certificates; make some with --make-certificates, or use {LOOPBACK}"
-            )
-        self.folder = self.folder.absolute()  # programs look for relative paths elsewhere
+        self.host = bare_host(self.host)
+        if self.host not in LOCAL_HOSTS and not (self.certificates and self.keys):
+            what = f"listening on {self.host} without {'keys of users' if self.certificates else 'certificates'}"
+            raise RecipeError(f"server: {what}; make some with --make-certificates, or use {LOOPBACK}")
+        self.folder = self.folder.absolute()
         self.port = self.port or free_port()
         self.service = Service(
-            name="SuperLink",
-            arguments=lambda: command("flower-superlink", *self._options()),
-            log=self.folder / FOLDER / "superlink.log",
-            environment=environment(self.folder / FOLDER, poll_seconds=self.poll_seconds),
+            name="server",
+            arguments=self._command,
+            log=self.folder / FOLDER / "server.log",
+            environment=environment(self.folder / FOLDER),
             say=self.say,
         )
 
     @property
     def address(self) -> str:
-        """Where programs of this machine find it."""
-        return f"{self.host if self.host not in ('0.0.0.0', '::') else LOOPBACK}:{self.port}"
+        """Where programs of this machine find it, as ``HOST:PORT``."""
+        return join_address({"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.host, self.host), self.port)
 
-    def tend(self) -> bool:
-        """Starts it, or starts it again; whether it was started now, which ends all that it did before.
+    def tend(self) -> None:
+        """Start it, or start it again, and wait until it listens.
 
         Raises:
-            RunError: it does not come up, or dies again and again.
+            RunError: It does not come up, or dies again and again.
         """
         if not self.service.tend():
-            return False
+            return
         until = time.monotonic() + _LISTEN_SECONDS
-        host, _, port = self.address.rpartition(":")
-        while not listens(host, int(port)):
-            if not self.service.running or time.monotonic() > until:
+        while not listens(self.address):
+            if not self.service.running:
+                return  # the next call says why
+            if time.monotonic() > until:
                 why = last_line(self.service.log)
-                raise RunError(f"SuperLink: does not listen on {self.address} ({why}); see {self.service.log}")
+                raise RunError(f"server: does not listen on {self.address} ({why}); see {self.service.log}")
             time.sleep(_LOOK_SECONDS)
-        self._write_home()
-        for name, key in self.keys.items():
-            self._flwr("supernode", "register", str(key.absolute()), "here", "--name", name)
-        return True
 
-    def run_app(self, run_config: Mapping[str, str | int | float | bool]) -> None:
-        """Starts the app, with this run config.
-
-        Raises:
-            RunError: the SuperLink does not take it.
-        """
-        settings = " ".join(f"{key}={json.dumps(value)}" for key, value in run_config.items())
-        self._flwr("run", str(self.project or self._write_project()), "here", "--run-config", settings)
-
-    def _options(self) -> list[str]:
-        secure = self.certificates.options() if self.certificates else ["--insecure"]
-        known = ["--enable-supernode-auth"] if self.keys else []
-        return ["--host", self.host, "--port", str(self.port), *secure, *known]
-
-    def _write_home(self) -> None:
-        """Where ``flwr`` looks for the SuperLink: in a home of this run alone."""
-        home = self.folder / FOLDER / "home"
-        home.mkdir(parents=True, exist_ok=True)
-        secure = (
-            f"root-certificates = {json.dumps(str(self.certificates.authority.absolute()))}"
-            if self.certificates
-            else "insecure = true"
-        )
-        lines = [
-            "[superlink]",
-            'default = "here"',
-            "",
-            "[superlink.here]",
-            f"address = {json.dumps(self.address)}",
-            secure,
+    def _command(self) -> list[str]:
+        secure = self.certificates
+        files = {"--certificate": secure.certificate, "--private-key": secure.key} if secure else {}
+        keys = {name: str(path.absolute()) for name, path in self.keys.items()}
+        return [
+            *(sys.executable, "-m", "comingle.transports.flower.fleet_server"),
+            *("--host", self.host, "--port", str(self.port), "--app", self.app),
+            *(word for name, path in files.items() for word in (name, str(path.absolute()))),
+            *("--keys", json.dumps(keys)),
+            *("--run-config", json.dumps({"out": str(self.folder), **self.run_config})),
         ]
-        (home / "config.toml").write_text("\n".join([*lines, ""]), encoding="utf-8")
-
-    def _write_project(self) -> Path:
-        project = self.folder / FOLDER / "comingle-federation"
-        project.mkdir(parents=True, exist_ok=True)
-        (project / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
-        return project
-
-    def _flwr(self, *arguments: str) -> None:
-        """Calls ``flwr``, whose exit code says nothing of a failure that it prints."""
-        log = self.folder / FOLDER / "flwr.log"
-        with log.open("ab") as file:
-            done = subprocess.run(
-                command("flwr", *arguments),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env=self.service.environment,
-                timeout=_CALL_SECONDS,
-                check=False,
-            )
-        if done.returncode:
-            raise RunError(f"flwr {arguments[0]}: {last_line(log) or f'code {done.returncode}'}; see {log}")
 
 
 @dataclass
 class Watch:
-    """Looks after the app of a run folder until it has finished."""
+    """Looks after the server process of a run folder until its coordinator has finished."""
 
     link: SuperLink
-    run_config: Mapping[str, str | int | float | bool]
-    _began: float | None = None
-    _breaks: int = 0
     _read: int = 0
 
     def look(self) -> bool:
-        """Does what is to be done now; whether the run is finished.
+        """Start what has to be started, pass on what was said; return whether the run is finished.
 
         Raises:
-            RunError: the app says that a person has to mend something, or breaks off again and again.
+            RunError: The coordinator says that a person has to mend something, or the process dies again and again.
         """
-        if self.link.tend():
-            self._begin()
         self._repeat()
         state = read_state(self.link.folder)
         if state is not None and state.state == FINISHED:
             return True
         if state is not None and state.state == FAILED:
             raise RunError(state.line)
-        if self._died(state):
-            self._again(state)
+        try:
+            self.link.tend()
+        except RunError:
+            state = read_state(self.link.folder)
+            if state is not None and state.state == FAILED:  # since it was read above
+                raise RunError(state.line) from None
+            raise
         return False
-
-    def _begin(self) -> None:
-        (self.link.folder / FOLDER / STATE).unlink(missing_ok=True)  # it tells of another process
-        self.link.run_app(self.run_config)
-        self._began = time.monotonic()
-
-    def _died(self, state: State | None) -> bool:
-        assert self._began is not None
-        if state is None:
-            return time.monotonic() - self._began > _BEGIN_SECONDS
-        return not state.alive
-
-    def _again(self, state: State | None) -> None:
-        assert self._began is not None
-        self._breaks = 1 if time.monotonic() - self._began > _HEALTHY_SECONDS else self._breaks + 1
-        why = state.line if state is not None and state.state == BROKEN else "was killed" if state else "does not begin"
-        if self._breaks >= _BREAKS:
-            raise RunError(f"{self.link.folder}: the coordinator broke off {self._breaks} times ({why})")
-        self.link.say(f"coordinator: {why}; it goes on from its folder")
-        self._begin()
 
     def _repeat(self) -> None:
         """Says what the app has said."""
@@ -258,19 +174,15 @@ def running(link: SuperLink) -> Iterator[SuperLink]:
         link.service.stop()
 
 
-def coordinate(
-    link: SuperLink,
-    run_config: Mapping[str, str | int | float | bool],
-    beside: Callable[[], None] = lambda: None,
-) -> None:
-    """Runs the app to its end; ``beside`` is called again and again meanwhile.
+def coordinate(link: SuperLink, beside: Callable[[], None] = lambda: None) -> None:
+    """Run the server to its end; ``beside`` is called again and again meanwhile.
 
     Raises:
-        RunError: as :meth:`Watch.look`.
+        RunError: As :meth:`Watch.look`.
     """
+    (link.folder / FOLDER / STATE).unlink(missing_ok=True)  # of an earlier process
     log = link.folder / FOLDER / LOG
-    # What an earlier process of this folder has said was said then.
-    watch = Watch(link, {"out": str(link.folder), **run_config}, _read=log.stat().st_size if log.exists() else 0)
+    watch = Watch(link, log.stat().st_size if log.exists() else 0)
     try:
         with ended_politely():
             while not watch.look():
@@ -278,14 +190,3 @@ def coordinate(
                 time.sleep(_LOOK_SECONDS)
     finally:
         link.service.stop()
-        _see_it_end(link.folder)
-
-
-def _see_it_end(folder: Path) -> None:
-    """The app ends with its SuperLink, later than that; for as long as it runs nobody else may write to its folder."""
-    state, began = read_state(folder), time.monotonic()
-    while state is not None and state.process.lives():
-        late = time.monotonic() - began > _END_SECONDS
-        with suppress(ProcessLookupError):
-            os.kill(state.process.pid, signal.SIGKILL if late else signal.SIGTERM)
-        time.sleep(_LOOK_SECONDS)

@@ -1,6 +1,6 @@
 """The long-lived process of a user: what answers is loaded once, and asked as often as messages come.
 
-It ends when whoever it works for is gone: the SuperNode's executor, whose number comes with every request. It may be
+It ends when the client that it works for is gone, whose process number comes with every request. It may be
 killed at any moment: the answering part keeps its state on disk, and gives the same reply to the same request.
 """
 
@@ -29,7 +29,7 @@ from comingle.transports.flower.users import User
 Handle = Callable[[bytes], bytes]
 
 _PATIENCE_SECONDS = 10.0
-"""How long it stays without anybody to work for: a SuperNode that is started again finds what is loaded."""
+"""How long it stays without anybody to work for: a client that is started again finds what is loaded."""
 _LOOK_SECONDS = 0.5
 _BACKLOG = 8
 

@@ -1,0 +1,475 @@
+"""The client process of a federation: takes messages from the server over Flower's Fleet API and sends replies.
+
+It opens connections and listens to none. Of a run it reads the number and the digest of its app, and never the app
+itself: messages go to the :class:`~flwr.clientapp.ClientApp` that is installed here, and those of any other app are
+refused (:mod:`comingle.transports.flower.app_bundle`).
+
+After a disturbance it connects anew for as long as it takes; only what no retry can mend ends it, with status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.app.message import remove_content_from_message
+from flwr.clientapp import ClientApp
+from flwr.common.constant import HEARTBEAT_MIN_INTERVAL, ErrorCode
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.fleet_pb2 import (
+    ActivateNodeRequest,
+    DeactivateNodeRequest,
+    PullMessagesRequest,
+    PushMessagesRequest,
+    RegisterNodeFleetRequest,
+    UnregisterNodeFleetRequest,
+)
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
+from flwr.proto.node_pb2 import Node
+from flwr.proto.run_pb2 import GetRunRequest
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+    no_object_id_recompute,
+)
+from flwr.supercore.inflatable.inflatable_protobuf_utils import (
+    make_pull_object_fn_protobuf,
+    make_push_object_fn_protobuf,
+)
+from flwr.supercore.inflatable.inflatable_utils import (
+    ObjectPullError,
+    ObjectPushError,
+    inflate_object_from_contents,
+    pull_objects,
+    push_objects,
+)
+from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+from comingle.errors import ComingleError, RunError
+from comingle.records import write_text
+from comingle.transports.flower.answering import certificate_problem
+from comingle.transports.flower.app_bundle import DIGEST
+from comingle.transports.flower.fate import FOLDER
+from comingle.transports.flower.launch import end_with_parent, load_app
+
+_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.2, 5.0
+_HEARTBEAT_SECONDS, _LOOK_SECONDS = 4.0, 0.5
+_TAKEN_SECONDS = 4.0 * HEARTBEAT_MIN_INTERVAL
+"""A server takes a client that was killed for active for 2 heartbeat intervals, and lets no other in with its key."""
+
+_UNKNOWN, _INACTIVE, _OVER = (401,), (412,), (403, 404)
+"""HTTP statuses: the server does not know this client; its place is taken; a message's run is over."""
+
+_PASSING, _GARBLED, _GARBLED_TRIES = (408, 429, 502, 503, 504), 400, 8
+"""HTTP statuses of a gateway or server that is not ready, and of a request that was garbled on its way."""
+
+
+class NotActiveError(Exception):
+    """The server does not know this client any more: it was started again, or has missed too many heartbeats."""
+
+
+class MissedMessageError(NotActiveError):
+    """An answer was lost that may have held a message, which the server takes for delivered."""
+
+
+class RunOverError(Exception):
+    """The run of a message has ended, or never was one of this server's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """Where the server is, and by which files it is known.
+
+    Args:
+        address: ``HOST:PORT``.
+        authority: Certificate of the authority that has signed the server's; None for a connection without TLS.
+        key: The user's private key, in OpenSSH's format; None for one that is made on the spot.
+    """
+
+    address: str
+    authority: Path | None = None
+    key: Path | None = None
+
+
+class FleetConnection:
+    """A client's connection to the Fleet API, made again after every disturbance.
+
+    Args:
+        server: Where to connect.
+        place: File for the number that the server gives this client. The next client of the same user gives up the
+            place of one that was killed, and need not wait until the server misses it.
+        say: Gets one line for the user.
+    """
+
+    def __init__(self, server: Server, place: Path, say: Callable[[str], None]) -> None:
+        self._server, self._place, self._say = server, place, say
+        self._private, self._public = _read_key(server.key) if server.key else generate_key_pairs()
+        self._http = self._connect()
+        self._node = Node()
+        self._apps: dict[int, str] = {}
+        self._ended = threading.Event()
+        self.lost = threading.Event()
+        """Set once the server does not know this client any more."""
+
+    @property
+    def node_id(self) -> int:
+        """The number that the server has given this client."""
+        return self._node.node_id
+
+    def activate(self) -> None:
+        """Register where there is no key that the server knows, and take the client's place.
+
+        Raises:
+            RunError: The server does not know the key, or another client uses it.
+        """
+        public = public_key_to_bytes(self._public)
+        until = time.monotonic() + _TAKEN_SECONDS
+        self._leave_place()
+        while True:
+            try:
+                if self._server.key is None:
+                    self._register(public)
+                request = ActivateNodeRequest(public_key=public, heartbeat_interval=HEARTBEAT_MIN_INTERVAL)
+                self._node = Node(node_id=self._call("ActivateNode", request).node_id)
+                break
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code in _UNKNOWN:
+                    raise RunError(f"{self._server.address}: {self._why_unknown(error)}") from None
+                if error.response.status_code not in _INACTIVE:
+                    raise
+                if time.monotonic() > until:
+                    raise RunError(f"{self._server.address}: another client uses the key {self._server.key}") from None
+            time.sleep(1.0)
+        write_text(self._place, str(self.node_id))
+        TaskIdentity.node_id = self.node_id
+        self.lost.clear()
+        self._apps.clear()
+        threading.Thread(target=self._keep_alive, args=(self._node,), daemon=True).start()
+
+    def receive(self) -> tuple[Message, ObjectTree] | None:
+        """Return the next message without its content, and the names of its parts; None where there is none.
+
+        Raises:
+            NotActiveError: The server does not know this client any more, or a message may have been lost.
+        """
+        response = self._call_active("PullMessages", PullMessagesRequest(node=self._node), once=True)
+        if not response.messages_list:
+            return None
+        return message_from_proto(response.messages_list[0]), response.message_object_trees[0]
+
+    def digest_of(self, run_id: int) -> str:
+        """Return the digest of the app of a run, as the server names it."""
+        if run_id not in self._apps:
+            request = GetRunRequest(node=self._node, run_id=run_id)
+            self._apps[run_id] = self._call_active("GetRun", request).run.fab_hash
+        return self._apps[run_id]
+
+    def download(self, message: Message, tree: ObjectTree) -> Message:
+        """Return the message with its content, and confirm that it has come."""
+        run_id, message_id = message.metadata.run_id, message.metadata.message_id
+        parts = [part.object_id for part in iterate_object_tree(tree)]
+        pull = make_pull_object_fn_protobuf(self._object_call("PullObject"), self._node, run_id)
+        contents = pull_objects(parts, pull)
+        whole = inflate_object_from_contents(message_id, contents)
+        assert isinstance(whole, Message)
+        whole.metadata.__dict__["_message_id"] = message_id
+        self.confirm(message)
+        return whole
+
+    def confirm(self, message: Message) -> None:
+        """Tell the server that a message has come, so that it drops the content."""
+        metadata = message.metadata
+        request = ConfirmMessageReceivedRequest(
+            node=self._node, run_id=metadata.run_id, message_object_id=metadata.message_id
+        )
+        self._call_active("ConfirmMessageReceived", request)
+
+    def send(self, reply: Message, seconds: float) -> None:
+        """Send a reply; ``seconds`` is how long it took to make."""
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        with no_object_id_recompute():
+            parts = get_all_nested_objects(reply)
+            bare = remove_content_from_message(reply) if reply.has_content() else reply
+            request = PushMessagesRequest(
+                node=self._node,
+                messages_list=[message_to_proto(bare)],
+                message_object_trees=[get_object_tree(reply)],
+                clientapp_runtime_list=[seconds],
+            )
+            response = self._call_active("PushMessages", request)
+            push = make_push_object_fn_protobuf(
+                self._object_call("PushObject"), self._node, reply.metadata.run_id, response.session_id
+            )
+            push_objects(parts, push, object_ids_to_push=set(response.objects_to_push))
+
+    def close(self) -> None:
+        """Tell the server that this client leaves, if it can be reached now."""
+        self._ended.set()
+        with suppress(httpx.HTTPError, ValueError):
+            self._http.DeactivateNode(DeactivateNodeRequest(node_id=self.node_id))
+            if self._server.key is None:
+                self._http.UnregisterNode(UnregisterNodeFleetRequest(node_id=self.node_id))
+
+    def _connect(self) -> FleetHttpClient:
+        return FleetHttpClient.from_server_address(
+            self._server.address,
+            insecure=self._server.authority is None,
+            root_certificates=self._server.authority.read_bytes() if self._server.authority else None,
+            interceptors=[
+                RuntimeVersionHttpInterceptor(component_name="SuperNode"),
+                NodeAuthHttpInterceptor(self._private, self._public),
+            ],
+        )
+
+    def _register(self, public: bytes) -> None:
+        try:
+            self._call("RegisterNode", RegisterNodeFleetRequest(public_key=public))
+        except httpx.HTTPStatusError as error:
+            if "already in use" not in error.response.text:  # by this very process, before it lost the connection
+                raise RunError(f"{self._server.address}: lets nobody in without a key; give --key FILE") from None
+
+    def _why_unknown(self, error: httpx.HTTPStatusError) -> str:
+        with suppress(ValueError, KeyError):
+            detail = error.response.json()["detail"]
+            if "clock" in detail:
+                return detail
+        if self._server.key is None:
+            return "lets nobody in without a key; give --key FILE"
+        return f"the key {self._server.key} is not known"
+
+    def _leave_place(self) -> None:
+        """Deactivate the client of this user that was active last, if the server still takes it for active."""
+        with suppress(OSError, ValueError, httpx.HTTPStatusError):
+            self._call("DeactivateNode", DeactivateNodeRequest(node_id=int(self._place.read_text(encoding="utf-8"))))
+
+    def _call(self, method: str, request: Any, *, once: bool = False) -> Any:
+        """Call the Fleet API, again and again until the server answers.
+
+        Args:
+            method: Name of the Fleet API's method.
+            request: Its message.
+            once: The request may not be repeated where it may have reached the server.
+
+        Raises:
+            MissedMessageError: The answer to a request that may not be repeated was lost.
+            RunError: The server's certificate does not hold.
+            httpx.HTTPStatusError: The server answers, and refuses.
+        """
+        wait, said, garbled = _FIRST_RETRY_SECONDS, False, 0
+        while not self._ended.is_set():
+            try:
+                return getattr(self._http, method)(request)
+            except httpx.HTTPStatusError as error:
+                garbled += error.response.status_code == _GARBLED
+                if error.response.status_code not in _PASSING and not 0 < garbled < _GARBLED_TRIES:
+                    raise
+            except (httpx.TransportError, ValueError) as error:  # a ValueError is an answer that was garbled
+                if "CERTIFICATE_VERIFY_FAILED" in str(error) and (problem := self._certificate_problem()):
+                    raise RunError(problem) from None
+                if once and not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
+                    raise MissedMessageError from None
+            if not said and wait >= _LAST_RETRY_SECONDS:
+                self._say(f"{self._server.address} cannot be reached; trying again until it can")
+                said = True
+            self._ended.wait(wait)
+            wait = min(2 * wait, _LAST_RETRY_SECONDS)
+        raise NotActiveError
+
+    def _certificate_problem(self) -> str:
+        return certificate_problem(self._server.address, self._server.authority) if self._server.authority else ""
+
+    def _call_active(self, method: str, request: Any, *, once: bool = False) -> Any:
+        try:
+            return self._call(method, request, once=once)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code in _UNKNOWN:
+                raise NotActiveError from None
+            if error.response.status_code in _OVER:
+                raise RunOverError from None
+            raise
+
+    def _object_call(self, method: str) -> Callable[[Any], Any]:
+        return lambda request: self._call_active(method, request)
+
+    def _keep_alive(self, node: Node) -> None:
+        """Send heartbeats for as long as this is the client's node, over a connection of their own."""
+        http = self._connect()
+        request = SendNodeHeartbeatRequest(node=node, heartbeat_interval=HEARTBEAT_MIN_INTERVAL)
+        while not self._ended.is_set() and node is self._node:
+            try:
+                http.SendNodeHeartbeat(request)
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code in _UNKNOWN and node is self._node:
+                    self.lost.set()
+            except (httpx.TransportError, ValueError):
+                pass  # the next one may arrive
+            self._ended.wait(_HEARTBEAT_SECONDS)
+        http.close()
+
+
+def _read_key(path: Path) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]:
+    try:
+        key = load_ssh_private_key(path.read_bytes(), None)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path}: cannot be read as a private key ({error})") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise RunError(f"{path}: is a key of another kind; allowed: an elliptic-curve key, as the server makes them")
+    return key, key.public_key()
+
+
+class MessageLoop:
+    """Hands messages of this federation's runs to the app, one after the other, and sends its replies.
+
+    Args:
+        connection: Where messages come from.
+        app: Answers them.
+        node_config: What the app reads about its user.
+        poll_seconds: How often to look for messages.
+        say: Gets one line for the user.
+    """
+
+    def __init__(
+        self,
+        connection: FleetConnection,
+        app: ClientApp,
+        node_config: Mapping[str, Any],
+        poll_seconds: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._connection, self._app, self._poll_seconds, self._say = connection, app, poll_seconds, say
+        self._node_config = dict(node_config)
+        self._refused: set[int] = set()
+
+    def run(self) -> None:
+        """Answer messages until the process is ended.
+
+        Raises:
+            RunError: The server refuses this client.
+        """
+        while True:
+            try:
+                self._connection.activate()
+                while True:
+                    if not self._step():
+                        time.sleep(self._poll_seconds)
+            except NotActiveError:
+                continue  # take the place anew; a message that was lost with it is sent again
+
+    def _step(self) -> bool:
+        """Answer one message; return False where there was none."""
+        received = self._connection.receive()
+        if received is None:
+            return False
+        message, tree = received
+        began = time.monotonic()
+        try:
+            reply = self._refusal(message) or self._answer_beside(self._connection.download(message, tree))
+            self._connection.send(reply, time.monotonic() - began)
+        except (ObjectPullError, ObjectPushError) as error:  # the message was dropped meanwhile: it is sent again
+            self._say(f"run {message.metadata.run_id}: {error}")
+        except RunOverError:
+            pass
+        return True
+
+    def _answer_beside(self, message: Message) -> Message:
+        """Answer in a thread, which is left to itself when the server has forgotten this client meanwhile.
+
+        The client then takes its place anew at once, and not only when a long task is done; the server sends the task
+        again, and the user's worker answers it without doing it twice.
+        """
+        replies: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        threading.Thread(target=lambda: replies.put(self._answer(message)), daemon=True).start()
+        while not self._connection.lost.is_set():
+            with suppress(queue.Empty):
+                return replies.get(timeout=_LOOK_SECONDS)
+        raise NotActiveError
+
+    def _refusal(self, message: Message) -> Message | None:
+        """Return an error reply to a message of another app; None where it is this federation's."""
+        run_id = message.metadata.run_id
+        digest = self._connection.digest_of(run_id)
+        if digest == DIGEST:
+            return None
+        line = f"run {run_id}: its app {digest[:12] or '(none)'} is not the one installed here, {DIGEST[:12]}"
+        if run_id not in self._refused:
+            self._refused.add(run_id)
+            self._say(f"refused: {line}; nothing of it was run")
+        self._connection.confirm(message)
+        return Message(Error(ErrorCode.INVALID_FAB, line), reply_to=message)
+
+    def _answer(self, message: Message) -> Message:
+        run_id = message.metadata.run_id
+        TaskIdentity.run_id = run_id
+        context = Context(
+            run_id=run_id,
+            node_id=self._connection.node_id,
+            node_config=self._node_config,
+            state=RecordDict(),
+            run_config={},
+        )
+        try:
+            return self._app(message, context)
+        except Exception as error:  # the app's own mistakes go back as one line
+            reason = f"{type(error).__name__}: {error}"
+            self._say(f"run {run_id}: {reason}")
+            return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+
+def _say(line: str) -> None:
+    print(f"comingle: {line}", file=sys.stderr, flush=True)
+
+
+def _exit(*_: object) -> None:
+    raise SystemExit(0)
+
+
+def main() -> None:
+    """Take part for one user until ended; exit status 2 where the server refuses, and a person has to mend it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--server", required=True, metavar="HOST:PORT")
+    parser.add_argument("--authority", type=Path)
+    parser.add_argument("--key", type=Path)
+    parser.add_argument("--node-config", type=json.loads, required=True)
+    parser.add_argument("--app", required=True, help="Import path of the ClientApp.")
+    parser.add_argument("--poll-seconds", type=float, required=True)
+    options = parser.parse_args()
+    end_with_parent()
+    signal.signal(signal.SIGTERM, _exit)
+    connection = None
+    try:
+        server = Server(address=options.server, authority=options.authority, key=options.key)
+        place = Path(options.node_config["state"]) / FOLDER / "place"
+        connection = FleetConnection(server, place, _say)
+        TaskIdentity.task_id = 1  # Flower's messages ask for one
+        app = load_app(options.app)
+        MessageLoop(connection, app, options.node_config, options.poll_seconds, _say).run()
+    except ComingleError as error:
+        _say(str(error))
+        raise SystemExit(2) from None
+    finally:
+        if connection is not None:
+            connection.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""The server process of a federation: Flower's Fleet API for clients, and the coordinator behind it.
+
+The process is assembled from Flower's parts and leaves out two of its APIs. Neither the *Control API* (list and stop
+runs, register nodes, submit apps) nor the *Runtime API* (hand tasks to executors) listens anywhere: keys are
+registered, the run is created and messages are exchanged by function calls. :class:`Gate` stands before the Fleet API.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import datetime
+import json
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import uvicorn
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+from fastapi import FastAPI
+from flwr.app import Context, RecordDict
+from flwr.common.constant import (
+    HEARTBEAT_DEFAULT_INTERVAL,
+    NOOP_ACCOUNT_NAME,
+    NOOP_FLWR_AID,
+    SUPERLINK_NODE_ID,
+    SYSTEM_TIME_TOLERANCE,
+    TIMESTAMP_HEADER,
+    TIMESTAMP_TOLERANCE,
+)
+from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.proto.task_pb2 import Task
+from flwr.server.superlink.linkstate import LinkState, LinkStateFactory
+from flwr.supercore.constant import (
+    FLEET_HTTP_PUBLIC_KEY_HEADER,
+    FLEET_HTTP_SIGNATURE_HEADER,
+    FLWR_IN_MEMORY_DB_NAME,
+    NOOP_FEDERATION_ID,
+    TaskType,
+)
+from flwr.supercore.error import http_error_translator
+from flwr.supercore.fab import Fab
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.primitives.asymmetric import bytes_to_public_key, public_key_to_bytes, verify_signature
+from flwr.supercore.protobuf.translation import ProtobufTranslationMiddleware
+from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.federation import NoOpFederationManager
+from flwr.superlink.grid import HttpGrid
+from flwr.superlink.routers.fleet.node_auth import NodeAuthMiddleware
+from flwr.superlink.routers.fleet.router import router as fleet_router
+from flwr.superlink.servicer.runtime import runtime_handlers
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from comingle.errors import ComingleError, RecipeError
+from comingle.transports.flower.app_bundle import APP_ID, APP_VERSION, DIGEST, build_bundle
+from comingle.transports.flower.launch import end_with_parent, load_app
+
+FLEET = "/v1/fleet/"
+MAX_BODY_BYTES = 32 << 20
+"""Largest request body. Flower sends arrays in objects of 5 MiB each, so that no request of a client comes close."""
+
+UNKNOWN_KEY = "the key is not registered"
+
+_TASK_HEARTBEAT_SECONDS = 15.0
+_START_SECONDS = 60.0
+
+
+class Gate:
+    """ASGI wrapper that lets only the Fleet API's requests through, and reads no body of a stranger.
+
+    Any path but the Fleet API's is 404. With ``state``, a request is 401 that no registered key has signed, or whose
+    signature is old or was seen before. A body beyond :data:`MAX_BODY_BYTES` is 413.
+
+    Args:
+        app: The Fleet API.
+        state: Where keys are registered; None where clients register themselves.
+    """
+
+    def __init__(self, app: ASGIApp, state: LinkState | None) -> None:
+        self._app, self._state = app, state
+        self._seen: dict[tuple[bytes, int], float] = {}
+        self._lock = threading.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer with the status that refuses it."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+        elif (refusal := self._refusal(scope)) is not None:
+            await refusal(scope, receive, send)
+        else:
+            await self._pass(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        if scope["method"] != "POST" or not str(scope["path"]).startswith(FLEET):
+            return PlainTextResponse("not found\n", status_code=404)
+        headers = {name.decode("latin-1").lower(): value for name, value in scope["headers"]}
+        if self._state is not None and (problem := self._signature_problem(self._state, headers)):
+            return JSONResponse({"detail": problem}, status_code=401)
+        if int(headers.get("content-length") or 0) > MAX_BODY_BYTES:
+            return PlainTextResponse("too large\n", status_code=413)
+        return None
+
+    def _signature_problem(self, state: LinkState, headers: Mapping[str, bytes]) -> str:
+        """Return why the request's signature does not hold; empty where it does.
+
+        A client signs the time of its request. The signature counts once, so that a recorded one is worth nothing.
+        """
+        try:
+            key = base64.b64decode(headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
+            signature = base64.b64decode(headers[FLEET_HTTP_SIGNATURE_HEADER], validate=True)
+            signed = headers[TIMESTAMP_HEADER]
+            age = time.time() - datetime.datetime.fromisoformat(signed.decode("ascii")).timestamp()
+            if state.get_node_id_by_public_key(key) is None:
+                return UNKNOWN_KEY
+            if not verify_signature(bytes_to_public_key(key), signed, signature):
+                return "the signature is not valid"
+            # (r, s) and (r, -s) are both valid signatures, so r alone identifies one.
+            (r, _) = decode_dss_signature(signature)
+        except (KeyError, ValueError, TypeError, UnicodeError):
+            return "not signed"
+        if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
+            return f"signed {age:.0f} s ago by this server's clock; set the clocks of client and server"
+        return "" if self._is_new((key, r)) else "the signature was used before"
+
+    def _is_new(self, signature: tuple[bytes, int]) -> bool:
+        now = time.monotonic()
+        with self._lock:
+            for old, seen in list(self._seen.items())[:2]:  # oldest first; two for each that is added suffice
+                if now - seen > TIMESTAMP_TOLERANCE + 2 * SYSTEM_TIME_TOLERANCE:
+                    del self._seen[old]
+            if signature in self._seen:
+                return False
+            self._seen[signature] = now
+            return True
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand the request on; cut a body that turns out longer than its header says or than is allowed."""
+        left = MAX_BODY_BYTES
+
+        async def bounded() -> Message:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            return message if left >= 0 else {"type": "http.disconnect"}
+
+        await self._app(scope, bounded, send)
+
+
+class _OwnMessagesOnly(BaseHTTPMiddleware):
+    """Refuses replies that name another node as their sender than the one that has signed the request."""
+
+    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
+        pushed = getattr(request.state, "protobuf_request", None)
+        if isinstance(pushed, PushMessagesRequest) and any(
+            message.metadata.src_node_id != pushed.node.node_id for message in pushed.messages_list
+        ):
+            return JSONResponse({"detail": "a reply of another node"}, status_code=401)
+        return await call_next(request)
+
+
+def make_fleet_api(states: LinkStateFactory, *, keys_only: bool) -> Gate:
+    """Return the ASGI app of a federation: the Fleet API behind a :class:`Gate`.
+
+    Args:
+        states: Holds nodes, runs and messages.
+        keys_only: Let in only holders of registered keys; without it every client registers a key of its own.
+    """
+    api = FastAPI(
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        middleware=[
+            Middleware(BaseHTTPMiddleware, dispatch=http_error_translator),
+            Middleware(ProtobufTranslationMiddleware),
+            Middleware(NodeAuthMiddleware),
+            Middleware(_OwnMessagesOnly),
+        ],
+    )
+    api.state.linkstate_factory = states
+    api.state.enable_supernode_auth = keys_only
+    api.state.fleet_event_log_plugin = None
+    api.include_router(fleet_router)
+    return Gate(api, states.state() if keys_only else None)
+
+
+class _DirectRuntime:
+    """The part of Flower's Runtime API that a grid needs, as function calls, under Flower's names."""
+
+    def __init__(self, state: LinkState, task: Task) -> None:
+        self._state, self._task = state, task
+
+    def GetNodes(self, request: Any) -> Any:
+        return runtime_handlers.get_nodes(request, self._state, self._task)
+
+    def PushMessages(self, request: Any) -> Any:
+        return runtime_handlers.push_messages(request, self._state, self._task)
+
+    def PullMessages(self, request: Any) -> Any:
+        return runtime_handlers.pull_messages(request, self._state, self._task)
+
+    def PushObject(self, request: Any) -> Any:
+        return runtime_handlers.push_object(request, self._state, self._task)
+
+    def PullObject(self, request: Any) -> Any:
+        return runtime_handlers.pull_object(request, self._state, self._task)
+
+    def ConfirmMessageReceived(self, request: Any) -> Any:
+        return runtime_handlers.confirm_message_received(request, self._state, self._task)
+
+    def close(self) -> None:
+        """Do nothing: there is no connection."""
+
+
+class DirectGrid(HttpGrid):
+    """Flower's grid on the state of this process, without HTTP."""
+
+    def __init__(self, state: LinkState, run_id: int) -> None:
+        super().__init__("in this process", insecure=True, token="none")
+        (run,) = state.get_run_info(run_ids=[run_id])
+        runtime = _DirectRuntime(state, Task(task_id=run.primary_task_id or 0, run_id=run_id))
+        self._client = cast(RuntimeHttpClient, runtime)
+        self.set_run(run)
+
+
+def start_run(state: LinkState) -> int:
+    """Create the run of this federation and mark it as running; return its number."""
+    state.store_fab(Fab(DIGEST, build_bundle(), {}))
+    run_id = state.create_run(
+        APP_ID, APP_VERSION, DIGEST, {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP
+    )
+    (run,) = state.get_run_info(run_ids=[run_id])
+    task = run.primary_task_id
+    assert task is not None
+    started = state.claim_task(task) and state.activate_task(task)
+    assert started, "a run that was just created can be started"
+    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = run_id, task, SUPERLINK_NODE_ID
+
+    def keep_alive() -> None:
+        while state.acknowledge_task_heartbeat(task):
+            time.sleep(_TASK_HEARTBEAT_SECONDS)
+
+    threading.Thread(target=keep_alive, daemon=True).start()
+    return run_id
+
+
+def register_keys(state: LinkState, keys: Mapping[str, Path]) -> None:
+    """Register each user's public key under the user's name.
+
+    Raises:
+        RecipeError: A file holds a key of another kind.
+    """
+    for name, path in keys.items():
+        key = load_ssh_public_key(path.read_bytes())
+        if not isinstance(key, ec.EllipticCurvePublicKey):
+            raise RecipeError(f"{path}: is a key of another kind; allowed: an elliptic-curve key")
+        public = public_key_to_bytes(key)
+        state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, public, HEARTBEAT_DEFAULT_INTERVAL, name=name)
+
+
+def serve_fleet_api(app: ASGIApp, host: str, port: int, certificate: Path | None, key: Path | None) -> uvicorn.Server:
+    """Listen in a thread of its own; return once connections are accepted.
+
+    Raises:
+        RuntimeError: The address cannot be used.
+    """
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+        ws="none",
+        access_log=False,
+        server_header=False,
+        log_level="warning",
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until = time.monotonic() + _START_SECONDS
+    while not server.started:
+        if not thread.is_alive() or time.monotonic() > until:
+            raise RuntimeError(f"cannot listen on {host}:{port}")
+        time.sleep(0.02)
+    return server
+
+
+def make_states() -> LinkStateFactory:
+    """Return an empty state of nodes, runs and messages, in memory."""
+    objects = ObjectStoreFactory(FLWR_IN_MEMORY_DB_NAME)
+    return LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, NoOpFederationManager(), objects)
+
+
+def main() -> None:
+    """Serve clients and run the coordinator to its end.
+
+    The exit status is 0 after the last round, 2 after a mistake of the operator's, 1 after any other failure; the run
+    folder says which (:mod:`comingle.transports.flower.fate`).
+    """
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--certificate", type=Path)
+    parser.add_argument("--private-key", type=Path)
+    parser.add_argument("--keys", type=json.loads, default={}, help="Names of users and files of their public keys.")
+    parser.add_argument("--run-config", type=json.loads, default={})
+    parser.add_argument("--app", required=True, help="Import path of the ServerApp.")
+    options = parser.parse_args()
+    end_with_parent()
+    states = make_states()
+    state = states.state()
+    try:
+        register_keys(state, {name: Path(path) for name, path in options.keys.items()})
+        run_id = start_run(state)
+        api = make_fleet_api(states, keys_only=bool(options.keys))
+        serve_fleet_api(api, options.host, options.port, options.certificate, options.private_key)
+        context = Context(
+            run_id=run_id,
+            node_id=SUPERLINK_NODE_ID,
+            node_config={},
+            state=RecordDict(),
+            run_config=options.run_config,
+        )
+        load_app(options.app)(DirectGrid(state, run_id), context)
+    except ComingleError as error:
+        print(f"comingle: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()
