@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float
@@ -15,17 +15,29 @@ from comingle.papers.theory.clusters import (
     Schedule,
     descend,
     descent_bound,
+    draw_recursion,
     drift_bound,
     error_bound,
     local_sgd_bound,
     printed_rate,
+    printed_routed_rate,
     rate_bound,
+    routed_descent_bound,
+    routed_rate_bound,
+    sum_bound,
     uniformity,
 )
+from comingle.papers.theory.routers import aggregators, mismatch_bound, router
 from comingle.papers.theory.sharing import Shared, gradient_error, sharing_bound
 
 A2, A3, A4, A5 = "Lemma A.2, gradients", "Lemma A.3, drift", "Lemma A.4, descent", "Corollary A.5, local SGD"
+A6, PINSKER = "Lemma A.6, mismatch", "Lemma A.6, Pinsker's inequality"
+A7, A8 = "Lemma A.7, descent", "Lemma A.8, sums"
+A9, A9_PRINTED = "Theorem A.9, steps 3 / (μ (t + s))", "Theorem A.9 as printed"
 A10, PRINTED, SHARING = "Theorem A.10, steps 3 / (μ (t + s))", "Theorem A.10 as printed", "eq. 31, shared base"
+
+
+CLUSTERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +97,12 @@ def cluster_curve(
         _tightest(A3, found.drift, drift_bound(found, settings.local_steps)),
         _tightest(A4, found.next_squared, descent_bound(found, cluster, settings.local_steps)),
         *([_tightest(A5, found.next_squared, local_sgd_bound(found, cluster))] if mismatch == 0 else []),
+        _tightest(A7, found.next_squared, routed_descent_bound(found, cluster, settings.local_steps, CLUSTERS)),
+        _tightest(A9, found.averaged, routed_rate_bound(found, cluster, schedule, CLUSTERS)),
         _tightest(A10, found.averaged, rate_bound(found, cluster, schedule)),
         _shared(hessians, centres, amounts, np.stack([shares, 1 - shares], 1), mismatch, rng),
+        *_routed(hessians, centres, amounts, shares, rng),
+        _summed(mu, shift, settings.steps, rng),
     ]
     return _curve(scheme, instance, found, claims, {"shift": shift, "kappa": smooth / mu})
 
@@ -100,8 +116,10 @@ def printed_curve(scheme: str, settings: ClusterSettings) -> Curve:
     schedule = Schedule(scale=1, shift=max(3.0, 4 * settings.condition), local_steps=1)
     rng, start = np.random.default_rng(0), np.array([1.0, 0.0])
     found = _descend(cluster, schedule, settings, np.ones(1), start, 1, rng, longer=20)
-    bound = printed_rate(found, cluster, schedule, settings.decay)
-    claims = [_tightest(PRINTED, found.averaged, bound)]
+    routed = _tightest(A9_PRINTED, found.averaged, printed_routed_rate(found, cluster, schedule, 1))
+    if schedule.shift < 16 * found.moment:  # A.9 asks for s >= 16 G^2 / (mu U), and mu and U are 1 here
+        routed = replace(routed, bound=None)
+    claims = [_tightest(PRINTED, found.averaged, printed_rate(found, cluster, schedule, settings.decay)), routed]
     return _curve(scheme, 0, found, claims, {"shift": schedule.shift, "kappa": settings.condition})
 
 
@@ -151,6 +169,51 @@ def _shared(
         heterogeneity=found.heterogeneity,
     )
     return Claim(statement=SHARING, measured=found.error, bound=bound)
+
+
+def _routed(
+    hessians: Float[np.ndarray, "clients size size"],
+    centres: Float[np.ndarray, "clients size"],
+    amounts: Float[np.ndarray, " clients"],
+    shares: Float[np.ndarray, " clients"],
+    rng: np.random.Generator,
+) -> list[Claim]:
+    """Lemma A.6 where clients have models of their own, and the first step of its proof.
+
+    Eq. 5 with cluster losses gives all clients one router, unless their models differ (L4).
+    """
+    weights = aggregators(np.stack([shares, 1 - shares], 1), amounts).T
+    found = [Cluster(hessians=hessians, centres=centres, weights=one) for one in weights]
+    lowest = np.array([_value(cluster, cluster.minimiser) for cluster in found])
+    models = np.stack([cluster.minimiser for cluster in found]) + rng.standard_normal(
+        (len(amounts), *centres[:CLUSTERS].shape)
+    )
+    losses = np.stack([_value(cluster, models[:, c]) for c, cluster in enumerate(found)], axis=1)
+    final = float(rng.uniform(0.05, 1.0))
+    rate = float(rng.uniform(0.1, 1.0)) * final
+    truth = aggregators(np.broadcast_to(router(lowest, final), losses.shape), amounts)
+    guessed = aggregators(router(losses, rate), amounts)
+    apart = np.abs(truth - guessed).sum(0) ** 2
+    gaps = (truth * (losses - lowest)).sum(0)
+    bounds = [
+        mismatch_bound(rate, final, float(gap), float(low), len(amounts), CLUSTERS, drift=0.0)
+        for gap, low in zip(gaps, lowest, strict=True)
+    ]
+    divergence = 2 * (truth * np.log(truth / guessed)).sum(0)
+    return [_tightest(A6, apart, np.array(bounds)), _tightest(PINSKER, apart, divergence)]
+
+
+def _value(cluster: Cluster, points: Float[np.ndarray, "*batch size"]) -> Float[np.ndarray, "*batch"]:
+    """f_c at some points."""
+    away = points[..., None, :] - cluster.centres
+    each = np.einsum("...ki,kij,...kj->...k", away, cluster.hessians, away) / 2
+    return np.asarray(each @ cluster.weights)
+
+
+def _summed(mu: float, shift: float, steps: int, rng: np.random.Generator) -> Claim:
+    """Lemma A.8 on drawn sequences."""
+    found = draw_recursion(rng, mu=mu, shift=shift, steps=steps)
+    return Claim(statement=A8, measured=float(found.b.sum()), bound=sum_bound(found, mu, shift))
 
 
 def _tightest(statement: str, measured: Float[np.ndarray, " steps"], bound: Float[np.ndarray, " steps"]) -> Claim:

@@ -85,9 +85,9 @@ class Descent:
     """Means over replicas, by step: what each statement of appendix A is about.
 
     ``next_squared`` is ``E |w~_(t+1) - w*|^2`` over the step's draws, ``error`` is ``E |g_bar - g~|^2``, ``drift`` is
-    ``E_hat |w~ - w^k|^2``, ``gaps`` the clients' mean gap by ``p``, ``slack`` the last sum of Lemma A.4; ``averaged``
-    is the gap of the average that ends at each step. ``variance`` and ``moment`` are sigma^2 and G^2 over all points
-    that were visited.
+    ``E_hat |w~ - w^k|^2``, ``gaps`` and ``trusted_gaps`` are the clients' mean gap by ``p`` and by ``p_hat``, ``slack``
+    is the last sum of Lemma A.4; ``averaged`` is the gap of the average that ends at each step. ``variance`` and
+    ``moment`` are sigma^2 and G^2 over all points that were visited.
     """
 
     rates: Float[np.ndarray, " steps"]
@@ -97,6 +97,7 @@ class Descent:
     error: Float[np.ndarray, " steps"]
     drift: Float[np.ndarray, " steps"]
     gaps: Float[np.ndarray, " steps"]
+    trusted_gaps: Float[np.ndarray, " steps"]
     slack: Float[np.ndarray, " steps"]
     averaged: Float[np.ndarray, " steps"]
     variance: float
@@ -143,7 +144,7 @@ def descend(
         drift = (trusted * _squares(virtual[:, None] - models)).sum(-1)
         after = _squares(moved - best) + rate**2 * noise
         averaged = cluster.gap(summed / total)
-        by_replica = (_squares(virtual - best), after, wrong, drift, gaps @ weights, slack, averaged)
+        by_replica = (_squares(virtual - best), after, wrong, drift, gaps @ weights, gaps @ trusted, slack, averaged)
         rows.append((rate, float(np.abs(trusted - weights).sum()), *(float(part.mean()) for part in by_replica)))
         variance, moment = max(variance, float(spread.max())), max(moment, float(second.max()))
         drawn = rng.choice(count, size=(replicas, count), p=weights)
@@ -154,7 +155,18 @@ def descend(
     return Descent(**dict(zip(_BY_STEP, np.array(rows).T, strict=True)), variance=variance, moment=moment)
 
 
-_BY_STEP = ("rates", "mismatch", "squared", "next_squared", "error", "drift", "gaps", "slack", "averaged")
+_BY_STEP = (
+    "rates",
+    "mismatch",
+    "squared",
+    "next_squared",
+    "error",
+    "drift",
+    "gaps",
+    "trusted_gaps",
+    "slack",
+    "averaged",
+)
 
 
 def _squares(vectors: Points) -> Numbers:
@@ -183,6 +195,29 @@ def descent_bound(found: Descent, cluster: Cluster, local_steps: int) -> Float[n
     return (1 - rate * mu) * found.squared + rate**2 * noise + drifted + rate * found.slack
 
 
+def routed_descent_bound(
+    found: Descent, cluster: Cluster, local_steps: int, clusters: int
+) -> Float[np.ndarray, " steps"]:
+    """Return the bound of Lemma A.7 on ``E |w~_(t+1) - w*|^2``, for K clients and C ``clusters``:
+
+        (1 - eta mu) |w~ - w*|^2 - eta / 2 E_hat [f_c(w^k) - f_c*]
+            + 4 eta^2 sigma^2 |p|^2 + 16 eta^2 G^2 log(K C) + 9 eta^3 L H^2 G^2.
+
+    It follows from Lemma A.4 where ``eta <= U / (8 L)``, as ``|delta|_1^2 <= 4 <= 4 log(K C)`` for ``K C >= 3``. The
+    lemma asks for ``eta <= gamma / max(5/2, 16 G^2, 4 L)``; its own eq. 23 has ``5/2`` as a factor of the others.
+    """
+    mu, smooth = cluster.moduli
+    rate = found.rates
+    noise = 4 * found.variance * _squares(cluster.weights) + _router_noise(found, cluster, clusters)
+    drifted = 9 * smooth * rate**3 * local_steps**2 * found.moment
+    return (1 - rate * mu) * found.squared - rate / 2 * found.trusted_gaps + rate**2 * noise + drifted
+
+
+def _router_noise(found: Descent, cluster: Cluster, clusters: int) -> float:
+    """Return ``16 G^2 log(K C)``, which Lemma A.6 leaves of ``4 G^2 |delta|_1^2``."""
+    return float(16 * found.moment * np.log(len(cluster.weights) * clusters))
+
+
 def local_sgd_bound(found: Descent, cluster: Cluster) -> Float[np.ndarray, " steps"]:
     """Local SGD's own descent (Stich 2019, Lemma 3.1) of ``E |w~_(t+1) - w*|^2``, where ``p_hat = p`` (Corollary A.5).
 
@@ -206,14 +241,29 @@ def rate_bound(found: Descent, cluster: Cluster, schedule: Schedule) -> Float[np
 
         2 / S (s^2 (s - 3) mu D^2 / 3 + 3 / mu sum_t (t + s) A_t + 9 T B / mu^2),    S = sum_t (t + s)^2,
 
-    with ``A_t = 4 sigma^2 |p|^2 + 4 G^2 |delta_t|_1^2``, ``B = 8 L H^2 G^2`` and D the distance of the start. Where
-    nothing is known of ``delta_t`` but that it does not grow, its first value bounds it: that is Theorem A.9 without
-    its ``log K C`` (eq. 5 promises no more, and ``|delta|_1^2 <= 4 <= 4 log K C`` for all K C >= 3).
+    with ``A_t = 4 sigma^2 |p|^2 + 4 G^2 |delta_t|_1^2``, ``B = 8 L H^2 G^2`` and D the distance of the start.
     """
+    noise = 4 * found.variance * _squares(cluster.weights) + 4 * found.moment * found.mismatch**2
+    return _telescoped(found, cluster, schedule, noise, 8)
+
+
+def routed_rate_bound(
+    found: Descent, cluster: Cluster, schedule: Schedule, clusters: int
+) -> Float[np.ndarray, " steps"]:
+    """Return the bound of Theorem A.9 as it holds: :func:`rate_bound` with Lemma A.7 in the place of Lemma A.4.
+
+    ``A = 4 sigma^2 |p|^2 + 16 G^2 log(K C)`` and ``B = 9 L H^2 G^2``, whatever the routers are.
+    """
+    noise = 4 * found.variance * _squares(cluster.weights) + _router_noise(found, cluster, clusters)
+    return _telescoped(found, cluster, schedule, np.full(len(found.rates), noise), 9)
+
+
+def _telescoped(
+    found: Descent, cluster: Cluster, schedule: Schedule, noise: Float[np.ndarray, " steps"], drifts: int
+) -> Float[np.ndarray, " steps"]:
     mu, smooth = cluster.moduli
     times = np.arange(len(found.rates)) + schedule.shift
-    noise = 4 * found.variance * _squares(cluster.weights) + 4 * found.moment * found.mismatch**2
-    drifted = 8 * smooth * schedule.local_steps**2 * found.moment
+    drifted = drifts * smooth * schedule.local_steps**2 * found.moment
     start = schedule.shift**2 * (schedule.shift - 3) * mu * found.squared[0] / 3
     taken = np.arange(1, len(times) + 1)
     return 2 / (times**2).cumsum() * (start + 3 / mu * (times * noise).cumsum() + 9 * taken * drifted / mu**2)
@@ -229,3 +279,52 @@ def printed_rate(found: Descent, cluster: Cluster, schedule: Schedule, decay: fl
     of_mismatch = 48 * moment * first / (mu * taken ** (1 + decay))
     of_start = 24 * moment * (s - 1 + 2 * first * s**-decay) * s**2 / (mu * taken**3)
     return of_noise + of_mismatch + of_start + 48 * smooth * schedule.local_steps**2 * moment / (mu**2 * taken**2)
+
+
+def printed_routed_rate(
+    found: Descent, cluster: Cluster, schedule: Schedule, clusters: int
+) -> Float[np.ndarray, " steps"]:
+    """Return the bound of Theorem A.9 as printed, which need not hold.
+
+    Its steps are ``1 / (mu (t + s))`` with ``s >= max(3 H, 4 kappa / U, 16 G^2 / (mu U))``.
+    """
+    mu, smooth = cluster.moduli
+    s, taken = schedule.shift, np.arange(1, len(found.rates) + 1)
+    noise = 8 * found.variance * _squares(cluster.weights) + 2 * _router_noise(found, cluster, clusters)
+    of_noise = noise * (1 / (mu * taken) + (2 * s - 1) / (mu * taken**2))
+    of_drift = 18 * smooth / mu * schedule.local_steps**2 * found.moment / (mu * taken**2)
+    return of_noise + of_drift + 24 * (s - 1) * s**2 * found.moment / (mu * taken**3)
+
+
+# ---------------------------------------------------------------- Lemma A.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recursion:
+    """Non-negative sequences with ``a_(t+1) <= (1 - mu eta_t) a_t - eta_t b_t + eta_t^2 c_t``; ``a`` has one more."""
+
+    rates: Float[np.ndarray, " steps"]
+    a: Float[np.ndarray, " more"]
+    b: Float[np.ndarray, " steps"]
+    c: Float[np.ndarray, " steps"]
+
+
+def draw_recursion(rng: np.random.Generator, *, mu: float, shift: float, steps: int) -> Recursion:
+    """Draw sequences that obey Lemma A.8's recursion with equality, for steps ``1 / (mu (t + s))``.
+
+    The last ``b`` takes all that is left, so that the lemma's two sides are equal as well.
+    """
+    rates = 1 / (mu * (np.arange(steps) + shift))
+    a, c = [float(rng.exponential())], rng.exponential(size=steps)
+    b: list[float] = []
+    for step, rate in enumerate(rates):
+        whole = (1 - mu * rate) * a[-1] + rate**2 * c[step]
+        taken = 1.0 if step == steps - 1 else float(rng.uniform())
+        b.append(taken * whole / rate)
+        a.append((1 - taken) * whole)
+    return Recursion(rates=rates, a=np.array(a), b=np.array(b), c=c)
+
+
+def sum_bound(found: Recursion, mu: float, shift: float) -> float:
+    """Return the bound of Lemma A.8 on ``sum_t b_t``: ``(s - 1) mu a_0 + sum_t eta_t c_t``."""
+    return float((shift - 1) * mu * found.a[0] + found.rates @ found.c)
