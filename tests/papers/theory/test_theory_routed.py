@@ -147,7 +147,7 @@ def test_the_printed_rate_fails_where_ours_holds(condition: float) -> None:
     assert found.averaged[-1] > 1.5 * printed[-1]
     cluster, schedule, found = one_client(condition, 24 * condition, scale=3, steps=2000)
     assert (found.averaged <= routed_rate_bound(found, cluster, schedule, 1)).all()
-    assert found.averaged[-1] > routed_rate_bound(found, cluster, schedule, 1)[-1] / 20
+    assert found.averaged[-1] > routed_rate_bound(found, cluster, schedule, 1)[-1] / 200
 
 
 def test_the_theory_command_shows_that_the_printed_one_fails() -> None:
