@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from comingle.errors import RecipeError
 from comingle.models.nets import make_net
 from comingle.papers.reproduce.figures import draw
 from comingle.papers.reproduce.plan import Cell, Plan, Wanted, plan
@@ -247,6 +248,21 @@ def test_the_cpu_scale_has_fewer_seeds_where_a_run_is_long() -> None:
     assert found.jobs >= 1
     asked = planned("table1", "cpu", columns=["cifar10-r"], seeds=[3, 4])
     assert asked.seeds == (3, 4)
+
+
+def test_figure_7_runs_at_scale_cpu_where_the_folder_has_cifar100(tmp_path: Path) -> None:
+    """Nothing is read from the hub for it, so that other columns of Table 1 run without a network."""
+    images = tmp_path / "images"
+    images.mkdir()
+    with pytest.raises(RecipeError, match="has no cifar100, and this scale takes nothing from the hub"):
+        planned("figure7", "cpu", data=tmp_path)
+    table = planned("table1", "cpu", columns=["cifar10-r", "cifar100"], data=tmp_path)
+    assert (table.columns, list(table.left_out)) == (("cifar10-r",), ["cifar100"])
+    for split in ("train", "test"):
+        (images / f"cifar100-{split}.npz").touch()
+    found = planned("figure7", "cpu", data=tmp_path)
+    assert found.columns == ("cifar100", "cifar100-reduced")
+    assert {(cell.recipe.training.rounds, cell.seed) for cell in found.cells} == {(20, 0), (150, 0)}
 
 
 def test_images_come_from_the_folder_or_the_hub(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -218,6 +218,8 @@ def _obstacle(
         return f"not at scale {wanted.scale}, which has {', '.join(scale.only)}"
     if folder is None and "{data}" in (scale.base or "") and wanted.base is None:
         return f"scale {wanted.scale} takes its base from a folder; give --data FOLDER or --base MODEL"
+    if _scaled(study, experiment, scale, column).local:
+        scale = scale.model_copy(update={"text": "local"})
     return find_absent(study.data[of.data], scale, folder)
 
 
