@@ -261,6 +261,33 @@ def test_several_runs_at_a_time_find_the_same(comingle: Any, tmp_path: Path) -> 
     assert one == two
 
 
+def test_costs_are_printed_as_they_are_documented(comingle: Any, tmp_path: Path) -> None:
+    """Without a network, as only the base's shape counts; every line of the documentation's tables is printed."""
+    page = (Path(__file__).parents[3] / "docs" / "results.md").read_text(encoding="utf-8")
+    for name, start, end in (
+        ("comigs/table3", "## Table 3: costs", "## Table 5: all baselines"),
+        ("fedmerge/table1", "### Parameter scales (Table 1)", "### Cluster and Personal"),
+        ("floral/table6", "### Data sets (Table 6)", "### Synthetic tasks"),
+    ):
+        answer = comingle("reproduce", name, "--out", tmp_path)
+        assert answer.code == 0, answer.err
+        section = page[page.index(start) : page.index(end)]
+        documented = [line for line in section.splitlines() if line.startswith("|")]
+        assert len(documented) > 3, name
+        printed = answer.out.splitlines()
+        assert [line for line in documented if line not in printed] == [], name
+        text = (tmp_path / name.partition("/")[2] / "table.md").read_text()
+        assert all(line in text for line in documented)
+
+
+def test_counted_numbers_are_the_paper_s(comingle: Any, tmp_path: Path) -> None:
+    for name, close in (("fedmerge/table1", 0.011), ("floral/table6", 0.0)):
+        assert comingle("reproduce", name, "--out", tmp_path).code == 0
+        cells = json.loads((tmp_path / name.partition("/")[2] / "table.json").read_text())["counted"]
+        assert all(abs(cell["counted"] - cell["paper"]) <= close for cell in cells), name
+        assert len(cells) == {"fedmerge/table1": 12, "floral/table6": 15}[name]
+
+
 def test_table_3_is_counted_and_trains_nothing(comingle: Any, tmp_path: Path) -> None:
     small = "random:gpt2?layers=2&dim=32&heads=2"
     answer = comingle("reproduce", "comigs/table3", "--base", small, "--out", tmp_path)

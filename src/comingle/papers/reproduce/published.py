@@ -87,10 +87,13 @@ class Column(Overlay):
 class Row(Overlay):
     """A method, with what the paper printed for each column; ``~`` where it printed nothing.
 
-    ``base`` is what it trains, where that is not the column's; in the columns ``without`` it is not run.
+    ``base`` is what it trains, where that is not the column's; in the columns ``without`` it is not run. ``count`` is
+    what a table of costs counts: a task's users, clusters or sampled users in per cent, the models' parameters in
+    multiples of ResNet-9's, or what is added to the base's forward pass in per cent.
     """
 
     method: str
+    count: Literal["users", "clusters", "participation", "parameters", "forward"] | None = None
     label: str = ""
     base: str = ""
     without: list[str] = Field(default_factory=list)
@@ -109,9 +112,13 @@ class Row(Overlay):
 
 
 class ScaledColumn(Overlay):
-    """What a scale changes of a column that takes long: ``seeds`` are fewer ones, ``without`` are rows left out."""
+    """What a scale changes of a column that takes long: ``seeds`` are fewer ones, ``without`` are rows left out.
+
+    A ``local`` column is left out where the folder lacks its images, and not read from the hub.
+    """
 
     seeds: list[int] | None = None
+    local: bool = False
     without: list[str] = Field(default_factory=list)
 
 
@@ -200,6 +207,8 @@ class Experiment(Section):
     @model_validator(mode="after")
     def _complete(self) -> Experiment:
         for name, row in self.rows.items():
+            if (self.kind == "cost") != (row.count is not None):
+                raise ValueError(f"row {name!r}: give count in tables of kind cost, and in no others")
             if row.paper is not None and len(row.paper) != len(self.columns):
                 raise ValueError(f"row {name!r} has {len(row.paper)} numbers for {len(self.columns)} columns")
         for note in self.notes:

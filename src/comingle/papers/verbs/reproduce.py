@@ -168,17 +168,18 @@ def _count(planned: Plan, out: Path, *, force: bool) -> None:
     from comingle.cli.progress import console, status
     from comingle.costing import plan as count
     from comingle.papers.reproduce.costs import write_costs
+    from comingle.papers.reproduce.counted import count_cells
     from comingle.papers.reproduce.runner import check_out
-    from comingle.reports.costs import render_plan
     from comingle.terminal import words
 
     folder = check_out(out, planned.name, resume=False, force=force)
-    recipe = planned.cells[-1].recipe
+    recipe, costs = planned.cells[-1].recipe, None
     with status("counting"):
-        counted = count(recipe, [cell.recipe.method.name for cell in planned.cells], users=4)
-    write_costs(folder, planned, counted)
-    for part in render_plan(counted.as_dict()):
-        console.print(part, highlight=False)
+        if recipe.data.kind == "text":
+            costs = count(recipe, [cell.recipe.method.name for cell in planned.cells], users=4)
+        counts = count_cells(planned, costs)
+    for line in write_costs(folder, planned, counts, costs):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(words(f"{folder}/  table.md · table.json", "dim"))
 
 
