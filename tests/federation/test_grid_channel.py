@@ -13,8 +13,9 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 from tests.federation.grid import LocalGrid, run_app
 
 from comingle.errors import MessageError
@@ -323,3 +324,12 @@ def test_a_node_that_does_not_say_who_it_is_is_not_let_in(what: str, grid: Local
     assert refused.isprintable()
     assert len(refused) < 600
     assert dict(channel.exchange({"ada": b"x"}, timeout=10)) == {"ada": b"ada: X"}
+
+
+def test_an_error_of_flowers_own_is_said_in_plain_words(grid: LocalGrid, tmp_path: Path) -> None:
+    made = make_client_app(shout)
+    lost = ClientApp()
+    lost.query("hello")(lambda message, context: made(message, context))
+    lost.train()(lambda message, context: Message(Error(ErrorCode.NODE_UNAVAILABLE, "Error: Node"), reply_to=message))
+    grid.join(lost, name="ada", state=str(tmp_path / "ada"))
+    assert talk(grid, {"ada": b""}) == {"ada": "its connection was lost"}

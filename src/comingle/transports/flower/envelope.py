@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.common.constant import ErrorCode
 
 from comingle.data.names import name_problem
 from comingle.errors import MessageError
@@ -58,10 +59,18 @@ def wrap_hello(hello: Hello) -> RecordDict:
     return RecordDict({_HELLO: ConfigRecord({"name": hello.name, "instance": hello.instance, "format": hello.format})})
 
 
+_LOST = {
+    ErrorCode.NODE_UNAVAILABLE: "its connection was lost",
+    ErrorCode.MESSAGE_UNAVAILABLE: "its reply was lost on the way",
+}
+"""Errors that Flower's server replies with instead of a user."""
+
+
 def unwrap(message: Message) -> bytes | Failure:
     """What :func:`wrap` or :func:`wrap_failure` has put in; an error of Flower's own is an accident."""
     if message.has_error():
-        return Failure(line=_one_line(f"{message.error.reason or message.error.code}"), accident=True)
+        line = _LOST.get(message.error.code) or _one_line(f"{message.error.reason or message.error.code}")
+        return Failure(line=line, accident=True)
     content = message.content
     if (record := content.config_records.get(_LINE)) is not None:
         return Failure(line=_one_line(record.get("line")), accident=record.get("accident") is True)
