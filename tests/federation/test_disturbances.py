@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("flwr")
 
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.server.superlink.linkstate import LinkState
+from flwr.supercore.constant import NodeStatus
 from tests.federation.proxy import DISTURBANCES, Proxy
 from tests.federation.test_federate import nothing_is_left, recipe_of
 from tests.federation.test_out_there import Place, command, rounds_of, wait_for
 
 from comingle.federation.patience import Patience
 from comingle.transports.flower.certificates import make_certificates
+from comingle.transports.flower.fleet_client import FleetConnection, NotActiveError, Server
+from comingle.transports.flower.fleet_server import make_fleet_api, make_states, serve_fleet_api, start_run
+from comingle.transports.flower.processes import free_port
 
-pytestmark = pytest.mark.slow
 __all__ = ["nothing_is_left"]  # around each of these tests too
 
 DISTURBED_SECONDS = 20
@@ -25,6 +32,7 @@ RETURN_SECONDS = 200
 """A connection that is taken to be lost is given up after 75 seconds; then a SuperNode starts on a busy machine."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("secure", [True, False], ids=["TLS and keys", "plain"])
 @pytest.mark.parametrize("how", DISTURBANCES)
 def test_a_client_finds_back_after_a_disturbance(how: str, secure: bool, tmp_path: Path) -> None:
@@ -61,3 +69,45 @@ def test_a_client_finds_back_after_a_disturbance(how: str, secure: bool, tmp_pat
     said = (tmp_path / "bob.txt").read_text()
     assert "WARNING" not in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("how", DISTURBANCES)
+def test_a_connection_logs_in_whatever_became_of_its_first_requests(how: str, tmp_path: Path) -> None:
+    """An answer to a garbled request is no refusal."""
+    states = make_states()
+    start_run(states.state())
+    port = free_port()
+    server = serve_fleet_api(make_fleet_api(states, keys_only=False), "127.0.0.1", port, None, None)
+    said: list[str] = []
+    with Proxy(port) as proxy:
+        connection = FleetConnection(Server(address=f"127.0.0.1:{proxy.own}"), tmp_path / "place", said.append)
+        failed: list[BaseException] = []
+
+        def activate() -> None:
+            try:
+                connection.activate()
+                while connection.receive() is None and not done.is_set():
+                    time.sleep(0.05)
+            except NotActiveError:
+                activate()
+            except Exception as error:
+                failed.append(error)
+
+        done = threading.Event()
+        with proxy.disturbed(how):
+            thread = threading.Thread(target=activate, daemon=True)
+            thread.start()
+            time.sleep(5)
+        until = time.monotonic() + 60
+        while not any(True for _ in online(states.state())) and not failed:
+            assert time.monotonic() < until, said
+            time.sleep(0.1)
+        done.set()
+        thread.join(60)
+        connection.close()
+        assert failed == []
+    server.should_exit = True
+
+
+def online(state: LinkState) -> Sequence[NodeInfo]:
+    return state.get_node_info(statuses=[NodeStatus.ONLINE])

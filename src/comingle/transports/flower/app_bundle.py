@@ -50,3 +50,6 @@ def build_bundle() -> bytes:
 
 DIGEST = hashlib.sha256(build_bundle()).hexdigest()
 """SHA-256 of the bundle, in hex: what the server names as the app of its run, and the only one that clients accept."""
+
+UNKNOWN_KEY = "the key is not registered"
+"""What a server says to a client whose key it does not know."""

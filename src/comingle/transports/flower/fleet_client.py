@@ -68,7 +68,7 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from comingle.errors import ComingleError, RunError
 from comingle.records import write_text
 from comingle.transports.flower.answering import certificate_problem
-from comingle.transports.flower.app_bundle import DIGEST
+from comingle.transports.flower.app_bundle import DIGEST, UNKNOWN_KEY
 from comingle.transports.flower.fate import FOLDER
 from comingle.transports.flower.launch import end_with_parent, load_app
 
@@ -80,8 +80,11 @@ _TAKEN_SECONDS = 4.0 * HEARTBEAT_MIN_INTERVAL
 _UNKNOWN, _INACTIVE, _OVER = (401,), (412,), (403, 404)
 """HTTP statuses: the server does not know this client; its place is taken; a message's run is over."""
 
-_PASSING, _GARBLED, _GARBLED_TRIES = (408, 429, 502, 503, 504), 400, 8
-"""HTTP statuses of a gateway or server that is not ready, and of a request that was garbled on its way."""
+_FINAL = (*_UNKNOWN, *_INACTIVE, *_OVER)
+"""All other statuses are of a gateway or server that is not ready, or of a request that was garbled on its way."""
+
+_TRIES = 100
+"""With pauses of 5 seconds: a disturbance of some minutes passes, and a fault of ours does not go on for ever."""
 
 
 class NotActiveError(Exception):
@@ -153,12 +156,13 @@ class FleetConnection:
                 self._node = Node(node_id=self._call("ActivateNode", request).node_id)
                 break
             except httpx.HTTPStatusError as error:
-                if error.response.status_code in _UNKNOWN:
-                    raise RunError(f"{self._server.address}: {self._why_unknown(error)}") from None
-                if error.response.status_code not in _INACTIVE:
-                    raise
-                if time.monotonic() > until:
+                status = error.response.status_code
+                if status in _UNKNOWN and (why := self._why_unknown(error)):
+                    raise RunError(f"{self._server.address}: {why}") from None
+                if status in _INACTIVE and time.monotonic() > until:
                     raise RunError(f"{self._server.address}: another client uses the key {self._server.key}") from None
+                if status not in _FINAL:
+                    raise
             time.sleep(1.0)
         write_text(self._place, str(self.node_id))
         TaskIdentity.node_id = self.node_id
@@ -229,6 +233,7 @@ class FleetConnection:
             self._http.DeactivateNode(DeactivateNodeRequest(node_id=self.node_id))
             if self._server.key is None:
                 self._http.UnregisterNode(UnregisterNodeFleetRequest(node_id=self.node_id))
+        self._http.close()
 
     def _connect(self) -> FleetHttpClient:
         return FleetHttpClient.from_server_address(
@@ -246,13 +251,18 @@ class FleetConnection:
             self._call("RegisterNode", RegisterNodeFleetRequest(public_key=public))
         except httpx.HTTPStatusError as error:
             if "already in use" not in error.response.text:  # by this very process, before it lost the connection
-                raise RunError(f"{self._server.address}: lets nobody in without a key; give --key FILE") from None
+                raise
 
     def _why_unknown(self, error: httpx.HTTPStatusError) -> str:
-        with suppress(ValueError, KeyError):
-            detail = error.response.json()["detail"]
-            if "clock" in detail:
-                return detail
+        """Return why this client is not let in; empty where its request was only garbled on its way."""
+        try:
+            detail = str(error.response.json()["detail"])
+        except (ValueError, KeyError, TypeError):
+            return ""
+        if "clock" in detail:
+            return detail
+        if detail != UNKNOWN_KEY:
+            return ""
         if self._server.key is None:
             return "lets nobody in without a key; give --key FILE"
         return f"the key {self._server.key} is not known"
@@ -275,14 +285,16 @@ class FleetConnection:
             RunError: The server's certificate does not hold.
             httpx.HTTPStatusError: The server answers, and refuses.
         """
-        wait, said, garbled = _FIRST_RETRY_SECONDS, False, 0
+        wait, said, refused = _FIRST_RETRY_SECONDS, False, 0
         while not self._ended.is_set():
             try:
                 return getattr(self._http, method)(request)
             except httpx.HTTPStatusError as error:
-                garbled += error.response.status_code == _GARBLED
-                if error.response.status_code not in _PASSING and not 0 < garbled < _GARBLED_TRIES:
+                refused += 1
+                if error.response.status_code in _FINAL or refused >= _TRIES:
                     raise
+                if once and error.response.status_code >= 500:
+                    raise MissedMessageError from None
             except (httpx.TransportError, ValueError) as error:  # a ValueError is an answer that was garbled
                 if "CERTIFICATE_VERIFY_FAILED" in str(error) and (problem := self._certificate_problem()):
                     raise RunError(problem) from None
@@ -388,7 +400,7 @@ class MessageLoop:
         except (ObjectPullError, ObjectPushError) as error:  # the message was dropped meanwhile: it is sent again
             self._say(f"run {message.metadata.run_id}: {error}")
         except RunOverError:
-            pass
+            raise NotActiveError from None  # or a request was garbled: a message that is still wanted is sent again
         return True
 
     def _answer_beside(self, message: Message) -> Message:

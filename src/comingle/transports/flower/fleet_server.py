@@ -62,17 +62,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from comingle.errors import ComingleError, RecipeError
-from comingle.transports.flower.app_bundle import APP_ID, APP_VERSION, DIGEST, build_bundle
+from comingle.transports.flower.app_bundle import APP_ID, APP_VERSION, DIGEST, UNKNOWN_KEY, build_bundle
 from comingle.transports.flower.launch import end_with_parent, load_app
 
 FLEET = "/v1/fleet/"
 MAX_BODY_BYTES = 32 << 20
 """Largest request body. Flower sends arrays in objects of 5 MiB each, so that no request of a client comes close."""
 
-UNKNOWN_KEY = "the key is not registered"
-
 _TASK_HEARTBEAT_SECONDS = 15.0
-_START_SECONDS = 60.0
+_START_SECONDS = 300.0
 
 
 class Gate:
