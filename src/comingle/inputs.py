@@ -16,6 +16,8 @@ from comingle.records import write_json
 
 INPUTS = "inputs.json"
 SPLITS = ("train", "valid", "test")
+DATE = "date"
+"""In the settings: the date that the base's chat template writes, where it writes today's."""
 POPULATION = "population"
 """In the settings: how many users there are and digests of them all, where nobody holds a list of them."""
 
@@ -64,6 +66,14 @@ def read_inputs(folder: Path) -> Inputs:
         raise RunError(f"{path}: not there, so nothing says what the run has read; run it anew with --force") from None
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise RunError(f"{path}: damaged ({error}); run it anew with --force") from None
+
+
+def recorded_date(folder: Path) -> str:
+    """Return the date with which a run's chat template was begun, or nothing where none is recorded."""
+    try:
+        return str(read_inputs(folder).settings.get(DATE, ""))
+    except RunError:  # whoever goes on with the run says so
+        return ""
 
 
 def check_inputs(where: Path, was: Inputs, now: Inputs, *, pooled: str = "") -> None:

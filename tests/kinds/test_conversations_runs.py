@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from comingle.models.personal import PersonalModel
 from comingle.recipes import Recipe, parse_recipe
 from comingle.runs import api
 from comingle.runs.session import Run, prepare
+from comingle.serving.prompts import Prompts
 
 BASE = "random:llama?layers=1&dim=32"
 CHATML = (
@@ -216,7 +219,7 @@ COUNTS = {"ada": 20, "cy": 11}
 
 
 def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, "comigs-1g1s", **{"training.rounds": 3})
+    recipe = recipe_of(tmp_path, "comigs-1g1s", **dict[str, Any]({"training.rounds": 3}))
     whole = api.run(recipe, out=tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     (tmp_path / "cut" / "metrics.json").unlink()
@@ -245,8 +248,9 @@ def test_rows_with_columns_by_other_names_are_handed_over(tmp_path: Path, place:
     options = recipe_of(tmp_path).model_dump(mode="json", exclude_unset=True)
     split = options.pop("data")["split"]
     named = {"prompt": ["q", "context"], "response": "a"}
+    changes: dict[str, Any] = {}
     if place == "recipe":
-        options["data"], changes = {"split": split, **named}, {}
+        options["data"] = {"split": split, **named}
     elif place == "section":
         changes = {"data": {"split": split, **named}}
     else:
@@ -309,3 +313,34 @@ def test_the_command_line_from_files_to_a_report(comingle: Any, tmp_path: Path, 
     found = comingle("report", tmp_path / "out", "--out", tmp_path / "report.html", "--tokens")
     found = found if found.code == 0 else comingle("report", tmp_path / "out", "--out", tmp_path / "report.html")
     assert found.code == 0, found.err
+
+
+DATED = "{{ '<|bos|>Now: ' + strftime_now('%d %b %Y %H:%M:%S') + '\n' }}" + CHATML
+
+
+def test_the_date_in_a_template_is_that_of_the_run(tmp_path: Path, chatml: Base) -> None:
+    """Seconds stand for days: a run goes on, opens and speaks with the date that it began with."""
+    assert chatml.tokenizer is not None
+    chatml.tokenizer.chat_template = DATED
+    base, recipe = (chatml.model, chatml.tokenizer), recipe_of(tmp_path)
+    first = api.run(recipe, base=base, out=tmp_path / "run")
+    date = datetime.fromisoformat(json.loads((tmp_path / "run" / "inputs.json").read_text())["settings"]["date"])
+    assert 0 <= (datetime.now() - date).total_seconds() < 300
+    time.sleep(1.1)
+    shutil.rmtree(list_checkpoints(tmp_path / "run")[-1])
+    (tmp_path / "run" / "metrics.json").unlink()
+    again = api.run(recipe, base=base, out=tmp_path / "run", resume=True)
+    assert again.metrics["users"] == first.metrics["users"]
+    model = api.load(tmp_path / "run", base=base).user("ada")
+    assert isinstance(model, PersonalModel)
+    assert model.model.base.date == date
+    head = f"Now: {date:%d %b %Y %H:%M:%S}\n".encode()
+    prompts = Prompts(chatml.tokenizer, 300, model.model.base.date)
+    test = first.federation.clients.users[0].test
+    for tokens in (prompts.of_messages([{"role": "user", "content": "a"}]), test.prompt(0).tolist()):
+        assert bytes(token for token in tokens if token < 256).startswith(head)
+
+
+def test_runs_without_a_dated_template_record_no_date(tmp_path: Path, chatml: Base) -> None:
+    api.run(recipe_of(tmp_path), base=(chatml.model, chatml.tokenizer), out=tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "inputs.json").read_text())["settings"] == {}

@@ -14,12 +14,14 @@ from rich.text import Text
 from comingle.cli.options import default_folder, read_recipe
 from comingle.data.pack import LISTED
 from comingle.errors import RankLostError
+from comingle.inputs import recorded_date
 from comingle.kinds.base import Materials
 from comingle.processes.launched import LOST, PARENT, Place
 from comingle.processes.ranks import joined
 from comingle.processes.sharing import build_sharded, read_shared
 from comingle.progress import LOADING, reporting
 from comingle.runs.folders import check_folder
+from comingle.runs.given import Given
 from comingle.runs.session import build, prepare, run_in, warn_unread
 from comingle.terminal import errors, words
 
@@ -76,7 +78,8 @@ def train_here(
                     return [reporter.watch(clients)]
 
                 with reporter.waiting(LOADING):
-                    materials = prepare(recipe) if ranks is None else read_shared(recipe, ranks)
+                    given = Given(date=recorded_date(folder) if resume else "")
+                    materials = prepare(recipe, given=given) if ranks is None else read_shared(recipe, ranks, given)
                     warn_overlaps(materials)
                 if leads:
                     warn_unread(recipe)

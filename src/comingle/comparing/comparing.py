@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +12,7 @@ from comingle.data.crowds import names_of
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.errors import ComingleError, RecipeError
+from comingle.inputs import recorded_date
 from comingle.kinds.base import Materials
 from comingle.methods import make, settings_beside, settings_of
 from comingle.progress import LOADING, Reporter
@@ -135,6 +137,8 @@ def compare_runs(
     validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in among.values())
     folders = folders_of(recipes, folder) if folder is not None else {}
     again = check_folders(recipes, folders, resume=resume, force=force)
+    begun = next((folders[key] for key in recipes if again.get(key)), None)
+    given = given if begun is None else replace(given, date=recorded_date(begun))
     materials: Materials | None = None
     last_seed = None
     left: dict[str, list[str]] = {}

@@ -13,12 +13,13 @@ from comingle.errors import BaseModelError, DataError, MessageError, RunError, l
 from comingle.federation.home import Home
 from comingle.federation.own import Own
 from comingle.federation.public import Public, build_house, read_public, tokens_of
-from comingle.inputs import INPUTS, SPLITS, Inputs, read_inputs, write_inputs
+from comingle.inputs import DATE, INPUTS, SPLITS, Inputs, read_inputs, write_inputs
 from comingle.kinds.base import Materials
 from comingle.models.base import digests_of
 from comingle.models.sources import is_public
 from comingle.recipes import Recipe, parse_recipe
 from comingle.records import PUBLIC, write_json
+from comingle.runs.given import Given
 from comingle.runs.session import describe, prepare
 
 
@@ -32,7 +33,7 @@ def open_home(folder: Path, own: Own, public: Public) -> Home:
     public.check()
     recipe = _own_recipe(own, public)
     _check_expected(own, public)
-    read = prepare(recipe)
+    read = prepare(recipe, given=Given(date=str(public.settings.get(DATE, ""))))
     _check_base(public, read)
     house = build_house(public, recipe, read.base)
     number = public.users.index(own.name)

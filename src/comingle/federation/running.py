@@ -33,14 +33,14 @@ from comingle.federation.coordinator import Coordinator, new_coordinator
 from comingle.federation.patience import Patience
 from comingle.federation.public import House, Public, build_house, check_possible, public_part, read_public
 from comingle.federation.rounds import run_tasks, tell_end
-from comingle.inputs import SPLITS, Inputs, UserInputs
+from comingle.inputs import SPLITS, Inputs, UserInputs, recorded_date
 from comingle.kinds.base import kind_of
 from comingle.methods.own_errors import own_errors
 from comingle.protocol.messages import LOWEST, verdict
 from comingle.recipes import Recipe
 from comingle.records import FEDERATION, read_evaluations, read_metrics, write_json
 from comingle.runs.folders import open_folder
-from comingle.runs.given import NOTHING
+from comingle.runs.given import Given
 from comingle.transports.channel import Channel
 from comingle.trees import Tree
 
@@ -74,15 +74,17 @@ def coordinate(
             answered.
     """
     check_possible(plan.recipe)
-    base = NOTHING.load_base(plan.recipe) if kind_of(plan.recipe).needs_base else None
-    public = public_part(plan.recipe, plan.users, plan.settings, base)
+    kind = kind_of(plan.recipe)
+    base = Given(date=recorded_date(folder) if resume else "").load_base(plan.recipe) if kind.needs_base else None
+    settings = plan.settings | ({} if base is None else kind.settings(kind.reopened(base, (), plan.settings)))
+    public = public_part(plan.recipe, plan.users, settings, base)
     house = build_house(public, public.whole_recipe(), base)
     inputs = Inputs(
         kind=house.materials.kind.name,
         base=public.base,
         tokenizer=public.tokenizer,
         users={name: UserInputs(counts={}, digests=dict.fromkeys(SPLITS, "")) for name in plan.users},
-        settings=plan.settings,
+        settings=settings,
     )
     with open_folder(folder, house.recipe, inputs, resume=resume, force=force), own_errors(house.method):
         return _run(public, house, plan, channel, folder, observers)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from comingle.data.templates import ChatTemplate
 from comingle.models.digests import digest_all, digest_folder, digest_model, digest_tokenizer
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -35,6 +37,8 @@ class Base:
     origin: Path | str | None = None
     quantised: str = ""
     attention: str = "auto"
+    date: datetime | None = None
+    """The date that the chat template writes, where it writes today's: one for all of a run."""
 
     @cached_property
     def digest(self) -> str:
@@ -57,6 +61,18 @@ def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
     eos, bos, pad = (getattr(ids, f"{key}_token_id", None) for key in ("eos", "bos", "pad"))
     pad = eos if pad is None else pad
     model.generation_config = GenerationConfig(eos_token_id=eos, bos_token_id=bos, pad_token_id=pad, use_cache=True)
+
+
+def with_date(base: Base, recorded: str) -> Base:
+    """Return the base with one date for its chat template, where it writes today's.
+
+    Args:
+        base: kept as it is if it has a date already.
+        recorded: the date of the run in ISO format; empty: the run begins now.
+    """
+    if base.tokenizer is None or base.date is not None or not ChatTemplate(base.tokenizer).dated:
+        return base
+    return replace(base, date=datetime.fromisoformat(recorded) if recorded else datetime.now().replace(microsecond=0))
 
 
 def digests_of(base: Base | None) -> dict[str, str]:

@@ -163,7 +163,7 @@ class PersonalModel(Personal):
         """
         tokenizer, chats = self._tokenizer, _is_chat(prompt)
         if chats:
-            template = ChatTemplate(tokenizer)
+            template = ChatTemplate(tokenizer, self.model.base.date)
             if generation_config is None or generation_config.eos_token_id is None:
                 options.setdefault("eos_token_id", list(template.ends()))
             prompts: list[Any] = [template.prompt(self._messages(prompt))]

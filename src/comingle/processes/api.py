@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.errors import RunError
+from comingle.inputs import recorded_date
 from comingle.kinds.base import Materials
 from comingle.models.hardware import torch_defaults
 from comingle.processes.launched import find_place
@@ -59,6 +61,7 @@ def run(
         ranks.each(lambda: check_folder(folder, read, resume=resume, force=force) if place.leads else None)
         with reporting(quiet=not (progress and place.leads)) as reporter:
             with reporter.waiting(LOADING):
+                given = replace(given, date=recorded_date(folder) if resume else "")
                 here = read_shared(read, ranks, given, materials)
 
             def watch(clients: Clients) -> list[Observer]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import asdict, replace
+from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
@@ -60,7 +61,8 @@ def read_shared(recipe: Recipe, ranks: Ranks, given: Given = NOTHING, materials:
         _OWN.speak()
     ranks.each(lambda: check_device(recipe, ranks.place))
     take_threads(recipe, ranks.place)
-    everybody = ranks.each(lambda: materials or prepare(recipe, given=given))
+    date = ranks.share(lambda: given.date or datetime.now().isoformat(timespec="seconds"))
+    everybody = ranks.each(lambda: materials or prepare(recipe, given=replace(given, date=date)))
     at_once = recipe.runtime.users_per_step
     at_once = at_once if isinstance(at_once, int) else 1
     mine = ranks.each(lambda: spans(len(everybody.users), ranks.size, at_once)[ranks.rank])

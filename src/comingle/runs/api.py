@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from comingle.engines.checkpoints import Progress, list_checkpoints
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.errors import RunError
+from comingle.inputs import recorded_date
 from comingle.kinds.base import Materials
 from comingle.methods import make
 from comingle.methods.files import check_origin
@@ -80,6 +82,8 @@ def run(
         elif resume:
             raise RunError("resume: no run folder; give out=FOLDER of the run to go on with")
         with reporter.waiting(LOADING):
+            if resume and folder is not None:
+                given = replace(given, date=recorded_date(folder))
             materials = materials or prepare(read, given=given)
 
         def watch(clients: Clients) -> list[Observer]:

@@ -16,7 +16,7 @@ from comingle.kinds.base import kind_of
 from comingle.kinds.handed import section_for
 from comingle.methods import Make, lent
 from comingle.methods.base import Method
-from comingle.models.base import Base
+from comingle.models.base import Base, with_date
 from comingle.models.generation import check_places
 from comingle.models.given import GIVEN, given_base
 from comingle.models.language import load_base
@@ -50,6 +50,8 @@ class Given:
     loss: Callable[..., Any] | None = None
     """Of each sample."""
     method: Any = None
+    date: str = ""
+    """Of the run that goes on, for a chat template that writes today's date; see :func:`with_date`."""
 
     def check(self, recipe: Recipe) -> None:
         """Whether everything is here that the recipe says was handed over.
@@ -98,7 +100,7 @@ class Given:
         load = partial(given_base, *loaded) if loaded else partial(load_base, recipe.base, quantise=recipe.quantise)
         base = load(dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
         check_places("training.context", recipe.training.context, base.model)
-        return base
+        return with_date(base, self.date)
 
 
 NOTHING = Given()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from comingle.data.crowds import Crowd
 from comingle.engines.settings import MEMORY
 from comingle.errors import DataError, RunError
-from comingle.inputs import POPULATION, check_base, check_users, read_inputs
+from comingle.inputs import DATE, POPULATION, check_base, check_users, read_inputs
 from comingle.kinds.base import Kind, Materials, kind_of, later
 from comingle.models.digests import digest_tokenizer
 from comingle.plugins import require
@@ -30,6 +31,7 @@ def reopen(folder: Path, recipe: Recipe, given: Given = NOTHING) -> Materials:
         BaseModelError: the base cannot be used.
     """
     inputs = read_inputs(folder)
+    given = replace(given, date=str(inputs.settings.get(DATE, "")))
     get_ready(recipe)
     kind = kind_of(recipe)
     given.check_base(recipe)

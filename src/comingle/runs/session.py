@@ -32,7 +32,7 @@ from comingle.inputs import POPULATION, Inputs, UserInputs
 from comingle.kinds.base import Materials, kind_of
 from comingle.methods import make
 from comingle.methods.own_errors import own_errors
-from comingle.models.base import Base, digests_of
+from comingle.models.base import Base, digests_of, with_date
 from comingle.models.hardware import torch_defaults
 from comingle.plugins import require
 from comingle.privacy.checks import check_private, check_steps
@@ -75,7 +75,7 @@ def prepare(
     kind = kind_of(recipe)
 
     def load() -> Base:
-        return base or given.load_base(recipe)
+        return with_date(base, given.date) if base is not None else given.load_base(recipe)
 
     if given.users is None:
         store: Any = None if recipe.runtime.store == MEMORY else require("comingle.stores", recipe.runtime.store)

@@ -75,7 +75,9 @@ class Service:
         self.engine, self.keys, self.limits, self.answers = engine, keys, limits, answers
         self.rates, self.worker = Rates(limits.rate), Worker(engine, queue=limits.queue)
         vocabulary: Any = engine.network.get_input_embeddings()
-        self.prompts = Prompts(engine.tokenizer, vocabulary.weight.shape[0])
+        self.prompts = Prompts(
+            engine.tokenizer, vocabulary.weight.shape[0], next(iter(engine.people.values())).model.base.date
+        )
         self.started = int(time.time())
 
     # ------------------------------------------------------------ who asks

@@ -33,8 +33,9 @@ class Chat:
     """Of the last answer: who gave it, after which tokens, and what."""
 
     def __post_init__(self) -> None:
-        vocabulary = self.engine.people[self.user].model.base.model.get_input_embeddings().weight
-        self.prompts = Prompts(self.engine.tokenizer, len(vocabulary))  # type: ignore[arg-type]
+        base = self.engine.people[self.user].model.base
+        vocabulary = base.model.get_input_embeddings().weight
+        self.prompts = Prompts(self.engine.tokenizer, len(vocabulary), base.date)  # type: ignore[arg-type]
 
     def switch(self, user: str) -> None:
         """Speak with somebody else, about what has been said.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 from comingle.data.templates import ChatTemplate, Message
@@ -14,9 +15,9 @@ from comingle.models.pretrained import PreTrainedTokenizerBase
 class Prompts:
     """Texts, tokens and messages as prompts for one base."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, date: datetime | None) -> None:
         self.tokenizer, self.vocabulary = tokenizer, vocabulary
-        self.template = ChatTemplate(tokenizer)
+        self.template = ChatTemplate(tokenizer, date)
 
     def of_messages(self, messages: Sequence[Message]) -> list[int]:
         """Messages in the base's chat template, or the plain one where it has none, up to where the answer begins.

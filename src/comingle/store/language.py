@@ -14,6 +14,7 @@ from comingle.data.pack import Shortage, UserData, find_shortage, pack, too_shor
 from comingle.data.partition import Overlap, UserText, find_overlap
 from comingle.data.rows import choose_users
 from comingle.data.sources import iterate_documents, no_texts, where_of
+from comingle.data.templates import ChatTemplate
 from comingle.errors import DataError
 from comingle.kinds.base import Materials
 from comingle.kinds.conversations import kind as conversations
@@ -153,11 +154,14 @@ class ConversationTurns(_OfLanguage, Turns[UserConversations]):
 
     def __init__(self, kind: ConversationsKind, recipe: Recipe, base: Base, validates: bool):
         super().__init__(kind, recipe, base, validates)
-        self.encoder = Encoder(self.data, tokenizer_of(base), recipe.training.context, self.bad)
+        self.encoder = Encoder(
+            self.data, ChatTemplate(tokenizer_of(base), base.date), recipe.training.context, self.bad
+        )
 
     def key(self) -> list[Any]:
         """The template besides."""
-        return [*super().key(), str(getattr(self.base.tokenizer, "chat_template", None))]
+        template = str(getattr(self.base.tokenizer, "chat_template", None))
+        return [*super().key(), template, *([] if self.base.date is None else [self.base.date.isoformat()])]
 
     def readers(self, spool: Spool) -> Iterator[tuple[str, Callable[[], UserConversations]]]:
         """Files one after another; rows of a data set when all of them have been grouped."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from comingle.data.templates import ChatTemplate
 from comingle.kinds.conversations.encoding import check_small, encode_users, enough
 from comingle.kinds.conversations.reading import read_users
 from comingle.kinds.conversations.section import ConversationsSection
@@ -20,7 +21,11 @@ def count_here(recipe: Recipe, data: ConversationsSection, validates: bool) -> t
         DataError: they cannot be read, or a run would refuse them.
     """
     read, tokenizer = read_users(data, recipe.seed), tokenizer_here(recipe.base)
-    users = list[Any](read) if tokenizer is None else encode_users(data, read, tokenizer, recipe.training.context)
+    users = (
+        list[Any](read)
+        if tokenizer is None
+        else encode_users(data, read, ChatTemplate(tokenizer), recipe.training.context)
+    )
     users, small = enough(data, users, validates)
     check_small(users, needs_validation=validates)
     return {user.name: len(user.train) for user in users}, set(small)

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from comingle.data.bad_rows import BadRows
 from comingle.data.pack import list_small
 from comingle.data.samples import SPLITS
@@ -25,7 +23,7 @@ logger = logging.getLogger("comingle")
 def encode_users(
     data: ConversationsSection,
     users: Sequence[UserConversations],
-    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate,
     context: int,
 ) -> list[UserAnswers]:
     """Everybody's conversations as windows; a warning counts those that were longer than ``context`` tokens.
@@ -34,7 +32,7 @@ def encode_users(
         DataError: the base's template refuses somebody's messages.
     """
     bad = BadRows(data.on_bad_row)
-    encoder = Encoder(data, tokenizer, context, bad)
+    encoder = Encoder(data, template, context, bad)
     encoded = [encoder.encode(user) for user in users]
     bad.settle()
     for note in encoder.notes:
@@ -45,8 +43,8 @@ def encode_users(
 class Encoder:
     """Users' conversations as windows, one user after another."""
 
-    def __init__(self, data: ConversationsSection, tokenizer: PreTrainedTokenizerBase, context: int, bad: BadRows):
-        self.data, self.context, self.template, self.bad = data, context, ChatTemplate(tokenizer), bad
+    def __init__(self, data: ConversationsSection, template: ChatTemplate, context: int, bad: BadRows):
+        self.data, self.context, self.template, self.bad = data, context, template, bad
         self.counts, self.ends = Counter[str](), self.template.ends()
 
     def encode(self, user: UserConversations) -> UserAnswers:

@@ -11,10 +11,12 @@ from comingle.data.batches import PAD
 from comingle.data.crowds import Crowd
 from comingle.data.partition import UserText
 from comingle.data.samples import SPLITS
+from comingle.data.templates import ChatTemplate
 from comingle.engines.client import Clients
 from comingle.engines.settings import Training
 from comingle.engines.users import batch_size
 from comingle.errors import DataError
+from comingle.inputs import DATE
 from comingle.kinds.base import LoadBase, Materials, always_there, count_trainers
 from comingle.kinds.conversations.answers import UserAnswers, check_answers, pool_answers
 from comingle.kinds.conversations.checking import count_here
@@ -122,7 +124,7 @@ class ConversationsKind(AnswersKind):
         self, recipe: Recipe, read: Sequence[UserConversations], load_base: LoadBase, validates: bool
     ) -> Materials:
         data, base = section(recipe), load_base()
-        users = encode_users(data, read, tokenizer_of(base), recipe.training.context)
+        users = encode_users(data, read, ChatTemplate(tokenizer_of(base), base.date), recipe.training.context)
         users, skipped = enough(data, users, validates)
         texts = tuple(as_text_of(user) for user in read if user.name not in skipped)
         return Materials(kind=self, base=base, users=tuple(users), texts=texts, skipped=skipped)
@@ -130,6 +132,11 @@ class ConversationsKind(AnswersKind):
     def check_enough(self, users: Sequence[UserAnswers], method: Method) -> None:
         """All who have too few are named at once."""
         check_small(users, needs_validation=method.client.needs_validation)
+
+    def settings(self, materials: Materials) -> dict[str, Any]:
+        """The date in the base's chat template, where it writes today's."""
+        date = None if materials.base is None else materials.base.date
+        return {} if date is None else {DATE: date.isoformat()}
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:
         """Rows of a data set are read where it alone knows its users."""
