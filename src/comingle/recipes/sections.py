@@ -160,6 +160,11 @@ class RuntimeSection(Section):
     track: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
 
 
+_LATER_DATA_KEYS = {"train_on_valid": False, "on_bad_row": "refuse"}
+"""Keys of ``data`` that came after runs had been published, with what those runs did: runs that leave them so keep
+their names, and their folders resume."""
+
+
 class Recipe(Section):
     """A whole run.
 
@@ -232,8 +237,9 @@ class Recipe(Section):
         content = self.model_dump(mode="json", exclude=without)
         if content.get("evaluation", {}).get("users", 0) is None:
             del content["evaluation"]["users"]
-        if not content["data"].get("train_on_valid"):  # runs of before there was a choice stay known
-            content["data"].pop("train_on_valid", None)
+        for key, default in _LATER_DATA_KEYS.items():
+            if content["data"].get(key, default) == default:
+                content["data"].pop(key, None)
         if self.quantise == "none":
             del content["quantise"]
         for section, key in ((content["adapters"], "rank"), (content["method"]["settings"], "specialists")):
