@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,50 @@ def test_missing_tensors_are_not_made_up(saved: Path) -> None:
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
     refused(saved, "the weights lack 1 tensors, first 'model.layers.1.mlp.up_proj.weight'")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.0.self_attn.q_proj.bias", (32,)),
+        ("model.layers.9.mlp.up_proj.weight", (32, 32)),
+        ("model.layers.0.self_attn.q_proj.lora_A.default.weight", (8, 32)),
+        ("v_head.summary.weight", (1, 32)),
+        ("model.layers.0.attn.bias", (32,)),
+        ("model.layers.0.attn.masked_bias", (32,)),
+    ],
+)
+def test_tensors_without_a_place_are_not_left_out(saved: Path, name: str, shape: tuple[int, ...]) -> None:
+    path = saved / "model.safetensors"
+    save_file({**load_file(path), name: torch.ones(shape)}, path, metadata={"format": "pt"})
+    refused(saved, re.escape(f"{name} would be lost (1 tensor that its config.json has no place for)"))
+
+
+def test_a_config_with_fewer_layers_is_refused(saved: Path) -> None:
+    edit_config(saved, num_hidden_layers=1)
+    refused(saved, r"model\.layers\.1\.input_layernorm\.weight, \.\.\. would be lost \(9 tensors")
+
+
+def test_buffers_that_models_compute_are_no_loss(saved: Path, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    path = saved / "model.safetensors"
+    more = {"lm_head.weight": load_file(path)["model.embed_tokens.weight"].clone()}  # the same, tied
+    more["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file({**load_file(path), **more}, path, metadata={"format": "pt"})
+    load_base(str(saved), dtype="float32", device="cpu")
+    sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 16}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
+    path = tmp_path / "gpt2" / "model.safetensors"
+    masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16).tril()}
+    masks["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file({**load_file(path), **masks}, path, metadata={"format": "pt"})
+    load_base(str(path.parent), dtype="float32", device="cpu")
+
+
+def test_an_adapter_beside_the_weights_is_refused(saved: Path) -> None:
+    (saved / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    refused(saved, r"adapter_config\.json says that an adapter lies beside the weights")
 
 
 def test_tensors_of_another_shape(saved: Path) -> None:

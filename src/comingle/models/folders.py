@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_ADAPTER = "adapter_config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 # Architectures with a causal head; what else a config.json may name (masked, sequence-to-sequence) has none.
@@ -48,6 +51,11 @@ def read_folder(
             than memory.
     """
     check_config(folder, _read_json(folder / "config.json"))
+    if (folder / _ADAPTER).is_file():  # which transformers would load too, or leave out where peft is not installed
+        raise BaseModelError(
+            f"base model {folder}: {_ADAPTER} says that an adapter lies beside the weights; merge it into them "
+            "(peft: merge_and_unload), or move it out of this folder."
+        )
     parameters = sum(_count_weights(path) for path in weight_files(folder))
     for place in {torch.device("cpu"), device}:  # loaded there first
         require_memory(f"base model {folder}:", parameters, dtype, place)
@@ -176,7 +184,46 @@ def _load_model(folder: Path, *, dtype: torch.dtype, attention: str | None) -> P
     if missing := sorted(report["missing_keys"]):
         # transformers would go on with random weights in their place
         raise BaseModelError(f"base model {folder}: the weights lack {len(missing)} tensors, first {missing[0]!r}.")
+    _require_places(folder, sorted(report["unexpected_keys"]))
     return model
+
+
+def _require_places(folder: Path, unexpected: Sequence[str]) -> None:
+    """Check that the model has a place for all weights in the files: transformers leaves out the others.
+
+    ``unexpected`` are those that it left out. Buffers that the model computes itself are no loss.
+
+    Raises:
+        BaseModelError: weights would be lost.
+    """
+    shapes = _shapes_of(folder, unexpected)
+    lost = [name for name in unexpected if not _is_computed(name, shapes.get(name, []))]
+    if lost:
+        count = f"{len(lost)} tensor{'s' * (len(lost) > 1)} that its config.json has no place for"
+        raise BaseModelError(
+            f"base model {folder}: {lost[0]}{', ...' if len(lost) > 1 else ''} would be lost ({count}), and with it "
+            "what the model says; give a config.json that fits the weights, or weights without them."
+        )
+
+
+def _is_computed(name: str, shape: Sequence[int]) -> bool:
+    """Whether a tensor is a buffer of older files: rotary frequencies or a causal mask (GPT-2, GPT-J, GPT-NeoX)."""
+    if re.search(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$", name):
+        return True
+    if re.search(r"(^|\.)(attn|attention)\.masked_bias$", name):
+        return math.prod(shape) == 1
+    return bool(re.search(r"(^|\.)(attn|attention)\.bias$", name)) and len(shape) == 4 and shape[:2] == [1, 1]
+
+
+def _shapes_of(folder: Path, names: Collection[str]) -> dict[str, list[int]]:
+    """Read the shapes of some tensors from the headers of the weights' files."""
+    from safetensors import safe_open
+
+    shapes: dict[str, list[int]] = {}
+    for path in weight_files(folder) if names else ():
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys() if name in names}  # noqa: SIM118
+    return shapes
 
 
 def require_finite(folder: Path, model: PreTrainedModel) -> None:
