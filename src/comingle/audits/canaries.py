@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from comingle.data.batches import begin_windows
 from comingle.data.pack import UserData
 from comingle.data.seeds import generator
 from comingle.engines.client import Clients
@@ -145,12 +146,16 @@ class Attacker:
 
     def _losses(self, users: Sequence[int], seen: Tree, windows: Tensor) -> Float[Tensor, "users windows"]:
         model, rows = self.clients.model, self.rows(len(users)) * self.clients.model.mask()[list(users)]
+        windows, begin = windows.long(), vars(model)["base"].begin
+        if begin is not None:  # as where training has drawn the window; no wider, for bases that read no more
+            inside = torch.zeros((*windows.shape[:-1], 1), dtype=torch.bool, device=windows.device)
+            windows = begin_windows(windows[..., :-1], begin, at_start=inside)
         if seen:
             assign(model.layout.views(rows), model.layout, self.clients.method.shared, seen)
         with torch.compiler.set_stance("force_eager"):
             parts = [
                 model.predict(model.tensors(rows), list(users), part.to(model.device)).mean(-1)
-                for part in windows.long().split(16, dim=1)
+                for part in windows.split(16, dim=1)
             ]
         return torch.cat(parts, dim=1).double().cpu()
 
@@ -254,7 +259,7 @@ def run_trial(
     vocabulary = int(base.model.config.vocab_size)
     kwargs = {"seed": recipe.seed, "trial": trial}
     canaries = draw_canaries(len(users), vocabulary=vocabulary, context=recipe.training.context, **kwargs)
-    context = recipe.training.context
+    context = recipe.training.context - (base.begin is not None)  # of which a window holds one token less
     put = partial(with_example, context=context) if of_examples(recipe) else with_canary
     people = tuple(
         put(user, canary, **kwargs) if inside else user

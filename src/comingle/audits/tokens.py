@@ -53,7 +53,9 @@ def recover(recipe: Recipe, materials: Materials, watch: Watch) -> list[Recovery
         return []
     second = {"training.rounds": 2, "evaluation.every": 2, "evaluation.first": False, "evaluation.model": "exchanged"}
     one = {"training.local_steps": 1, "training.batch_size": 1, "training.context": SHORT}
-    short = tuple(_of_one_window(user, recipe.seed) for user in materials.users)
+    assert materials.base is not None
+    width = SHORT + (materials.base.begin is None)
+    short = tuple(_of_one_window(user, recipe.seed, width) for user in materials.users)
     return [
         _attack(
             f"one step on {SHORT + 1} tokens", recipe.with_changes(second | one), replace(materials, users=short), watch
@@ -62,11 +64,11 @@ def recover(recipe: Recipe, materials: Materials, watch: Watch) -> list[Recovery
     ]
 
 
-def _of_one_window(user: UserData, seed: int) -> UserData:
-    """Somebody whose training text is one short window of it, wherever."""
-    last = len(user.train) - SHORT
+def _of_one_window(user: UserData, seed: int, width: int) -> UserData:
+    """Cut a user's training text to one short window of it, at a random place."""
+    last = len(user.train) - width + 1
     at = int(torch.randint(last, (1,), generator=generator("window", seed, user.name))) if last > 0 else 0
-    return replace(user, train=user.train[at : at + SHORT + 1])
+    return replace(user, train=user.train[at : at + width])
 
 
 def token_factors(clients: Clients) -> list[str]:
@@ -92,9 +94,11 @@ def _attack(what: str, recipe: Recipe, materials: Materials, watch: Watch) -> Re
     users: Sequence[UserData] = materials.users
     common = [token for token, _ in Counter(torch.cat([user.test for user in users]).tolist()).most_common()]
     tokens, recovered, guesses = [], [], []
+    begin = None if materials.base is None else materials.base.begin
     for number, changes in sorted(seen.items()):
         truth = set(users[number].train[:-1].tolist())
-        ranked = nearest_tokens(torch.cat(list(changes.values())), candidates)[: len(truth)]
+        ranked = nearest_tokens(torch.cat(list(changes.values())), candidates)
+        ranked = [token for token in ranked if token != begin][: len(truth)]  # it is in every window
         tokens.append(len(truth))
         recovered.append(len(truth & set(ranked)) / len(truth))
         guesses.append(len(truth & set(common[: len(truth)])) / len(truth))

@@ -20,7 +20,7 @@ from comingle.processes.launched import LOST, PARENT, Place
 from comingle.processes.ranks import joined
 from comingle.processes.sharing import build_sharded, read_shared
 from comingle.progress import LOADING, reporting
-from comingle.runs.folders import check_folder
+from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import Given
 from comingle.runs.session import build, prepare, run_in, warn_unread
 from comingle.terminal import errors, words
@@ -71,6 +71,7 @@ def train_here(
             folder = out or default_folder(path, recipe.method.name, recipe.seed)
             if ranks is not None and ranks.has_opened(folder):
                 resume, force = True, False
+            recipe = each(partial(as_begun, folder, recipe, resume=resume))
             each(lambda: check_folder(folder, recipe, resume=resume, force=force) if leads else None)
             with reporting(quiet=quiet or not leads) as reporter:
 

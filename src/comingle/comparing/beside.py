@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from comingle.comparing.comparing import Key, check_folders, compare_runs, folders_of
+from comingle.comparing.comparing import Key, as_compared, check_folders, compare_runs, folders_of
 from comingle.comparing.parallel import in_processes
 from comingle.errors import ComingleError
 from comingle.kinds.base import Materials
@@ -37,6 +37,7 @@ def compare_beside(
     Raises:
         ComingleError: what concerns all runs, as data that cannot be read.
     """
+    recipes = as_compared(recipes, folders_of(recipes, folder), resume=resume)
     check_folders(recipes, folders_of(recipes, folder), resume=resume, force=force)
     silent = quiet or errors.is_terminal  # several bars would write over each other
     work = partial(_work, among=recipes, folder=folder, resume=resume, force=force, quiet=silent, ready=ready)

@@ -19,7 +19,7 @@ from comingle.progress import LOADING, Reporter
 from comingle.recipes import Recipe
 from comingle.recipes.reading import read_text
 from comingle.reports.comparisons import folder_name, require_same_users
-from comingle.runs.folders import check_folder
+from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
 from comingle.runs.session import check_method, prepare, run_in
@@ -136,6 +136,7 @@ def compare_runs(
     # Users who are too small are left out of all methods, or of none.
     validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in among.values())
     folders = folders_of(recipes, folder) if folder is not None else {}
+    recipes = as_compared(recipes, folders, resume=resume)
     again = check_folders(recipes, folders, resume=resume, force=force)
     begun = next((folders[key] for key in recipes if again.get(key)), None)
     given = given if begun is None else replace(given, date=recorded_date(begun))
@@ -164,6 +165,13 @@ def compare_runs(
         except ComingleError as error:
             found = error
         yield key, found
+
+
+def as_compared(recipes: Mapping[Key, Recipe], folders: Mapping[Key, Path], *, resume: bool) -> Mapping[Key, Recipe]:
+    """Return the recipes of a comparison to resume: where an older version began one of the runs, all are as it was."""
+    begun = {key: as_begun(place, recipes[key], resume=resume) for key, place in folders.items()}
+    older = next((folders[key] for key, one in begun.items() if one is not recipes[key]), None)
+    return recipes if older is None else {k: as_begun(older, one, resume=True) for k, one in recipes.items()}
 
 
 def check_folders(

@@ -56,14 +56,16 @@ def with_validation(user: UserData) -> UserData:
     return replace(user, train=torch.cat([user.train, user.valid]))
 
 
-def check(users: Sequence[UserData], *, context: int, needs_validation: bool) -> None:
+def check(users: Sequence[UserData], *, context: int, needs_validation: bool, begins: bool = False) -> None:
     """Whether every stream that will be used is long enough; all users for whom one is not are named at once.
 
     Raises:
         DataError: some have no text, or one of their streams is too short (:func:`find_shortage`).
     """
     shortages = {
-        u.name: s for u in users if (s := find_shortage(u, context=context, needs_validation=needs_validation))
+        user.name: shortage
+        for user in users
+        if (shortage := find_shortage(user, context=context, needs_validation=needs_validation, begins=begins))
     }
     if shortages:
         raise too_short(shortages, len(shortages), len(users))
@@ -81,21 +83,22 @@ def too_short(shortages: Mapping[str, Shortage], count: int, users: int) -> Data
     return DataError(f"{count} of {users} users have too little text: {listed}{advice}{skip}")
 
 
-def find_shortage(user: UserData, *, context: int, needs_validation: bool) -> Shortage | None:
-    """The first stream of a user that is too short, or None.
+def find_shortage(user: UserData, *, context: int, needs_validation: bool, begins: bool = False) -> Shortage | None:
+    """Return the first stream of a user that is too short, or None.
 
     Train, and valid where the method needs it, must hold one window of ``context + 1`` tokens (the last token is only
-    a target); test must hold two tokens, one input and one target.
+    a target); test must hold two tokens, one input and one target. One less is enough where every window ``begins``
+    with a token that is not in the stream.
     """
     if not (len(user.train) or len(user.valid) or len(user.test)):
         return Shortage(what="no text in train, valid or test", advice="; give it text or remove the user")
-    window = context + 1
+    window = context + (not begins)
     purpose = f" for one window of context {context};"
     wanted = [("train", user.train, window, f"{purpose} give more text or shorten training.context")]
     if needs_validation:
         advice = "give a valid split or fraction, or choose a method without validation data"
         wanted.append(("valid", user.valid, window, f"{purpose} {advice}"))
-    wanted.append(("test", user.test, 2, " to measure perplexity; give a test split or fraction"))
+    wanted.append(("test", user.test, 2 - begins, " to measure perplexity; give a test split or fraction"))
     for split, stream, needed, advice in wanted:
         if len(stream) < needed:
             return Shortage(what=f"{split} holds {len(stream)} tokens, needs at least {needed}", advice=advice)

@@ -1,4 +1,4 @@
-"""Test perplexity in one exact pass: every token of a stream but the first is predicted once."""
+"""Test perplexity in one exact pass: every token that something stands before is predicted once."""
 
 from __future__ import annotations
 
@@ -69,9 +69,10 @@ def score_streams(
     batch: int,
     slots: int,
     gates: Gates | None = None,
+    begin: int | None = None,
 ) -> list[Score]:
     """Score stream i with model ``models[i]``, each cut into windows of which at most ``batch`` are in a slot."""
-    parts = [evaluation_windows(stream, context=context).split(batch) for stream in streams]
+    parts = [evaluation_windows(stream, context=context, begin=begin).split(batch) for stream in streams]
     return score_windows(losses, parts, models, slots=slots, gates=gates)
 
 

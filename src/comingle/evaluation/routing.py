@@ -27,9 +27,13 @@ class Routing:
 
 
 @torch.no_grad()
-def route(forward: Forward, tokens: Int[Tensor, " n"], *, context: int) -> Float[Tensor, "layers n experts"]:
-    """The gates on every token, in passes of ``context`` tokens each, as the evaluation cuts a text."""
-    parts = [forward(part).float().cpu() for part in tokens.long().split(context)]
+def route(
+    forward: Forward, tokens: Int[Tensor, " n"], *, context: int, begin: int | None = None
+) -> Float[Tensor, "layers n experts"]:
+    """Return the gates on every token, in passes of ``context`` tokens each; with ``begin`` it is the first of them."""
+    first = tokens.new_tensor([] if begin is None else [begin]).long()
+    passes = tokens.long().split(max(1, context - len(first)))
+    parts = [forward(torch.cat([first, part])).float().cpu()[:, len(first) :] for part in passes]
     return torch.cat(parts, dim=1).mul(1000).round().div(1000).to(torch.float16)
 
 

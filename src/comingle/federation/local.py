@@ -18,7 +18,7 @@ from comingle.federation.public import public_part
 from comingle.federation.splitting import split_recipe
 from comingle.recipes import Recipe
 from comingle.records import read_metrics
-from comingle.runs.folders import check_folder
+from comingle.runs.folders import as_begun, check_folder
 from comingle.transports.flower.calling import FOLDER as WORKER
 from comingle.transports.flower.calling import LOG
 from comingle.transports.flower.certificates import make_key
@@ -51,6 +51,7 @@ def federate(
         ComingleError: users elsewhere cannot do what the recipe asks for, the folder cannot be used, or a user or the
             server cannot go on.
     """
+    recipe = as_begun(folder, recipe, resume=resume)
     plan, owns = split_recipe(recipe, patience)
     without_data = public_part(recipe, plan.users, plan.settings, None).whole_recipe()
     check_folder(folder, without_data, resume=resume, force=force)

@@ -18,6 +18,7 @@ from comingle.kinds.base import Materials
 from comingle.models.base import digests_of
 from comingle.models.sources import is_public
 from comingle.recipes import Recipe, parse_recipe
+from comingle.recipes.sections import complete_older
 from comingle.records import PUBLIC, write_json
 from comingle.runs.given import Given
 from comingle.runs.session import describe, prepare
@@ -94,7 +95,7 @@ def known_public(folder: Path) -> Public | None:
 def _own_recipe(own: Own, public: Public) -> Recipe:
     if own.name not in public.users:
         raise MessageError(f"user {own.name!r}: not among the participants: {', '.join(public.users)}")
-    content: dict[str, Any] = dict(public.recipe)
+    content: dict[str, Any] = complete_older(public.recipe)
     content["data"] = own.data_section(content["data"])
     if own.base is not None:
         content["base"] = own.base

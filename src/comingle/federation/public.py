@@ -19,6 +19,8 @@ from comingle.models.base import Base, digests_of
 from comingle.models.model import Model
 from comingle.protocol.wire import FORMAT
 from comingle.recipes import Recipe, parse_recipe
+from comingle.recipes.sections import complete_older
+from comingle.runs.folders import BOS
 from comingle.runs.session import check_method
 from comingle.runs.settings import training_settings
 
@@ -79,7 +81,7 @@ class Public:
 
     def whole_recipe(self) -> Recipe:
         """The recipe, without data."""
-        return parse_recipe(self.recipe, where="the federation's recipe")
+        return parse_recipe(complete_older(self.recipe), where="the federation's recipe")
 
 
 _TYPES = {"recipe": dict, "users": list, "settings": dict, "base": str, "tokenizer": str, "version": str, "format": int}
@@ -111,7 +113,10 @@ def public_part(recipe: Recipe, users: tuple[str, ...], settings: Mapping[str, A
     """
     check_possible(recipe)
     content = without_data(recipe)
-    public = {**content, "data": {**content["data"], "given": True}}
+    # Said where it is on, and left out where it is off: so older versions' federations keep their digests.
+    bos = {BOS: True} if getattr(recipe.data, BOS, False) else {}
+    data = {key: value for key, value in content["data"].items() if key != BOS}
+    public = {**content, "data": {**data, **bos, "given": True}}
     return replace(Public(recipe=public, users=users, settings=dict(settings)), **digests_of(base))
 
 

@@ -39,7 +39,7 @@ from comingle.methods.own_errors import own_errors
 from comingle.protocol.messages import LOWEST, verdict
 from comingle.recipes import Recipe
 from comingle.records import FEDERATION, read_evaluations, read_metrics, write_json
-from comingle.runs.folders import open_folder
+from comingle.runs.folders import as_begun, open_folder
 from comingle.runs.given import Given
 from comingle.transports.channel import Channel
 from comingle.trees import Tree
@@ -74,6 +74,7 @@ def coordinate(
             answered.
     """
     check_possible(plan.recipe)
+    plan = replace(plan, recipe=as_begun(folder, plan.recipe, resume=resume))
     kind = kind_of(plan.recipe)
     base = Given(date=recorded_date(folder) if resume else "").load_base(plan.recipe) if kind.needs_base else None
     settings = plan.settings | ({} if base is None else kind.settings(kind.reopened(base, (), plan.settings)))

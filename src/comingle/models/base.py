@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from comingle.data.templates import ChatTemplate
+from comingle.data.templates import ChatTemplate, begin_of
 from comingle.models.digests import digest_all, digest_folder, digest_model, digest_tokenizer
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,7 +26,8 @@ class Base:
     name, holds no path of this machine. `dtype` is that of the weights. `origin` is the folder that they are from, or
     the words that define random ones; None where only the model itself says what it is. `quantised` says in how many
     bits the linears of its decoder layers are kept, where these are fewer than those of `dtype`. Whose `attention` is
-    "auto", its attention may be computed by other code.
+    "auto", its attention may be computed by other code. `adds_bos` is False for runs whose texts do not begin with the
+    tokenizer's begin-of-text token.
     """
 
     model: PreTrainedModel
@@ -39,6 +40,14 @@ class Base:
     attention: str = "auto"
     date: datetime | None = None
     """The date that the chat template writes, where it writes today's: one for all of a run."""
+    adds_bos: bool = True
+
+    @cached_property
+    def begin(self) -> int | None:
+        """The token that every text begins with; None where the tokenizer adds none, or it is not wanted."""
+        if self.tokenizer is None or not self.adds_bos:
+            return None
+        return next(iter(begin_of(self.tokenizer)), None)
 
     @cached_property
     def digest(self) -> str:

@@ -34,8 +34,11 @@ def continue_texts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str | Sequence[int]],
     sampling: Sampling,
+    begin: int | None = None,
 ) -> list[str]:
-    """What follows each prompt (text or tokens), without it; an empty one starts from the token between documents.
+    """Continue each prompt (text or tokens); an empty text starts from the token between documents.
+
+    A text begins with the token ``begin`` where there is one; tokens are continued as they are.
 
     Raises:
         DataError: a prompt with its continuation is longer than the base can read, or is empty and has no start.
@@ -43,9 +46,9 @@ def continue_texts(
     """
     if not prompts:
         return []
-    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    encoded = [encode_prompt(tokenizer, prompt, begin) for prompt in prompts]
     if len({len(ids) for ids in encoded}) > 1 and not can_pad(network):
-        return [text for prompt in prompts for text in continue_texts(network, tokenizer, [prompt], sampling)]
+        return [text for prompt in prompts for text in continue_texts(network, tokenizer, [prompt], sampling, begin)]
     _require_places(network, encoded, sampling)
     width, device = max(map(len, encoded)), next(network.parameters()).device
     starts = [width - len(ids) for ids in encoded]
@@ -78,8 +81,12 @@ def place_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     return []
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int]) -> list[int]:
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int], begin: int | None = None
+) -> list[int]:
     """Return the tokens of a prompt (text or tokens); an empty one becomes the token between documents.
+
+    A text begins with the token ``begin``, once, also where it spells it out; a prompt of tokens stays as it is.
 
     Raises:
         DataError: invalid Unicode, or an empty prompt where the tokenizer has no such token.
@@ -87,6 +94,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int
     if isinstance(prompt, str):
         require_characters(prompt)
         prompt = cast(list[int], tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        if begin is not None and list(prompt[:1]) != [begin]:
+            return [begin, *prompt]
     if len(prompt):
         return list(prompt)
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id

@@ -176,7 +176,7 @@ class PersonalModel(Personal):
         named = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "temperature": temperature, "top_p": top_p}
         sampling = read_sampling(generation_config, **named, top_k=top_k, stop=stop, seed=seed, **options)
         with self.generating() as network:
-            said = continue_texts(network, tokenizer, prompts, sampling)
+            said = continue_texts(network, tokenizer, prompts, sampling, self.model.base.begin)
         return said[0] if chats or isinstance(prompt, str) else said
 
     def _messages(self, prompt: Any) -> list[Message]:
@@ -192,15 +192,16 @@ class PersonalModel(Personal):
         """Perplexity of ``text`` in windows of ``context`` tokens.
 
         Raises:
-            DataError: not a text, or fewer than two tokens, of which none is predicted.
+            DataError: not a text, or too few tokens for one to be predicted.
             RecipeError: ``context`` is not a whole number from 1, or more than the base can read.
         """
         if not isinstance(text, str):
             raise DataError(f"user {self.name!r}: perplexity is of one text, got {text!r:.40}")
         ids = self._tokens(text).int()
         self._window(context, len(ids))
-        if len(ids) < 2:
-            raise DataError(f"user {self.name!r}: perplexity is of a text of at least 2 tokens, got {len(ids)}")
+        least = 2 if self.model.base.begin is None else 1
+        if len(ids) < least:
+            raise DataError(f"user {self.name!r}: perplexity is of a text of at least {least} tokens, got {len(ids)}")
         return self.score(ids, context=context).perplexity
 
     def _tokens(self, text: str) -> Int[Tensor, " tokens"]:
@@ -215,10 +216,11 @@ class PersonalModel(Personal):
         return self.model.base.tokenizer
 
     def _window(self, context: int, tokens: int) -> int:
-        """``context``, but never more than a text of so many tokens fills."""
+        """Return ``context``, or the inputs of the one window that a shorter text fills."""
         if not isinstance(context, int) or isinstance(context, bool) or context < 1:
             raise RecipeError(f"context: got {context!r}, allowed is a whole number from 1")
-        window = min(context, max(1, tokens - 1))
+        inputs = tokens - 1 if self.model.base.begin is None else tokens
+        window = min(context, max(1, inputs))
         check_places("context", window, self.model.base.model)
         return window
 
@@ -230,11 +232,15 @@ class PersonalModel(Personal):
             return self.model.predict(self.tensors, [self.row], windows.to(self.model.base.device))
 
         window = self._window(context, len(tokens))
-        return score_streams(losses, [tokens], [0], context=window, batch=16, slots=1)[0]
+        begin = self.model.base.begin
+        return score_streams(losses, [tokens], [0], context=window, batch=16, slots=1, begin=begin)[0]
 
     @torch_defaults()
-    def route(self, text: str | Tensor, *, context: int = 128) -> Routing:
-        """Which expert each token of ``text`` (or of a stream of tokens) goes to, in every layer.
+    def route(self, text: str | Tensor, *, context: int = 128, begins: bool = True) -> Routing:
+        """Find which expert each token of ``text`` (or of a stream of tokens) goes to, in every layer.
+
+        Every pass begins as a window does, with the base's begin-of-text token where there is one; with ``begins``
+        False with the first of its tokens.
 
         Raises:
             DataError: the method has no routers, or the text has no tokens.
@@ -257,7 +263,7 @@ class PersonalModel(Personal):
             return watching.gates(adapters)[:, 0, :, : len(names)]
 
         with watching.watched(adapters), torch.compiler.set_stance("force_eager"):
-            gates = route(forward, tokens, context=context)
+            gates = route(forward, tokens, context=context, begin=model.base.begin if begins else None)
         return Routing(tokens=tuple(pieces(self._tokenizer, tokens.tolist())), experts=tuple(names), gates=gates)
 
 

@@ -19,7 +19,7 @@ from comingle.processes.ranks import joined
 from comingle.processes.sharing import build_sharded, read_shared
 from comingle.progress import LOADING, reporting
 from comingle.runs import api
-from comingle.runs.folders import check_folder
+from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
 from comingle.runs.results import Run
 from comingle.runs.session import run_in, warn_unread
@@ -58,6 +58,7 @@ def run(
         read = ranks.each(lambda: recipe_with(recipe, given, base=base, method=named, changes=changes))
         if ranks.has_opened(folder):
             resume, force = True, False
+        read = ranks.each(partial(as_begun, folder, read, resume=resume))
         ranks.each(lambda: check_folder(folder, read, resume=resume, force=force) if place.leads else None)
         with reporting(quiet=not (progress and place.leads)) as reporter:
             with reporter.waiting(LOADING):

@@ -10,7 +10,7 @@ from typing import Any
 from comingle.data.hub import is_named
 from comingle.errors import RecipeError
 from comingle.recipes.reading import read_text
-from comingle.recipes.sections import Recipe, parse_recipe
+from comingle.recipes.sections import Recipe, complete_older, parse_recipe
 
 
 def load_recipe(path: str | Path, *, change: Callable[[Any], Any] = lambda content: content) -> Recipe:
@@ -22,11 +22,13 @@ def load_recipe(path: str | Path, *, change: Callable[[Any], Any] = lambda conte
         RecipeError: no such file, not YAML, or a wrong recipe.
     """
     path = Path(path)
-    if path.is_dir():
+    written = path.is_dir()  # by a run, and not by a user
+    if written:
         path = path / "recipe.yaml"
     if not path.is_file():
         raise RecipeError(f"{path}: no such recipe.{_shipped_hint(path)}")
-    return _anchor(parse_recipe(change(read_yaml(path)), where=str(path)), path.parent)
+    content = complete_older(read_yaml(path)) if written else read_yaml(path)
+    return _anchor(parse_recipe(change(content), where=str(path)), path.parent)
 
 
 def read_yaml(path: Path) -> Any:

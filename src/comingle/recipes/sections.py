@@ -160,7 +160,7 @@ class RuntimeSection(Section):
     track: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
 
 
-_LATER_DATA_KEYS = {"train_on_valid": False, "on_bad_row": "refuse"}
+_LATER_DATA_KEYS = {"train_on_valid": False, "on_bad_row": "refuse", "add_bos_token": False}
 """Keys of ``data`` that came after runs had been published, with what those runs did: runs that leave them so keep
 their names, and their folders resume."""
 
@@ -305,6 +305,20 @@ def _rate_below_experts(training: Any) -> Any:
         raise ValueError(f"{_RATE_OF_NETS} and {_RATE_OF_EXPERTS}: got both, which are the same of nets; give one")
     others = {key: value for key, value in training.items() if key != "learning_rate"}
     return {**others, "experts": {**experts, "learning_rate": training["learning_rate"]}}
+
+
+def complete_older(content: Any) -> Any:
+    """Complete what a version of comingle wrote before a key existed: without the key it did as the key's other value.
+
+    Whole recipes are written with all of their keys, so a missing one shows their age. A recipe that a user wrote is
+    not completed; its missing keys have their defaults.
+    """
+    if not isinstance(content, Mapping) or not isinstance(data := content.get("data"), Mapping):
+        return content
+    section = _section(data)
+    if section is None or "add_bos_token" not in section.model_fields:
+        return content
+    return {**content, "data": {"add_bos_token": False, **data}}
 
 
 def _section(data: Any) -> type[DataSection] | None:

@@ -20,7 +20,7 @@ from comingle.models.hardware import torch_defaults
 from comingle.progress import LOADING, reporting
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import is_server, logger, read_metrics, resume_command
-from comingle.runs.folders import check_folder
+from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
 from comingle.runs.opening import reopen
 from comingle.runs.restoring import restore
@@ -78,6 +78,7 @@ def run(
         read = recipe_with(recipe, given, base=base, method=named, changes=changes)
         folder = Path(out) if out is not None else None
         if folder is not None:
+            read = as_begun(folder, read, resume=resume)
             check_folder(folder, read, resume=resume, force=force)
         elif resume:
             raise RunError("resume: no run folder; give out=FOLDER of the run to go on with")

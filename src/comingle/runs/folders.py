@@ -20,6 +20,9 @@ from comingle.records import DRAFT, FEDERATION, check_name, told_in_one_line, wr
 NETWORK = ("flower", "users")
 """What a federation's processes keep in its run folder, before and besides the run itself."""
 
+BOS = "add_bos_token"
+"""The key of ``data`` that says whether windows and prompts begin with the begin-of-text token."""
+
 SKIPPED = "skipped.json"
 """In a run folder: who was left out for having too little, and what of."""
 
@@ -101,6 +104,20 @@ def check_recipe(folder: Path, recipe: Recipe) -> None:
     if (was := load_recipe(folder)).fingerprint != recipe.fingerprint:
         raise RunError(f"{folder}: belongs to another recipe, {_difference(was, recipe)}; use another --out")
     check_origin(folder, recipe.method.name)
+
+
+def as_begun(folder: Path, recipe: Recipe, *, resume: bool) -> Recipe:
+    """Return the recipe of a run to resume, whose windows stay as they were begun where it does not say otherwise.
+
+    Runs of versions before ``data.add_bos_token`` had no begin-of-text tokens, and a recipe file that does not name the
+    key has today's default.
+    """
+    if not resume or not (folder / "recipe.yaml").exists():
+        return recipe
+    began, now = (getattr(one.data, BOS, None) for one in (load_recipe(folder), recipe))
+    if began == now or None in (began, now) or BOS in recipe.data.model_fields_set:
+        return recipe
+    return recipe.with_changes({f"data.{BOS}": began})
 
 
 def _check_new(folder: Path, force: bool, goes_on: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ class Given:
         load = partial(given_base, *loaded) if loaded else partial(load_base, recipe.base, quantise=recipe.quantise)
         base = load(dtype=runtime.dtype, device=runtime.device, attention=runtime.attention)
         check_places("training.context", recipe.training.context, base.model)
-        return with_date(base, self.date)
+        return replace(with_date(base, self.date), adds_bos=getattr(recipe.data, "add_bos_token", True))
 
 
 NOTHING = Given()

@@ -75,9 +75,8 @@ class Service:
         self.engine, self.keys, self.limits, self.answers = engine, keys, limits, answers
         self.rates, self.worker = Rates(limits.rate), Worker(engine, queue=limits.queue)
         vocabulary: Any = engine.network.get_input_embeddings()
-        self.prompts = Prompts(
-            engine.tokenizer, vocabulary.weight.shape[0], next(iter(engine.people.values())).model.base.date
-        )
+        date = next(iter(engine.people.values())).model.base.date
+        self.prompts = Prompts(engine.tokenizer, vocabulary.weight.shape[0], date, engine.begin)
         self.started = int(time.time())
 
     # ------------------------------------------------------------ who asks

@@ -34,8 +34,8 @@ class Chat:
 
     def __post_init__(self) -> None:
         base = self.engine.people[self.user].model.base
-        vocabulary = base.model.get_input_embeddings().weight
-        self.prompts = Prompts(self.engine.tokenizer, len(vocabulary), base.date)  # type: ignore[arg-type]
+        vocabulary: Any = base.model.get_input_embeddings()
+        self.prompts = Prompts(self.engine.tokenizer, len(vocabulary.weight), base.date, base.begin)
 
     def switch(self, user: str) -> None:
         """Speak with somebody else, about what has been said.

@@ -81,6 +81,7 @@ class Engine:
         base = next(iter(people.values())).model.base
         assert base.tokenizer is not None
         self.people, self.tokenizer, self.device = dict(people), base.tokenizer, base.device
+        self.begin = base.begin
         most = rows if can_pad(base.model) else 1
         self.rows = rows_of(people, most)
         self.network = self.rows.network
@@ -132,7 +133,8 @@ class Engine:
             DataError: there are no routers.
         """
         self._bound = False
-        routing = self.people[name].route(torch.tensor([*prompt, *text]), context=len(prompt) + len(text))
+        tokens = torch.tensor([*prompt, *text])
+        routing = self.people[name].route(tokens, context=len(tokens), begins=False)
         start = len(prompt)
         return Routing(tokens=routing.tokens[start:], experts=routing.experts, gates=routing.gates[:, start:])
 

@@ -15,8 +15,14 @@ from comingle.models.pretrained import PreTrainedTokenizerBase
 class Prompts:
     """Texts, tokens and messages as prompts for one base."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, date: datetime | None) -> None:
-        self.tokenizer, self.vocabulary = tokenizer, vocabulary
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocabulary: int,
+        date: datetime | None = None,
+        begin: int | None = None,
+    ) -> None:
+        self.tokenizer, self.vocabulary, self.begin = tokenizer, vocabulary, begin
         self.template = ChatTemplate(tokenizer, date)
 
     def of_messages(self, messages: Sequence[Message]) -> list[int]:
@@ -44,7 +50,7 @@ class Prompts:
         many = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
         if not many:
             raise DataError("prompt: an empty list; give a text, tokens, or a list of either")
-        tokens = [encode_prompt(self.tokenizer, one) for one in many]
+        tokens = [encode_prompt(self.tokenizer, one, self.begin) for one in many]
         for number in (number for one in tokens for number in one):
             if not 0 <= number < self.vocabulary:
                 raise DataError(f"prompt: got token {number}; allowed are those from 0 below {self.vocabulary:,}")

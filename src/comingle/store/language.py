@@ -94,6 +94,10 @@ class TextTurns(_OfLanguage, Turns[UserText]):
         super().__init__(kind, recipe, base, validates)
         self.tokenizer = tokenizer_of(base)
 
+    def key(self) -> list[Any]:
+        """Return the same, and whether windows begin with a token that no stream holds, so shorter ones are enough."""
+        return [*super().key(), *(["begins"] if self.base.begin is not None else [])]
+
     def readers(self, spool: Spool) -> Iterator[tuple[str, Callable[[], UserText]]]:
         """Files one after another; rows of a data set when all of them have been grouped."""
         data, seed = self.data, self.recipe.seed
@@ -131,7 +135,8 @@ class TextTurns(_OfLanguage, Turns[UserText]):
 
     def lack(self, user: UserData) -> Shortage | None:
         """The first stream that is too short."""
-        found = find_shortage(user, context=self.recipe.training.context, needs_validation=self.validates)
+        needed = {"needs_validation": self.validates, "begins": self.base.begin is not None}
+        found = find_shortage(user, context=self.recipe.training.context, **needed)
         if found is None and self.data.train_on_valid and not len(user.valid):
             raise DataError(
                 f"data.train_on_valid: {user.name!r} has no validation text; give a valid split or fraction"

@@ -46,6 +46,7 @@ class ConversationsSection(DataSection):
         **steps_of("conversations"),
         **ON_LANGUAGE,
         **keys_of_text(
+            add_bos_token="conversations begin with it where texts of the base do",
             held_out="everybody is tested on conversations of their own",
             limits="give fewer rows, or data.dataset.max_conversations",
         ),

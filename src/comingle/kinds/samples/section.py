@@ -76,6 +76,7 @@ class SamplesSection(DataSection):
     unread: ClassVar[Mapping[str, str]] = {
         **UNREAD,
         **keys_of_text(
+            add_bos_token="samples have no tokens",
             held_out="each user is tested on samples of its own",
             on_small_user=NO_WINDOWS,
             limits="samples have no tokens",

@@ -8,6 +8,7 @@ from pathlib import Path
 from comingle.data.hub import is_named
 from comingle.data.pack import check, find_shortage, pack, with_validation
 from comingle.data.partition import UserText, mix_held_out
+from comingle.data.templates import begin_of
 from comingle.kinds.text.reading import read_users, token_limits
 from comingle.kinds.text.section import TextSection
 from comingle.models.byte_tokenizer import byte_tokenizer
@@ -58,9 +59,11 @@ def _check_lengths(
     }
     users = [pack(text, tokenizer, **heads[text.name]) for text in texts]
     users = [with_validation(user) for user in users] if data.train_on_valid else users
-    small = {user.name for user in users if find_shortage(user, context=context, needs_validation=validates)}
+    begins = data.add_bos_token and bool(begin_of(tokenizer))
+    needed = {"context": context, "needs_validation": validates, "begins": begins}
+    small = {user.name for user in users if find_shortage(user, **needed)}
     if not skip or len(small) == len(users):
-        check(users, context=context, needs_validation=validates)
+        check(users, **needed)
     return small
 
 

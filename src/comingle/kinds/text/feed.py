@@ -26,8 +26,11 @@ class TextFeed(Feed):
 
     unit = "tokens"
 
-    def __init__(self, trainers: Sequence[UserData], training: Training, batch_size: int):
+    def __init__(
+        self, trainers: Sequence[UserData], training: Training, batch_size: int, *, begin: int | None = None
+    ) -> None:
         self.trainers, self.training, self.batch_size = listed(trainers), training, batch_size
+        self.begin = begin
         window = training.context + 1
         require_bytes(f"training.batch_size: {batch_size:,} windows of {window:,} tokens", 8 * batch_size * window)
         self._cut: dict[int, Int[Tensor, "windows window"]] = {}
@@ -54,6 +57,7 @@ class TextFeed(Feed):
                 count=self.batch_size,
                 context=self.training.context,
                 generator=generator(self.training.seed, trainer.name, round_number, phase.purpose, step, repeat),
+                begin=self.begin,
             )
             for trainer in (self.trainers[i] for i in trainers)
         ]
@@ -65,7 +69,8 @@ class TextFeed(Feed):
 
     def _windows(self, trainer: int) -> Int[Tensor, "windows window"]:
         if trainer not in self._cut:
-            self._cut[trainer] = fixed_windows(self.trainers[trainer].train, context=self.training.context)
+            stream, context = self.trainers[trainer].train, self.training.context
+            self._cut[trainer] = fixed_windows(stream, context=context, begin=self.begin)
         return self._cut[trainer]
 
     def numbered(
@@ -83,7 +88,7 @@ class TextFeed(Feed):
     def held_out(self, trainers: Sequence[int]) -> Iterator[Int[Tensor, "users batch window"]]:
         """The validation streams, cut as where they are scored."""
         context, size = self.training.context, self.batch_size
-        parts = [evaluation_windows(self.trainers[i].valid, context=context) for i in trainers]
+        parts = [evaluation_windows(self.trainers[i].valid, context=context, begin=self.begin) for i in trainers]
         for start in range(0, max(map(len, parts)), size):
             windows = torch.full((len(parts), size, context + 1), PAD, dtype=torch.int64)
             for row, part in zip(windows, parts, strict=True):
@@ -91,12 +96,13 @@ class TextFeed(Feed):
             yield windows
 
     def counted(self, drawn: Int[Tensor, "users batch window"]) -> Int[Tensor, " users"]:
-        """Targets that are not padding."""
-        return (drawn[..., 1:] != PAD).flatten(1).sum(1)
+        """Targets: tokens that are neither padding nor hidden."""
+        return (drawn[..., 1:] >= 0).flatten(1).sum(1)
 
     def score(
         self, predict: Predict, sets: Sequence[Any], rows: Sequence[int], portions: Portions, gates: Gates | None
     ) -> list[Score]:
         """Losses of whole streams, in one exact pass over each."""
         batch, slots = portions.slots(SCORED_PER_SLOT)
-        return score_streams(predict, sets, rows, context=self.training.context, batch=batch, slots=slots, gates=gates)
+        cut = {"context": self.training.context, "begin": self.begin}
+        return score_streams(predict, sets, rows, batch=batch, slots=slots, gates=gates, **cut)

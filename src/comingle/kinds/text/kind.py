@@ -106,9 +106,11 @@ class TextKind(LanguageKind):
 
     def clients(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Clients:
         """Every stream that will be used must be long enough."""
-        training = always_there(method, training)
+        assert materials.base is not None
+        training, begin = always_there(method, training), materials.base.begin
         if not materials.unread:
-            check(materials.present, context=training.context, needs_validation=method.client.needs_validation)
+            needed = {"needs_validation": method.client.needs_validation, "begins": begin is not None}
+            check(materials.present, context=training.context, **needed)
         users, trainers = self.trainers(materials, method)
         return Clients(
             self.model_here(recipe, materials, method, training),
@@ -116,7 +118,7 @@ class TextKind(LanguageKind):
             training,
             trainers=trainers,
             users=users,
-            feed=TextFeed(trainers, training, batch_size(method, training, len(users))),
+            feed=TextFeed(trainers, training, batch_size(method, training, len(users)), begin=begin),
             reads=materials.reads,
             skipped=materials.skipped,
         )

@@ -31,7 +31,8 @@ def leave_out(
         DataError: nobody has enough.
     """
     users = tokenise_users(data, texts, base)
-    skipped = {u.name: s.what for u in users if (s := find_shortage(u, context=context, needs_validation=validates))}
+    needed = {"context": context, "needs_validation": validates, "begins": base.begin is not None}
+    skipped = {user.name: shortage.what for user in users if (shortage := find_shortage(user, **needed))}
     if len(skipped) == len(users):
         raise DataError(f"all {len(users)} users have too little text: {list_small(skipped)}")
     if skipped:

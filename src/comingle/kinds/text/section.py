@@ -79,6 +79,7 @@ class TextSection(DataSection):
     on_small_user: Literal["refuse", "skip"] = "refuse"
     on_bad_row: OnBadRow = "refuse"
     train_on_valid: bool = False
+    add_bos_token: bool = True
     max_train_tokens: TokenLimit = None
     max_valid_tokens: TokenLimit = None
     max_test_tokens: TokenLimit = None

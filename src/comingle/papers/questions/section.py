@@ -38,6 +38,7 @@ class QuestionsDataSection(DataSection):
         **steps_of("questions"),
         **ON_LANGUAGE,
         **keys_of_text(
+            add_bos_token="prompts begin with it where texts of the base do",
             split="data.questions.train, valid and test say how many questions there are",
             held_out="all users have the same questions",
             on_small_user="all users have the same questions",

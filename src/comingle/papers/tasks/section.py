@@ -42,6 +42,7 @@ class TaskDataSection(DataSection):
     unread: ClassVar[Mapping[str, str]] = {
         **UNREAD,
         **keys_of_text(
+            add_bos_token="a task has samples, which have no tokens",
             split="a task has its own train and test samples",
             held_out="a task has its own test samples",
             on_small_user=NO_WINDOWS,
