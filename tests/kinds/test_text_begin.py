@@ -31,7 +31,7 @@ Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
-    tokenizer = byte_tokenizer()
+    tokenizer: Any = byte_tokenizer()
     processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", BOS)])
     tokenizer.backend_tokenizer.post_processor = processor
     assert tokenizer("ab")["input_ids"] == [BOS, 97, 98]
@@ -103,11 +103,12 @@ def test_training_and_scores_use_such_windows(loaded: Loaded) -> None:
 
 
 def test_a_context_of_tokens_is_enough(loaded: Loaded) -> None:
-    limits = {"max_train_tokens": 16, "max_valid_tokens": 16, "max_test_tokens": 1}
-    run = trained(loaded, "comigs-1g1s", data=limits, **{"training.context": 16})
+    limits: dict[str, Any] = {"max_train_tokens": 16, "max_valid_tokens": 16, "max_test_tokens": 1}
+    changes: dict[str, Any] = {"data": limits, "training.context": 16}
+    run = trained(loaded, "comigs-1g1s", **changes)
     assert run.metrics["users"]["ada"]["test_perplexity"] > 1
     with pytest.raises(DataError, match="train holds 16 tokens, needs at least 17"):
-        trained(loaded, data={**limits, "add_bos_token": False}, **{"training.context": 16})
+        trained(loaded, **{**changes, "data": {**limits, "add_bos_token": False}})
 
 
 # ---------------------------------------------------------------- scores
@@ -157,7 +158,8 @@ def test_without_the_key_scores_are_as_before(loaded: Loaded) -> None:
 
 
 def test_prompts_begin_with_the_token_once(loaded: Loaded) -> None:
-    run, (model, tokenizer) = trained(loaded), loaded
+    run, tokenizer = trained(loaded), loaded[1]
+    model: Any = loaded[0]
     prompt = tokenizer("The dog", return_tensors="pt")
     stock = model.generate(**prompt, max_new_tokens=8, do_sample=False, pad_token_id=EOS)[0, len("The dog") + 1 :]
     said = run.user("ada").generate(["The dog", "A"], max_new_tokens=8)[0]
@@ -170,7 +172,7 @@ def test_prompts_begin_with_the_token_once(loaded: Loaded) -> None:
 
 def test_the_servers_completions_begin_with_the_token(loaded: Loaded) -> None:
     begin = trained(loaded).federation.clients.model.base.begin
-    prompts = Prompts(loaded[1], 259, begin)
+    prompts = Prompts(loaded[1], 259, begin=begin)
     assert prompts.of_texts("ab") == [[BOS, 97, 98]]
     assert prompts.of_texts(["a", [98]]) == [[BOS, 97], [98]]
 
@@ -238,7 +240,7 @@ def test_a_run_that_an_older_version_began_goes_on_as_it_was(loaded: Loaded, tmp
         comingle.run(recipe_in(tmp_path, add_bos_token=True), out=tmp_path / "older", resume=True)
     resumed = comingle.run(recipe_in(tmp_path), out=tmp_path / "older", resume=True)
     assert resumed.metrics["users"] == whole.metrics["users"]
-    opened = comingle.load(tmp_path / "older")
+    opened: Any = comingle.load(tmp_path / "older")
     assert opened.federation.clients.model.base.begin is None
     assert opened.user("ada").perplexity("The cat") == whole.user("ada").perplexity("The cat")
     assert comingle.run(tmp_path / "older").metrics["users"] == whole.metrics["users"]

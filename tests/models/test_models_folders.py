@@ -159,8 +159,8 @@ def test_buffers_that_models_compute_are_no_loss(saved: Path, tmp_path: Path) ->
     more["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file({**load_file(path), **more}, path, metadata={"format": "pt"})
     load_base(str(saved), dtype="float32", device="cpu")
-    sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 16}
-    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
+    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=16)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     path = tmp_path / "gpt2" / "model.safetensors"
     masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16).tril()}
     masks["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
