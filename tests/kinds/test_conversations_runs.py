@@ -304,7 +304,7 @@ def test_the_command_line_from_files_to_a_report(comingle: Any, tmp_path: Path, 
     found = comingle("data", path)
     assert found.code == 0, found.err
     assert "conversations" in found.out
-    assert "ada asks" in found.out
+    assert "<|bos|>assistant\\n[[no<|pad|>]]\\n<|bos|>user\\nand?<|pad|>" in "".join(found.out.splitlines())
     assert comingle("cost", path).code == 0
     found = comingle("run", path, "--out", tmp_path / "out")
     assert found.code == 0, found.err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -17,16 +17,17 @@ from comingle.data.partition import UserText
 from comingle.data.rows import list_names
 from comingle.data.samples import SPLITS, UserSamples
 from comingle.kinds.base import Materials
-from comingle.kinds.conversations.answers import UserAnswers
+from comingle.kinds.conversations.answers import Answers, UserAnswers
 from comingle.kinds.language import NETS
 from comingle.kinds.samples.nets import net_name
 from comingle.recipes import Recipe
 from comingle.reports.framing import Table
 from comingle.terminal import printable, words
 
-_SAMPLE_CHARACTERS = 160
+_SAMPLE_CHARACTERS, _CONVERSATION_CHARACTERS = 160, 1200
 _SIZES = ("train", "valid", "test", "tokens, mean", "at most", "answer at most")
 _ENDS = 3
+_LEGEND = "first conversations as the model sees them; [[what carries the loss]], \\n is a line's end"
 
 LISTED_USERS = 24
 """Up to so many users have a row each."""
@@ -83,14 +84,33 @@ def _of_crowd(title: str, materials: Materials, users: Crowd, everybody: bool) -
     return [table, *left_out(materials, why, everybody), *lines]
 
 
-def _heads(materials: Materials, user: Any) -> dict[str, str]:
-    """The beginning of what is trained on and of what is tested, where it is text."""
+def _heads(materials: Materials, user: Any) -> dict[str, str | Text]:
+    """The beginning of what is trained on and of what is tested, where it is text; conversations as models see them."""
     if materials.base is None or materials.base.tokenizer is None:
         return {}
-    heads = {"train": user.train, "test": user.test}
-    first = {split: part if isinstance(part, Tensor) else part.tokens(0) for split, part in heads.items() if len(part)}
+    heads = {split: part for split, part in {"train": user.train, "test": user.test}.items() if len(part)}
     decode: Any = materials.base.tokenizer.decode
-    return {split: shorten(decode(tokens[:_SAMPLE_CHARACTERS].tolist())) for split, tokens in first.items()}
+    return {
+        split: shorten(decode(part[:_SAMPLE_CHARACTERS].tolist()))
+        if isinstance(part, Tensor)
+        else _conversation(part, decode)
+        for split, part in heads.items()
+    }
+
+
+def _conversation(part: Answers, decode: Callable[[list[int]], str]) -> Text:
+    """The first conversation in the base's template, what carries a loss between brackets, in one line."""
+    row, tokens = part.windows[0], part.tokens(0).tolist()
+    shown = Text()
+    for learnt, places in groupby(range(len(tokens)), key=lambda at: bool(row[at] >= 0)):
+        text = decode([tokens[at] for at in places])
+        if len(text) > _SAMPLE_CHARACTERS:
+            half = _SAMPLE_CHARACTERS // 2
+            text = f"{text[:half]} ... {text[-half:]}"
+        line = printable(text.replace("\n", "\\n"))
+        shown.append(f"[[{line}]]" if learnt else line, style="bold green" if learnt else "")
+    shown.truncate(_CONVERSATION_CHARACTERS)
+    return shown
 
 
 def _of_text(recipe: Recipe, materials: Materials, everybody: bool) -> list[RenderableType]:
@@ -114,7 +134,7 @@ def _of_text(recipe: Recipe, materials: Materials, everybody: bool) -> list[Rend
 def _of_answers(recipe: Recipe, materials: Materials, everybody: bool) -> list[RenderableType]:
     """How many each user has, and how long they are: whole, and the responses alone.
 
-    Who was left out, and where there are texts the beginning of a train and of a test conversation.
+    Who was left out, and where there are texts a train and a test conversation in the base's template.
     """
     title = words(f"{recipe.base}: {materials.kind.name}", "table.title")
     table = Table("user", title=title, title_justify="left", box=None)
@@ -124,18 +144,16 @@ def _of_answers(recipe: Recipe, materials: Materials, everybody: bool) -> list[R
     for name, cells in rows:
         table.add_row(words(name), *cells)
     listed = dict(rows)
-    shown = [line for text in materials.texts if text.name in listed for line in beginnings(text.name, _firsts(text))]
-    return [table, *left_out(materials, "too few conversations", everybody), *shown]
+    shown = [user for user in materials.users if user.name in listed] if materials.texts else []
+    lines = [line for user in shown for line in beginnings(user.name, _heads(materials, user))]
+    legend = [words(_LEGEND)] if lines else []
+    return [table, *left_out(materials, "too few conversations", everybody), *legend, *lines]
 
 
 def _sizes(user: UserAnswers) -> list[int]:
     parts = (user.train, user.valid, user.test)
     sizes = [len(part.tokens(number)) for part in parts for number in range(len(part))] or [0]
     return [*map(len, parts), round(sum(sizes) / len(sizes)), max(sizes), user.test.limit]
-
-
-def _firsts(text: UserText) -> dict[str, str]:
-    return {split: shorten(documents[0]) for split in ("train", "test") if (documents := getattr(text, split))}
 
 
 def _of_samples(recipe: Recipe, materials: Materials, everybody: bool) -> list[RenderableType]:
@@ -176,10 +194,11 @@ def left_out(materials: Materials, why: str, everybody: bool) -> list[Renderable
     return [words(told), *(words(f"  {name}: {what}") for name, what in shown)]
 
 
-def beginnings(name: str, samples: Mapping[str, str]) -> list[RenderableType]:
-    """A line for the beginning of a document of each split."""
+def beginnings(name: str, samples: Mapping[str, str | Text]) -> list[RenderableType]:
+    """Return a line for the beginning of a document of each split."""
     return [
-        Text.assemble(words(name, "bold"), " ", (f"{split}:", "dim"), " ") + Text(printable(sample, keep="\n\t"))
+        Text.assemble(words(name, "bold"), " ", (f"{split}:", "dim"), " ")
+        + (sample if isinstance(sample, Text) else Text(printable(sample, keep="\n\t")))
         for split, sample in samples.items()
     ]
 
