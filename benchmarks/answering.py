@@ -15,6 +15,9 @@ import statistics
 from functools import partial
 from typing import Any
 
+import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
+
+# isort: split
 import torch
 
 from clocks import add_clock, clock_of

@@ -23,6 +23,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+
+import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
+
+# isort: split
 import torch
 from torch import nn
 

@@ -14,9 +14,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import comingle
+
+# isort: split
 import torch
 
-import comingle
 from comingle.reports.audit import Audit
 from comingle.reports.significance import interval
 

@@ -31,11 +31,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import comingle
+
+# isort: split
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-import comingle
 from comingle.adapters.inject import ATTENTION, GENERALIST, ROUTER
 from comingle.adapters.lora import init_zero
 from comingle.data.batches import PAD, evaluation_windows

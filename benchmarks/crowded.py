@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from comingle.cli import SPINS
+from comingle import SPINS
 
 RECIPE = """
 base: "random:gpt2?layers=12&dim=576&heads=9&vocab=4096"

@@ -33,6 +33,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
+
+# isort: split
 import torch
 
 from comingle.adapters import native

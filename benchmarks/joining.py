@@ -16,9 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import comingle
+
+# isort: split
 import torch
 
-import comingle
 from comingle.reports.significance import interval
 
 SOURCES = {

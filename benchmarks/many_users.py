@@ -20,6 +20,9 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, cast
 
+import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
+
+# isort: split
 import torch
 from torch import Tensor, nn
 

@@ -17,11 +17,13 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import comingle
+
+# isort: split
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-import comingle
 from comingle.data.batches import PAD, evaluation_windows
 from comingle.runs.results import Run
 

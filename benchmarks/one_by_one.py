@@ -10,6 +10,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
+
+# isort: split
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -26,11 +26,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import comingle
+
+# isort: split
 import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-import comingle
 from comingle.data.batches import PAD, evaluation_windows, inputs_of
 from comingle.models.ensembles import EnsembleModel
 from comingle.papers.rivals.likelihood import likeliest

@@ -32,6 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
+
+# isort: split
 import torch
 
 from comingle.data.crowds import Crowd

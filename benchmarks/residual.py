@@ -17,10 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import comingle
+
+# isort: split
 import torch
 from torch import Tensor
 
-import comingle
 from comingle.adapters.inject import GENERALIST, SPECIALIST
 from comingle.engines.client import Clients
 from comingle.engines.local import settle, train

@@ -21,6 +21,9 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
+
+# isort: split
 import torch
 
 from clocks import add_clock, clock_of

@@ -14,6 +14,9 @@ import argparse
 import json
 import time
 
+import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
+
+# isort: split
 import torch
 
 from comingle.methods import make

@@ -26,6 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
+
+# isort: split
 import torch
 
 from clocks import add_clock, clock_of

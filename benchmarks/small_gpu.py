@@ -17,6 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
+
+# isort: split
 import torch
 
 from comingle.costing.memory import LiveBytes

@@ -19,6 +19,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
+
+# isort: split
 import torch
 
 from clocks import add_clock, clock_of

@@ -19,10 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import comingle
+
+# isort: split
 import torch
 
 import attacks
-import comingle
 from attack_tables import shown
 from comingle.errors import ComingleError
 

@@ -14,10 +14,20 @@ Everything heavy (torch, transformers) is imported on first use.
 from __future__ import annotations
 
 import importlib
+import logging
+import os
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+SPINS = "2000"
+"""How often a waiting thread of GNU's OpenMP looks for work before it sleeps.
+
+Its default is 300,000 times, with which a run of two threads beside another on two processors took more than fifteen
+times as long; 2,000 cost a run that is alone 2% to 7% (``benchmarks/crowded.py``).
+"""
 
 if TYPE_CHECKING:
     from comingle.adapters.clustered import floral as floral
@@ -43,6 +53,27 @@ _HOMES = {
 }
 
 __all__ = ["ComingleError", "Recipe", "__version__", "advise", "audit", "compare", "floral", "join", "load", "run"]
+
+
+def _prepare_threads() -> None:
+    """Set GOMP_SPINCOUNT, which PyTorch reads when it is imported; a value that the user has set stays."""
+    if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
+        return
+    if "torch" not in sys.modules:
+        os.environ["GOMP_SPINCOUNT"] = SPINS
+    elif sys.platform == "linux" and os.environ.get("OMP_NUM_THREADS") != "1":
+        logging.getLogger(__name__).warning(
+            "comingle: imported after torch, so threads wait by spinning, and runs beside other work may take many "
+            "times as long; import comingle first, or set GOMP_SPINCOUNT=%s",
+            SPINS,
+        )
+
+
+_prepare_threads()
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def _home(name: str) -> str:
