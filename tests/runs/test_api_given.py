@@ -15,6 +15,7 @@ import yaml
 
 import comingle
 from comingle.data.sources import read_documents
+from comingle.engines.settings import OptimizerSettings
 from comingle.errors import BaseModelError, ComingleError, DataError, PluginError, RecipeError, RunError
 from comingle.kinds.handed import section_for
 from comingle.methods import REGISTRY, make
@@ -22,8 +23,8 @@ from comingle.methods.base import Method
 from comingle.methods.fedavg import fedavg
 from comingle.models.given import given_base
 from comingle.models.language import load_base
-from comingle.recipes import load_recipe
-from comingle.runs.given import NOTHING, given_of
+from comingle.recipes import Recipe, load_recipe
+from comingle.runs.given import NOTHING, given_of, recipe_with
 from comingle.runs.results import Run
 
 NAMES = ("ann", "bob", "cem")
@@ -355,3 +356,25 @@ def test_methods_compare_as_their_runs_do(options: dict[str, Any], texts: dict[s
     assert written.metrics["local", 0]["users"] == compared.metrics["local", 0]["users"]
     assert "'local' twice" in refused(RecipeError, lambda: comingle.compare(options, ["local", "local"], users=texts))
     assert "none given" in refused(RecipeError, lambda: comingle.compare(options, [], users=texts))
+
+
+def test_a_mapping_keeps_the_rest_of_the_section_that_it_changes() -> None:
+    training = {"rounds": 4, "context": 16, "experts": {"learning_rate": 0.02, "betas": [0.8, 0.9]}}
+    data = {"users": {"ada": "demo:library"}, "max_train_tokens": 4000, "split": {"valid": 0.2}}
+    recipe = {"data": data, "method": {"name": "comigs-1g1s", "router_every": 2}, "training": training}
+
+    def changed(**changes: Any) -> Recipe:
+        return recipe_with(recipe, NOTHING, base=None, method=None, changes=changes)
+
+    read = changed(training={"rounds": 1, "experts": {"learning_rate": 0.5}})
+    assert (read.training.rounds, read.training.context) == (1, 16)
+    assert (read.training.experts.learning_rate, read.training.experts.betas) == (0.5, (0.8, 0.9))
+    assert changed(training=None).training == Recipe.model_validate({"data": data}).training
+    sgd = changed(training={"experts": {"name": "sgd"}}).training
+    assert (sgd.context, sgd.experts.learning_rate) == (16, OptimizerSettings.learning_rate)
+    assert changed(method={"name": "fedavg"}).method.settings == {}
+    kept = changed(data={"max_test_tokens": 500}).data.model_dump(exclude_unset=True)
+    assert (kept["max_train_tokens"], kept["max_test_tokens"], list(kept["users"])) == (4000, 500, ["ada"])
+    other = changed(data={"users": {"ben": "demo:reference"}}).data.model_dump(exclude_unset=True)
+    assert (list(other["users"]), other.get("max_train_tokens")) == (["ben"], None)
+    assert changed(**{"training.experts": {"learning_rate": 0.5}}).training.experts.betas == (0.8, 0.9)

@@ -5,6 +5,7 @@ A name is a hub name (``owner/model``), a folder, a GGUF file, an alias (``smoll
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -57,6 +58,8 @@ def load_base(
     Raises:
         BaseModelError: not found, not loadable, not a causal language model, or an unknown dtype, device or attention.
     """
+    if sys.flags.optimize > 1:
+        raise BaseModelError("python -OO: transformers reads docstrings, which it removes; use python -O")
     place = resolve_device(device)
     number = resolve_dtype(dtype, place)
     style = resolve_attention(attention, place)

@@ -148,8 +148,38 @@ def recipe_with(
     if given.users is not None and "data" in changes:  # whose options it may replace, and not who they are
         changes = {**changes, **_with_users({"data": changes["data"]}, given.users, changes)}
     named = {"base": name, "method": method}
-    changed = {**{key: value for key, value in named.items() if value is not None}, **changes}
+    changed = {**{key: value for key, value in named.items() if value is not None}, **merged(read, changes)}
     return read.with_changes(changed) if changed else read
+
+
+def merged(recipe: Recipe, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return changes in which a mapping keeps the rest of the section that it changes, and None is its default.
+
+    A mapping replaces instead what it names otherwise: another method, optimiser or rule, and other users.
+    """
+    content, found = recipe.model_dump(mode="json", exclude_unset=True), dict[str, Any]()
+    for key, value in changes.items():
+        old: Any = content
+        for part in key.split("."):
+            old = old.get(part) if isinstance(old, Mapping) else None
+        if value is None and key in _SECTIONS:
+            found[key] = {}
+        else:
+            found[key] = _merge(old, value) if key.partition(".")[0] != "method" else value
+    return found
+
+
+def _merge(old: Any, new: Any) -> Any:
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        return new
+    if any(key in new and new[key] != old.get(key) for key in _NAMES):
+        return new
+    return {**old, **{key: value if key == "users" else _merge(old.get(key), value) for key, value in new.items()}}
+
+
+_SECTIONS = ("adapters", "floral", "training", "evaluation", "aggregation", "checkpoints", "runtime")
+_NAMES = ("name", "rule", "mechanism", "kind", "users", "dataset", "task", "questions", "tasks")
+"""Keys that decide on what the others of their section mean."""
 
 
 def _with_users(content: Any, users: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
