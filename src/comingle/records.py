@@ -47,6 +47,20 @@ PARTICIPANTS = "participants.json"
 _NAME_MAX, _SHOWN = 255, 200
 
 
+def expand_home(path: str | os.PathLike[str]) -> Path:
+    """Return the path with a leading ``~`` or ``~NAME`` replaced by that user's home directory.
+
+    Raises:
+        RunError: there is no such user, or this one has no home directory, as in a container without ``HOME``.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        name = Path(path).parts[0].removeprefix("~")
+        why = f"no user {name} on this machine" if name else "no home directory (HOME is not set)"
+        raise RunError(f"{os.fspath(path)}: {why}; give the whole path") from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
     """The result of a run.

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
 from types import MappingProxyType
 
+from comingle.cli import libraries  # noqa: F401 (before typer is imported)
+
+# isort: split
 import typer
 
+from comingle import __version__
 from comingle.cli.advise import advise
 from comingle.cli.audit import audit
 from comingle.cli.chat import chat
@@ -55,8 +60,17 @@ app = typer.Typer(
 )
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"comingle {__version__}")
+        raise typer.Exit
+
+
 @app.callback(invoke_without_command=False)
-def _options(verbose: bool = typer.Option(False, "--verbose", "-v", help="Say what is loaded and from where.")) -> None:
+def _options(
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say what is loaded and from where."),
+    version: bool = typer.Option(False, "--version", help="Show the version.", callback=_show_version, is_eager=True),
+) -> None:
     logging.basicConfig(level=logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_Formatter("%(message)s"))
@@ -80,22 +94,17 @@ _AGAIN = {
 """How a verb that was interrupted goes on; others have nothing to go on with."""
 
 
-SPINS = "2000"
-"""How often a thread of GNU's OpenMP looks whether the others are done before it sleeps. By itself it looks 300,000
-times, with which a run of two threads beside another on two processors took more than fifteen times as long; 2,000 cost
-a run that is alone 2% to 7% (``benchmarks/crowded.py``)."""
-
-
-def _prepare_threads() -> None:
-    """Before PyTorch is imported, which reads this; what a user has set stays."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+def _replace_unknown_characters() -> None:
+    """Print ``?`` in place of characters that the terminal or the log does not have, rather than end in an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def main() -> None:
     """Entry point: a user's mistake is one line and exit code 2, an interruption is 130, a bug of ours a traceback."""
-    _prepare_threads()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # before they are imported
+    _replace_unknown_characters()
     try:
         app()
     except BrokenPipeError:  # whoever read us has enough, as in `comingle methods | head -1`

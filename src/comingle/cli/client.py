@@ -9,6 +9,7 @@ import typer
 
 from comingle.cli.options import Quiet
 from comingle.errors import RecipeError
+from comingle.records import expand_home
 
 _FILE = "participant.yaml"
 
@@ -59,5 +60,5 @@ def _as_path(source: str | None) -> str | None:
     """Make the path of an existing file or folder absolute; anything else, as a public name, stays."""
     if source is None:
         return None
-    path = Path(source).expanduser()
+    path = expand_home(source)
     return str(path.absolute()) if path.exists() else source

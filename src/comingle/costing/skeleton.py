@@ -15,6 +15,7 @@ from comingle.models.folders import check_config, one_line, own_config
 from comingle.models.hardware import resolve_attention, resolve_device, resolve_dtype
 from comingle.models.hub import hub_answers
 from comingle.models.sources import ALIASES, locate
+from comingle.records import expand_home
 
 
 def load_skeleton(
@@ -61,7 +62,7 @@ def _config_folder(name: str) -> Path:
     alias = ALIASES.get(name)
     if alias is not None:
         return _hub_config(alias.repository) or locate(name).folder
-    if not name or Path(name).expanduser().exists() or name.startswith((".", "~", "/")) or name.count("/") > 1:
+    if not name or expand_home(name).exists() or name.startswith((".", "~", "/")) or name.count("/") > 1:
         return locate(name).folder
     return _hub_config(name) or locate(name).folder
 

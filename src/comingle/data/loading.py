@@ -25,6 +25,7 @@ from comingle.data.hub import HUB_PREFIX, parse_hub_name
 from comingle.data.row_files import Table, open_table
 from comingle.data.rows import Rows, describe, table_of
 from comingle.errors import DataError
+from comingle.records import expand_home
 
 _LOCAL_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 _CARD_CHARACTERS = 1 << 20
@@ -51,7 +52,7 @@ def read_tables(
 
 
 def _tables(source: str, name: str | None, data_files: Any, stream: bool) -> Iterator[Table]:
-    path = Path(source).expanduser()
+    path = expand_home(source)
     if not source.startswith(HUB_PREFIX) and os.path.exists(path):
         check_regular(path)
         if path.is_file():
@@ -124,7 +125,7 @@ def _load(
 
 def _load_any(datasets: Any, source: str, name: str | None, data_files: Any, cache: str) -> Any:
     """A data set of ``datasets``, or a list of tables."""
-    path = Path(source).expanduser()
+    path = expand_home(source)
     local = (on_disk := os.path.exists(path)) or (source in _LOCAL_BUILDERS and data_files is not None)
     options: dict[str, Any] = {"name": name, "data_files": data_files}
     if on_disk:

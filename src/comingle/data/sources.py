@@ -21,6 +21,7 @@ from comingle.data.names import name_problem
 from comingle.data.rows import choose_users, iterate_texts
 from comingle.errors import DataError, NoTextError
 from comingle.plugins import require
+from comingle.records import expand_home
 
 Groups = dict[str, dict[str, list[str]]]
 """Documents by user and split."""
@@ -53,7 +54,7 @@ def read_documents(
     elif is_named(str(path)):
         documents = require(TEXTS, str(path).partition(":")[0])(str(path))
     else:
-        path = Path(path).expanduser()
+        path = expand_home(path)
         check_regular(path)
         documents = [document for document in _read_path(path, column, most, collected) if document.strip()]
     if bad is None:

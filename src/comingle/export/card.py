@@ -10,6 +10,7 @@ from pathlib import Path
 from comingle.models.about import About
 from comingle.models.base import Base
 from comingle.models.sources import is_public
+from comingle.records import expand_home
 
 TAG = "comingle"
 """By which an exported folder is known again."""
@@ -75,7 +76,7 @@ class Card:
 
 def name_of(base: Base) -> str:
     """What the base is called, without the way to it on this machine."""
-    return Path(base.name).name if Path(base.name).expanduser().exists() else base.name
+    return Path(base.name).name if expand_home(base.name).exists() else base.name
 
 
 def licence_of(base: Base) -> str:

@@ -13,6 +13,7 @@ from comingle.federation.coordinator import AN_EVENT
 from comingle.federation.files import load_plan
 from comingle.federation.running import coordinate
 from comingle.methods.files import load_files_of_command
+from comingle.records import expand_home
 from comingle.transports.channel import Channel
 
 
@@ -27,7 +28,7 @@ def coordinate_app(channel: Channel, config: Mapping[str, Any], folder: Path, sa
     load_files_of_command()
     with _heard(say):
         coordinate(
-            load_plan(Path(file).expanduser()),
+            load_plan(expand_home(file)),
             channel,
             folder,
             resume=(folder / "recipe.yaml").exists(),

@@ -19,7 +19,7 @@ from comingle.models.base import digests_of
 from comingle.models.sources import is_public
 from comingle.recipes import Recipe, parse_recipe
 from comingle.recipes.sections import complete_older
-from comingle.records import PUBLIC, write_json
+from comingle.records import PUBLIC, expand_home, write_json
 from comingle.runs.given import Given
 from comingle.runs.session import describe, prepare
 
@@ -111,7 +111,7 @@ def _check_base_name(name: str) -> None:
         raise MessageError(
             f"base: the server names a file or folder, {name!r}; `base` in your own file says where it is"
         )
-    if Path(name).expanduser().exists():
+    if expand_home(name).exists():
         raise BaseModelError(
             f"base: {name} of the server is a folder here; `base` in your own file says which is meant"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from comingle.errors import RecipeError
@@ -12,6 +11,7 @@ from comingle.federation.public import check_possible
 from comingle.federation.running import Plan
 from comingle.kinds.base import kind_of
 from comingle.recipes import Recipe
+from comingle.records import expand_home
 from comingle.runs.session import prepare
 
 
@@ -28,7 +28,7 @@ def split_recipe(recipe: Recipe, patience: Patience | None = None) -> tuple[Plan
     settings = {} if kind.needs_base else kind.settings(prepare(recipe))  # shapes and labels are all users' together
     plan = Plan(recipe=recipe, users=names, settings=settings, patience=patience or Patience())
     # Nobody takes a path from a server; on this machine it is the same for all.
-    base = recipe.base if kind.needs_base and Path(recipe.base).expanduser().exists() else None
+    base = recipe.base if kind.needs_base and expand_home(recipe.base).exists() else None
     # Here one person has everybody's data, and may see how well it goes also with privacy.
     return plan, [Own(name=name, data=_data(recipe, name), base=base, tells="all") for name in names]
 

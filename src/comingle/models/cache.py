@@ -11,23 +11,33 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from comingle.records import to_disk
+from comingle.errors import RunError
+from comingle.records import expand_home, to_disk
 
 # A partial folder this old belongs to a process that was killed.
 _ABANDONED_SECONDS = 3600.0
 
 
 def cache_folder() -> Path:
-    """Where comingle keeps what it can make again: $COMINGLE_CACHE, or the platform's cache folder."""
+    """Return the folder of what comingle can make again: $COMINGLE_CACHE, or the platform's cache folder.
+
+    Raises:
+        RunError: there is no home directory, or $COMINGLE_CACHE is in that of an unknown user.
+    """
     if chosen := os.environ.get("COMINGLE_CACHE"):
-        return Path(chosen).expanduser()
+        return expand_home(chosen)
+    try:
+        return _platform_cache() / "comingle"
+    except RuntimeError:
+        raise RunError("no home directory (HOME is not set); COMINGLE_CACHE names a folder for the cache") from None
+
+
+def _platform_cache() -> Path:
     if sys.platform == "win32":
-        parent = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        parent = Path.home() / "Library" / "Caches"
-    else:
-        parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return parent / "comingle"
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def make_once(target: Path, fill: Callable[[Path], None]) -> Path:

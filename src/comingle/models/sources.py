@@ -12,6 +12,7 @@ from comingle.models.base import logger
 from comingle.models.families import FAMILIES, PREFIX
 from comingle.models.hub import hub_folder
 from comingle.plugins import require
+from comingle.records import expand_home
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
@@ -55,7 +56,7 @@ def locate(name: str) -> Source:
     """
     if name in ALIASES:
         return _locate_alias(name, ALIASES[name])
-    path = Path(name).expanduser()
+    path = expand_home(name)
     if name and path.is_dir():
         return Source(folder=path, name=name)
     if path.is_file():

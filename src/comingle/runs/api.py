@@ -68,8 +68,8 @@ def run(
         observers: called with each event, a mapping with ``event``.
         materials: the base and the users' data of an earlier :func:`comingle.runs.session.prepare`.
         progress: tell on stderr how far the run is, in a notebook below the cell.
-        changes: keys of the recipe to replace, as ``seed=1`` or ``**{"training.rounds": 3}``. A mapping keeps the rest of
-            its section, as ``training={"rounds": 3}``; None in place of a section has its defaults.
+        changes: keys of the recipe to replace, as ``seed=1`` or ``**{"training.rounds": 3}``. A mapping keeps the
+            rest of its section, as ``training={"rounds": 3}``; None in place of a section has its defaults.
 
     Raises:
         ComingleError: whatever the user can correct, in one line.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from comingle.data.crowds import Crowd
@@ -20,6 +19,7 @@ from comingle.kinds.samples.population import Population
 from comingle.kinds.samples.reading import Remarks, look_of, numbered, read_source, shared_classes
 from comingle.models.base import Base
 from comingle.recipes import Recipe
+from comingle.records import expand_home
 from comingle.store.grouping import Spool
 from comingle.store.turns import Some, Turns, in_turn
 
@@ -137,7 +137,7 @@ def _paths(source: Any) -> list[str]:
 
 def _classes_in(user: str, source: Any) -> set[str]:
     """By the names of folders alone; none where there is no folder, which reading it says better."""
-    folders = [folder for path in _paths(source) if (folder := Path(path).expanduser()).is_dir()]
+    folders = [folder for path in _paths(source) if (folder := expand_home(path)).is_dir()]
     if source.path is not None:  # else these are splits themselves
         folders = [split for folder in folders for split in find_splits(folder, f"data.users.{user}").values()]
     return {one.name for folder in folders for one in class_folders(folder)}

@@ -26,6 +26,7 @@ from filelock import FileLock, Timeout
 from comingle.errors import DataError
 from comingle.models.cache import cache_folder, make_once
 from comingle.recipes import Recipe
+from comingle.records import expand_home
 from comingle.store.tokens import ABOUT
 from comingle.store.turns import Turns, write_in_turn
 
@@ -80,7 +81,7 @@ def _digest(states: Iterator[list[Any] | None]) -> str | None:
 def _states(sources: list[str]) -> Iterator[list[Any] | None]:
     """By which a source is known again; None for what is no file or folder."""
     for source in sources:
-        path = Path(source).expanduser()
+        path = expand_home(source)
         if not os.path.exists(path):  # which a name that is too long is not either
             yield None
         elif path.is_dir():

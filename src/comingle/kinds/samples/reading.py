@@ -18,6 +18,7 @@ from comingle.errors import DataError
 from comingle.kinds.samples.folders import SUFFIXES, Look, Pictures, find_splits, read_folder, split_named, visible
 from comingle.kinds.samples.parting import part
 from comingle.kinds.samples.section import SampleSource, SamplesSection
+from comingle.records import expand_home
 
 logger = logging.getLogger("comingle")
 
@@ -93,14 +94,14 @@ def read_source(user: str, source: SampleSource, look: Look, remarks: Remarks) -
     where, key = f"user {user!r}", f"data.users.{user}"
     parts: dict[str, Samples | Pictures] = {}
     if source.path is not None:
-        path = Path(source.path).expanduser()
+        path = expand_home(source.path)
         if _is_file(path, where):
             return dict(read_npz(path, where))
         splits = find_splits(path, key)
         remarks.add_splits(user, path, splits)
     else:
         given = {split: getattr(source, split) for split in SPLITS}
-        splits = {split: Path(place).expanduser() for split, place in given.items() if place is not None}
+        splits = {split: expand_home(place) for split, place in given.items() if place is not None}
     for split, path in splits.items():
         if _is_file(path, where):
             parts[split] = read_npz(path, where)["train"]

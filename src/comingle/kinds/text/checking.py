@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from comingle.data.hub import is_named
 from comingle.data.pack import check, find_shortage, pack, with_validation
@@ -16,6 +15,7 @@ from comingle.models.families import PREFIX
 from comingle.models.folders import load_tokenizer
 from comingle.models.pretrained import PreTrainedTokenizerBase
 from comingle.recipes import Recipe
+from comingle.records import expand_home
 
 ABSENT_NOTE = "Some of the users' text is not here, so nobody's text is checked: a run may refuse it."
 
@@ -76,5 +76,5 @@ def tokenizer_here(base: str) -> PreTrainedTokenizerBase | None:
     """The base's tokenizer where that takes neither weights nor the hub."""
     if base.startswith(PREFIX):
         return byte_tokenizer()
-    folder = Path(base).expanduser()
+    folder = expand_home(base)
     return load_tokenizer(folder) if os.path.isdir(folder) else None

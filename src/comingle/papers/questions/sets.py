@@ -30,6 +30,7 @@ from comingle.errors import DataError, RecipeError, did_you_mean
 from comingle.kinds.conversations.answers import Question, UserAnswers, as_answers, encode
 from comingle.papers.decoded import iterate_values
 from comingle.papers.questions.rows import COLUMNS, QUESTIONS_OF
+from comingle.records import expand_home
 
 logger = logging.getLogger("comingle")
 
@@ -220,11 +221,11 @@ def source_of(name: str, path: str | Path | None) -> Path | str:
     Raises:
         DataError: no such file or folder.
     """
-    folder = Path(os.environ.get(FOLDER_VARIABLE) or "-").expanduser() / name
+    folder = expand_home(os.environ.get(FOLDER_VARIABLE) or "-") / name
     source = path if path is not None else folder if folder.is_dir() else QUESTIONS[name].hub
     if str(source).startswith(HUB_PREFIX):
         return str(source)
-    return _find_file(name, Path(source).expanduser())
+    return _find_file(name, expand_home(source))
 
 
 def iterate_questions(

@@ -13,6 +13,7 @@ from comingle.models.hub import cached_folder, hub_answers, is_offline
 from comingle.models.sources import is_public
 from comingle.papers.recipes import published_runs
 from comingle.papers.reproduce.plan import Cell, Plan
+from comingle.records import expand_home
 
 _LISTED = 3
 
@@ -56,7 +57,7 @@ def _missing(plan: Plan) -> list[str]:
     names: dict[str, None] = {}
     for cell in plan.cells:
         base = cell.recipe.base
-        if "/" in base and is_public(base) and not Path(base).expanduser().exists() and cached_folder(base) is None:
+        if "/" in base and is_public(base) and not expand_home(base).exists() and cached_folder(base) is None:
             names[base] = None
         for name in _data_sets(plan, cell):
             names[name] = None

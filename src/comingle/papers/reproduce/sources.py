@@ -11,6 +11,7 @@ from comingle.data.hub import FOLDER_VARIABLE
 from comingle.errors import RecipeError
 from comingle.papers.reproduce.published import DataSet, Scale, Study
 from comingle.papers.tasks.images import has_images
+from comingle.records import expand_home
 
 IMAGES = "images"
 SPLITS = ("train", "valid", "test")
@@ -29,7 +30,7 @@ def data_folder(given: Path | None) -> Path | None:
     named = str(given) if given is not None else os.environ.get(FOLDER_VARIABLE, "")
     if not named:
         return None
-    folder = Path(named).expanduser().resolve()
+    folder = expand_home(named).resolve()
     if not folder.is_dir():
         where = "--data" if given is not None else FOLDER_VARIABLE
         raise RecipeError(f"{where} {named}: no such folder; it should hold the data, laid out as docs/results.md says")
@@ -49,7 +50,7 @@ def placed(content: Any, folder: Path | None) -> Any:
 
 def inside(path: str, folder: Path | None) -> str:
     """A base that is asked for: where it lies in the folder, by its place in there, however the path is spelt."""
-    found = Path(path).expanduser()
+    found = expand_home(path)
     within = folder is not None and found.is_dir() and found.resolve().is_relative_to(folder)
     return str(found.resolve()) if within else path
 

@@ -29,6 +29,7 @@ from comingle.errors import DataError
 from comingle.papers.decoded import iterate_values
 from comingle.papers.tasks.idx import read_idx
 from comingle.papers.tasks.pictures import decode, scale, stack
+from comingle.records import expand_home
 
 _SPLITS = {"train": "train", "test": "t10k"}
 # What people call the arrays and columns; the first that is there is read. CIFAR-100 has fine and coarse labels.
@@ -82,7 +83,7 @@ def read_images(name: str, source: str | Path) -> dict[str, Images]:
     """
     if str(source).startswith(HUB_PREFIX):
         return {split: read_hub(str(source), split) for split in _SPLITS}
-    folder = Path(source).expanduser()
+    folder = expand_home(source)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; it should hold the images of {name}")
     return {split: _read_split(folder, name, split) for split in _SPLITS}
@@ -99,7 +100,7 @@ def read_domains(name: str, source: str | Path, *, largest: int) -> Images:
     """
     if str(source).startswith(HUB_PREFIX):
         return read_hub(str(source), "train", largest=largest, domains=True)
-    folder = Path(source).expanduser()
+    folder = expand_home(source)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; it should hold the images of {name}")
     path = _find_domains(folder, name)

@@ -33,6 +33,7 @@ from comingle.papers.tasks.settings import CIFAR10_COLOURS, REDUCED_MINIMUM, TAS
 from comingle.papers.tasks.shifted import make_shifted
 from comingle.papers.tasks.skewed import make_skewed, pool_images
 from comingle.papers.tasks.synthetic import DIMENSION, OUTPUTS, Kind, make_synthetic
+from comingle.records import expand_home
 
 Found = TypeVar("Found", Images, dict[str, Images])
 
@@ -280,7 +281,7 @@ def _read(read: Callable[[str | Path], Found], name: str, path: str | Path | Non
         DataError: as ``read``; where nobody asked for the hub it is said what there is instead.
     """
     files, named = TASKS[name].images or name, os.environ.get(FOLDER_VARIABLE, "")
-    folder = Path(named).expanduser() / "images"
+    folder = expand_home(named) / "images"
     if path is not None:
         return read(path)
     if named and has_images(files, folder):

@@ -16,6 +16,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from comingle.errors import ComingleError, RecipeError
+from comingle.records import expand_home
 from comingle.transports.channel import Channel
 from comingle.transports.flower.fate import Fate
 from comingle.transports.flower.grid_channel import GridChannel
@@ -54,7 +55,7 @@ def _folder(run_config: Mapping[str, Any]) -> Path:
     out = str(run_config.get("out") or "").strip()
     if not out:
         raise RecipeError("run config: no 'out'; give --run-config 'out=\"FOLDER\"'")
-    return Path(out).expanduser()
+    return expand_home(out)
 
 
 def _names(run_config: Mapping[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from comingle.errors import RecipeError
+from comingle.records import expand_home
 
 INSTANCE = "instance"
 """File in a state folder: a random text that no other state folder has."""
@@ -44,7 +45,7 @@ def read_user(node_config: Mapping[str, Any]) -> User:
     Raises:
         RecipeError: no name or no folder, or the file cannot be read.
     """
-    config = Path(str(node_config["config"])).expanduser() if node_config.get("config") else None
+    config = expand_home(str(node_config["config"])) if node_config.get("config") else None
     from_file = _read(config) if config else {}
     name = node_config.get("name") or node_config.get("client-key") or from_file.get("name")
     if not name:
@@ -56,7 +57,7 @@ def read_user(node_config: Mapping[str, Any]) -> User:
         raise RecipeError(
             f"node-config: {name} has no folder for its state; give state=\"FOLDER\", or 'state' in its file"
         )
-    return User(name=str(name), state=Path(str(state)).expanduser().absolute(), config=config and config.absolute())
+    return User(name=str(name), state=expand_home(str(state)).absolute(), config=config and config.absolute())
 
 
 def instance_of(state: Path) -> str:
