@@ -231,7 +231,7 @@ def test_a_loaded_base_gives_the_run_of_its_name_and_stays_as_it_is(
     assert [type(module) for module in model.modules()] == modules
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     shared = given.federation.clients.model.base.model  # type: ignore[attr-defined]
-    assert shared.get_input_embeddings().weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    assert shared.get_input_embeddings().weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()  # pyright: ignore[reportCallIssue]
     _opens_with_its_base_alone(tmp_path / "run", given, model, tokenizer)
 
 
@@ -255,7 +255,7 @@ def test_a_base_that_does_not_fit_is_refused_in_one_line(options: dict[str, Any]
     assert "runtime.dtype: got 'float64', and the base is in float32" in refuse(loaded.model, dtype="float64")
     assert "got LlamaModel" in refuse(loaded.model.model) or "expected a causal" in refuse(loaded.model.model)
     assert "weights in float8_e5m2; allowed" in refuse(
-        load_base(BASE, dtype="float32", device="cpu").model.to(torch.float8_e5m2)
+        load_base(BASE, dtype="float32", device="cpu").model.to(torch.float8_e5m2)  # pyright: ignore[reportArgumentType]
     )
     wrong = load_base(BASE, dtype="float32", device="cpu").model
     wrong.lm_head.weight.data[0, 0] = torch.nan

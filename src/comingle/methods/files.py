@@ -24,7 +24,7 @@ from comingle.errors import ComingleError, PluginError, RunError
 from comingle.methods import REGISTRY, make, register
 from comingle.methods.base import Method
 from comingle.methods.own_errors import user_place
-from comingle.records import write_json
+from comingle.records import expand_home, write_json
 
 FILES = "COMINGLE_PLUGINS"
 """Environment variable by which other processes of the same command load the same files."""
@@ -44,7 +44,7 @@ def load_file(path: Path) -> list[str]:
     Raises:
         PluginError: there is no such file, it cannot be run, has no method, or one of a name that is taken.
     """
-    where, path = f"--plugin {path}", path.expanduser().resolve()
+    where, path = f"--plugin {path}", expand_home(path).resolve()
     if path in _loaded:
         return _loaded[path]
     if not path.is_file():
