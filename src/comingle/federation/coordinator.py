@@ -70,7 +70,9 @@ class Coordinator:
     seen: set[str] = field(default_factory=set)
     """Users who were present when the channel was last asked."""
     join_asked: dict[str, float] = field(default_factory=dict)
-    """When each user was last asked to join, in seconds of the monotonic clock."""
+    """When each user was first asked to join since it came, in seconds of the monotonic clock."""
+    reminded: dict[str, float] = field(default_factory=dict)
+    """When each user whose join timed out or was refused was last asked again."""
     joined: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     examples: dict[str, int] = field(default_factory=dict)
     """How many examples each user has, where privacy hides each of them."""
@@ -264,15 +266,23 @@ class _Exchange:
             due = _Due(self._due)
             for name, got in self.coordinator.channel.exchange(due, timeout=self._left()):
                 self._take(name, got)
+            if self._has_just_joined():
+                continue  # whoever joined in time gets its task, even where the time is over now
             if not self._awaited() or not self._goes_on():
                 break
             time.sleep(AGAIN_SECONDS)
         for name in sorted(self.pending):
-            if name not in self.coordinator.away and name not in self.coordinator.refusing:
+            if name not in self.coordinator.away | self.coordinator.refusing.keys() and not self._is_loading(name):
                 why = self._reasons.get(name, f"no answer in {self.seconds:g} s")
                 self.coordinator.complain(self._failed, name, why, gone=True)
-            self.coordinator.away.add(name)
+            if not self._is_loading(name):
+                self.coordinator.away.add(name)
         return self.answers
+
+    def _has_just_joined(self) -> bool:
+        """Whether a user is present and has joined, and was not asked to do its task yet."""
+        ready = self.pending & self.coordinator.joined.keys() & self.coordinator.seen
+        return self.task_of is not None and bool(ready - self.tasks.keys())
 
     def _left(self) -> float:
         return max(0.0, self._ends - time.monotonic())
@@ -284,7 +294,7 @@ class _Exchange:
             loading = {name for name in self._asked if name in self.pending and name in self.coordinator.seen}
             loading -= self._failed.keys() | self.coordinator.refusing.keys()
             enough = len(self.coordinator.joined) + len(loading) >= self.coordinator.patience.min_participants
-            if loading and enough and now < self._began + _LOADING_TIMEOUTS * timeout:
+            if loading and enough and now < self._began + self._loading_seconds:
                 logger.warning("still waiting for %s, who have come and are loading", ", ".join(sorted(loading)))
                 self._ends = now + timeout
         return now + AGAIN_SECONDS <= self._ends
@@ -307,8 +317,8 @@ class _Exchange:
         coordinator.seen = present
         coordinator.away -= came | (here & coordinator.joined.keys())
         for name in came & self.pending:
-            coordinator.refusing.pop(name, None)
-            self._paused.pop(name, None)
+            for known in (coordinator.refusing, coordinator.join_asked, coordinator.reminded, self._paused):
+                known.pop(name, None)
         if came and self.task_of is None:
             self._ends = max(self._ends, now + self.seconds)
         return {
@@ -320,7 +330,8 @@ class _Exchange:
     def _request(self, name: str) -> bytes:
         if self.task_of is None or name not in self.coordinator.joined:
             if name not in self._asked:
-                self._asked[name] = self.coordinator.join_asked[name] = time.monotonic()
+                self._asked[name] = time.monotonic()
+                self.coordinator.join_asked.setdefault(name, self._asked[name])
                 self._packed[name] = self.coordinator.join_task(name).pack()
         elif name not in self.tasks:
             self.tasks[name] = self.task_of(name)
@@ -332,17 +343,32 @@ class _Exchange:
         coordinator = self.coordinator
         if self.task_of is None:
             return True
-        away = name in coordinator.away
-        if name not in self._asked:
-            return not away or now - coordinator.join_asked.get(name, -_REMIND_SECONDS) >= _REMIND_SECONDS
-        patience = _REMINDER_SECONDS if away else coordinator.patience.join_timeout
-        if now - self._asked[name] <= patience:
+        if name in coordinator.away:
+            if name in self._asked:
+                return now - self._asked[name] <= _REMINDER_SECONDS
+            if now - coordinator.reminded.get(name, -_REMIND_SECONDS) < _REMIND_SECONDS:
+                return False
+            coordinator.reminded[name] = now
             return True
-        if not away:
-            why = f"has not joined in {patience:g} s"
-            coordinator.complain(self._failed, name, why, gone=True)
-            coordinator.away.add(name)
+        if name not in coordinator.join_asked or self._is_loading(name):
+            return True
+        why = f"has not joined in {self._loading_seconds:g} s"
+        coordinator.complain(self._failed, name, why, gone=True)
+        coordinator.away.add(name)
+        coordinator.reminded[name] = now
         return False
+
+    def _is_loading(self, name: str) -> bool:
+        """Whether a user who has come during the rounds still has time to join, in this round or the next ones."""
+        coordinator = self.coordinator
+        if self.task_of is None or name in coordinator.joined or name not in coordinator.seen:
+            return False
+        asked = coordinator.join_asked.get(name)
+        return asked is not None and time.monotonic() - asked <= self._loading_seconds
+
+    @property
+    def _loading_seconds(self) -> float:
+        return _LOADING_TIMEOUTS * self.coordinator.patience.join_timeout
 
     # ---------------------------------------------------------------- what was answered
 
@@ -378,8 +404,10 @@ class _Exchange:
             if self.task_of is not None:
                 self.pending.discard(name)
                 coordinator.away.add(name)
+                coordinator.reminded[name] = time.monotonic()
             return
-        coordinator.refusing.pop(name, None)
+        for known in (coordinator.refusing, coordinator.join_asked, coordinator.reminded):
+            known.pop(name, None)
         coordinator.away.discard(name)
         coordinator.welcome(name, answer)
         if self.task_of is None:
