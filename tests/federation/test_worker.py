@@ -120,6 +120,15 @@ def test_a_worker_ends_with_the_process_that_started_the_users_processes(
         time.sleep(0.2)
 
 
+def test_a_worker_whose_client_is_gone_before_it_listens_ends_too(state: Path) -> None:
+    """It is then a child of the first process of the machine, which lives for ever."""
+    client = subprocess.Popen(["true"])
+    client.wait()
+    command = [sys.executable, str(WORKER), "--name", "ada", "--state", str(state)]
+    worker = subprocess.Popen(command, env={**os.environ, "COMINGLE_PARENT": str(client.pid)})
+    assert worker.wait(60) == 0
+
+
 def test_only_the_user_may_read_where_it_listens_and_nobody_without_the_key_is_answered(state: Path) -> None:
     ask(state, b"who")
     path = state / FOLDER / ADDRESS

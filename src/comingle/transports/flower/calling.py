@@ -86,7 +86,7 @@ def call(state: Path, command: Sequence[str], request: bytes, *, timeout: float,
     connection = connect(state) or _start(state, command, deadline)
     with connection:
         try:
-            connection.send_bytes(json.dumps(asdict(keeper or _own_keeper())).encode())
+            connection.send_bytes(json.dumps(asdict(keeper or own_keeper())).encode())
             connection.send_bytes(request)
             kind = ALIVE
             while kind == ALIVE:
@@ -122,10 +122,13 @@ def _hung(state: Path) -> BrokenOff:
     )
 
 
-def _own_keeper() -> Keeper:
-    with suppress(psutil.NoSuchProcess, KeyError, ValueError):
-        return Keeper.of(int(os.environ[PARENT]))
-    return Keeper.of(os.getppid())
+def own_keeper() -> Keeper:
+    """Return the process that has started this user's processes, which may be gone already."""
+    pid = int(os.environ.get(PARENT) or os.getppid())
+    try:
+        return Keeper.of(pid)
+    except psutil.NoSuchProcess:
+        return Keeper(pid=pid, began=0.0)
 
 
 def connect(state: Path) -> Connection | None:

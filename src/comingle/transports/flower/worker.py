@@ -23,7 +23,7 @@ from pathlib import Path
 from comingle.errors import ComingleError
 from comingle.locks import locked
 from comingle.records import write_text
-from comingle.transports.flower.calling import ADDRESS, ALIVE, ALIVE_SECONDS, DONE, FOLDER, REFUSED, Keeper
+from comingle.transports.flower.calling import ADDRESS, ALIVE, ALIVE_SECONDS, DONE, FOLDER, REFUSED, Keeper, own_keeper
 from comingle.transports.flower.users import User
 
 Handle = Callable[[bytes], bytes]
@@ -68,7 +68,7 @@ def serve(state: Path, load: Callable[[], Handle]) -> None:
     folder = state / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
-        watch = _Watch(Keeper.of(os.getppid()))
+        watch = _Watch(own_keeper())
         jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         listener, key = _listen()
         threading.Thread(target=_accept, args=(listener, jobs, watch), daemon=True).start()
