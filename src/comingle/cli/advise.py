@@ -16,9 +16,10 @@ def advise(
     methods: Annotated[
         str, typer.Option("--methods", help="Methods to hold against local, separated by commas.")
     ] = ",".join(trials.METHODS),
-    seeds: Annotated[str, typer.Option("--seeds", help="Seeds, separated by commas; intervals need two.")] = ",".join(
-        map(str, trials.SEEDS)
-    ),
+    seeds: Annotated[
+        str | None,
+        typer.Option("--seeds", help="Seeds, separated by commas; intervals need two (default: 3 or 5, by the data)."),
+    ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of each run.")] = trials.ROUNDS,
     sets: Sets = None,
     quiet: Quiet = False,
@@ -28,7 +29,8 @@ def advise(
     Runs local and the methods with everybody, and the first method with smaller groups: every pair of up to five users,
     all but one of up to twelve. Nothing is written.
     """
-    read, names, numbers = read_recipe(recipe, sets), split_names(methods), split_seeds(seeds)
+    read, names = read_recipe(recipe, sets), split_names(methods)
+    numbers = None if seeds is None else split_seeds(seeds)
     from comingle.cli.progress import console
     from comingle.comparing.advising import advise_runs
     from comingle.progress import reporting

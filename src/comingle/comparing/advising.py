@@ -8,12 +8,15 @@ from itertools import combinations
 from typing import Any
 
 from comingle.alone import per_user
+from comingle.comparing import trials
 from comingle.comparing.comparing import recipes_of
+from comingle.comparing.foresight import choose_seeds, foresee
 from comingle.errors import RecipeError
 from comingle.kinds.base import Materials
 from comingle.methods import make
 from comingle.progress import LOADING, Reporter
 from comingle.recipes import Recipe
+from comingle.records import logger
 from comingle.reports.advice import Advice, advise_on
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.session import prepare, run_in
@@ -30,33 +33,42 @@ ByMethod = dict[str, dict[int, dict[str, Any]]]
 def advise_runs(
     recipe: Recipe,
     methods: Sequence[str],
-    seeds: Sequence[int],
+    seeds: Sequence[int] | None,
     reporter: Reporter,
     *,
     grouped_by: str | None = None,
     given: Given = NOTHING,
 ) -> Advice:
     """What runs of the recipe say: ``local`` and ``methods`` with everybody, and ``grouped_by`` (the first of them)
-    with smaller groups. Nothing is written.
+    with smaller groups. Nothing is written. Without ``seeds`` there are as many as the data needs; what can be told
+    before training is logged as warnings.
 
     Raises:
         RecipeError: fewer than two users, no method that shares anything, or a wrong setting.
         ComingleError: as :func:`comingle.runs.session.prepare`.
     """
-    recipes = recipes_of(recipe, [LOCAL, *(name for name in dict.fromkeys(methods) if name != LOCAL)], seeds)
+    names = [LOCAL, *(name for name in dict.fromkeys(methods) if name != LOCAL)]
+    recipes = recipes_of(recipe, names, seeds or trials.SEEDS[:1])
     chosen = list(dict.fromkeys(label for label, _ in recipes if label != LOCAL))
-    _check(chosen, {name: recipes[name, seeds[0]] for name in chosen})
+    first = next(seed for _, seed in recipes)
+    _check(chosen, {name: recipes[name, first] for name in chosen})
     grouped = grouped_by or chosen[0]
     metrics: ByMethod = {name: {} for name in [LOCAL, *chosen]}
     groups: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
-    base = None
     validates = any(make(one.method.name, **one.method.settings).client.needs_validation for one in recipes.values())
-    for seed in seeds:
-        with reporter.waiting(LOADING):
-            materials = prepare(recipes[LOCAL, seed], base=base, validates=validates, given=given)
-        base = materials.base
-        if len(materials.users) < 2:
-            raise RecipeError(f"data: {len(materials.users)} user; advice is for two or more")
+    with reporter.waiting(LOADING):
+        materials = prepare(recipes[LOCAL, first], validates=validates, given=given)
+    if len(materials.users) < 2:
+        raise RecipeError(f"data: {len(materials.users)} user; advice is for two or more")
+    unit = "tokens" if materials.kind.needs_base else "samples"
+    chosen_seeds = choose_seeds(recipe, materials, unit) if seeds is None else seeds
+    recipes = recipes_of(recipe, names, chosen_seeds)
+    for line in foresee(recipe, materials, chosen_seeds, unit):
+        logger.warning("advise: %s", line)
+    for seed in chosen_seeds:
+        if seed != first:
+            with reporter.waiting(LOADING):
+                materials = prepare(recipes[LOCAL, seed], base=materials.base, validates=validates, given=given)
         for name in (LOCAL, *chosen):
             metrics[name][seed] = _run(recipes[name, seed], materials, reporter, f"{name}, seed {seed}")
         for numbers in groups_of(len(materials.users)):

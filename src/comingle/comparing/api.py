@@ -76,7 +76,7 @@ def advise(
     recipe: AnyRecipe | None = None,
     methods: Sequence[str] = trials.METHODS,
     *,
-    seeds: Sequence[int] = trials.SEEDS,
+    seeds: Sequence[int] | None = None,
     rounds: int = trials.ROUNDS,
     users: Mapping[str, Any] | None = None,
     base: AnyBase | None = None,
@@ -91,7 +91,7 @@ def advise(
 
     Args:
         methods: names; each shares something.
-        seeds: of each run; intervals need two.
+        seeds: of each run; intervals need two. Without them there are three or five, by how much data there is.
         rounds: of each run, whatever the recipe says.
 
     Returns:
@@ -104,4 +104,4 @@ def advise(
     given = given_of(users, base, None, loss)
     with reporting(quiet=not progress) as reporter:
         read = recipe_with(recipe, given, base=base, method=None, changes={**changes, **trials.shortened(rounds)})
-        return advise_runs(read, methods, list(seeds), reporter, given=given)
+        return advise_runs(read, methods, None if seeds is None else list(seeds), reporter, given=given)
