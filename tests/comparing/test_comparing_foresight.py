@@ -14,7 +14,7 @@ from comingle.comparing import advising, trials
 from comingle.comparing.foresight import choose_seeds, foresee
 from comingle.recipes import Recipe
 from comingle.runs.given import given_of, recipe_with
-from comingle.runs.session import prepare
+from comingle.runs.session import build, prepare
 
 SHORT = {"base": "random:llama?layers=1&dim=32", "training": {"rounds": 5, "local_steps": 2, "batch_size": 4}}
 
@@ -103,3 +103,13 @@ def test_it_is_said_before_anything_is_trained(
     alike = "advise: users ada and ben have 20 of 20 samples in common: "
     assert any(line.startswith(alike) for line in caplog.messages)
     assert any(line.startswith("advise: little test data (2 samples at least): ada, ben; ") for line in caplog.messages)
+
+
+def test_smaller_groups_of_nets_are_of_their_users_alone() -> None:
+    users = {
+        name: torch.utils.data.TensorDataset(torch.randn(20, 3), torch.randn(20, 1)) for name in ("ada", "ben", "cem")
+    }
+    given = given_of(users, lambda: torch.nn.Linear(3, 1))
+    recipe = recipe_with({"data": {"loss": "mse"}}, given, base=None, method="fedavg", changes={})
+    some = advising.of_users(prepare(recipe, given=given), (0, 2))
+    assert [user.name for user in build(recipe, some).clients.users] == ["ada", "cem"]

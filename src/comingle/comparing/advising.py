@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -106,9 +105,7 @@ def groups_of(users: int) -> list[tuple[int, ...]]:
 
 def of_users(materials: Materials, numbers: Sequence[int]) -> Materials:
     """The same materials with some of the users."""
-    names = [materials.users[number].name for number in numbers]
-    texts = tuple(text for text in materials.texts if text.name in names)
-    return replace(materials, users=tuple(materials.users[number] for number in numbers), texts=texts)
+    return materials.with_users(tuple(materials.users[number] for number in numbers))
 
 
 def _recipe_of(recipe: Recipe, numbers: Sequence[int]) -> Recipe:

@@ -120,8 +120,7 @@ def _alone() -> None:
 def several(materials: Materials, count: int) -> Materials:
     """So many users, each a copy of one of those that there are, by other names."""
     users = tuple(replace(materials.users[i % len(materials.users)], name=f"user {i}") for i in range(count))
-    common = replace(materials.common, users=users) if hasattr(materials.common, "users") else materials.common
-    return replace(materials, users=users, common=common, texts=())
+    return materials.with_users(users)
 
 
 def rounds_of(federation: Federation, each: int, size: int) -> tuple[float, float]:

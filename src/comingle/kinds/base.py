@@ -58,6 +58,12 @@ class Materials:
         """By which the splits of everybody who is here are known again."""
         return {user.name: {split: digest_split(getattr(user, split)) for split in SPLITS} for user in self.present}
 
+    def with_users(self, users: Sequence[Any]) -> Materials:
+        """Return the same materials with other users, or with some of them."""
+        names = {user.name for user in users}
+        common = replace(self.common, users=users) if hasattr(self.common, "users") else self.common
+        return replace(self, users=users, common=common, texts=tuple(t for t in self.texts if t.name in names))
+
     @property
     def reads(self) -> bool:
         """Whether it has to be seen to that there is validation data where it is needed."""
