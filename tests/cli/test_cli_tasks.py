@@ -124,7 +124,8 @@ ON_TEXT = {
     ),
     "true clusters": (
         "method=floral-optimal",
-        "method floral-optimal: needs users whose true clusters are known, as in made tasks",
+        "method floral-optimal: needs users whose true clusters are known, as in made tasks"
+        "; name them as data.clusters: {ada: a, ben: a, cem: b}, with every user",
     ),
     "ranks of their own": (
         "{method: floral, adapters.rank: [1, 2, 3]}",
@@ -179,7 +180,7 @@ def test_compare_refuses_methods_for_the_other_users_before_it_trains(
     line = one_line(comingle("compare", task_file, *command, "fedavg,comigs-1g1s"))
     assert line == "method comigs-1g1s: trains nothing of a net; it is for language models"
     line = one_line(comingle("compare", recipe_file, *command, "fedavg,floral-optimal"))
-    assert line == "method floral-optimal: needs users whose true clusters are known, as in made tasks"
+    assert line.startswith("method floral-optimal: needs users whose true clusters are known, as in made tasks; name ")
     assert not (tmp_path / "out").exists()
 
 

@@ -18,12 +18,13 @@ from comingle.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class UserData:
-    """The token streams of one user; valid may be empty."""
+    """The token streams of one user; valid may be empty. ``cluster`` is the true one, where the recipe names it."""
 
     name: str
     train: Int32[Tensor, " train_tokens"]
     valid: Int32[Tensor, " valid_tokens"]
     test: Int32[Tensor, " test_tokens"]
+    cluster: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

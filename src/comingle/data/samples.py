@@ -51,7 +51,7 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True)
 class UserSamples:
-    """The samples of one user; valid may be empty. ``cluster`` is the true one, where the task knows it."""
+    """The samples of one user; valid may be empty. ``cluster`` is the true one, where it is known."""
 
     name: str
     train: Samples

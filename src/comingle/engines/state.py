@@ -191,6 +191,12 @@ def draw(
     return drawn
 
 
+NEEDS_CLUSTERS = (
+    "needs users whose true clusters are known, as in made tasks; name them as data.clusters: {ada: a, ben: a, cem: b},"
+    " with every user"
+)
+
+
 def true_clusters(method: str, known: Sequence[int | None], clusters: int) -> Float[Tensor, "rows clusters"]:
     """Logits whose softmax is exactly one-hot at each row's true cluster.
 
@@ -198,6 +204,6 @@ def true_clusters(method: str, known: Sequence[int | None], clusters: int) -> Fl
         RecipeError: somebody's is not known, and ``method`` needs it.
     """
     if any(cluster is None for cluster in known):
-        raise RecipeError(f"method {method}: needs users whose true clusters are known, as in made tasks")
+        raise RecipeError(f"method {method}: {NEEDS_CLUSTERS}")
     at = torch.tensor(known) % clusters
     return torch.full((len(at), clusters), NEVER).scatter(1, at.unsqueeze(1), 0.0)

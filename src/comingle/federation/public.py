@@ -141,7 +141,7 @@ def check_possible(recipe: Recipe) -> None:
     if method.placement.pooled:
         raise RecipeError(f"method {method.name}: pools everybody's data, which stays with its users here")
     if mixture is not None and mixture.optimal:
-        raise RecipeError(f"method {method.name}: needs users' true clusters, which only made tasks know")
+        raise RecipeError(f"method {method.name}: needs users' true clusters, which users elsewhere do not tell")
     if getattr(recipe.data, "held_out", "own") == "mixture":
         raise RecipeError("data.held_out: mixture deals users' text out to others; allowed: own")
     if getattr(recipe.data, "on_small_user", "refuse") == "skip":

@@ -9,6 +9,7 @@ from comingle.adapters.clustered import adaptor_size
 from comingle.adapters.inject import ExpertCounts
 from comingle.adapters.lora import lora_scale
 from comingle.adapters.settings import AdapterSettings, Targets
+from comingle.engines.state import NEEDS_CLUSTERS
 from comingle.errors import DataError, RecipeError
 from comingle.methods.base import Method
 from comingle.models.adapted import AdaptedModel, adapt
@@ -64,8 +65,12 @@ def check_on_language(recipe: Recipe, method: Method) -> None:
         return
     if mixture.of != "adaptors":
         raise RecipeError(f"method {method.name}: mixes whole models, which are small nets; {_FOR_NETS}")
-    if mixture.optimal:
-        raise RecipeError(f"method {method.name}: needs users whose true clusters are known, as in made tasks")
+    if mixture.optimal and not recipe.data.cluster_numbers:
+        raise RecipeError(f"method {method.name}: {NEEDS_CLUSTERS}")
+    if mixture.optimal and mixture.clusters < (true := len(set(recipe.data.cluster_numbers.values()))):
+        raise RecipeError(
+            f"method {method.name}: clusters is {mixture.clusters}; allowed: from {true}, as data.clusters"
+        )
     if mixture.centre:
         raise RecipeError(f"method {method.name}: centre moves a mean into the base, which is frozen; leave it out")
     if not isinstance(rank := recipe.adapters.rank, int):

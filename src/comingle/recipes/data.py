@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from comingle import plugins
 from comingle.errors import PluginError, did_you_mean
@@ -60,6 +60,11 @@ class DataSection(Section):
         return []
 
     @property
+    def cluster_numbers(self) -> dict[str, int]:
+        """The number of each user's true cluster, where the recipe names them."""
+        return {}
+
+    @property
     def in_distribution(self) -> bool:
         """Whether what users are tested on is of the kind that they train on."""
         return True
@@ -67,6 +72,28 @@ class DataSection(Section):
     def anchored(self, anchor: Anchor) -> dict[str, Any]:
         """Keys whose paths are relative to the recipe's file, with what ``anchor`` makes of them."""
         return {}
+
+
+class OwnUsersSection(DataSection):
+    """The section of users with data of their own, of whom a recipe may say which are alike."""
+
+    clusters: dict[str, str] | None = None
+    """The true cluster of each user, for methods that know it."""
+
+    @field_validator("clusters", mode="before")
+    @classmethod
+    def _labels(cls, clusters: Any) -> Any:
+        """Accept numbers as labels."""
+        if not isinstance(clusters, Mapping):
+            return clusters
+        plain = {str(name): label for name, label in clusters.items()}
+        return {n: str(label) if type(label) is int else label for n, label in plain.items()}
+
+    @property
+    def cluster_numbers(self) -> dict[str, int]:
+        """The number of each named user's cluster, in the alphabetical order of the labels."""
+        labels = sorted(set((self.clusters or {}).values()))
+        return {name: labels.index(label) for name, label in (self.clusters or {}).items()}
 
 
 class SplitSection(Section):

@@ -160,7 +160,7 @@ class RuntimeSection(Section):
     track: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
 
 
-_LATER_DATA_KEYS = {"train_on_valid": False, "on_bad_row": "refuse", "add_bos_token": False}
+_LATER_DATA_KEYS = {"train_on_valid": False, "on_bad_row": "refuse", "add_bos_token": False, "clusters": None}
 """Keys of ``data`` that came after runs had been published, with what those runs did: runs that leave them so keep
 their names, and their folders resume."""
 

@@ -27,7 +27,7 @@ from comingle.engines.runtime import keep_buffers
 from comingle.engines.settings import MEMORY
 from comingle.engines.state import Stored
 from comingle.engines.trackers import check_trackers
-from comingle.errors import DivergenceError
+from comingle.errors import DivergenceError, RecipeError, did_you_mean, list_names
 from comingle.inputs import POPULATION, Inputs, UserInputs
 from comingle.kinds.base import Materials, kind_of
 from comingle.methods import make
@@ -80,9 +80,29 @@ def prepare(
     if given.users is None:
         store: Any = None if recipe.runtime.store == MEMORY else require("comingle.stores", recipe.runtime.store)
         reads = partial(store.read, kind) if hasattr(store, "read") else kind.read
-        return reads(recipe, load, validates=validates)
+        return with_clusters(recipe, reads(recipe, load, validates=validates))
     loss = {} if given.loss is None else {"loss": given.loss}  # which samples alone have
-    return kind.adopt(recipe, given.users, load, validates=validates, net=given.net, **loss)
+    return with_clusters(recipe, kind.adopt(recipe, given.users, load, validates=validates, net=given.net, **loss))
+
+
+def with_clusters(recipe: Recipe, materials: Materials) -> Materials:
+    """Return the materials with each user's true cluster, where the recipe names them.
+
+    Raises:
+        RecipeError: a cluster is missing, is of no user, or the users are too many to be named.
+    """
+    if not (clusters := recipe.data.cluster_numbers):
+        return materials
+    where = "data.clusters"
+    if isinstance(materials.users, Crowd):
+        raise RecipeError(f"{where}: not with runtime.store: {recipe.runtime.store}; allowed: memory")
+    names = [user.name for user in materials.users]
+    for name in clusters:
+        if name not in names and name not in materials.skipped:
+            raise RecipeError(f"{where}: no user {name!r}; there are: {list_names(names)}.{did_you_mean(name, names)}")
+    if lacking := [name for name in names if name not in clusters]:
+        raise RecipeError(f"{where}: no cluster of {list_names(lacking)}; name every user's, as {{{lacking[0]}: a}}")
+    return materials.with_users(tuple(replace(user, cluster=clusters[user.name]) for user in materials.users))
 
 
 def get_ready(recipe: Recipe) -> None:

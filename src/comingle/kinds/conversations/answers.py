@@ -69,12 +69,13 @@ class Answers:
 
 @dataclass(frozen=True, kw_only=True)
 class UserAnswers:
-    """The conversations of one user; valid may be empty."""
+    """The conversations of one user; valid may be empty. ``cluster`` is the true one, where the recipe names it."""
 
     name: str
     train: Answers
     valid: Answers
     test: Answers
+    cluster: int | None = None
 
     def split(self, split: Split) -> Answers:
         """One of the three."""

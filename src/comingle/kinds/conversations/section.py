@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from comingle.data.bad_rows import OnBadRow
 from comingle.kinds.conversations.rows import Columns
 from comingle.kinds.text.section import UserFiles, UsersRows, anchored_sources, named_sources
-from comingle.recipes.data import Anchor, DataSection, SplitSection
+from comingle.recipes.data import Anchor, OwnUsersSection, SplitSection
 from comingle.recipes.fields import Count, Source
 from comingle.recipes.unread import ON_LANGUAGE, keys_of_text, steps_of
 
@@ -23,7 +23,7 @@ class ConversationRows(UsersRows):
     max_conversations: Count | None = None
 
 
-class ConversationsSection(DataSection):
+class ConversationsSection(OwnUsersSection):
     """Users with conversations of their own, or rows of a data set."""
 
     kind: Literal["conversations"] = "conversations"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from comingle.data.names import name_problem
-from comingle.recipes.data import PATHS, Anchor, DataSection
+from comingle.recipes.data import PATHS, Anchor, OwnUsersSection
 from comingle.recipes.fields import Count, Fraction, Section, Source
 from comingle.recipes.unread import keys_of_text, steps_of
 
@@ -53,7 +53,7 @@ class FractionsSection(Section):
     test: Annotated[float, Field(gt=0, lt=1)] = 0.1
 
 
-class SamplesSection(DataSection):
+class SamplesSection(OwnUsersSection):
     """Users with a folder of images in one subfolder a class, or an ``.npz`` file; or whom a program hands over."""
 
     kind: Literal["samples"] = "samples"

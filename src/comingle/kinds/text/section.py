@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from comingle.data.bad_rows import OnBadRow
 from comingle.data.names import name_problem
-from comingle.recipes.data import PATHS, Anchor, DataSection, SplitSection
+from comingle.recipes.data import PATHS, Anchor, OwnUsersSection, SplitSection
 from comingle.recipes.fields import Count, Section, Source, TokenLimit
 from comingle.recipes.unread import ON_LANGUAGE
 
@@ -68,7 +68,7 @@ class DatasetSource(UsersRows):
 _LIMIT = "a whole number from 1, or a mapping of names to such numbers"
 
 
-class TextSection(DataSection):
+class TextSection(OwnUsersSection):
     """Users with text of their own, or rows of a data set."""
 
     kind: Literal["text"] = "text"
