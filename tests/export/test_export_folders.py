@@ -212,3 +212,32 @@ def test_the_licence_and_the_name_are_those_of_the_base(tmp_path: Path) -> None:
     assert (front["base_model"], front["license"]) == ("owner/model", "apache-2.0")
     assert "Of the weights: that of the base, apache-2.0." in text
     assert str(tmp_path) not in Card(name="bob", base=there, library="peft", form="", usage="", about=about).text()
+
+
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [
+        ("owner/model", "owner/model"),
+        ("gpt2", "gpt2"),
+        ("/home/alice/models/mine", "mine"),
+        ("../models/mine/", "mine"),
+        ("{folder}", "folder"),
+        ("{folder}/hub/models--owner--model--v2/snapshots/0123abc", "owner/model--v2"),
+        ("given", "a LlamaForCausalLM without a name"),
+    ],
+)
+def test_a_base_is_named_without_its_place(tmp_path: Path, name: str, called: str) -> None:
+    base = load_base("random:llama?layers=1&dim=32", dtype="float32", device="cpu")
+    folder = tmp_path / "folder"
+    place = Path(name.format(folder=folder))
+    if place.is_relative_to(tmp_path):
+        place.mkdir(parents=True)
+    assert name_of(replace(base, name=name.format(folder=folder))) == called
+
+
+def test_a_base_in_the_working_folder_has_that_folders_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = load_base("random:llama?layers=1&dim=32", dtype="float32", device="cpu")
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    for name in (".", "./", "../mine"):
+        assert name_of(replace(base, name=name)) == "mine"

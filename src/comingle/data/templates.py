@@ -75,7 +75,7 @@ ROLES = ("system", "user", ASSISTANT, "tool")
 PLAIN = (
     "{% if tools %}{{ '### Tools:\n' }}{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}{{ '\n' }}"
     "{% endif %}"
-    "{% for message in messages %}{{ '### ' + message['role'] | capitalize + ':\n' + message['content'] }}"
+    "{% for message in messages %}{{ '### ' + message['role'].capitalize() + ':\n' + (message['content'] or '') }}"
     "{% for call in message['tool_calls'] %}{{ call['function'] | tojson }}{% endfor %}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
@@ -142,8 +142,23 @@ class ChatTemplate:
             raise DataError(
                 "the base's tokenizer has no end-of-text token, so responses would have no end; give another base"
             )
-        begin = self.tokenizer.bos_token if begin_of(self.tokenizer) else ""
-        return f"{begin}{self._apply(messages, asks, PLAIN)}"
+        return self._apply(messages, asks, self._plain)
+
+    @property
+    def _plain(self) -> str:
+        return f"{'{{ bos_token }}' if begin_of(self.tokenizer) else ''}{PLAIN}"
+
+    @property
+    def source(self) -> str | dict[str, str]:
+        """The Jinja template for other programs, which asks as :meth:`prompt` does."""
+        if not self.own:
+            return self._plain
+        own: Any = self.tokenizer.chat_template
+        own = self._with_date if self.dated and isinstance(own, str) else own
+        if not (header := self._header):
+            return own
+        asks = f"{{% if add_generation_prompt %}}{{{{ {json.dumps(header, ensure_ascii=False)} }}}}{{% endif %}}"
+        return f"{own}{asks}" if isinstance(own, str) else {**own, "default": f"{own['default']}{asks}"}
 
     def _apply(self, messages: Sequence[Message], asks: bool, template: str | None) -> str:
         tools = messages[0].get("tools") if messages else None

@@ -6,14 +6,16 @@ them, where they are mixed, and over which base. Nothing here knows methods by n
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from comingle.errors import DataError, RunError, did_you_mean
-from comingle.export.card import Card, name_of
+from comingle.export.card import Card, asking_of, name_of
 from comingle.export.folders import CARD, check_target, written_whole
 from comingle.export.gguf import KINDS, why_no_gguf, write_gguf
 from comingle.export.networks import (
@@ -37,6 +39,7 @@ from comingle.export.sources import (
 )
 from comingle.export.validation import losses_of, perplexity, validated
 from comingle.models.about import Exported
+from comingle.models.endings import chat_template_of, generation_of, turn_end
 from comingle.models.hardware import DTYPES
 from comingle.models.language import quiet_transformers
 from comingle.models.personal import PersonalModel
@@ -68,16 +71,16 @@ def export(source: Source, folder: Path, *, format: str, dtype: str | None, forc
     check_target(folder, force=force)
     write = {"peft": _peft, "gguf": _gguf, "transformers": _transformers, "merged-approximately": _approximate}[format]
     with written_whole(folder, force=force) as draft, quiet_transformers():
-        made, library, usage = write(source, draft, kind)
-        tokenizer = source.model.base.tokenizer
-        if tokenizer is not None and format != "gguf":
+        made, library, opens = write(source, draft, kind)
+        if (tokenizer := _tokenizer(source)) is not None and format != "gguf":
             tokenizer.save_pretrained(draft)
         card = Card(
             name=source.name,
             base=source.model.base,
             library=library,
             form=made.form,
-            usage=usage.format(folder=folder.name, base=name_of(source.model.base)),
+            usage=opens.format(folder=folder.name, base=name_of(source.model.base)),
+            asks=asking_of(source.model.base, source.about, format) if tokenizer is not None else None,
             about=source.about,
             lost=made.lost,
         )
@@ -108,9 +111,11 @@ model = AutoModelForCausalLM.from_pretrained("{folder}")
 tokenizer = AutoTokenizer.from_pretrained("{folder}")"""
 
 _OPEN_PEFT = """from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{folder}")"""
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{folder}")
+model.generation_config = GenerationConfig.from_pretrained("{folder}")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")"""
 
 _OPEN_GGUF = f"""from llama_cpp import Llama
 
@@ -119,7 +124,7 @@ model = Llama("{{folder}}/{GGUF_FILE}")"""
 
 def _transformers(source: Source, draft: Path, kind: str) -> _Made:
     network, form = _exact(source)
-    rounded(network, DTYPES[kind]).save_pretrained(draft)
+    _save(source, rounded(network, DTYPES[kind]), draft)
     return _made(draft, f"{form} Weights: {kind}."), "transformers", _OPEN
 
 
@@ -131,7 +136,9 @@ def _gguf(source: Source, draft: Path, kind: str) -> _Made:
     if base.tokenizer is None:
         raise DataError(f"user {source.name!r}: base {name_of(base)} has no tokenizer, which a GGUF file holds")
     network, form = _exact(source)
-    write_gguf(draft / GGUF_FILE, source.name, network, base.tokenizer, KINDS[kind])
+    network.generation_config = generation_of(base, source.about)
+    last = turn_end(base, source.about)
+    write_gguf(draft / GGUF_FILE, source.name, network, _tokenizer(source), KINDS[kind], turn_end=last)
     return _made(draft, f"{form} As {GGUF_FILE} for llama.cpp, weights: {kind}."), "gguf", _OPEN_GGUF
 
 
@@ -140,6 +147,7 @@ def _peft(source: Source, draft: Path, kind: str) -> _Made:
         raise DataError(f"user {source.name!r}: its model is not one LoRA: {why}; {instead(source)}")
     base = source.model.base
     rank = write_peft(draft, base.model, name_of(base), plain_changes(source), DTYPES[kind])
+    generation_of(base, source.about).save_pretrained(draft)
     form = f"One LoRA of rank {rank} for the base {name_of(base)}, which is not in this folder. Weights: {kind}."
     return _made(draft, form), "peft", _OPEN_PEFT
 
@@ -152,13 +160,28 @@ def _approximate(source: Source, draft: Path, kind: str) -> _Made:
     changes = [change.weighed(shares[change.layer]) if change.key else change for change in changes_of(source)]
     network = rounded(plain_network(source.model.base.model, changes), DTYPES[kind])
     after = perplexity(source, losses_of(network))
-    network.save_pretrained(draft)
+    _save(source, network, draft)
     lost = {"validation_perplexity_of_the_mixture": before, "validation_perplexity_of_this_model": after}
     what = "in place of a mixture of experts, whose gates are fixed at their mean"
     form = (
         f"A plain model {what if is_mixture(source) else 'that is the same, as there is no mixture'}. Weights: {kind}."
     )
     return _made(draft, form, lost), "transformers", _OPEN
+
+
+def _save(source: Source, network: PreTrainedModel, draft: Path) -> None:
+    network.generation_config = generation_of(source.model.base, source.about)
+    network.save_pretrained(draft)
+
+
+def _tokenizer(source: Source) -> Any:
+    """The tokenizer with the template that the model answers in; None where the base has none."""
+    template = chat_template_of(source.model.base, source.about)
+    if template is None or template.source == template.tokenizer.chat_template:
+        return source.model.base.tokenizer
+    tokenizer = copy.deepcopy(template.tokenizer)
+    tokenizer.chat_template = template.source
+    return tokenizer
 
 
 def _made(draft: Path, form: str, lost: Mapping[str, float] | None = None) -> Exported:

@@ -16,6 +16,7 @@ from torch import Tensor
 from comingle.errors import DataError, RunError
 from comingle.export.gguf_tokens import Vocabulary, vocabulary
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
+from comingle.models.sampling import as_tuple
 
 ARCHITECTURES = {
     "llama": "llama",
@@ -36,10 +37,19 @@ _KEEP = ("ffn_gate_inp", "position_embd", "rope_freqs")
 """Small tensors that llama.cpp keeps in float32."""
 
 
-def write_gguf(path: Path, name: str, network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kind: str) -> None:
+def write_gguf(
+    path: Path,
+    name: str,
+    network: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: str,
+    *,
+    turn_end: int | None = None,
+) -> None:
     """Write the network with its weights as F32, BF16 or Q8_0, and read the file again to see that it is the same.
 
     Vectors, routers and positions stay F32; of Q8_0, so do rows that are no multiple of 32 numbers, as BF16.
+    ``turn_end`` ends a response; what else ends a text is in the network's generation settings.
 
     Raises:
         DataError: llama.cpp has no such architecture, or computes something else with these settings.
@@ -51,7 +61,9 @@ def write_gguf(path: Path, name: str, network: PreTrainedModel, tokenizer: PreTr
     from gguf.quants import quantize
 
     architecture = _architecture(name, network.config)
-    words = vocabulary(name, tokenizer, network.config.vocab_size)
+    config: Any = network.generation_config
+    ends = () if config is None or config.eos_token_id is None else as_tuple(config.eos_token_id)
+    words = vocabulary(name, tokenizer, network.config.vocab_size, turn_end=turn_end, ends=ends)
     written = {}
     with closing(GGUFWriter(path, architecture)) as writer:
         _add_settings(writer, architecture, name, network, kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -37,15 +37,24 @@ class Vocabulary:
     scores: tuple[float, ...]
     merges: tuple[str, ...]
     numbers: Mapping[str, int]
-    """Of the tokens bos, eos, unk and pad, where there are such."""
+    """Of the tokens bos, eos, eot, eom, unk and pad, where there are such."""
     adds_bos: bool
     adds_eos: bool
     adds_space: bool
-    chat_template: str | None
+    chat_template: str | list[dict[str, str]] | None
 
 
-def vocabulary(name: str, tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:
+def vocabulary(
+    name: str, tokenizer: PreTrainedTokenizerBase, size: int, *, turn_end: int | None = None, ends: Sequence[int] = ()
+) -> Vocabulary:
     """The vocabulary of a tokenizer, filled up with tokens that nothing uses to ``size``.
+
+    Args:
+        name: The user, for messages.
+        tokenizer: A fast tokenizer.
+        size: Rows of the model's embedding.
+        turn_end: The token that ends a response.
+        ends: All tokens that end a text; a file has a place for one more than the tokenizer's and ``turn_end``.
 
     Raises:
         DataError: a tokenizer of another kind, or one that splits text in a way that llama.cpp has no name for.
@@ -60,6 +69,8 @@ def vocabulary(name: str, tokenizer: PreTrainedTokenizerBase, size: int) -> Voca
     tokens = tuple(by_number.get(number, f"[UNUSED{number}]") for number in range(size))
     kinds = tuple(_kind(n, t, by_number, added, model, sentencepiece) for n, t in enumerate(tokens))
     numbers = {key: getattr(tokenizer, f"{key}_token_id", None) for key in ("bos", "eos", "unk", "pad")}
+    numbers["eot"] = turn_end
+    numbers["eom"] = next((end for end in ends if end not in (numbers["eos"], turn_end)), None)
     alone, plain = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
     return Vocabulary(
         model="llama" if sentencepiece else "gpt2",
@@ -72,7 +83,9 @@ def vocabulary(name: str, tokenizer: PreTrainedTokenizerBase, size: int) -> Voca
         adds_bos=alone[0] == numbers["bos"],
         adds_eos=alone[-1] == numbers["eos"],
         adds_space=tokens[plain[0]].startswith(_SPACE),
-        chat_template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
+        chat_template=[{"name": name, "template": one} for name, one in template.items()]
+        if isinstance(template := getattr(tokenizer, "chat_template", None), dict)
+        else template,
     )
 
 

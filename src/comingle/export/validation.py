@@ -10,6 +10,7 @@ from torch import Tensor
 
 from comingle.adapters import watching
 from comingle.data.batches import PAD, inputs_of
+from comingle.evaluation.perplexity import perplexity_of
 from comingle.export.sources import Source
 from comingle.models.adapted import AdaptedModel
 from comingle.models.pretrained import PreTrainedModel
@@ -29,13 +30,13 @@ def validated(source: Source) -> tuple[float, list[Float[Tensor, " experts"]]]:
     with watching.watched(model.adapters), torch.compiler.set_stance("force_eager"):
         score = source.about.validate(_own_losses(source, seen), lambda: torch.cat(seen, 1))
     present = model.adapters.present[source.row]
-    return score.perplexity, [torch.tensor(layer)[present] for layer in score.expert_scores]
+    return perplexity_of(score.mean_loss), [torch.tensor(layer)[present] for layer in score.expert_scores]
 
 
 def perplexity(source: Source, losses: Callable[[Sequence[int], Tensor], Tensor]) -> float:
-    """Of the user's validation data under these losses."""
+    """Return the perplexity of the user's validation data, or of its responses, under these losses."""
     assert source.about is not None
-    return source.about.validate(losses, None).perplexity
+    return perplexity_of(source.about.validate(losses, None).mean_loss)
 
 
 def _own_losses(source: Source, seen: list[Tensor]) -> Callable[[Sequence[int], Tensor], Tensor]:

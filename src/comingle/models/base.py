@@ -27,7 +27,8 @@ class Base:
     the words that define random ones; None where only the model itself says what it is. `quantised` says in how many
     bits the linears of its decoder layers are kept, where these are fewer than those of `dtype`. Whose `attention` is
     "auto", its attention may be computed by other code. `adds_bos` is False for runs whose texts do not begin with the
-    tokenizer's begin-of-text token.
+    tokenizer's begin-of-text token. `ends` are the tokens that end a text by the model's own generation settings,
+    which may be more than the tokenizer's one.
     """
 
     model: PreTrainedModel
@@ -40,6 +41,7 @@ class Base:
     attention: str = "auto"
     date: datetime | None = None
     """The date that the chat template writes, where it writes today's: one for all of a run."""
+    ends: tuple[int, ...] = ()
     adds_bos: bool = True
 
     @cached_property
@@ -57,10 +59,16 @@ class Base:
         return digest_folder(self.origin) if isinstance(self.origin, Path) else digest_all(self.origin)
 
 
-def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Make `model` a constant: no gradients, no dropout, no cache in training; plain greedy generation."""
+def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Make `model` a constant: no gradients, no dropout, no cache in training; plain greedy generation.
+
+    Returns:
+        The tokens that end a text by the model's own generation settings.
+    """
     from transformers import GenerationConfig
 
+    own = [getattr(part, "eos_token_id", None) for part in (model.generation_config, model.config)]
+    ends = next((one for one in own if one is not None), ())
     model.requires_grad_(False)
     model.eval()
     model.config.use_cache = False
@@ -70,6 +78,7 @@ def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
     eos, bos, pad = (getattr(ids, f"{key}_token_id", None) for key in ("eos", "bos", "pad"))
     pad = eos if pad is None else pad
     model.generation_config = GenerationConfig(eos_token_id=eos, bos_token_id=bos, pad_token_id=pad, use_cache=True)
+    return tuple(ends) if isinstance(ends, list | tuple) else (ends,)
 
 
 def with_date(base: Base, recorded: str) -> Base:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,9 @@ def given_base(
     _check_place(base, dtype=dtype, device=device)
     if (style := resolve_attention(attention, base.device)) is not None:
         shared.set_attn_implementation(style)
-    freeze(shared, tokenizer)
+    ends = freeze(shared, tokenizer)
     require_finite(Path(base.name), shared)
-    return base
+    return replace(base, ends=ends)
 
 
 def _check(model: Any) -> None:

@@ -72,13 +72,13 @@ def load_base(
             location = locate(name)
             model, tokenizer = read_folder(location.folder, dtype=number, device=place, attention=style)
             source, origin = location.name, location.folder
-        freeze(model, tokenizer)
+        ends = freeze(model, tokenizer)
     bits = "" if quantise == "none" else quantise
     if bits:
         pack(model, bits, place)
     torch.nn.Module.to(model, place)
     found = Base(model=model, tokenizer=tokenizer, name=source, dtype=number, device=place, origin=origin)
-    return replace(found, quantised=bits, attention=attention)
+    return replace(found, quantised=bits, attention=attention, ends=ends)
 
 
 def _require_room(name: str) -> None:

@@ -22,6 +22,7 @@ from comingle.evaluation.perplexity import Score, score_streams
 from comingle.evaluation.routing import Routing, pieces, route
 from comingle.models.about import About, Exported
 from comingle.models.adapted import AdaptedModel
+from comingle.models.endings import chat_ends, generation_of
 from comingle.models.ensembles import WHY_NOT_ONE, EnsembleModel
 from comingle.models.generation import check_places, continue_texts
 from comingle.models.hardware import torch_defaults
@@ -76,11 +77,17 @@ class PersonalModel(Personal):
     def merge(self) -> PreTrainedModel:
         """A plain copy of the base's architecture, in whose weights are this user's: for ``save_pretrained``.
 
-        In bfloat16 the sums are rounded, so it is not quite what :meth:`generate` speaks as.
+        Its generation settings end a text where the user's model does. In bfloat16 the sums are rounded, so it is not
+        quite what :meth:`generate` speaks as.
 
         Raises:
             DataError: several experts are mixed behind a nonlinearity, so no weights can hold them.
         """
+        merged = self._merged()
+        merged.generation_config = generation_of(self.model.base, self.about)
+        return merged
+
+    def _merged(self) -> PreTrainedModel:
         if isinstance(self.model, MixedLanguageModel):
             return cast(PreTrainedModel, self._own.merge(self.model.shares(self.tensors)[0]))
         if isinstance(self.model, EnsembleModel):
@@ -163,10 +170,9 @@ class PersonalModel(Personal):
         """
         tokenizer, chats = self._tokenizer, _is_chat(prompt)
         if chats:
-            template = ChatTemplate(tokenizer, self.model.base.date)
             if generation_config is None or generation_config.eos_token_id is None:
-                options.setdefault("eos_token_id", list(template.ends()))
-            prompts: list[Any] = [template.prompt(self._messages(prompt))]
+                options.setdefault("eos_token_id", list(chat_ends(self.model.base)))
+            prompts: list[Any] = [ChatTemplate(tokenizer, self.model.base.date).prompt(self._messages(prompt))]
         else:
             prompts = (
                 [prompt] if isinstance(prompt, str) else list(prompt) if isinstance(prompt, list | tuple) else [prompt]

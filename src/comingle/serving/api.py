@@ -74,9 +74,7 @@ class Service:
     def __init__(self, engine: Engine, keys: Keys, limits: Limits, *, answers: bool) -> None:
         self.engine, self.keys, self.limits, self.answers = engine, keys, limits, answers
         self.rates, self.worker = Rates(limits.rate), Worker(engine, queue=limits.queue)
-        vocabulary: Any = engine.network.get_input_embeddings()
-        date = next(iter(engine.people.values())).model.base.date
-        self.prompts = Prompts(engine.tokenizer, vocabulary.weight.shape[0], date, engine.begin)
+        self.prompts = Prompts(next(iter(engine.people.values())).model.base)
         self.started = int(time.time())
 
     # ------------------------------------------------------------ who asks

@@ -33,9 +33,7 @@ class Chat:
     """Of the last answer: who gave it, after which tokens, and what."""
 
     def __post_init__(self) -> None:
-        base = self.engine.people[self.user].model.base
-        vocabulary: Any = base.model.get_input_embeddings()
-        self.prompts = Prompts(self.engine.tokenizer, len(vocabulary.weight), base.date, base.begin)
+        self.prompts = Prompts(self.engine.people[self.user].model.base)
 
     def switch(self, user: str) -> None:
         """Speak with somebody else, about what has been said.

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 from typing import Any
 
 from comingle.data.templates import ChatTemplate, Message
 from comingle.errors import DataError
+from comingle.models.base import Base
+from comingle.models.endings import chat_ends
 from comingle.models.generation import encode_prompt
-from comingle.models.pretrained import PreTrainedTokenizerBase
 
 
 class Prompts:
     """Texts, tokens and messages as prompts for one base."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        vocabulary: int,
-        date: datetime | None = None,
-        begin: int | None = None,
-    ) -> None:
-        self.tokenizer, self.vocabulary, self.begin = tokenizer, vocabulary, begin
-        self.template = ChatTemplate(tokenizer, date)
+    def __init__(self, base: Base) -> None:
+        assert base.tokenizer is not None
+        self.base, self.tokenizer, self.template = base, base.tokenizer, ChatTemplate(base.tokenizer, base.date)
+        vocabulary: Any = base.model.get_input_embeddings()
+        self.vocabulary, self.begin = len(vocabulary.weight), base.begin
 
     def of_messages(self, messages: Sequence[Message]) -> list[int]:
         """Messages in the base's chat template, or the plain one where it has none, up to where the answer begins.
@@ -39,7 +35,7 @@ class Prompts:
         Raises:
             DataError: the base knows none.
         """
-        return self.template.ends()
+        return chat_ends(self.base)
 
     def of_texts(self, prompt: Any) -> list[list[int]]:
         """A text, tokens, or a list of either.
