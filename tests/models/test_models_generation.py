@@ -297,9 +297,9 @@ def test_an_empty_text_without_a_token_to_begin_with_has_no_perplexity(person: P
 
 
 def test_a_template_that_renders_nothing_is_an_empty_prompt(person: Person, unmarked: str) -> None:
-    ann, messages = person(base=unmarked, dtype="float32"), [{"role": "user", "content": "a"}]
+    ann, messages = person(base=unmarked, dtype="float32"), [{"role": "user", "content": ""}]
     assert ann.model.base.tokenizer is not None
-    ann.model.base.tokenizer.chat_template = "{% if messages[-1].role == 'assistant' %}{{ 'b' }}{% endif %}"
+    ann.model.base.tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     with pytest.raises(DataError, match="an empty prompt"):
         ann.generate(messages, max_new_tokens=4)
 
