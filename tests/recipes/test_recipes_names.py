@@ -59,7 +59,7 @@ def run_with(changes: dict[str, Any]) -> Any:
         ("training.lr", "'training.experts.learning_rate'"),
         ("training.learning_rate", "'training.experts.learning_rate'"),
         ("training.router.lr", "'training.router.learning_rate'"),
-        ("training.seed", "'seed' (at the top level)"),
+        ("training.seed", "'seed' (at the top level) or 'data.seed'"),
         ("training.rank", "'adapters.rank'"),
         ("adapters.r", "'adapters.rank'"),
         ("adapters.lora_alpha", "'adapters.alpha'"),

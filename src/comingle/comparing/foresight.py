@@ -28,9 +28,10 @@ _LEAST_READ = 0.25
 def choose_seeds(recipe: Recipe, materials: Materials, unit: str) -> tuple[int, ...]:
     """Return the seeds that advice needs: three for two users with enough test data, else five.
 
-    One where each seed would evaluate other users, or leave others out, which cannot be compared.
+    One where each seed would evaluate other users, or leave others out, which cannot be compared; with ``data.seed``
+    the same are left out.
     """
-    if recipe.evaluation.users or materials.skipped:
+    if recipe.evaluation.users or (materials.skipped and recipe.data.seed is None):
         return trials.SEEDS[:1]
     small = any(len(user.test) < _FEW_TESTED.get(unit, 0) for user in materials.users)
     return trials.SEEDS if len(materials.users) == 2 and not small else tuple(range(_MANY))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from comingle import plugins
 from comingle.errors import PluginError, did_you_mean
@@ -29,6 +29,8 @@ class DataSection(Section):
     kind: Any  # a word in each
     given: Literal[True] | None = None
     """A program hands the users' data over: nothing says where to read it."""
+    seed: Annotated[int, Field(ge=0, strict=True)] | None = None
+    """The seed of splits, samples and partitions; None: the recipe's ``seed``, which draws all else."""
 
     label: ClassVar[str]
     """How messages call such data."""

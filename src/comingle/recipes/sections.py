@@ -160,7 +160,13 @@ class RuntimeSection(Section):
     track: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
 
 
-_LATER_DATA_KEYS = {"train_on_valid": False, "on_bad_row": "refuse", "add_bos_token": False, "clusters": None}
+_LATER_DATA_KEYS = {
+    "train_on_valid": False,
+    "on_bad_row": "refuse",
+    "add_bos_token": False,
+    "clusters": None,
+    "seed": None,
+}
 """Keys of ``data`` that came after runs had been published, with what those runs did: runs that leave them so keep
 their names, and their folders resume."""
 
@@ -222,6 +228,11 @@ class Recipe(Section):
     @classmethod
     def _plain_rule(cls, aggregation: Any) -> Any:
         return plain_name(aggregation, key="rule")
+
+    @property
+    def data_seed(self) -> int:
+        """The seed of what is drawn when users' data is read or made: splits, samples, partitions."""
+        return self.seed if self.data.seed is None else self.data.seed
 
     @property
     def computed(self) -> dict[str, Any]:

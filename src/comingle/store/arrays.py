@@ -33,7 +33,7 @@ class SampleTurns(Turns[tuple[str, Mapping[str, Samples]]]):
     nothing, too_little, skips = "samples", "too few samples", False
 
     def __init__(self, kind: SamplesKind, recipe: Recipe):
-        self.kind, self.data, self.seed = kind, section(recipe), recipe.seed
+        self.kind, self.data, self.seed = kind, section(recipe), recipe.data_seed
         self.look, self.labels, self.lacking = look_of(self.data), tuple[str, ...](), ""
         self.remarks = Remarks()
         self.first: UserSamples | None = None

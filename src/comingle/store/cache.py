@@ -50,7 +50,7 @@ def populated(recipe: Recipe, turns: Turns[Any]) -> tuple[Path, bool]:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         write_in_turn(turns, folder)
         return folder, False
-    decides = [_FORM, version("comingle"), recipe.data.model_dump(mode="json"), recipe.seed, turns.key(), states]
+    decides = [_FORM, version("comingle"), recipe.data.model_dump(mode="json"), recipe.data_seed, turns.key(), states]
     home = cache_folder() / "populations"
     target = home / hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
     try:

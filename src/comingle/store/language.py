@@ -100,7 +100,7 @@ class TextTurns(_OfLanguage, Turns[UserText]):
 
     def readers(self, spool: Spool) -> Iterator[tuple[str, Callable[[], UserText]]]:
         """Files one after another; rows of a data set when all of them have been grouped."""
-        data, seed = self.data, self.recipe.seed
+        data, seed = self.data, self.recipe.data_seed
         if data.dataset is None:
             yield from user_readers(data, seed, self.bad).items()
             return
@@ -170,7 +170,7 @@ class ConversationTurns(_OfLanguage, Turns[UserConversations]):
 
     def readers(self, spool: Spool) -> Iterator[tuple[str, Callable[[], UserConversations]]]:
         """Files one after another; rows of a data set when all of them have been grouped."""
-        data, seed = self.data, self.recipe.seed
+        data, seed = self.data, self.recipe.data_seed
         if data.dataset is None:
             yield from (
                 (name, partial(read_files, data, self.bad, one, name, seed)) for name, one in (data.users or {}).items()

@@ -126,7 +126,7 @@ class MixedTurns(TextTurns):
 
     def before(self, folder: Path) -> Iterator[Turns[UserText]]:
         """Everybody's own text."""
-        self.mixture = Mixture(folder, self.recipe.seed)
+        self.mixture = Mixture(folder, self.recipe.data_seed)
         yield _Own(self, self.mixture)
 
     def readers(self, spool: Spool) -> Iterator[tuple[str, Callable[[], UserText]]]:

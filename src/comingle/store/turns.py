@@ -95,7 +95,7 @@ class Turns(ABC, Generic[Read]):
         """What is read: files and folders, or names that are none."""
 
     def key(self) -> list[Any]:
-        """What decides on how it is encoded, besides the recipe's section ``data`` and its seed."""
+        """What decides on how it is encoded, besides the recipe's section ``data`` and the seed of its data."""
         return []
 
     @abstractmethod

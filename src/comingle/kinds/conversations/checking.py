@@ -20,7 +20,7 @@ def count_here(recipe: Recipe, data: ConversationsSection, validates: bool) -> t
     Raises:
         DataError: they cannot be read, or a run would refuse them.
     """
-    read, tokenizer = read_users(data, recipe.seed), tokenizer_here(recipe.base)
+    read, tokenizer = read_users(data, recipe.data_seed), tokenizer_here(recipe.base)
     users = (
         list[Any](read)
         if tokenizer is None

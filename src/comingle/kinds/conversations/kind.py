@@ -108,7 +108,7 @@ class ConversationsKind(AnswersKind):
 
     def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
         """Conversations are read before the base is loaded, as more can be wrong with them."""
-        return self._encoded(recipe, read_users(section(recipe), recipe.seed), load_base, validates)
+        return self._encoded(recipe, read_users(section(recipe), recipe.data_seed), load_base, validates)
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Rows with messages, or with a prompt and a response, by the names that the section has for them."""
@@ -118,7 +118,7 @@ class ConversationsKind(AnswersKind):
         self, recipe: Recipe, given: Mapping[str, Any], load_base: LoadBase, *, validates: bool, net: Any = None
     ) -> Materials:
         """Lists of rows, data sets of ``datasets``, either of them by split, or paths of files."""
-        return self._encoded(recipe, adopt_users(section(recipe), given, recipe.seed), load_base, validates)
+        return self._encoded(recipe, adopt_users(section(recipe), given, recipe.data_seed), load_base, validates)
 
     def _encoded(
         self, recipe: Recipe, read: Sequence[UserConversations], load_base: LoadBase, validates: bool

@@ -83,7 +83,7 @@ class SamplesKind(NetKind):
         """Files; no base is loaded."""
         if section(recipe).users is None:
             raise DataError("users: a program hands them over; do so again, as comingle.run(recipe, users={...})")
-        users, labels = read_users(section(recipe), recipe.seed)
+        users, labels = read_users(section(recipe), recipe.data_seed)
         return self._materials(recipe, users, section(recipe).loss, None, labels)
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
@@ -109,7 +109,7 @@ class SamplesKind(NetKind):
         data = section(recipe)
         if data.image_size is not None or data.grayscale:
             raise RecipeError("data.image_size and grayscale are for folders of images; scale what is handed over")
-        shares = {"valid": data.split.valid, "test": data.split.test, "seed": recipe.seed}
+        shares = {"valid": data.split.valid, "test": data.split.test, "seed": recipe.data_seed}
         users = tuple(read_given(name, of_user, **shares) for name, of_user in given.items())
         return self._materials(recipe, users, loss or data.loss, net, ())
 

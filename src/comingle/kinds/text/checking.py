@@ -31,7 +31,7 @@ def check_texts(recipe: Recipe, data: TextSection, validates: bool) -> tuple[set
     here, note = found_here(data)
     if not here:
         return set(), note
-    texts, tokenizer = read_users(data, recipe.seed), tokenizer_here(recipe.base)
+    texts, tokenizer = read_users(data, recipe.data_seed), tokenizer_here(recipe.base)
     return set() if tokenizer is None else _check_lengths(recipe, data, texts, tokenizer, validates), ""
 
 
@@ -51,7 +51,7 @@ def _check_lengths(
     context = recipe.training.context
     skip = data.on_small_user == "skip"
     if data.held_out == "mixture" and not skip:
-        texts = mix_held_out(texts, seed=recipe.seed)
+        texts = mix_held_out(texts, seed=recipe.data_seed)
     limits = token_limits(data, [text.name for text in texts])
     heads = {
         name: {key: min(limit or context + 1, context + 1) for key, limit in limits_of_user.items()}

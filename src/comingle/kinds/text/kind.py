@@ -72,7 +72,7 @@ class TextKind(LanguageKind):
 
     def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
         """Text is read before the base is loaded, as more can be wrong with it."""
-        return self._materials(recipe, read_users(section(recipe), recipe.seed), load_base, validates)
+        return self._materials(recipe, read_users(section(recipe), recipe.data_seed), load_base, validates)
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Documents, a table with a column of them, a path, or splits of these."""
@@ -82,14 +82,14 @@ class TextKind(LanguageKind):
         self, recipe: Recipe, given: Mapping[str, Any], load_base: LoadBase, *, validates: bool, net: Any = None
     ) -> Materials:
         """As read from files: the same documents give the same run."""
-        return self._materials(recipe, given_texts(section(recipe), given, recipe.seed), load_base, validates)
+        return self._materials(recipe, given_texts(section(recipe), given, recipe.data_seed), load_base, validates)
 
     def _materials(self, recipe: Recipe, texts: Sequence[UserText], load_base: LoadBase, validates: bool) -> Materials:
         data, base, skipped = section(recipe), load_base(), dict[str, str]()
         if data.on_small_user == "skip":
             texts, skipped = leave_out(data, texts, base, context=recipe.training.context, validates=validates)
         if data.held_out == "mixture":
-            texts = mix_held_out(texts, seed=recipe.seed)
+            texts = mix_held_out(texts, seed=recipe.data_seed)
         users = tokenise_users(data, texts, base, known=[text.name for text in texts] + list(skipped))
         if data.train_on_valid and (without := [user.name for user in users if not len(user.valid)]):
             raise DataError(

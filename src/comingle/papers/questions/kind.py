@@ -29,7 +29,7 @@ class QuestionsKind(AnswersKind):
         choose_languages(asked.name, asked.languages)  # before the base is loaded
         base, settings = load_base(), asked.model_dump(exclude={"name"})
         context, tokenizer = recipe.training.context, tokenizer_of(base)
-        users = make_questions(asked.name, tokenizer, context=context, seed=recipe.seed, **settings)
+        users = make_questions(asked.name, tokenizer, context=context, seed=recipe.data_seed, **settings)
         return Materials(kind=self, base=base, users=users)
 
     def names_of(self, recipe: Recipe) -> tuple[str, ...]:

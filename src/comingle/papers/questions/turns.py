@@ -59,7 +59,7 @@ class QuestionTurns(Turns[Asked]):
         for _, groups in spool.groups(self.languages):
             encoded = encode(_questions(groups, keys), self.tokenizer)
             short = [fits and len(one) <= context for fits, one in zip(short, encoded, strict=True)]
-        asked, seed = self.asked, self.recipe.seed
+        asked, seed = self.asked, self.recipe.data_seed
         counts: Any = {"train": asked.train, "valid": asked.valid, "test": asked.test}
         parts = draw_parts(asked.name, self.languages, short, context=context, seed=seed, **counts)
         numbers = sorted(number for part in parts for number in part)

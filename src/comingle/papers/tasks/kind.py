@@ -24,7 +24,7 @@ class TaskKind(NetKind):
 
     def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
         """The task brings its net; no base is loaded."""
-        return self.materials(prepare_task(cast(TaskDataSection, recipe.data).task, recipe.seed))
+        return self.materials(prepare_task(cast(TaskDataSection, recipe.data).task, recipe.data_seed))
 
     def materials(self, task: Task) -> Materials:
         """Those of a task, which may be made in Python; labels that somebody does not train on are said once."""
