@@ -171,8 +171,8 @@ def test_prompts_begin_with_the_token_once(loaded: Loaded) -> None:
 
 
 def test_the_servers_completions_begin_with_the_token(loaded: Loaded) -> None:
-    begin = trained(loaded).federation.clients.model.base.begin
-    prompts = Prompts(loaded[1], 259, begin=begin)
+    model: Any = trained(loaded).federation.clients.model
+    prompts = Prompts(model.base)
     assert prompts.of_texts("ab") == [[BOS, 97, 98]]
     assert prompts.of_texts(["a", [98]]) == [[BOS, 97], [98]]
 

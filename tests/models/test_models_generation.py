@@ -155,10 +155,10 @@ def test_real_tokenizers_stop_within_a_token(stories: Any) -> None:
     from comingle.models.generation import continue_texts
 
     assert base.tokenizer is not None
-    said = continue_texts(base.model, base.tokenizer, ["Once upon a", "Lily"], read_sampling(max_new_tokens=40))
+    said = continue_texts(base.model, base, ["Once upon a", "Lily"], read_sampling(max_new_tokens=40))
     assert all(len(text) > 40 for text in said)
     stop = said[0][20:23]
-    cut = continue_texts(base.model, base.tokenizer, ["Once upon a"], read_sampling(max_new_tokens=40, stop=stop))
+    cut = continue_texts(base.model, base, ["Once upon a"], read_sampling(max_new_tokens=40, stop=stop))
     assert cut == [said[0][: said[0].index(stop)]]
 
 
@@ -168,14 +168,14 @@ def test_a_continuation_is_what_the_whole_text_has_behind_the_prompt(stories: An
 
     assert base.tokenizer is not None
     prompts = ["Once upon a time, there was a little", "Lily and B", "Once upon a time\n", "a"]
-    said = continue_texts(base.model, base.tokenizer, prompts, read_sampling(max_new_tokens=12))
+    said = continue_texts(base.model, base, prompts, read_sampling(max_new_tokens=12))
     for prompt, text in zip(prompts, said, strict=True):
         ids = torch.tensor([base.tokenizer(prompt, add_special_tokens=False)["input_ids"]])
         out = base.model.generate(ids, max_new_tokens=12, do_sample=False)  # type: ignore[operator]
         whole, start = (str(base.tokenizer.decode(i, skip_special_tokens=True)) for i in (out[0], ids[0]))
         assert start + text == whole
     assert said[0].startswith(" girl")
-    cut = continue_texts(base.model, base.tokenizer, prompts[:1], read_sampling(max_new_tokens=12, stop=" girl"))
+    cut = continue_texts(base.model, base, prompts[:1], read_sampling(max_new_tokens=12, stop=" girl"))
     assert cut == [""]
 
 

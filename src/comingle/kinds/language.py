@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
+import torch
+
 from comingle.adapters.clustered import adaptor_size
 from comingle.adapters.inject import ExpertCounts
 from comingle.adapters.lora import lora_scale
 from comingle.adapters.settings import AdapterSettings, Targets
+from comingle.data.samples import SPLITS
 from comingle.engines.state import NEEDS_CLUSTERS
 from comingle.errors import DataError, RecipeError
 from comingle.methods.base import Method
@@ -47,6 +50,23 @@ def tokenizer_of(base: Base) -> PreTrainedTokenizerBase:
     if base.tokenizer is None:
         raise DataError(f"base {base.name}: no tokenizer in it, so text cannot become tokens")
     return base.tokenizer
+
+
+def require_rows(base: Base, user: Any) -> None:
+    """Refuse a user's tokens that the base has no rows for.
+
+    Raises:
+        DataError: it has none for some.
+    """
+    parts = [getattr(user, split) for split in SPLITS]
+    begin = [] if base.begin is None else [base.begin]
+    for tokens in (begin, *(part if isinstance(part, torch.Tensor) else part.windows for part in parts)):
+        base.require_rows(tokens, f"user {user.name!r}")
+
+
+def rows_key(base: Base) -> list[int]:
+    """Return the rows of the base's embedding where its tokenizer has more tokens, as only then some are refused."""
+    return [base.rows] if base.rows < len(tokenizer_of(base)) else []  # type: ignore[arg-type]
 
 
 def check_on_language(recipe: Recipe, method: Method) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
+from comingle.data.batches import PAD, hide
 from comingle.data.templates import ChatTemplate, begin_of
+from comingle.errors import DataError
 from comingle.models.digests import digest_all, digest_folder, digest_model, digest_tokenizer
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -51,12 +57,53 @@ class Base:
             return None
         return next(iter(begin_of(self.tokenizer)), None)
 
+    @property
+    def rows(self) -> int:
+        """The number of tokens that the embedding has rows for, which a tokenizer may exceed."""
+        return rows_of(self.model)
+
+    def require_rows(self, tokens: Int[Tensor, "*any"] | Sequence[int], whose: str) -> None:
+        """Refuse tokens without a row in the embedding, or predicted ones without one in the head.
+
+        Args:
+            tokens: a stream or windows, whose hidden tokens are read and not predicted (:mod:`comingle.data.batches`);
+                a sequence of numbers is read.
+            whose: what has the tokens, as the message says.
+
+        Raises:
+            DataError: there is such a token; the first is named.
+        """
+        tokens = tokens if isinstance(tokens, Tensor) else hide(torch.tensor(tokens, dtype=torch.int64))
+        if not tokens.numel():
+            return
+        low, high = (int(end) for end in torch.aminmax(tokens))
+        head: Any = getattr(self.model.get_output_embeddings(), "weight", None)
+        if max(high, PAD - 1 - low) >= self.rows:
+            shown = torch.where(tokens < PAD, hide(tokens), tokens)
+            raise self._no_row("embedding", self.rows, int(shown[shown >= self.rows][0]), whose)
+        if head is not None and high >= len(head):
+            raise self._no_row("head", len(head), int(tokens[tokens >= len(head)][0]), whose)
+
+    def _no_row(self, part: str, rows: int, token: int, whose: str) -> DataError:
+        known, spelt = "", ""
+        if self.tokenizer is not None:
+            known = f"its tokenizer knows {len(self.tokenizer):,} tokens, "  # type: ignore[arg-type]
+            spelt = f"{self.tokenizer.convert_ids_to_tokens(token)} " if token < len(self.tokenizer) else ""  # type: ignore[arg-type]
+        told = f"{known}its {part} has {rows:,} rows, and {spelt}({token}) is used by {whose}"
+        return DataError(f"base {self.name}: {told}; resize_token_embeddings first")
+
     @cached_property
     def digest(self) -> str:
         """By which the weights are known again: whatever they are rounded to, where they have an origin."""
         if self.origin is None:
             return digest_model(self.model)
         return digest_folder(self.origin) if isinstance(self.origin, Path) else digest_all(self.origin)
+
+
+def rows_of(model: PreTrainedModel) -> int:
+    """Return the number of tokens that a model's embedding has rows for."""
+    embedding: Any = model.get_input_embeddings()
+    return embedding.weight.shape[0]
 
 
 def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
@@ -76,7 +123,7 @@ def freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
     # print a warning at every call.
     ids = model.config if tokenizer is None else tokenizer
     eos, bos, pad = (getattr(ids, f"{key}_token_id", None) for key in ("eos", "bos", "pad"))
-    pad = eos if pad is None else pad
+    pad = eos if pad is None or pad >= rows_of(model) else pad  # a finished text goes through the embedding with it
     model.generation_config = GenerationConfig(eos_token_id=eos, bos_token_id=bos, pad_token_id=pad, use_cache=True)
     return tuple(ends) if isinstance(ends, list | tuple) else (ends,)
 

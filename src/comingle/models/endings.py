@@ -31,10 +31,13 @@ def chat_ends(base: Base) -> tuple[int, ...]:
     """Return the tokens that end a response: the tokenizer's, the template's, and those of the base's own settings.
 
     Raises:
-        DataError: the base's template refuses a conversation of one turn, or its tokenizer has no end of text.
+        DataError: the base's template refuses a conversation of one turn, its tokenizer has no end of text, or the
+            end has no row in the embedding.
     """
     assert base.tokenizer is not None
-    return tuple(dict.fromkeys([*ChatTemplate(base.tokenizer, base.date).ends(), *base.ends]))
+    ends = ChatTemplate(base.tokenizer, base.date).ends()
+    base.require_rows(ends, "the end of a response")
+    return tuple(dict.fromkeys([*ends, *base.ends]))
 
 
 def turn_end(base: Base, about: About | None) -> int | None:

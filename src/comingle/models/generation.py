@@ -17,6 +17,7 @@ from torch import Tensor
 
 from comingle.data.templates import require_characters
 from comingle.errors import DataError, RecipeError
+from comingle.models.base import Base, rows_of
 from comingle.models.greedy import can_pad, padded_attention
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.sampling import Sampling, as_tuple
@@ -31,29 +32,40 @@ _CONTEXT = 16
 @torch.no_grad()
 def continue_texts(
     network: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    base: Base,
     prompts: Sequence[str | Sequence[int]],
     sampling: Sampling,
-    begin: int | None = None,
 ) -> list[str]:
     """Continue each prompt (text or tokens); an empty text starts from the token between documents.
 
-    A text begins with the token ``begin`` where there is one; tokens are continued as they are.
+    A text begins with the base's begin-of-text token where there is one; tokens are continued as they are.
+
+    Args:
+        network: the base with a user's adapters.
+        base: the tokenizer's, and the embedding's, which must have a row for each token of the prompts.
+        prompts: none gives no texts.
+        sampling: how tokens are chosen, and how many.
 
     Raises:
-        DataError: a prompt with its continuation is longer than the base can read, or is empty and has no start.
+        DataError: a prompt with its continuation is longer than the base can read, is empty and has no start, or has
+            tokens without a row in the embedding.
         RecipeError: ``eos_token_id`` is not in the vocabulary.
     """
     if not prompts:
         return []
-    encoded = [encode_prompt(tokenizer, prompt, begin) for prompt in prompts]
+    tokenizer = base.tokenizer
+    assert tokenizer is not None
+    encoded = [encode_prompt(tokenizer, prompt, base.begin) for prompt in prompts]
+    for one in encoded:
+        base.require_rows(one, "the prompt")
     if len({len(ids) for ids in encoded}) > 1 and not can_pad(network):
-        return [text for prompt in prompts for text in continue_texts(network, tokenizer, [prompt], sampling, begin)]
+        return [text for prompt in prompts for text in continue_texts(network, base, [prompt], sampling)]
     _require_places(network, encoded, sampling)
     width, device = max(map(len, encoded)), next(network.parameters()).device
     starts = [width - len(ids) for ids in encoded]
     ends = stop_tokens(network, tokenizer, sampling)
-    pad = cast(int, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0))
+    own: Any = tokenizer.pad_token_id
+    pad = own if own is not None and own < base.rows else next((end for end in ends if end < base.rows), 0)
     ids = torch.tensor([[pad] * start + ids for start, ids in zip(starts, encoded, strict=True)], device=device)
     mask = (torch.arange(width, device=device) >= torch.tensor(starts, device=device).unsqueeze(1)).long()
     after = [place_of(tokenizer, ids) if isinstance(p, str) else [] for ids, p in zip(encoded, prompts, strict=True)]
@@ -146,7 +158,7 @@ def stop_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sa
         config = network.generation_config
         stops = tokenizer.eos_token_id if config is None else config.eos_token_id
         return () if stops is None else as_tuple(stops)
-    size = cast(Tensor, network.get_input_embeddings().weight).shape[0]
+    size = rows_of(network)
     if wrong := [i for i in sampling.eos_token_id if i >= size]:
         raise RecipeError(f"eos_token_id: got {wrong[0]}, allowed are tokens below {size:,}")
     return sampling.eos_token_id

@@ -124,7 +124,12 @@ class PersonalModel(Personal):
 
     @torch_defaults()
     def logits(self, tokens: Int[Tensor, "batch n"]) -> Float[Tensor, "batch n vocab"]:
-        """What the model says of each next token."""
+        """Return the logits of each next token.
+
+        Raises:
+            DataError: a token has no row in the base's embedding.
+        """
+        self.model.base.require_rows(tokens.flatten().tolist(), "the tokens")
         with self.generating() as network, torch.compiler.set_stance("force_eager"):
             return network(input_ids=tokens.to(self.model.base.device), use_cache=False).logits
 
@@ -182,7 +187,7 @@ class PersonalModel(Personal):
         named = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "temperature": temperature, "top_p": top_p}
         sampling = read_sampling(generation_config, **named, top_k=top_k, stop=stop, seed=seed, **options)
         with self.generating() as network:
-            said = continue_texts(network, tokenizer, prompts, sampling, self.model.base.begin)
+            said = continue_texts(network, self.model.base, prompts, sampling)
         return said[0] if chats or isinstance(prompt, str) else said
 
     def _messages(self, prompt: Any) -> list[Message]:
@@ -232,13 +237,19 @@ class PersonalModel(Personal):
 
     @torch_defaults()
     def score(self, tokens: Tensor, *, context: int) -> Score:
-        """Score a stream of tokens in one pass, in windows of ``context`` or, where it is shorter, of its length."""
+        """Score a stream of tokens in one pass, in windows of ``context`` or, where it is shorter, of its length.
+
+        Raises:
+            DataError: a token has no row in the base's embedding or head.
+        """
 
         def losses(rows: object, windows: Tensor) -> Tensor:
             return self.model.predict(self.tensors, [self.row], windows.to(self.model.base.device))
 
         window = self._window(context, len(tokens))
         begin = self.model.base.begin
+        for part in (tokens, [] if begin is None else [begin]):
+            self.model.base.require_rows(part, "the text")
         return score_streams(losses, [tokens], [0], context=window, batch=16, slots=1, begin=begin)[0]
 
     @torch_defaults()
@@ -249,7 +260,7 @@ class PersonalModel(Personal):
         False with the first of its tokens.
 
         Raises:
-            DataError: the method has no routers, or the text has no tokens.
+            DataError: the method has no routers, the text has no tokens, or one of them has no row in the embedding.
         """
         model = self.model
         if not isinstance(model, AdaptedModel):
@@ -261,6 +272,8 @@ class PersonalModel(Personal):
         tokens = self._tokens(text) if isinstance(text, str) else torch.as_tensor(text, dtype=torch.int64)
         if not len(tokens):
             raise DataError(f"user {self.name!r}: a text without tokens cannot be routed")
+        begin = model.base.begin if begins else None
+        model.base.require_rows([*([] if begin is None else [begin]), *tokens.tolist()], "the text")
         names = watching.expert_names(adapters, self.row)
 
         def forward(part: Tensor) -> Tensor:
@@ -269,7 +282,7 @@ class PersonalModel(Personal):
             return watching.gates(adapters)[:, 0, :, : len(names)]
 
         with watching.watched(adapters), torch.compiler.set_stance("force_eager"):
-            gates = route(forward, tokens, context=context, begin=model.base.begin if begins else None)
+            gates = route(forward, tokens, context=context, begin=begin)
         return Routing(tokens=tuple(pieces(self._tokenizer, tokens.tolist())), experts=tuple(names), gates=gates)
 
 

@@ -176,6 +176,7 @@ class Service:
             lambda: self.prompts.of_messages(messages) if messages else self.prompts.of_texts(asked.prompt or "")[0]
         )
         text: Any = self.engine.tokenizer(asked.text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        self._told_wrong(lambda: self.prompts.base.require_rows(text, "the text"), "text")
         self._require_room(len(prompt) + len(text), 0, "text")
         try:
             job = self.worker.call(lambda: self.engine.route(asked.model, prompt, list(text)))

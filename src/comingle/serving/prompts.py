@@ -18,16 +18,17 @@ class Prompts:
     def __init__(self, base: Base) -> None:
         assert base.tokenizer is not None
         self.base, self.tokenizer, self.template = base, base.tokenizer, ChatTemplate(base.tokenizer, base.date)
-        vocabulary: Any = base.model.get_input_embeddings()
-        self.vocabulary, self.begin = len(vocabulary.weight), base.begin
+        self.begin = base.begin
 
     def of_messages(self, messages: Sequence[Message]) -> list[int]:
         """Messages in the base's chat template, or the plain one where it has none, up to where the answer begins.
 
         Raises:
-            DataError: the template refuses them.
+            DataError: the template refuses them, or a token has no row in the embedding.
         """
-        return encode_prompt(self.tokenizer, self.template.prompt(messages))
+        tokens = encode_prompt(self.tokenizer, self.template.prompt(messages))
+        self.base.require_rows(tokens, "the messages")
+        return tokens
 
     def chat_ends(self) -> tuple[int, ...]:
         """The tokens that end an answer in a chat.
@@ -46,8 +47,10 @@ class Prompts:
         many = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
         if not many:
             raise DataError("prompt: an empty list; give a text, tokens, or a list of either")
+        for number in (number for one in many if not isinstance(one, str) for number in one):
+            if not 0 <= number < self.base.rows:
+                raise DataError(f"prompt: got token {number}; allowed are those from 0 below {self.base.rows:,}")
         tokens = [encode_prompt(self.tokenizer, one, self.begin) for one in many]
-        for number in (number for one in tokens for number in one):
-            if not 0 <= number < self.vocabulary:
-                raise DataError(f"prompt: got token {number}; allowed are those from 0 below {self.vocabulary:,}")
+        for one in tokens:
+            self.base.require_rows(one, "the prompt")
         return tokens

@@ -28,13 +28,14 @@ from comingle.kinds.conversations.reading import (
     read_files,
     wanted_users,
 )
-from comingle.kinds.language import tokenizer_of
+from comingle.kinds.language import require_rows, rows_key, tokenizer_of
 from comingle.kinds.text.kind import TextKind
 from comingle.kinds.text.reading import check_limits, limits_of, options_of, split_group, user_readers
 from comingle.models.base import Base
 from comingle.models.digests import digest_tokenizer
 from comingle.recipes import Recipe
 from comingle.store.grouping import Spool
+from comingle.store.tokens import PopulationWriter
 from comingle.store.turns import Some, Turns, in_turn
 
 
@@ -50,7 +51,13 @@ class _OfLanguage:
 
     def key(self) -> list[Any]:
         """The tokenizer, the context, and whether there must be validation data."""
-        return [digest_tokenizer(self.base.tokenizer), self.recipe.training.context, self.validates]
+        asked = [digest_tokenizer(self.base.tokenizer), self.recipe.training.context, self.validates]
+        return [*asked, *rows_key(self.base)]
+
+    def keep(self, writer: PopulationWriter, read: Any, user: Any) -> None:
+        """Write down a user whose tokens the base has rows for."""
+        require_rows(self.base, user)
+        writer.add(user)
 
     def settle(self) -> None:
         """Refuse rows that are no text or no conversation, or warn of them."""

@@ -31,7 +31,7 @@ from comingle.kinds.conversations.reading import (
 )
 from comingle.kinds.conversations.rows import Columns
 from comingle.kinds.conversations.section import ConversationsSection
-from comingle.kinds.language import language_model, tokenizer_of
+from comingle.kinds.language import language_model, require_rows, tokenizer_of
 from comingle.kinds.text.kind import LanguageKind, anybody_validates
 from comingle.methods import make
 from comingle.methods.base import Method
@@ -75,10 +75,12 @@ class AnswersKind(LanguageKind):
     def clients(self, recipe: Recipe, materials: Materials, method: Method, training: Training) -> Clients:
         """Batches are as wide as their longest conversation, or all equally wide where tokens' routes are balanced."""
         training = always_there(method, training)
+        assert materials.base is not None
         if not materials.unread:
             self.check_enough(materials.present, method)
+            for user in materials.present:
+                require_rows(materials.base, user)
         users, trainers = self.trainers(materials, method)
-        assert materials.base is not None
         size = batch_size(method, training, len(users))
         even = method.placement.routed and training.balance_weight > 0
         return Clients(

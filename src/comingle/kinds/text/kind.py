@@ -14,7 +14,7 @@ from comingle.engines.settings import Training
 from comingle.engines.users import batch_size
 from comingle.errors import DataError, RecipeError
 from comingle.kinds.base import Kind, LoadBase, Materials, always_there, count_trainers
-from comingle.kinds.language import check_on_language, language_model
+from comingle.kinds.language import check_on_language, language_model, require_rows
 from comingle.kinds.text.checking import check_texts
 from comingle.kinds.text.feed import TextFeed
 from comingle.kinds.text.given import HANDED, given_texts, takes
@@ -111,6 +111,8 @@ class TextKind(LanguageKind):
         if not materials.unread:
             needed = {"needs_validation": method.client.needs_validation, "begins": begin is not None}
             check(materials.present, context=training.context, **needed)
+            for user in materials.present:
+                require_rows(materials.base, user)
         users, trainers = self.trainers(materials, method)
         return Clients(
             self.model_here(recipe, materials, method, training),

@@ -12,7 +12,7 @@ from comingle.data.templates import Encoded
 from comingle.errors import DataError
 from comingle.kinds.base import Kind, Materials
 from comingle.kinds.conversations.answers import Question, UserAnswers, check_answers, encode
-from comingle.kinds.language import tokenizer_of
+from comingle.kinds.language import require_rows, rows_key, tokenizer_of
 from comingle.models.base import Base
 from comingle.models.digests import digest_tokenizer
 from comingle.papers.questions.section import QuestionsSection
@@ -27,6 +27,7 @@ from comingle.papers.questions.sets import (
 )
 from comingle.recipes import Recipe
 from comingle.store.grouping import Spool
+from comingle.store.tokens import PopulationWriter
 from comingle.store.turns import Some, Turns
 
 Asked = tuple[str, Mapping[int, Encoded], Parts]
@@ -48,7 +49,13 @@ class QuestionTurns(Turns[Asked]):
 
     def key(self) -> list[Any]:
         """The tokenizer, the context, and whether there must be questions to validate on."""
-        return [digest_tokenizer(self.tokenizer), self.recipe.training.context, self.validates]
+        asked = [digest_tokenizer(self.tokenizer), self.recipe.training.context, self.validates]
+        return [*asked, *rows_key(self.base)]
+
+    def keep(self, writer: PopulationWriter, read: Asked, user: UserAnswers) -> None:
+        """Write down a user whose tokens the base has rows for."""
+        require_rows(self.base, user)
+        writer.add(user)
 
     def readers(self, spool: Spool) -> Iterator[tuple[str, Callable[[], Asked]]]:
         """One language after another, twice: which questions are short enough in all, and then those that are used."""
