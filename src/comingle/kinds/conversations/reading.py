@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ def rows_of(rows: Any, split: str, bad: BadRows) -> Iterator[Record]:
         return
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
-            bad.add(f"row {number}", f"is {type(row).__name__}; allowed: a mapping with messages")
+            bad.add(f"row {number}", f"is {reprlib.repr(row)}; allowed: a mapping with messages")
         else:
             yield split, f"row {number}", row
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -94,6 +95,6 @@ def _each(bad: BadRows, source: Any, where: str) -> Iterator[str]:
         return
     for number, document in enumerate(source, start=1):
         if not isinstance(document, str):
-            bad.add(f"{where}: document {number}", f"is {type(document).__name__}; a document must be text")
+            bad.add(f"{where}: document {number}", f"is {reprlib.repr(document)}; allowed: text")
         elif document.strip():
             yield document
