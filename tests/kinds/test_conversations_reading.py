@@ -253,6 +253,28 @@ def test_tools_and_their_calls_are_read(tmp_path: Path, caplog: Any) -> None:
     assert found[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Bern"}}
 
 
+@pytest.mark.parametrize("content", ["I look.", "", None])
+@pytest.mark.parametrize("call", [{"id": "1"}, {"id": "1", "function": {}}, {"function": {"name": ""}}])
+def test_calls_that_name_no_function_carry_no_loss(
+    tmp_path: Path, caplog: Any, content: str | None, call: Mapping[str, Any]
+) -> None:
+    turns = [ASKED[0], turn("assistant", content, tool_calls=[call]), turn("tool", "22"), turn("assistant", "22")]
+    with caplog.at_level(logging.WARNING, logger="comingle"):
+        found = one_chat(tmp_path, {"messages": turns})
+    assert found[1] == {"role": "assistant", "content": content or "", "learn": False}
+    assert found[3] == turns[3]
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        "1 row: tool calls that name no function; the responses that make them carry no loss"
+    ]
+
+
+def test_named_calls_beside_one_without_a_name_stay_in_the_context(tmp_path: Path) -> None:
+    calls = [{"id": "1"}, {"name": "weather", "arguments": {}}]
+    found = one_chat(tmp_path, {"messages": [ASKED[0], turn("assistant", "", tool_calls=calls), *ASKED]})
+    assert [call["function"]["name"] for call in found[1]["tool_calls"]] == ["weather"]
+    assert found[1]["learn"] is False
+
+
 @pytest.mark.parametrize(
     ("row", "wrong"),
     [
@@ -260,7 +282,8 @@ def test_tools_and_their_calls_are_read(tmp_path: Path, caplog: Any) -> None:
         ({"messages": ASKED, "history": "a"}, "history is 'a'; allowed: a list of [question, response]"),
         ({"messages": ASKED, "tools": [{"description": "x"}]}, "tools is "),
         ({"messages": [turn("user", "a", tool_calls=[{"name": "x"}]), ASKED[1]]}, "messages[0].tool_calls is "),
-        ({"messages": [ASKED[0], turn("assistant", None, tool_calls=[{"id": "1"}])]}, "messages[1].tool_calls is "),
+        ({"messages": [ASKED[0], turn("assistant", None, tool_calls=["x"])]}, "messages[1].tool_calls is "),
+        ({"messages": [ASKED[0], turn("assistant", None, tool_calls=[{"id": "1"}])]}, "every response is left out"),
         ({"messages": [turn("user", [{"type": "image_url"}]), ASKED[1]]}, "messages[0].content is [{'type': 'image"),
         ({"messages": [ASKED[0], turn("assistant", None, function_call={"name": "x"})]}, "messages[1].content is None"),
     ],

@@ -174,7 +174,7 @@ def _messages(value: Any, column: str, remark: Remark) -> list[dict[str, Any]]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(one, Mapping) for one in value):
         raise ValueError(f"{column} is {reprlib.repr(value)}; allowed: a list of messages with role and content")
     others = dict.fromkeys(key for one in value for key, its in one.items() if key not in _KEYS and _is_value(its))
-    messages = [_message(one, f"{column}[{number}]") for number, one in enumerate(value)]
+    messages = [_message(one, f"{column}[{number}]", remark) for number, one in enumerate(value)]
     if any(
         _is_value(one.get("name")) and message["role"] != "tool" for one, message in zip(value, messages, strict=True)
     ):
@@ -184,15 +184,15 @@ def _messages(value: Any, column: str, remark: Remark) -> list[dict[str, Any]]:
     return messages
 
 
-def _message(one: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _message(one: Mapping[str, Any], where: str, remark: Remark) -> dict[str, Any]:
     role, content = (next((one[key] for key in keys if one.get(key) is not None), None) for keys in (_ROLE, _CONTENT))
     if not isinstance(role, str) or _OTHER_ROLES.get(role, role) not in ROLES:
         allowed = f"{', '.join(ROLES)}, developer (and human, gpt)"
         raise ValueError(f"{where} has the role {reprlib.repr(role)}; allowed: {allowed}")
     role = _OTHER_ROLES.get(role, role)
-    calls = _calls(one.get("tool_calls"), role, f"{where}.tool_calls")
+    calls, nameless = _calls(one.get("tool_calls"), role, f"{where}.tool_calls")
     message: dict[str, Any] = {"role": role}
-    message["content"] = "" if content is None and calls else _text(content, f"{where}.content")
+    message["content"] = "" if content is None and (calls or nameless) else _text(content, f"{where}.content")
     if calls:
         message["tool_calls"] = calls
     message |= {key: one[key] for key in ("tool_call_id", "name") if role == "tool" and _is_value(one.get(key))}
@@ -200,7 +200,9 @@ def _message(one: Mapping[str, Any], where: str) -> dict[str, Any]:
         if _is_value(thought := one.get(key)) and message["content"].lstrip()[:7] != "<think>":
             thought = _text(thought, f"{where}.{key}").strip("\n")
             message["content"] = f"<think>\n{thought}\n</think>\n\n{message['content']}"
-    if not _learns(one, role, where):
+    if nameless:
+        remark("tool calls that name no function; the responses that make them carry no loss")
+    if not _learns(one, role, where) or nameless:
         message["learn"] = False
     return message
 
@@ -219,21 +221,25 @@ def _learns(one: Mapping[str, Any], role: str, where: str) -> bool:
     return role != ASSISTANT or all(given.values())
 
 
-def _calls(value: Any, role: str, where: str) -> list[dict[str, Any]]:
-    """Tool calls with a type and a function each, whose arguments are a mapping if they are one in JSON."""
+def _calls(value: Any, role: str, where: str) -> tuple[list[dict[str, Any]], bool]:
+    """Return the tool calls that name a function, and whether there are others.
+
+    Arguments are a mapping if they are one in JSON. No template can write a call without a name.
+    """
     if not _is_value(value):
-        return []
+        return [], False
     calls = _from_json(value)
-    if role != ASSISTANT or not isinstance(calls, list | tuple) or not all(_is_function(call) for call in calls):
+    if role != ASSISTANT or not isinstance(calls, list | tuple) or not all(isinstance(c, Mapping) for c in calls):
         raise ValueError(f"{where} is {reprlib.repr(value)}; allowed: on responses, a list of functions with a name")
+    named = [call for call in calls if _is_function(call)]
     found = []
-    for call in calls:
+    for call in named:
         function = {**call.get("function", {key: call[key] for key in ("name", "arguments") if key in call})}
         arguments = _from_json(function.get("arguments"))
         function["arguments"] = arguments if isinstance(arguments, Mapping) else function.get("arguments") or {}
         given = {key: call[key] for key in ("id", "type") if _is_value(call.get(key))}
         found.append({"type": "function", **given, "function": function})
-    return found
+    return found, len(named) < len(calls)
 
 
 def _text(value: Any, what: str) -> str:
@@ -263,10 +269,14 @@ def _check(messages: Sequence[Mapping[str, Any]], remark: Remark) -> None:
     opens = messages[0]["role"] == ASSISTANT
     if opens and len(responses) == 1:
         raise ValueError("it begins with its one response; allowed: a message of user or system first")
-    if not all(message["content"].strip() or message.get("tool_calls") for message in responses):
+    learnt = [message for message in responses if message.get("learn", True)]
+    if not all(message["content"].strip() or message.get("tool_calls") for message in learnt):
         raise ValueError("an empty response; allowed: text or tool calls in every message of the assistant")
     if not any(message.get("learn", True) for message in responses[int(opens) :]):
-        raise ValueError("every response is left out of the loss; allowed: at least one that is learnt")
+        raise ValueError(
+            "every response is left out of the loss, by a key or for tool calls that name no function; allowed: at "
+            "least one that is learnt"
+        )
     if opens:
         remark("begins with a message of the assistant, which is context and carries no loss")
     if empty := [m["role"] for m in messages if m["role"] != ASSISTANT and not m["content"].strip()]:
