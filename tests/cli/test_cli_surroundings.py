@@ -114,3 +114,29 @@ def test_dir_shows_the_api() -> None:
     assert dir(package) == sorted(package.__all__)
     assert {"run", "load", "compare", "Recipe", "ComingleError"} <= {*dir(package)}
     assert all(getattr(package, name) is not None for name in dir(package))
+
+
+# ---------------------------------------------------------------- Python's own options
+
+
+def python(options: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *options.split(), "-m", "comingle", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+
+
+@pytest.mark.parametrize("words", [["run", "--out", "OUT"], ["data"], ["cost"]])
+def test_python_without_docstrings_is_refused_in_one_line(tmp_path: Path, words: list[str]) -> None:
+    command, *options = [str(tmp_path / "run") if word == "OUT" else word for word in words]
+    ended = python("-OO", command, recipe_in(tmp_path), *options)
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("comingle: python: got -OO")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("options", ["-O", "-W error"])
+def test_python_without_asserts_or_with_warnings_as_errors_trains(tmp_path: Path, options: str) -> None:
+    for command in (["run", recipe_in(tmp_path), "--out", tmp_path / "run"], ["show", tmp_path / "run"]):
+        ended = python(options, *command)
+        assert ended.returncode == 0, ended.stderr
+        assert "Warning" not in ended.stderr

@@ -14,6 +14,7 @@ from comingle.models.families import PREFIX, random_base
 from comingle.models.folders import check_config, one_line, own_config
 from comingle.models.hardware import resolve_attention, resolve_device, resolve_dtype
 from comingle.models.hub import hub_answers
+from comingle.models.pretrained import require_docstrings
 from comingle.models.sources import ALIASES, locate
 from comingle.records import expand_home
 
@@ -28,6 +29,7 @@ def load_skeleton(
     Raises:
         BaseModelError: as :func:`comingle.models.language.load_base`.
     """
+    require_docstrings()
     place = resolve_device(device)
     number = resolve_dtype(dtype, place)
     style = resolve_attention(attention, place)

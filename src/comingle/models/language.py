@@ -5,7 +5,6 @@ A name is a hub name (``owner/model``), a folder, a GGUF file, an alias (``smoll
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +21,7 @@ from comingle.models.families import PREFIX, about_parameters, parse_random, ran
 from comingle.models.folders import read_folder
 from comingle.models.hardware import fast_bf16, resolve_attention, resolve_device, resolve_dtype
 from comingle.models.head import Head, backbone, lm_head
+from comingle.models.pretrained import require_docstrings
 from comingle.models.quantised import quantise as pack
 from comingle.models.sources import ALIASES, locate
 
@@ -58,8 +58,7 @@ def load_base(
     Raises:
         BaseModelError: not found, not loadable, not a causal language model, or an unknown dtype, device or attention.
     """
-    if sys.flags.optimize > 1:
-        raise BaseModelError("python -OO: transformers reads docstrings, which it removes; use python -O")
+    require_docstrings()
     place = resolve_device(device)
     number = resolve_dtype(dtype, place)
     style = resolve_attention(attention, place)

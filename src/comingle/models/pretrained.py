@@ -1,10 +1,13 @@
-"""Names of the classes of transformers that we use: its import costs a second, which a name is not worth."""
+"""Names of the classes of transformers in annotations, without its slow import, and what the import requires."""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import torch
+
+from comingle.errors import BaseModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -12,4 +15,14 @@ else:
     # What a runtime type checker sees.
     PreTrainedModel, PreTrainedTokenizerBase = torch.nn.Module, object
 
-__all__ = ["PreTrainedModel", "PreTrainedTokenizerBase"]
+__all__ = ["PreTrainedModel", "PreTrainedTokenizerBase", "require_docstrings"]
+
+
+def require_docstrings() -> None:
+    """Check that Python keeps docstrings, which transformers parses when a model class is imported.
+
+    Raises:
+        BaseModelError: Python runs with ``-OO``.
+    """
+    if sys.flags.optimize > 1:
+        raise BaseModelError("python: got -OO, which removes docstrings that transformers reads; allowed: -O")
