@@ -171,9 +171,9 @@ def test_settings_of_the_recipe_are_its_own_methods_and_those_of_the_line_are_fo
 
     assert settings() == [{}, {"router_every": 2, "router_steps": 1}, {}]
     assert settings("method.router_every=1") == [{"router_every": 1}, {"router_every": 1, "router_steps": 1}, {}]
-    answer = comingle("compare", recipe_file, "--methods", "local,fedavg", "--set", "method.router_every=1")
+    answer = comingle("compare", recipe_file, "--methods", "local,pretrained", "--set", "method.router_every=1")
     assert answer.code == 2
-    assert answer.err.endswith("--set method.router_every: none of local, fedavg has it; allowed: no settings\n")
+    assert answer.err.endswith("--set method.router_every: none of local, pretrained has it; allowed: no settings\n")
     assert len(answer.err.splitlines()) == 1
 
 

@@ -26,6 +26,7 @@ NETS: dict[str, dict[str, Any]] = {
     "local statistics": {"method": {"name": "floral", "clusters": 2, "centre": True}, "floral.batch_nora": True},
     "stateless": {"method": {"name": "floral", "clusters": 2, "stateless": True, "warmup_steps": 2, "noise": 0.1}},
     "server rates": {"method": {"name": "floral", "base_server_rate": 0.5, "adaptor_server_rate": 0.3}},
+    "server Adam": {"method": {"name": "floral", "server_adam_rate": 0.01}},
     "losses": {"method": {"name": "floral-mfl", "clusters": 2}, "training.local_epochs": 2},
     "whole models": {"method": {"name": "mfl", "clusters": 2}},
     "ensemble": {"method": {"name": "ensemble", "clusters": 3}},

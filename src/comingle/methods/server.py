@@ -10,11 +10,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.trees import Tree
+from comingle.trees import STATISTICS, Tree
 
 MODEL = "model."
 """What servers keep of the model that everybody downloads, by the names of its tensors."""
 
+
+FIRST_MOMENT, SECOND_MOMENT, ADAM_STEPS = "adam.first.", "adam.second.", "adam.steps"
+"""Keys of the state of a server's Adam: moments by the names of their tensors, and the number of steps."""
+
+BETAS, EPSILON = (0.9, 0.999), 1e-8
+"""Settings of a server's Adam, which are PyTorch's defaults."""
 
 NEVER = 10**18
 """A round that no run comes to."""
@@ -141,24 +147,37 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True)
 class Mean(Server):
-    """Everybody gets the weighted mean (McMahan et al. 2017); what derives from it changes weights or takes steps."""
+    """Server that sends the weighted mean (McMahan et al. 2017); subclasses change weights or take steps.
+
+    With ``adam_rate`` above 0 the server takes a step of Adam with that learning rate instead (Reddi et al. 2021,
+    arXiv:2003.00295, with PyTorch's bias correction). Its gradient is the old model minus the mean. Running statistics
+    have no gradient, so they take the mean.
+    """
+
+    adam_rate: float = 0.0
 
     kind = "sum"
     clipped_mean = True
     knows_starts = True
 
     def start(self, setup: ServerSetup) -> Tree:
-        """The model that users start from."""
-        return {MODEL + name: t[0].clone() for name, t in setup.models.items()}
+        """Return the model that users start from, and Adam's state where the server has it."""
+        model = {MODEL + name: t[0].clone() for name, t in setup.models.items()}
+        return {**model, **_adam_state(setup)} if self.adam_rate else model
 
     def coefficients(self, received: Received) -> Tree:
         """By what each upload is multiplied in the sums: one number, or one for each component."""
         return dict.fromkeys(received.tensors, received.weights)
 
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
-        """The next model, of what the uploads' weighted sums are."""
-        for name, t in sums.items():
-            kept[MODEL + name].copy_(t)
+        """Set the model to the uploads' weighted sums, or take a step of Adam towards them."""
+        if self.adam_rate:
+            kept[ADAM_STEPS].add_(1)
+        for name, mean in sums.items():
+            if FIRST_MOMENT + name in kept:
+                _adam_step(kept, name, mean, self.adam_rate)
+            else:
+                kept[MODEL + name].copy_(mean)
 
     def aggregate(self, kept: Tree, received: Received) -> None:
         """Sums, then a step."""
@@ -167,6 +186,27 @@ class Mean(Server):
     def download(self, kept: Tree, users: Sequence[int]) -> Tree:
         """The one model, not copied."""
         return {name: t.expand(len(users), 1, *t.shape) for name, t in model_of(kept).items()}
+
+
+def _adam_state(setup: ServerSetup) -> Tree:
+    trained = {name: t[0] for name, t in setup.models.items() if not _is_statistic(setup.roles.get(name, frozenset()))}
+    moments = {key + name: torch.zeros_like(t) for key in (FIRST_MOMENT, SECOND_MOMENT) for name, t in trained.items()}
+    return {**moments, ADAM_STEPS: torch.tensor(0)}
+
+
+def _is_statistic(roles: frozenset[str]) -> bool:
+    return any(role.partition(".")[0] == STATISTICS for role in roles)
+
+
+def _adam_step(kept: Tree, name: str, mean: Tensor, rate: float) -> None:
+    """Take the step of ``torch.optim.Adam`` on one tensor, in place, with ``old - mean`` as its gradient."""
+    theta, first, second = kept[MODEL + name], kept[FIRST_MOMENT + name], kept[SECOND_MOMENT + name]
+    steps, (beta1, beta2) = int(kept[ADAM_STEPS]), BETAS
+    gradient = theta - mean
+    first.lerp_(gradient, 1 - beta1)
+    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    scale = (second.sqrt() / (1 - beta2**steps) ** 0.5).add_(EPSILON)
+    theta.addcdiv_(first, scale, value=-rate / (1 - beta1**steps))
 
 
 def weighted_sums(uploads: Tree, coefficients: Tree) -> Tree:

@@ -226,6 +226,41 @@ def test_a_server_rate_steps_towards_the_mean() -> None:
         assert found["parts"].flatten().tolist() == pytest.approx([0.4])  # 0 + 0.1 (4 - 0)
 
 
+@pytest.mark.parametrize(
+    "method", ["fedavg", "local-adaptor", "floral", "floral-optimal", "ensemble", "ensemble-optimal"]
+)
+def test_a_server_with_adam_takes_the_public_code_s_steps(federate_nets: Any, method: str) -> None:
+    """``p.grad = p0 - mean; p = p0; Adam.step()`` on each parameter, and the mean for running statistics."""
+    rate, settings = 0.01, {} if method in ("fedavg", "local-adaptor") else {"clusters": 2}
+    federations = [
+        federate_nets({"name": method, **settings, **more}, changes={"training.router.learning_rate": ROUTER_RATE})
+        for more in ({}, {"server_adam_rate": rate})
+    ]
+    plain, stepped = federations
+    parameters = {name: t.clone().requires_grad_() for name, t in stepped.server.model.items() if "running" not in name}
+    assert len(parameters) < len(stepped.server.model)  # there are statistics
+    optimizer = torch.optim.Adam(parameters.values(), lr=rate)
+    for number in range(3):
+        local_round(stepped, EVERYONE, number)
+        plain.clients.state.rows.copy_(stepped.clients.state.rows)
+        for federation in federations:
+            exchange(federation, EVERYONE)
+        mean, found = plain.server.model, stepped.server.model
+        for name, p in parameters.items():
+            p.grad = p.detach() - mean[name]
+        optimizer.step()
+        for name, t in found.items():
+            wanted = parameters[name].detach() if name in parameters else mean[name]
+            torch.testing.assert_close(t, wanted, rtol=1e-9, atol=1e-12, msg=name)
+        assert any(not torch.equal(found[name], mean[name]) for name in parameters)
+
+
+def test_a_server_s_adam_at_rate_0_keeps_no_state(federate_nets: Any) -> None:
+    plain, named = (federate_nets({"name": "floral", **more}) for more in ({}, {"server_adam_rate": 0.0}))
+    assert plain.server.state.keys() == named.server.state.keys()
+    assert not any(name.startswith("adam") for name in plain.server.state)
+
+
 def test_entropy_and_mismatch() -> None:
     even, sure = torch.full((1, 4), 0.25), torch.eye(4)[:1]
     assert float(entropy(even)) == pytest.approx(1.3862943611)
@@ -242,6 +277,9 @@ def test_faults_are_one_line() -> None:
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"warmup_steps": -1}, "warmup_steps is -1"),
         ({"centre": True, "adaptor_server_rate": 0.5}, "centre with server rates"),
+        ({"server_adam_rate": 0.1, "centre": True}, "server_adam_rate: 0.1 with centre true"),
+        ({"server_adam_rate": 0.1, "base_server_rate": 0.5}, "server_adam_rate: 0.1 with centre false and server"),
+        ({"server_adam_rate": -1.0}, "server_adam_rate is -1.0"),
         ({"report_mixture": False, "centre": True}, "report_mixture: false with centre true and server rates"),
         (
             {"report_mixture": False, "base_server_rate": 0.5},
