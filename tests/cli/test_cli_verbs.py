@@ -90,7 +90,8 @@ def test_set_reads_values_as_yaml(comingle: Any, recipe_file: Path, tmp_path: Pa
     assert found.training.experts.learning_rate == 0.001
     assert found.training.participation == [["ann"], ["bob", "cem"]]
     assert found.method.settings == {"specialists": [0, 1, 2]}
-    assert found.data.max_valid_tokens is None
+    data: Any = found.data
+    assert data.max_valid_tokens is None
 
 
 def test_show_prints_a_run_and_its_curve(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def by_hand(federation: InProcess, rounds: int) -> list[Own]:
         pi = torch.stack([own["theta"].softmax(0) for own in users])
         plain = count / count.sum()
         for name in ("W", "w"):
-            mean = sum(plain[k] * users[k][name] for k in EVERYONE)
+            mean = torch.stack([plain[k] * users[k][name] for k in EVERYONE]).sum(0)
             for own in users:
                 own[name] = mean.clone()
         for name in ("A", "B", "b"):
@@ -96,7 +96,9 @@ def test_optimal_routing_is_one_hot_at_the_true_cluster(federate_nets: Any) -> N
     assert found is not None
     assert found.tolist() == [[1, 0], [0, 1], [1, 0], [0, 1]]
     local_round(federation, EVERYONE, 0)
-    assert torch.equal(mixture_at_users(federation.clients), found)
+    again = mixture_at_users(federation.clients)
+    assert again is not None
+    assert torch.equal(again, found)
 
 
 def test_an_ensemble_of_one_is_fedavg(federate_nets: Any) -> None:
