@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import date
 from decimal import Decimal
@@ -325,3 +327,109 @@ def test_reading_ends_when_very_many_rows_are_refused() -> None:
         bad.add(f"line {number}", "wrong")
     with pytest.raises(BadRowsError, match=f"{MOST_REFUSED} rows cannot be used: .*; and 980 more"):
         bad.add(f"line {MOST_REFUSED}", "wrong")
+
+
+# ---------------------------------------------------------------- documents and files there twice
+
+
+def users_of(data: dict[str, Any]) -> list[Any]:
+    return read_users(parse_recipe({"data": data}).data, 0)  # type: ignore[arg-type]
+
+
+def test_repeated_documents_are_left_out_where_asked_for(tmp_path: Path, caplog: Any) -> None:
+    texts = ["one two", "ONE  two\n", "three", "one two", "four"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"user": "ada", "text": text}) + "\n" for text in texts))
+    data = {"dataset": {"path": str(path), "user": "user"}, "split": {"valid": 0, "test": 0}}
+    assert len(users_of(data)[0].train) == 5
+    assert caplog.messages == []
+    assert sorted(users_of(data | {"deduplicate": True})[0].train) == ["four", "one two", "three"]
+    assert caplog.messages == ["data.deduplicate: 2 repeated documents or conversations are left out: 'ada' (2)"]
+
+
+def test_a_repeated_document_stays_where_it_is_held_out(tmp_path: Path) -> None:
+    for name, texts in {"old": ["a", "b", "c"], "new": ["c", "d", "d"]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    files = {"train": str(tmp_path / "old.jsonl"), "test": str(tmp_path / "new.jsonl")}
+    data = {"users": {"ada": files}, "split": {"valid": 0}, "deduplicate": True}
+    (ada,) = users_of(data)
+    assert (ada.train, ada.test) == (("a", "b"), ("c", "d"))
+
+
+def test_users_with_the_same_file_are_said(tmp_path: Path, caplog: Any) -> None:
+    for name, text in {"a.txt": "one text", "copy.txt": "one text", "b.txt": "two text"}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "link.txt").symlink_to(tmp_path / "b.txt")
+    files = {"ada": "a.txt", "ben": "copy.txt", "cem": "b.txt", "dora": "link.txt"}
+    users_of({"users": {name: str(tmp_path / file) for name, file in files.items()}})
+    assert caplog.messages == [
+        "data.users: users have the same file, or copies of one: 'ada' and 'ben'; 'cem' and 'dora'"
+    ]
+    caplog.clear()
+    users_of({"users": {"ada": str(tmp_path / "a.txt"), "cem": str(tmp_path / "b.txt")}})
+    assert caplog.messages == []
+
+
+# ---------------------------------------------------------------- sources made to fill memory
+
+
+def peak_and_error(path: Path, read: str) -> tuple[float, str]:
+    """Read in a process of its own: how many MiB it took at most, besides those of the imports, and the error."""
+    code = f"""if 1:
+        import resource
+        from comingle.data.sources import read_dataset, read_documents
+        from comingle.errors import DataError
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        try:
+            {read}({str(path)!r}{', user="user"' if read == "read_dataset" else ""})
+        except DataError as error:
+            print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, error)"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    peak, _, message = run.stdout.strip().partition(" ")
+    assert "\n" not in message
+    return float(peak), message
+
+
+EXPANDS = "expands to more than 200 times its size"
+ROW = b'{"user": "ada", "text": "' + b"a " * 500 + b'"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "body", "times", "message"),
+    [
+        ("rows.jsonl.gz", b"", ROW, 600_000, EXPANDS),
+        (
+            "rows.csv.gz",
+            b"user,text\n",
+            b"ada," + b"a " * 500 + b"\n",
+            600_000,
+            "expands to more than 200 times its size",
+        ),
+        ("rows.json.gz", b'[{"text": "', b"a " * 500, 600_000, EXPANDS),
+        ("rows.jsonl", b'{"text": "', b"a " * 500, 80_000, "line 1 is longer than 64 MiB"),
+        ("rows.json", b'[{"text": "', b"a " * 500, 80_000, "line 1: row 1: longer than 64 MiB"),
+        ("rows.csv", b'user,text\nada,"', b"a " * 500, 80_000, "line 2 is longer than 64 MiB"),
+    ],
+)
+def test_a_source_made_to_fill_memory_is_one_line(
+    tmp_path: Path, name: str, head: bytes, body: bytes, times: int, message: str
+) -> None:
+    path = tmp_path / name
+    with gzip.open(path, "wb", compresslevel=9) if name.endswith(".gz") else path.open("wb") as file:
+        file.write(head)
+        for _ in range(times // 1000):
+            file.write(body * 1000)
+    peak, error = peak_and_error(path, "read_dataset")
+    assert message in error
+    assert peak < 700
+
+
+@pytest.mark.parametrize("name", ["word.txt", "word.jsonl"])
+def test_a_text_without_white_space_is_refused(tmp_path: Path, name: str) -> None:
+    word = "aGVsbG8g" * 200_000
+    path = tmp_path / name
+    path.write_text(json.dumps({"text": word}) if name.endswith("jsonl") else word)
+    with pytest.raises(DataError, match=r"more than 1,048,576 characters without white space, which is no text"):
+        read_documents(path)
+    path.write_text("\n".join(json.dumps({"text": f"{word[:1000]} "}) for _ in range(1500)))
+    assert read_documents(path)

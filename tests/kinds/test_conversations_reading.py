@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from comingle.data.bad_rows import BadRowsError
 from comingle.errors import DataError, RecipeError
 from comingle.kinds.conversations.kind import section
 from comingle.kinds.conversations.reading import UserConversations, read_users
@@ -438,3 +439,80 @@ def test_real_paragraphs_are_read_from_xquad(shared_data: Path) -> None:
     dataset = {"path": str(path), "user": "lang", "users": ["zh", "ar"], "max_conversations": 10}
     found = read({"dataset": dataset, "prompt": "title", "response": "context"})
     assert [(user.name, len(user.train)) for user in found] == [("zh", 8), ("ar", 8)]
+
+
+# -------------------------------------------------------------------- rows left out, limits, repetitions
+
+
+def test_bad_rows_are_named_at_once_or_left_out(tmp_path: Path, caplog: Any) -> None:
+    path = write(tmp_path / "ada.jsonl", [GOOD, {"prompt": "a"}, GOOD, {"messages": []}])
+    path.write_text(path.read_text() + "{no json\n")
+    data = {"users": {"ada": str(path)}, "split": {"valid": 0, "test": 0}}
+    with pytest.raises(BadRowsError, match=r"^3 rows cannot be used: ") as found:
+        read(data)
+    assert [problem.partition("jsonl: ")[2][:7] for problem in found.value.problems] == [
+        "line 5:",
+        "line 2:",
+        "line 4:",
+    ]
+    (ada,) = read(data | {"on_bad_row": "skip"})
+    assert len(ada.train) == 2
+    assert caplog.messages[0].startswith("data.on_bad_row: 3 rows that cannot be used are left out: ")
+
+
+def test_conversations_that_a_template_refuses_are_bad_rows_too(tmp_path: Path) -> None:
+    rows = [GOOD] * 4 + [chat("user", "assistant")] * 2
+    recipe = recipe_of({"users": {"ada": str(write(tmp_path / "ada.jsonl", rows))}})
+    base = prepare(recipe).base
+    assert base is not None
+    assert base.tokenizer is not None
+    base.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['content'] == 'x' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(BadRowsError, match=r"^2 rows cannot be used: .*line 5: .*line 6: "):
+        prepare(recipe, base=base)
+    (ada,) = prepare(recipe.with_changes({"data.on_bad_row": "skip"}), base=base).users
+    assert len(ada.train) + len(ada.valid) + len(ada.test) == 4
+
+
+def test_the_first_conversations_are_kept_of_users_files(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{i}", "response": "a"} for i in range(9)]
+    files = {name: str(write(tmp_path / f"{name}.jsonl", rows[i:])) for i, name in enumerate(("ada", "ben", "cem"))}
+    split = {"valid": 0, "test": 0}
+    counts = {
+        user.name: len(user.train)
+        for user in read(
+            {
+                "users": files | {"cem": {"path": files["cem"], "max_conversations": 4}},
+                "split": split,
+                "max_conversations": 2,
+            }
+        )
+    }
+    assert counts == {"ada": 2, "ben": 2, "cem": 4}
+    found = read({"users": files, "split": split, "max_conversations": {"ben": 3}})
+    assert [len(user.train) for user in found] == [9, 3, 7]
+    with pytest.raises(RecipeError, match=r"max_conversations: no user 'bem'; there are: ada, ben, cem"):
+        recipe_of({"users": files, "max_conversations": {"bem": 3}})
+    path = write(tmp_path / "all.jsonl", [row | {"who": "ab"[i % 2]} for i, row in enumerate(rows)])
+    found = read({"dataset": {"path": str(path), "user": "who"}, "split": split, "max_conversations": {"a": 1}})
+    assert [len(user.train) for user in found] == [1, 4]
+
+
+def test_repeated_conversations_and_files_are_said(tmp_path: Path, caplog: Any) -> None:
+    rows = [{"prompt": "a", "response": "b"}, {"prompt": "A ", "response": "b"}, {"prompt": "a", "response": "c"}]
+    path = str(write(tmp_path / "ada.jsonl", rows))
+    data = {"users": {"ada": path, "ben": path}, "split": {"valid": 0, "test": 0}}
+    assert [len(user.train) for user in read(data)] == [3, 3]
+    assert caplog.messages == ["data.users: users have the same file, or copies of one: 'ada' and 'ben'"]
+    assert [len(user.train) for user in read(data | {"deduplicate": True})] == [2, 2]
+    assert "data.deduplicate: 2 repeated documents or conversations" in caplog.text
+
+
+def test_a_folder_of_conversations_is_read_whole(tmp_path: Path) -> None:
+    write(tmp_path / "monday.jsonl", [GOOD] * 3)
+    write(tmp_path / "test_of_bot.json", [GOOD])
+    (tmp_path / "b.csv").write_text("prompt,response\nc,d\n")
+    (ada,) = read({"users": {"ada": str(tmp_path)}, "split": {"valid": 0, "test": 0}})
+    assert len(ada.train) == 5

@@ -256,7 +256,7 @@ def test_rows_with_columns_by_other_names_are_handed_over(tmp_path: Path, place:
     else:
         options["data"], changes = {"split": split}, {f"data.{key}": value for key, value in named.items()}
     run = api.run(options, users={"ada": rows}, **changes)
-    expected = api.run(options, users={"ada": plain}, data={"split": split})
+    expected = api.run({**options, "data": {"split": split}}, users={"ada": plain})
     assert run.recipe.data.kind == "conversations"
     assert run.metrics["users"] == expected.metrics["users"]
 
@@ -335,7 +335,7 @@ def test_the_date_in_a_template_is_that_of_the_run(tmp_path: Path, chatml: Base)
     assert isinstance(model, PersonalModel)
     assert model.model.base.date == date
     head = f"Now: {date:%d %b %Y %H:%M:%S}\n".encode()
-    prompts = Prompts(chatml.tokenizer, 300, model.model.base.date)
+    prompts = Prompts(model.model.base)
     test = first.federation.clients.users[0].test
     for tokens in (prompts.of_messages([{"role": "user", "content": "a"}]), test.prompt(0).tolist()):
         assert bytes(token for token in tokens if token < 256).startswith(head)

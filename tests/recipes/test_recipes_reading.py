@@ -171,3 +171,12 @@ def test_nobody_is_named_twice_or_by_accident(content: Any, said: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse_recipe(content)
     assert str(caught.value).startswith(f"recipe: {said}")
+
+
+def test_a_recipe_that_would_fill_memory_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "large.yaml"
+    path.write_bytes(b"# a long comment\n" * 6_000_000)
+    with pytest.raises(RecipeError, match=r"large\.yaml: 102,000,000 bytes; allowed: at most 4,194,304; "):
+        load_recipe(path)
+    with pytest.raises(RecipeError, match=r"^here: .* bytes; allowed"):
+        read_text("#" * 5_000_000, "here")

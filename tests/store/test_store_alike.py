@@ -118,6 +118,6 @@ def test_a_limit_for_nobody_is_named(tmp_path: Path) -> None:
 def test_who_has_one_class_has_no_gradient_and_trains_as_in_memory(tmp_path: Path) -> None:
     np.savez(tmp_path / "ann.npz", inputs=np.ones((12, 5), dtype=np.float32), targets=np.zeros(12, dtype=np.int64))
     for store in ("memory", "disk"):
-        data = {"kind": "samples", "users": {"ann": str(tmp_path / "ann.npz")}}
+        data = {"kind": "samples", "users": {"ann": str(tmp_path / "ann.npz")}, "classes": ["here", "elsewhere"]}
         api.run(recipe_of(data, store), out=tmp_path / store)
     assert final(tmp_path / "memory") == final(tmp_path / "disk")

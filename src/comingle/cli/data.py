@@ -7,6 +7,9 @@ from typing import Annotated
 import typer
 
 from comingle.cli.options import RecipePath, Sets, read_recipe
+from comingle.data.bad_rows import ADVICE, BadRowsError
+from comingle.errors import DataError
+from comingle.terminal import words
 
 
 def data(
@@ -24,8 +27,13 @@ def data(
     from comingle.cli.training import warn_overlaps
     from comingle.runs.session import prepare
 
-    with status("reading and tokenising"):
-        materials = prepare(read)
+    try:
+        with status("reading and tokenising"):
+            materials = prepare(read)
+    except BadRowsError as error:
+        for problem in error.problems:
+            console.print(words(problem), highlight=False, soft_wrap=True)
+        raise DataError(f"{len(error.problems)} rows cannot be used; {ADVICE}") from None
     for part in preview(read, materials, everybody=everybody):
         console.print(part, highlight=False)
     warn_overlaps(materials)

@@ -24,7 +24,7 @@ MOST_REFUSED = 1000
 """Reading ends after this many bad rows when they are refused."""
 
 _LISTED, _REMARKS = 20, 8
-_ADVICE = "repair them, or leave them out with data.on_bad_row: skip"
+ADVICE = "repair them, or leave them out with data.on_bad_row: skip"
 
 logger = logging.getLogger("comingle")
 
@@ -93,6 +93,6 @@ class BadRows:
         if self.policy == "skip":
             logger.warning("data.on_bad_row: %d rows that cannot be used are left out: %s", count, listed)
         elif count == 1:
-            raise BadRowsError(f"{listed}; {_ADVICE.replace('them', 'it')}", problems)
+            raise BadRowsError(f"{listed}; {ADVICE.replace('them', 'it')}", problems)
         else:
-            raise BadRowsError(f"{count} rows cannot be used: {listed}; {_ADVICE}", problems)
+            raise BadRowsError(f"{count} rows cannot be used: {listed}; {ADVICE}", problems)

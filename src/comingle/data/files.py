@@ -13,7 +13,7 @@ from typing import Any
 from comingle.data.compressed import UNREADABLE, open_bytes
 from comingle.data.folders import list_files
 from comingle.data.formats import has_rows
-from comingle.data.kinds import UTF_16, kind_of
+from comingle.data.kinds import UTF_16, kind_of, word_problem
 from comingle.errors import DataError
 
 _LOG = logging.getLogger(__name__)
@@ -147,4 +147,6 @@ def _decode(content: bytes, *, final: bool = True) -> str:
         at = error.start + len(content) - len(error.object)
         coding = "it is UTF-16" if content.startswith(UTF_16) else f"byte {content[at]:#04x} at offset {at}"
         raise _NotText(f"not UTF-8 text ({coding}); convert it to UTF-8 first") from None
+    if problem := word_problem(text):
+        raise _NotText(f"{problem}; break it into lines")
     return text.replace("\r\n", "\n")

@@ -25,6 +25,17 @@ _KINDS = {
 }
 
 
+MOST_WORD_CHARACTERS = 1 << 20
+"""Of one word; tokenizers take gigabytes for a longer one."""
+
+
+def word_problem(text: str) -> str | None:
+    """Return what is wrong with a text that has no white space for a million characters, as encoded files have."""
+    if len(text) <= MOST_WORD_CHARACTERS or max(map(len, text.split()), default=0) <= MOST_WORD_CHARACTERS:
+        return None
+    return f"more than {MOST_WORD_CHARACTERS:,} characters without white space, which is no text"
+
+
 def kind_of(content: bytes) -> str | None:
     """What some bytes are that are no text in any coding; None where they may be text."""
     for start, kind in _KINDS.items():

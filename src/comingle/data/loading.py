@@ -90,19 +90,24 @@ def _has_configurations(folder: Path) -> bool:
 
 @contextmanager
 def open_splits(
-    source: str, *, name: str | None = None, data_files: Any = None, stream: bool = False
+    source: str, *, name: str | None = None, data_files: Any = None, stream: bool = False, decoded: bool = False
 ) -> Iterator[list[tuple[str, Rows | Table]]]:
     """Load the splits of a source with ``datasets``, while the context lasts; local files of rows become tables.
 
-    Only sources named as ``hub:NAME`` are streamed.
+    Args:
+        source: a data set's name, or a file or folder of rows.
+        name: its configuration.
+        data_files: the files to read of it.
+        stream: whether to read rows as they are needed; only of sources named as ``hub:NAME``.
+        decoded: whether values such as images are decoded, for which ``datasets`` reads local files as well.
     """
     datasets = _import_datasets()
     with _quietly(datasets), tempfile.TemporaryDirectory(prefix="comingle-") as cache:
-        yield _load(datasets, source, name, data_files, cache, stream)
+        yield _load(datasets, source, name, data_files, cache, stream, decoded)
 
 
 def _load(
-    datasets: Any, source: str, name: str | None, data_files: Any, cache: str, stream: bool
+    datasets: Any, source: str, name: str | None, data_files: Any, cache: str, stream: bool, decoded: bool
 ) -> list[tuple[str, Rows | Table]]:
     hub = parse_hub_name(source) if source.startswith(HUB_PREFIX) else None
     try:
@@ -110,7 +115,7 @@ def _load(
             options = {"split": hub.split, "data_files": hub.files, "streaming": stream}
             loaded = datasets.load_dataset(hub.name, name=hub.config or name, **options)
         else:
-            loaded = _load_any(datasets, source, name, data_files, cache)
+            loaded = _load_any(datasets, source, name, data_files, cache, decoded)
     except StopIteration:  # raised by ``datasets`` for a file without rows
         return []
     except DataError:
@@ -123,7 +128,7 @@ def _load(
     return [(str(split), rows) for split, rows in splits.items()]
 
 
-def _load_any(datasets: Any, source: str, name: str | None, data_files: Any, cache: str) -> Any:
+def _load_any(datasets: Any, source: str, name: str | None, data_files: Any, cache: str, decoded: bool) -> Any:
     """A data set of ``datasets``, or a list of tables."""
     path = expand_home(source)
     local = (on_disk := os.path.exists(path)) or (source in _LOCAL_BUILDERS and data_files is not None)
@@ -137,7 +142,7 @@ def _load_any(datasets: Any, source: str, name: str | None, data_files: Any, cac
     if not local:
         return datasets.load_dataset(source, **options)
     builder = datasets.load_dataset_builder(source, cache_dir=cache, **options)
-    if (tables := _own_tables(builder)) is not None:
+    if not decoded and (tables := _own_tables(builder)) is not None:
         return tables
     builder.download_and_prepare()
     return builder.as_dataset()

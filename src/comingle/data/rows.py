@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 from comingle.data.bad_rows import BadRows
+from comingle.data.kinds import word_problem
 from comingle.data.row_files import Row, Table, describe, name_in
 from comingle.errors import DataError, did_you_mean, list_names
 
@@ -61,6 +62,8 @@ def _document(value: Any, column: str) -> str:
         raise ValueError(f"column {column!r} holds {type(value).__name__}, a document must be text")
     if not is_unicode(value):
         raise ValueError(f"column {column!r} holds half a pair of surrogates, which is no text")
+    if problem := word_problem(value):
+        raise ValueError(f"column {column!r} holds {problem}")
     return value
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from comingle.data.loading import open_splits
+from comingle.data.row_files import Table
 from comingle.data.rows import iterate_batches
 from comingle.errors import DataError, list_names
 
@@ -18,9 +19,10 @@ def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str)
     Raises:
         DataError: an unknown source or split, none of the names of a group, or rows that cannot be read.
     """
-    with open_splits(source) as splits:
+    with open_splits(source, decoded=True) as splits:
         for own_split, rows in splits:
             if own_split == split:
+                assert not isinstance(rows, Table)
                 chosen = _choose_columns(rows.column_names, columns, source)
                 for batch in iterate_batches(rows.select_columns(chosen), source):
                     yield from zip(*(batch[name] for name in chosen), strict=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from comingle.data.hub import is_named
 from comingle.errors import RecipeError
-from comingle.recipes.reading import read_text
+from comingle.recipes.reading import MAX_BYTES, read_text, too_large
 from comingle.recipes.sections import Recipe, complete_older, parse_recipe
 
 
@@ -38,6 +38,8 @@ def read_yaml(path: Path) -> Any:
         RecipeError: as :func:`comingle.recipes.reading.read_text`, or it cannot be read.
     """
     try:
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise too_large(size, str(path))
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not YAML: {' '.join(str(error).split())}") from None

@@ -12,6 +12,9 @@ import yaml
 
 from comingle.errors import RecipeError
 
+MAX_BYTES = 4 << 20
+"""Ten thousand users with a file each need one million; reading YAML takes about 200 times its size in memory."""
+
 MAX_DEPTH = 50
 """A recipe needs less than ten."""
 
@@ -28,12 +31,20 @@ def read_text(text: str, where: str) -> Any:
     Raises:
         RecipeError: not YAML, a key that is there twice or no text, or nesting and aliases beyond reason.
     """
+    if len(text) > MAX_BYTES:
+        raise too_large(len(text), where)
     try:
         return yaml.load(text, Loader=_Loader)
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
     except (yaml.YAMLError, ValueError) as error:  # the latter of dates and numbers that are none
         raise RecipeError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
+
+
+def too_large(size: int, where: str) -> RecipeError:
+    """Return the error for a recipe that would fill memory."""
+    advice = "allowed: at most {:,}; a recipe names data and does not hold it"
+    return RecipeError(f"{where}: {size:,} bytes; {advice.format(MAX_BYTES)}")
 
 
 class _Loader(yaml.SafeLoader):

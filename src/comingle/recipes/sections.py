@@ -166,6 +166,8 @@ _LATER_DATA_KEYS = {
     "add_bos_token": False,
     "clusters": None,
     "seed": None,
+    "deduplicate": False,
+    "max_conversations": None,
 }
 """Keys of ``data`` that came after runs had been published, with what those runs did: runs that leave them so keep
 their names, and their folders resume."""

@@ -56,7 +56,8 @@ def _answers_user(name: str, arrays: Arrays) -> UserAnswers:
             ends=tuple(ends),
         )
 
-    return UserAnswers(name=name, **{split: of_split(split) for split in SPLITS})
+    train, valid, test = (of_split(split) for split in SPLITS)
+    return UserAnswers(name=name, train=train, valid=valid, test=test)
 
 
 def _answers_counts(user: UserAnswers) -> Mapping[str, int]:
@@ -76,7 +77,9 @@ def _samples_user(name: str, arrays: Arrays) -> UserSamples:
 FORMS: dict[type, UserForm] = {
     UserData: UserForm(
         parts=lambda user: {split: getattr(user, split) for split in SPLITS},
-        user=lambda name, arrays: UserData(name=name, **arrays),
+        user=lambda name, arrays: UserData(
+            name=name, train=arrays["train"], valid=arrays["valid"], test=arrays["test"]
+        ),
     ),
     UserAnswers: UserForm(parts=_answers_parts, user=_answers_user, counts=_answers_counts),
     UserSamples: UserForm(parts=_samples_parts, user=_samples_user),

@@ -12,6 +12,7 @@ from comingle.data.crowds import Crowd
 from comingle.data.names import name_problem
 from comingle.data.pack import Shortage, UserData, find_shortage, pack, too_short, with_validation
 from comingle.data.partition import Overlap, UserText, find_overlap
+from comingle.data.repeated import Repeated
 from comingle.data.rows import choose_users
 from comingle.data.sources import iterate_documents, no_texts, where_of
 from comingle.data.templates import ChatTemplate
@@ -23,9 +24,9 @@ from comingle.kinds.conversations.encoding import Encoder, find_small, too_few
 from comingle.kinds.conversations.kind import ConversationsKind
 from comingle.kinds.conversations.reading import (
     UserConversations,
+    file_readers,
     owned_records,
     parted,
-    read_files,
     wanted_users,
 )
 from comingle.kinds.language import require_rows, rows_key, tokenizer_of
@@ -47,7 +48,7 @@ class _OfLanguage:
         self.data: Any = recipe.data
         self.skips = self.data.on_small_user == "skip"
         self.overlaps = Some()
-        self.bad = BadRows(self.data.on_bad_row)
+        self.bad, self.repeated = BadRows(self.data.on_bad_row), Repeated(self.data.deduplicate)
 
     def key(self) -> list[Any]:
         """The tokenizer, the context, and whether there must be validation data."""
@@ -60,8 +61,9 @@ class _OfLanguage:
         writer.add(user)
 
     def settle(self) -> None:
-        """Refuse rows that are no text or no conversation, or warn of them."""
+        """Refuse rows that are no text or no conversation, or warn of them; say what was there twice."""
         self.bad.settle()
+        self.repeated.settle()
 
     def sources(self) -> list[str]:
         """Files and folders, or names."""
@@ -109,7 +111,7 @@ class TextTurns(_OfLanguage, Turns[UserText]):
         """Files one after another; rows of a data set when all of them have been grouped."""
         data, seed = self.data, self.recipe.data_seed
         if data.dataset is None:
-            yield from user_readers(data, seed, self.bad).items()
+            yield from user_readers(data, seed, self.bad, self.repeated).items()
             return
         source = data.dataset
         rows = iterate_documents(source.path, **options_of(source), bad=self.bad)
@@ -124,7 +126,7 @@ class TextTurns(_OfLanguage, Turns[UserText]):
         check_limits(data, wanted)
         for name, groups in spool.groups(wanted):
             splits = {split: [row.decode("utf-8", "surrogatepass") for row in rows] for split, rows in groups.items()}
-            yield name, partial(split_group, name, splits, data.split, seed)
+            yield name, partial(split_group, name, splits, data.split, seed, self.repeated)
 
     def nobody(self, name: str) -> UserText:
         """A user without documents."""
@@ -179,16 +181,20 @@ class ConversationTurns(_OfLanguage, Turns[UserConversations]):
         """Files one after another; rows of a data set when all of them have been grouped."""
         data, seed = self.data, self.recipe.data_seed
         if data.dataset is None:
-            yield from (
-                (name, partial(read_files, data, self.bad, one, name, seed)) for name, one in (data.users or {}).items()
-            )
+            readers = file_readers(data, self.bad, self.repeated)
+            yield from ((name, partial(read, name, seed)) for name, read in readers.items())
             return
-        owned = owned_records(data.dataset, self.bad)
+        owned = owned_records(data, self.bad)
         records = ((owner, split, [where, row]) for owner, (split, where, row) in owned)
         spool.fill((owner, split, json.dumps(record, default=_no_text).encode()) for owner, split, record in records)
         for name, groups in spool.groups(wanted_users(data.dataset, spool.owners)):
             parts = {split: [(split, *json.loads(row)) for row in rows] for split, rows in groups.items()}
-            yield name, partial(parted, data, self.bad, parts, name, seed)
+            yield name, partial(parted, data, self.bad, self.repeated, parts, name, seed)
+
+    def settle(self) -> None:
+        """As for text, and rows that the template refuses."""
+        super().settle()
+        self.encoder.bad.settle()
 
     def nobody(self, name: str) -> UserConversations:
         """A user without conversations."""

@@ -146,7 +146,7 @@ class ConversationsKind(AnswersKind):
 
         def owners() -> Iterator[str]:
             assert source is not None
-            return (owner for owner, _ in owned_records(source, BadRows("skip")))
+            return (owner for owner, _ in owned_records(section(recipe), BadRows("skip")))
 
         return self.known_names(recipe, source, owners, "rows")
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import random
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from comingle.data.bad_rows import BadRows
+from comingle.data.kinds import word_problem
 from comingle.data.loading import read_tables
 from comingle.data.names import name_problem
 from comingle.data.pack import list_small
+from comingle.data.repeated import Repeated, warn_same_files
 from comingle.data.row_files import Row, name_in
 from comingle.data.rows import choose_users, field_of, has_column, list_names, table_of
 from comingle.data.seeds import derive
@@ -48,12 +52,14 @@ def read_users(data: ConversationsSection, seed: int) -> list[UserConversations]
     """
     if data.given:
         raise DataError("data.given: users come from a program, as comingle.run(recipe, users=...)")
-    bad = BadRows(data.on_bad_row)
-    if data.dataset is not None:
-        readers = {name: partial(parted, data, bad, parts) for name, parts in _grouped(data, bad).items()}
+    bad, repeated = BadRows(data.on_bad_row), Repeated(data.deduplicate)
+    if data.dataset is None:
+        readers = file_readers(data, bad, repeated)
     else:
-        readers = {name: partial(read_files, data, bad, source) for name, source in (data.users or {}).items()}
-    return collect(data, readers, seed, bad)
+        readers = {name: partial(parted, data, bad, repeated, parts) for name, parts in _grouped(data, bad).items()}
+    users = collect(data, readers, seed, bad)
+    repeated.settle()
+    return users
 
 
 def adopt_users(data: ConversationsSection, given: Mapping[str, Any], seed: int) -> list[UserConversations]:
@@ -64,20 +70,22 @@ def adopt_users(data: ConversationsSection, given: Mapping[str, Any], seed: int)
     """
     if problem := name_problem(given):
         raise DataError(f"users: {problem}")
-    bad = BadRows(data.on_bad_row)
+    bad, repeated = BadRows(data.on_bad_row), Repeated(data.deduplicate)
     readers: dict[str, Reader] = {}
     for name, rows in given.items():
         if isinstance(rows, str | Path):
-            readers[name] = partial(read_files, data, bad, UserFiles(path=str(rows)))
+            readers[name] = partial(read_files, data, bad, repeated, UserFiles(path=str(rows)))
         elif isinstance(rows, Mapping):
             wanted = data.split.model_copy(update={"given": True, "valid_name": "valid" if "valid" in rows else None})
             if "valid" not in rows and "validation" in rows:
                 wanted = wanted.model_copy(update={"valid_name": "validation"})
             parts = {str(split): list(rows_of(part, str(split), bad)) for split, part in rows.items()}
-            readers[name] = partial(parted, data, bad, parts, split=wanted)
+            readers[name] = partial(parted, data, bad, repeated, parts, split=wanted)
         else:
-            readers[name] = partial(parted, data, bad, {"train": list(rows_of(rows, "train", bad))})
-    return collect(data, readers, seed, bad)
+            readers[name] = partial(parted, data, bad, repeated, {"train": list(rows_of(rows, "train", bad))})
+    users = collect(data, readers, seed, bad)
+    repeated.settle()
+    return users
 
 
 def rows_of(rows: Any, split: str, bad: BadRows) -> Iterator[Record]:
@@ -122,14 +130,28 @@ def collect(
 # -------------------------------------------------------------------- one user
 
 
-def read_files(data: ConversationsSection, bad: BadRows, source: UserFiles, name: str, seed: int) -> UserConversations:
+def file_readers(data: ConversationsSection, bad: BadRows, repeated: Repeated) -> dict[str, Reader]:
+    """Return a reader for each user who is named in the recipe, and warn of users who have the same file."""
+    users = data.users or {}
+    warn_same_files({name: (source.path, source.train) for name, source in users.items()})
+    return {name: partial(read_files, data, bad, repeated, source) for name, source in users.items()}
+
+
+def read_files(
+    data: ConversationsSection, bad: BadRows, repeated: Repeated, source: UserFiles, name: str, seed: int
+) -> UserConversations:
     """Read the conversations of a user who is named in the recipe."""
     given = source.path is None
     paths = {"train": source.train or source.path, "valid": source.valid, "test": source.test}
-    parts = {split: _renamed(read_records(path, bad=bad), split) for split, path in paths.items() if path is not None}
+    most = data.most_of(name)
+    parts = {
+        split: _renamed(islice(read_records(path, bad=bad), most), split)
+        for split, path in paths.items()
+        if path is not None
+    }
     valid_name = "valid" if source.valid is not None else None
     split = data.split.model_copy(update={"given": given, "train_name": "train", "valid_name": valid_name})
-    return parted(data, bad, parts, name, seed, split=split.model_copy(update={"test_name": "test"}))
+    return parted(data, bad, repeated, parts, name, seed, split=split.model_copy(update={"test_name": "test"}))
 
 
 def _renamed(records: Iterable[Record], split: str) -> list[Record]:
@@ -139,6 +161,7 @@ def _renamed(records: Iterable[Record], split: str) -> list[Record]:
 def parted(
     data: ConversationsSection,
     bad: BadRows,
+    repeated: Repeated,
     parts: Mapping[str, Sequence[Record]],
     name: str,
     seed: int,
@@ -150,6 +173,7 @@ def parted(
     Args:
         data: the recipe's section.
         bad: collects the rows that are no conversation.
+        repeated: drops conversations that the user has twice, where the section asks for it.
         parts: the rows by the splits that they are in.
         name: the user.
         seed: of the shuffle.
@@ -159,7 +183,9 @@ def parted(
         NoTextError: no conversations, or none of a split that was asked for.
     """
     split = split or data.split
-    read = {key: _conversations(data, bad, name, records) for key, records in parts.items()}
+    most, held_out = data.most_of(name), (split.test_name, split.valid_name or "")
+    found = {key: _conversations(data, bad, name, records[:most]) for key, records in parts.items()}
+    read = repeated.drop(name, found, _words, held_out=held_out)
     if not any(read.values()):
         raise NoTextError(f"user {name!r}: no conversations; a user needs at least one")
     if not split.given:
@@ -184,9 +210,19 @@ def _conversations(data: ConversationsSection, bad: BadRows, name: str, records:
         place = f"user {name!r}: {where}"
         with bad.row(place):
             messages = messages_of(row, data.columns, read=read, remark=partial(bad.remark, place))
+            if problem := next(filter(None, (word_problem(str(message["content"])) for message in messages)), None):
+                raise ValueError(f"a message holds {problem}")
             _check_labels(messages, data.labels)
             found.append((where, messages))
     return found
+
+
+def _words(placed: Placed) -> str:
+    messages = [
+        {key: " ".join(value.split()) if isinstance(value, str) else value for key, value in message.items()}
+        for message in placed[1]
+    ]
+    return json.dumps(messages, sort_keys=True, default=str)
 
 
 def _check_labels(messages: Messages, labels: Sequence[str]) -> None:
@@ -226,18 +262,19 @@ def _grouped(data: ConversationsSection, bad: BadRows) -> dict[str, dict[str, li
     source = data.dataset
     assert source is not None
     groups: dict[str, dict[str, list[Record]]] = {}
-    for owner, record in owned_records(source, bad):
+    for owner, record in owned_records(data, bad):
         groups.setdefault(owner, {}).setdefault(record[0], []).append(record)
     return wanted_users(source, groups)
 
 
-def owned_records(source: ConversationRows, bad: BadRows) -> Iterator[tuple[str, Record]]:
+def owned_records(data: ConversationsSection, bad: BadRows) -> Iterator[tuple[str, Record]]:
     """Yield the rows of a data set that have a user, as many of each as are kept, with the user.
 
     Raises:
         DataError: a file in which no row has one.
     """
-    counts = Counter[tuple[str, str]]()
+    source, counts = data.dataset, Counter[tuple[str, str]]()
+    assert source is not None
     for table in read_tables(source.path, name=source.config):
         found, named = list(table.columns or ()), False
         for place, row in table.read(bad, None):
@@ -247,7 +284,7 @@ def owned_records(source: ConversationRows, bad: BadRows) -> Iterator[tuple[str,
                 if (key := _owner(row, source, table.split)) is None:
                     continue
                 counts[key] += 1
-                if source.max_conversations is None or counts[key] <= source.max_conversations:
+                if (most := data.most_of(key[0])) is None or counts[key] <= most:
                     yield key[0], (key[1], where, row)
         if found and not named:
             hint, there = did_you_mean(source.user, found), list_names(found)

@@ -8,10 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from comingle.data.bad_rows import OnBadRow
+from comingle.errors import did_you_mean, list_names
 from comingle.kinds.conversations.rows import Columns
 from comingle.kinds.text.section import UserFiles, UsersRows, anchored_sources, named_sources
 from comingle.recipes.data import Anchor, OwnUsersSection, SplitSection
-from comingle.recipes.fields import Count, Source
+from comingle.recipes.fields import Count, Source, TokenLimit
 from comingle.recipes.unread import ON_LANGUAGE, keys_of_text, steps_of
 
 Measure = Literal["rouge1", "exact_match", "accuracy"]
@@ -23,11 +24,17 @@ class ConversationRows(UsersRows):
     max_conversations: Count | None = None
 
 
+class UserChats(UserFiles):
+    """One user's conversations; ``max_conversations`` comes before ``data.max_conversations``."""
+
+    max_conversations: Count | None = None
+
+
 class ConversationsSection(OwnUsersSection):
     """Users with conversations of their own, or rows of a data set."""
 
     kind: Literal["conversations"] = "conversations"
-    users: dict[str, UserFiles] | None = None
+    users: dict[str, UserChats] | None = None
     dataset: ConversationRows | None = None
     messages: str = "messages"
     prompt: str | Annotated[list[Source], Field(min_length=1)] = "prompt"
@@ -37,6 +44,8 @@ class ConversationsSection(OwnUsersSection):
     too_long: Literal["cut", "leave_out"] = "cut"
     on_small_user: Literal["refuse", "skip"] = "refuse"
     on_bad_row: OnBadRow = "refuse"
+    deduplicate: bool = False
+    max_conversations: TokenLimit = None
     scores: tuple[Measure, ...] = ()
     labels: tuple[Source, ...] = ()
 
@@ -48,7 +57,7 @@ class ConversationsSection(OwnUsersSection):
         **keys_of_text(
             add_bos_token="conversations begin with it where texts of the base do",
             held_out="everybody is tested on conversations of their own",
-            limits="give fewer rows, or data.dataset.max_conversations",
+            limits="give fewer rows, or data.max_conversations",
         ),
     }
     accepted: ClassVar[Mapping[str, str]] = {
@@ -57,6 +66,7 @@ class ConversationsSection(OwnUsersSection):
         "dataset.path": "a path or a hub name, or a list of them",
         "dataset.users": "a list of names, or how many to take",
         "prompt": "the name of a column, or a list of names",
+        "max_conversations": "a whole number from 1, or a mapping of names to such numbers",
     }
 
     @field_validator("users", mode="before")
@@ -82,6 +92,23 @@ class ConversationsSection(OwnUsersSection):
             if len(set(listed)) < len(listed):
                 raise ValueError(f"{key} has something twice; name each once")
         return self
+
+    @model_validator(mode="after")
+    def _limits_are_for_users(self) -> ConversationsSection:
+        limits = self.max_conversations if isinstance(self.max_conversations, dict) else {}
+        if self.users is not None and (strangers := [name for name in limits if name not in self.users]):
+            hint = did_you_mean(strangers[0], self.users)
+            raise ValueError(f"max_conversations: no user {strangers[0]!r}; there are: {list_names(self.users)}.{hint}")
+        return self
+
+    def most_of(self, name: str) -> int | None:
+        """Return how many first conversations of each split are kept of a user; None: all."""
+        limit = self.max_conversations
+        general = limit.get(name) if isinstance(limit, Mapping) else limit
+        own = self.users[name].max_conversations if self.users and name in self.users else None
+        if own is None and self.dataset is not None:
+            own = self.dataset.max_conversations
+        return general if own is None else own
 
     @property
     def names(self) -> list[str]:

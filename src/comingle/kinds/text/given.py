@@ -10,6 +10,7 @@ from typing import Any
 
 from comingle.data.bad_rows import BadRows, BadRowsError
 from comingle.data.partition import UserText
+from comingle.data.repeated import Repeated
 from comingle.data.rows import iterate_texts, table_of
 from comingle.data.sources import read_documents
 from comingle.errors import DataError, NoTextError
@@ -53,16 +54,16 @@ def given_texts(data: TextSection, given: Mapping[str, Any], seed: int) -> list[
         DataError: somebody's is no text, or users without text are refused.
     """
     limits = token_limits(data, list(given))
-    bad = BadRows(data.on_bad_row)
+    bad, repeated = BadRows(data.on_bad_row), Repeated(data.deduplicate)
     readers: dict[str, Callable[[], UserText]] = {}
     for name, source in given.items():
         if isinstance(source, Mapping):
             sources = {_SPLITS[str(split)]: partial(_documents, bad, name, part) for split, part in source.items()}
-            readers[name] = partial(split_parts, name, sources, data.split, seed, limits[name])
+            readers[name] = partial(split_parts, name, sources, data.split, seed, limits[name], repeated)
         else:
             read = partial(_documents, bad, name, source)
-            readers[name] = partial(split_whole, name, read, data.split, seed, limits[name])
-    return collect(data, readers, bad)
+            readers[name] = partial(split_whole, name, read, data.split, seed, limits[name], repeated)
+    return collect(data, readers, bad, repeated)
 
 
 def _documents(bad: BadRows, name: str, source: Any, most: int | None) -> list[str]:

@@ -11,6 +11,7 @@ from comingle.data.bad_rows import BadRows
 from comingle.data.limits import most_bytes
 from comingle.data.pack import UserData, find_shortage, list_small, pack, with_validation
 from comingle.data.partition import UserText, split_by_fractions, split_given
+from comingle.data.repeated import Repeated, warn_same_files
 from comingle.data.rows import list_names
 from comingle.data.sources import read_dataset, read_documents
 from comingle.errors import DataError, NoTextError, RecipeError, did_you_mean
@@ -99,18 +100,19 @@ def read_users(data: TextSection, seed: int) -> list[UserText]:
     Raises:
         DataError: a source is missing or unreadable, or users without text are refused.
     """
-    bad = BadRows(data.on_bad_row)
-    readers = _dataset_readers(data, seed, bad) if data.dataset is not None else user_readers(data, seed, bad)
-    return collect(data, readers, bad)
+    bad, repeated = BadRows(data.on_bad_row), Repeated(data.deduplicate)
+    read = _dataset_readers if data.dataset is not None else user_readers
+    return collect(data, read(data, seed, bad, repeated), bad, repeated)
 
 
-def collect(data: TextSection, readers: Mapping[str, Reader], bad: BadRows) -> list[UserText]:
+def collect(data: TextSection, readers: Mapping[str, Reader], bad: BadRows, repeated: Repeated) -> list[UserText]:
     """Read all users; one without text is refused, or returned without any.
 
     Args:
         data: the recipe's section.
         readers: by user.
         bad: the rows that the readers cannot use.
+        repeated: the documents that the readers leave out.
 
     Raises:
         DataError: a reader raised it, or users without text or bad rows are refused.
@@ -123,6 +125,7 @@ def collect(data: TextSection, readers: Mapping[str, Reader], bad: BadRows) -> l
             empty[name] = str(error)
             texts.append(UserText(name=name, train=()))
     bad.settle()
+    repeated.settle()
     if not empty or (data.on_small_user == "skip" and len(empty) < len(texts)):
         return texts
     if len(empty) == 1:
@@ -137,10 +140,10 @@ ReadUpTo = Callable[[int | None], list[str]]
 """Reads documents, up to about so many bytes."""
 
 
-def _dataset_readers(data: TextSection, seed: int, bad: BadRows) -> dict[str, Reader]:
+def _dataset_readers(data: TextSection, seed: int, bad: BadRows, repeated: Repeated) -> dict[str, Reader]:
     assert data.dataset is not None
     groups = read_dataset(data.dataset.path, **options_of(data.dataset), bad=bad)
-    return {name: partial(split_group, name, splits, data.split, seed) for name, splits in groups.items()}
+    return {name: partial(split_group, name, splits, data.split, seed, repeated) for name, splits in groups.items()}
 
 
 def options_of(source: DatasetSource) -> dict[str, Any]:
@@ -155,17 +158,25 @@ def options_of(source: DatasetSource) -> dict[str, Any]:
     }
 
 
-def user_readers(data: TextSection, seed: int, bad: BadRows) -> dict[str, Reader]:
+def user_readers(data: TextSection, seed: int, bad: BadRows, repeated: Repeated) -> dict[str, Reader]:
     """For each user named in the recipe what reads its text."""
     users = data.users or {}
     limits = token_limits(data, list(users))
+    warn_same_files({name: (source.path, source.train) for name, source in users.items()})
     return {
-        name: partial(_read_user, name, source, data.split, seed, limits[name], bad) for name, source in users.items()
+        name: partial(_read_user, name, source, data.split, seed, limits[name], bad, repeated)
+        for name, source in users.items()
     }
 
 
 def _read_user(
-    name: str, source: UserSource, split: SplitSection, seed: int, kept: Mapping[str, int | None], bad: BadRows
+    name: str,
+    source: UserSource,
+    split: SplitSection,
+    seed: int,
+    kept: Mapping[str, int | None],
+    bad: BadRows,
+    repeated: Repeated,
 ) -> UserText:
     """A user's documents in splits; ``kept`` are the user's limits, beyond which nothing need be read."""
 
@@ -173,21 +184,29 @@ def _read_user(
         return lambda most: read_documents(path, column=source.column, most=most, bad=bad)
 
     if source.path is not None:
-        return split_whole(name, reading(source.path), split, seed, kept)
+        return split_whole(name, reading(source.path), split, seed, kept, repeated)
     paths = {key: path for key in ("train", "valid", "test") if (path := getattr(source, key)) is not None}
-    return split_parts(name, {key: reading(path) for key, path in paths.items()}, split, seed, kept)
+    return split_parts(name, {key: reading(path) for key, path in paths.items()}, split, seed, kept, repeated)
 
 
-def split_whole(name: str, read: ReadUpTo, split: SplitSection, seed: int, kept: Mapping[str, int | None]) -> UserText:
+def split_whole(
+    name: str, read: ReadUpTo, split: SplitSection, seed: int, kept: Mapping[str, int | None], repeated: Repeated
+) -> UserText:
     """One source as train, valid and test by fractions."""
     train, valid, test = (kept[f"max_{one}_tokens"] for one in ("train", "valid", "test"))
     rest = 1 - split.valid - split.test
     most = most_bytes(train=(train, rest), valid=(valid, split.valid), test=(test, split.test))
-    return split_by_fractions(read(most), valid=split.valid, test=split.test, seed=seed, name=name)
+    documents = repeated.drop(name, {"": read(most)}, str)[""]
+    return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)
 
 
 def split_parts(
-    name: str, reads: Mapping[str, ReadUpTo], split: SplitSection, seed: int, kept: Mapping[str, int | None]
+    name: str,
+    reads: Mapping[str, ReadUpTo],
+    split: SplitSection,
+    seed: int,
+    kept: Mapping[str, int | None],
+    repeated: Repeated,
 ) -> UserText:
     """A source for each split; where valid has none it is cut from train."""
     train, valid, test = (kept[f"max_{one}_tokens"] for one in ("train", "valid", "test"))
@@ -197,13 +216,17 @@ def split_parts(
         "valid": most_bytes(train=(valid, 1.0)),
         "test": most_bytes(train=(test, 1.0)),
     }
-    parts = {key: read(most[key]) for key, read in reads.items()}
+    read = {key: read(most[key]) for key, read in reads.items()}
+    parts = repeated.drop(name, read, str, held_out=("test", "valid"))
     given = "valid" if "valid" in parts else None
     return split_given(parts, name=name, valid=given, valid_fraction=carved, seed=seed)
 
 
-def split_group(name: str, splits: Mapping[str, list[str]], split: SplitSection, seed: int) -> UserText:
-    """A user's rows of a data set as train, valid and test."""
+def split_group(
+    name: str, splits: Mapping[str, list[str]], split: SplitSection, seed: int, repeated: Repeated
+) -> UserText:
+    """Part a user's rows of a data set into train, valid and test."""
+    splits = repeated.drop(name, splits, str, held_out=(split.test_name, split.valid_name or ""))
     if not split.given:
         documents = [d for documents in splits.values() for d in documents]
         return split_by_fractions(documents, valid=split.valid, test=split.test, seed=seed, name=name)

@@ -78,6 +78,7 @@ class TextSection(OwnUsersSection):
     held_out: Literal["own", "mixture"] = "own"
     on_small_user: Literal["refuse", "skip"] = "refuse"
     on_bad_row: OnBadRow = "refuse"
+    deduplicate: bool = False
     train_on_valid: bool = False
     add_bos_token: bool = True
     max_train_tokens: TokenLimit = None
