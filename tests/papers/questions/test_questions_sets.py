@@ -315,7 +315,7 @@ def test_sources_without_questions_are_refused(folder: Path) -> None:
     assert problem(DataError, "xnli", folder / "empty").endswith("no file xnli*.jsonl in it (.xz and .gz allowed)")
     assert "no row in language 'fr'" in problem(DataError, "xnli", folder, languages=["en", "fr"])
     (folder / "torn.jsonl").write_text('{"id": 1, "la')
-    assert "torn.jsonl: line 1 is not JSON: " in problem(DataError, "xnli", folder / "torn.jsonl")
+    assert "torn.jsonl: line 1: not JSON: " in problem(DataError, "xnli", folder / "torn.jsonl")
     (folder / "torn.xz").write_bytes(lzma.compress(b"{}\n" * 99)[:40])
     assert "torn.xz: cannot be read as JSON lines" in problem(DataError, "xnli", folder / "torn.xz")
     list_rows = write(folder / "list.jsonl", [[1, 2]])
