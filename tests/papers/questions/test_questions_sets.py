@@ -317,9 +317,10 @@ def test_sources_without_questions_are_refused(folder: Path) -> None:
     (folder / "torn.jsonl").write_text('{"id": 1, "la')
     assert "torn.jsonl: line 1: not JSON: " in problem(DataError, "xnli", folder / "torn.jsonl")
     (folder / "torn.xz").write_bytes(lzma.compress(b"{}\n" * 99)[:40])
-    assert "torn.xz: cannot be read as JSON lines" in problem(DataError, "xnli", folder / "torn.xz")
+    assert "torn.xz: cannot be read as UTF-8 text with JSON" in problem(DataError, "xnli", folder / "torn.xz")
     list_rows = write(folder / "list.jsonl", [[1, 2]])
-    assert "list.jsonl: line 1 is no mapping" in problem(DataError, "xnli", list_rows)
+    assert "list.jsonl: row 1" in (said := problem(DataError, "xnli", list_rows))
+    assert "a JSON number; allowed: an object with columns and values" in said
     other = problem(DataError, "xquad", folder / "xnli_dev.jsonl.xz", languages=["en"])
     assert other.endswith("xnli_dev.jsonl.xz: line 1 is no row of xquad: context is None; allowed: text")
 
