@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from comingle.audits.api import audit as audit
     from comingle.comparing.api import advise as advise
     from comingle.comparing.api import compare as compare
+    from comingle.comparing.pages import report as report
     from comingle.errors import ComingleError as ComingleError
     from comingle.joining.api import join as join
     from comingle.recipes import Recipe as Recipe
@@ -49,10 +50,23 @@ _HOMES = {
     "floral": "comingle.adapters.clustered",
     "join": "comingle.joining.api",
     "load": "comingle.runs.api",
+    "report": "comingle.comparing.pages",
     "run": "comingle.runs.api",
 }
 
-__all__ = ["ComingleError", "Recipe", "__version__", "advise", "audit", "compare", "floral", "join", "load", "run"]
+__all__ = [
+    "ComingleError",
+    "Recipe",
+    "__version__",
+    "advise",
+    "audit",
+    "compare",
+    "floral",
+    "join",
+    "load",
+    "report",
+    "run",
+]
 
 
 def _prepare_threads() -> None:

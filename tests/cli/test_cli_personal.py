@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from comingle.cli.views import generating_model
+from comingle.comparing.views import generating_model
 from comingle.errors import DataError
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import PersonalNet

@@ -193,7 +193,7 @@ for code in json.load(sys.stdin):
 def test_the_python_examples_run_as_they_are_printed(tmp_path: Path) -> None:
     """Those of a page one after the other, both pages in one process: importing takes longest."""
     pages = [shown(README, "python"), shown(DOCS / "python.md", "python")]
-    assert [len(found) for found in pages] == [1, 10]
+    assert [len(found) for found in pages] == [1, 11]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # one: best for a toy
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", EXAMPLES],

@@ -110,7 +110,7 @@ def test_plots_are_png_and_svg(comingle: Any, compared: Path, tmp_path: Path) ->
     [
         (["report", "nowhere"], "nowhere: no such run folder"),
         (["report", "RUNS", "--users", "anne"], "no user 'anne'; there are: ann, bob, cem. Did you mean 'ann'?"),
-        (["report", "RUNS", "--text", " "], "--text ' ': there is nothing in it"),
+        (["report", "RUNS", "--text", " "], "text ' ': there is nothing in it"),
         (["report", "RUNS", "--out", "nowhere/page.html"], "nowhere: no such folder to write page.html to"),
         (["report", "RUNS", "--out", "."], ".: is a folder; --out names a file"),
         (["plot", "RUNS", "--figure", "curve"], "--figure 'curve': allowed: curves, scores"),

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from comingle.cli.options import named
-from comingle.cli.report import Length, Replace, Runs, Texts, Users, check_target, require_packages, warn_unlike
+from comingle.cli.report import Length, Replace, Runs, Texts, Users, warn_unlike
 from comingle.errors import RecipeError, RunError, did_you_mean
+from comingle.reports.targets import check_target, require_packages
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +45,7 @@ def plot(
     force: Replace = False,
 ) -> None:
     """Write single figures of runs as PNG, SVG and CSV. The figure tokens shows the users' test text, or --text."""
-    require_packages("plot")
+    require_packages("comingle plot")
     from comingle.cli.progress import console, status
     from comingle.records import write_text
     from comingle.reports.canvas import save
@@ -126,11 +127,12 @@ def _mixtures(entries: list[Entry]) -> Figures:
 def _tokens(
     entries: list[Entry], text: list[str] | None, users: str | None, length: int, layers: list[int] | None
 ) -> Figures:
-    from comingle.cli.views import route_texts
+    from comingle.cli.compare import split_names
+    from comingle.comparing.views import route_texts
     from comingle.reports.sheets import tokens_sheet
     from comingle.reports.tokens import tokens_figure
 
-    for view in route_texts(entries, text, users, length):
+    for view in route_texts(entries, text, None if users is None else split_names(users), length):
         for layer in layers or sorted({0, (view.layers - 1) // 2, view.layers - 1}):
             if not 0 <= layer < view.layers:
                 raise RecipeError(f"--layer {layer}: {view.label} has layers 0 to {view.layers - 1}")

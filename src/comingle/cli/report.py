@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,8 @@ import typer
 from rich.text import Text
 
 from comingle.cli.options import named
-from comingle.errors import ComingleError, RunError
+from comingle.errors import RunError
+from comingle.reports.targets import check_target, require_packages
 
 if TYPE_CHECKING:
     from comingle.reports.runs import Entry
@@ -54,9 +54,10 @@ def report(
 
     Unless --text or --no-tokens is given, the page holds the beginning of each user's test text, which may be private.
     """
-    require_packages("report")
+    require_packages("comingle report")
+    from comingle.cli.compare import split_names
     from comingle.cli.progress import console, status
-    from comingle.cli.views import route_texts
+    from comingle.comparing.views import route_texts
     from comingle.records import write_text
     from comingle.reports.page import render_page
     from comingle.reports.runs import read_entries
@@ -67,7 +68,7 @@ def report(
     check_target(path, force=force)
     held(entries, against)  # refused before anything is drawn
     with status("loading models and routing texts"):
-        views = [] if no_tokens else route_texts(entries, text, users, tokens)
+        views = [] if no_tokens else route_texts(entries, text, None if users is None else split_names(users), tokens)
     with status("drawing"):
         page = render_page(entries, views, baseline=against)
     try:
@@ -87,34 +88,3 @@ def warn_unlike(entries: Sequence[Entry]) -> None:
 
     for line in unlike(entries):
         errors.print(Text.assemble(("warning: ", "yellow"), words(line)), highlight=False, soft_wrap=True)
-
-
-def require_packages(verb: str) -> None:
-    """Whether what draws is installed.
-
-    Raises:
-        ComingleError: it is not.
-    """
-    try:
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ComingleError(f"comingle {verb} needs {error.name}: pip install 'comingle[reports]'") from None
-
-
-def check_target(path: Path, *, force: bool, option: str = "--out") -> None:
-    """Whether a file may be written, which ``option`` has named.
-
-    Raises:
-        RunError: it exists and ``force`` is not given, it is a folder, or its folder is none or cannot be written to.
-    """
-    if path.is_dir():
-        raise RunError(f"{path}: is a folder; {option} names a file")
-    if path.exists() and not force:
-        raise RunError(f"{path}: exists; --force replaces it, {option} names another")
-    if not path.parent.is_dir():
-        raise RunError(f"{path.parent}: no such folder to write {path.name} to")
-    try:  # now, not after minutes of drawing; rights alone say little of what a file system allows
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written: {error.strerror}") from None

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from comingle.cli.options import Everybody, named
-from comingle.cli.report import Replace, check_target
+from comingle.cli.report import Replace
+from comingle.reports.targets import check_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

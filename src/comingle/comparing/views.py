@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from comingle.cli.compare import split_names
 from comingle.errors import DataError, require_user
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ MAX_USERS = 6
 
 
 def route_texts(
-    entries: Sequence[Entry], given: Sequence[str] | None, users: str | None, length: int
+    entries: Sequence[Entry], given: Sequence[str] | None, users: Sequence[str] | None, length: int
 ) -> list[TokenView]:
     """A view for every entry with routers, made with the run of its lowest seed that has finished.
 
@@ -28,8 +27,8 @@ def route_texts(
         DataError: a text is empty or unreadable, or there is no such user.
         RunError: a run cannot be opened.
     """
-    import comingle
     from comingle.records import PARTICIPANTS
+    from comingle.runs.api import load
 
     chosen = choose_users(entries[0].first.users, users)
     texts = [read_text(one, number) for number, one in enumerate(given or (), start=1)]
@@ -39,21 +38,21 @@ def route_texts(
         here = [run for run in entry.runs if not (run.folder / PARTICIPANTS).exists()]
         finished = [run for run in here if run.metrics is not None]
         if entry.first.routed and finished:
-            opened = comingle.load(finished[0].folder)
+            opened = load(finished[0].folder)
             label = entry.label if len(entry.runs) == 1 else f"{entry.label}, seed {finished[0].seed}"
             views.append(view_of(opened, label, texts, chosen, length))
     return views
 
 
-def choose_users(known: Sequence[str], wanted: str | None) -> list[str]:
-    """The users named in ``wanted``, or the first few.
+def choose_users(known: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
+    """Return the users named in ``wanted``, or the first few.
 
     Raises:
         DataError: there is no such user.
     """
     if wanted is None:
         return list(known)[:MAX_USERS]
-    return [require_user(name, known, "--users: ") for name in split_names(wanted)]
+    return [require_user(name, known, "users: ") for name in wanted]
 
 
 def read_text(given: str, number: int) -> tuple[str, str]:
@@ -71,9 +70,9 @@ def read_text(given: str, number: int) -> tuple[str, str]:
             (Path(given).name, Path(given).read_text(encoding="utf-8")) if is_file else (f"text {number}", given)
         )
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--text {given!r}: cannot be read as UTF-8 text ({type(error).__name__})") from None
+        raise DataError(f"text {given!r}: cannot be read as UTF-8 text ({type(error).__name__})") from None
     if not text.strip():
-        raise DataError(f"--text {given!r}: there is nothing in it")
+        raise DataError(f"text {given!r}: there is nothing in it")
     return name, text
 
 
