@@ -133,3 +133,20 @@ def test_runs_without_a_folder_are_refused(recipe: comingle.Recipe) -> None:
         comingle.report([])
 
 
+def test_a_comparison_in_a_notebook_shows_the_tables_of_show(
+    compared: Comparison, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    capsys.readouterr()
+    command(monkeypatch, "show", compared.folder)
+    terminal = capsys.readouterr().out
+    cells = parsed(compared._repr_html_() or "")
+    assert {*cells.tags} <= {"div", "p", "table", "thead", "tbody", "tfoot", "tr", "th", "td", "br"}
+    assert HOSTILE in cells.texts
+    numbers = re.compile(r"\d[\d,.]*")
+    assert sorted(numbers.findall(" ".join(cells.texts))) == sorted(numbers.findall(terminal))
+    assert any("against fedavg" in one or "than fedavg" in one for one in cells.texts)
+
+
+def test_an_empty_comparison_has_no_table() -> None:
+    assert Comparison(folder=None, metrics={})._repr_html_() is None

@@ -62,7 +62,7 @@ def compare(
     if folder is not None:
         places = labels_of(recipes, folder)
         write_comparison(folder, list(places), against, places)
-    return Comparison(folder=folder, metrics=metrics)
+    return Comparison(folder=folder, metrics=metrics, baseline=against)
 
 
 def _metrics(found: Run | ComingleError) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from comingle.records import measure_of
 from comingle.reports.against import baseline_of, hold
-from comingle.reports.comparisons import require_same_users, users_of
+from comingle.reports.comparisons import compare_metrics, require_same_users, users_of
+from comingle.reports.framing import html_of
+from comingle.reports.tables import tables_of
 from comingle.runs.results import records_of, table_of
 from comingle.terminal import printable
 
@@ -23,12 +25,21 @@ class Comparison:
 
     folder: Path | None
     metrics: Mapping[tuple[str, int], dict[str, Any]]
+    baseline: str | None = None
+    """The ``against`` of :func:`comingle.compare`, which tables use."""
 
     def __repr__(self) -> str:
         place = "" if self.folder is None else f", in {self.folder}"
         return printable(
             "\n".join([f"Comparison({len(self.metrics)} runs{place})", *map(_told, self.means())]), keep="\n"
         )
+
+    def _repr_html_(self) -> str | None:
+        """Return the tables of ``comingle show`` for a notebook; None where there are no runs."""
+        if not self.metrics:
+            return None
+        named = [(method, metrics) for (method, _), metrics in self.metrics.items()]
+        return html_of(tables_of(compare_metrics(named, self.baseline)))
 
     def means(self) -> list[dict[str, Any]]:
         """One record a run: ``method``, ``seed`` and the mean over users of what they are measured by."""

@@ -42,10 +42,20 @@ def compare_runs(
         RunError: a run is missing or has not finished, or runs are of other users.
         RecipeError: the baseline is not among the methods.
     """
+    read = [(folder, read_metrics(folder)) for folder in folders]
+    return compare_metrics([(labels.get(folder, metrics["method"]), metrics) for folder, metrics in read], baseline)
+
+
+def compare_metrics(named: Iterable[tuple[str, dict[str, Any]]], baseline: str | None = None) -> dict[str, Any]:
+    """Return the table of :func:`compare_runs` for metrics in memory, each with its method's name.
+
+    Raises:
+        RunError: runs are of other users.
+        RecipeError: the baseline is not among the methods.
+    """
     by_method: dict[str, list[dict[str, Any]]] = {}
-    for folder in folders:
-        metrics = read_metrics(folder)
-        by_method.setdefault(labels.get(folder, metrics["method"]), []).append(metrics)
+    for name, metrics in named:
+        by_method.setdefault(name, []).append(metrics)
     require_same_users(users_of(run for runs in by_method.values() for run in runs))
     return hold_against({"methods": [_row(name, runs) for name, runs in by_method.items()]}, baseline)
 
