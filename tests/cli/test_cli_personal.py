@@ -56,9 +56,11 @@ def test_a_run_of_a_mixture_opens_and_speaks(comingle: Any, recipe_file: Path, t
     tokens = opened.federation.clients.users[1].test
     found = opened.metrics["users"]["bob"]["test_perplexity"]
     assert person.score(tokens, context=16).perplexity == pytest.approx(found, rel=1e-5)
-    ids = person.model.base.tokenizer("a", return_tensors="pt", add_special_tokens=False)["input_ids"]
-    said = person.merge().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)[0, ids.shape[1] :]
-    expected = person.model.base.tokenizer.decode(said, skip_special_tokens=True)
+    tokenizer: Any = person.model.base.tokenizer
+    plain: Any = person.merge()
+    ids = tokenizer("a", return_tensors="pt", add_special_tokens=False)["input_ids"]
+    said = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)[0, ids.shape[1] :]
+    expected = tokenizer.decode(said, skip_special_tokens=True)
     assert person.generate("a", max_new_tokens=8) == expected
     answer = comingle("plot", tmp_path / "run", "--figure", "tokens")
     assert answer.code == 2

@@ -35,7 +35,7 @@ def comingle(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         with pytest.raises(SystemExit) as stop:
             main()
         captured = capsys.readouterr()
-        return stop.value.code or 0, captured.out + captured.err
+        return int(stop.value.code or 0), captured.out + captured.err
 
     return run
 
