@@ -60,10 +60,11 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
+def _show_version(wanted: bool) -> bool:
     if wanted:
         typer.echo(f"comingle {__version__}")
         raise typer.Exit
+    return wanted
 
 
 @app.callback(invoke_without_command=False)
