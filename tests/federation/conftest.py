@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.commands import comingle as comingle
 from tests.federation.tiny import one_base
 
 from comingle.federation import coordinator
+
+
+@pytest.fixture(autouse=True, scope="session")
+def apps_of_tests() -> Iterator[None]:
+    """Processes of federations do not import from the current folder; tests have apps of their own."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,13 @@ import hashlib
 import http.client
 import io
 import os
+import socket
 import ssl
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -183,6 +185,27 @@ class TestKeys:
         connection.putheader("content-length", str(10**12))
         connection.endheaders()
         assert connection.getresponse().status == 401
+        connection.close()
+
+    def test_headers_are_bounded_before_anybody_signs(self, place: Place) -> None:
+        port, *_ = place
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            with suppress(OSError):  # the server hangs up in the middle
+                connection.sendall(b"POST /v1/fleet/push-object HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * (1 << 20))
+            said = b""
+            with suppress(OSError):
+                said = connection.recv(100)
+            assert said[:12] in (b"", b"HTTP/1.1 400", b"HTTP/1.1 431")
+
+    def test_a_header_that_is_there_twice_is_refused(self, place: Place) -> None:
+        port, _, ada, bob = place
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.putrequest("POST", "/v1/fleet/pull-messages")
+        for headers in (signed(ada), signed(bob)):
+            for name, value in headers.items():
+                connection.putheader(name, value)
+        connection.endheaders()
+        assert connection.getresponse().status == 400
         connection.close()
 
     def test_a_body_that_is_too_large_is_not_read(self, place: Place) -> None:

@@ -95,7 +95,7 @@ def known_public(folder: Path) -> Public | None:
 def _own_recipe(own: Own, public: Public) -> Recipe:
     if own.name not in public.users:
         raise MessageError(f"user {own.name!r}: not among the participants: {', '.join(public.users)}")
-    content: dict[str, Any] = complete_older(public.recipe)
+    content: dict[str, Any] = dict(complete_older(public.recipe))
     content["data"] = own.data_section(content["data"])
     if own.base is not None:
         content["base"] = own.base

@@ -125,7 +125,10 @@ def test_an_instance_depends_on_its_seed_and_number_alone() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"linear": {"decay": [1]}}, "unknown key 'linear.decay'. Did you mean 'decays'? Allowed: instances, samples,"),
+        (
+            {"linear": {"decay": [1]}},
+            "unknown key 'linear.decay'. Did you mean 'clusters.decay'? Allowed: instances, samples,",
+        ),
         (
             {"quadratics": {}},
             "unknown key 'quadratics'. Did you mean 'quadratic'? Allowed: seed, quadratic,",

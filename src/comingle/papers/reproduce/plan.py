@@ -35,6 +35,7 @@ from comingle.papers.reproduce.sources import (
 )
 from comingle.papers.reproduce.weights import weigh
 from comingle.recipes import Recipe, parse_recipe
+from comingle.recipes.sections import complete_older
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +256,8 @@ def _recipe(
         "data": limits_by_name(content["data"], names),
     }
     where = f"{experiment.source}, column {column}, row {row.label or row.method}"
-    recipe = parse_recipe(_filled(content, column_setting.values), where=where)
+    # Published runs are of before `data.add_bos_token`; completed as such, they keep their names.
+    recipe = parse_recipe(complete_older(_filled(content, column_setting.values)), where=where)
     recipe = recipe.with_changes(wanted.changes, where="--set") if wanted.changes else recipe
     make(recipe.method.name, **recipe.method.settings)  # every mistake is found before the first run
     return recipe

@@ -13,12 +13,16 @@ from flwr.clientapp import ClientApp
 
 from comingle.errors import ComingleError
 from comingle.records import write_text
+from comingle.terminal import printable
 from comingle.transports.flower.calling import BrokenOff, call
 from comingle.transports.flower.envelope import Failure, Hello, request_of, wrap, wrap_failure, wrap_hello
 from comingle.transports.flower.users import REFUSAL, User, instance_of, read_user
 
 WORKER = (sys.executable, "-m", "comingle.federation.worker")
 """Command that starts a user's worker; the user's options come after it."""
+
+_LONGEST = 1000
+"""Bytes of a refusal that are shown."""
 
 Ask = Callable[[User, bytes, float], bytes]
 """Asks a user's worker; gets the request and for how many seconds at most it may take."""
@@ -41,7 +45,7 @@ def make_client_app(ask: Ask) -> ClientApp:
     @made.query("refused")
     def refused(message: Message, context: Context) -> Message:
         """The coordinator does not want this node, and says why: that is for the person at the node."""
-        line = request_of(message).decode(errors="replace")
+        line = printable(" ".join(request_of(message)[:_LONGEST].decode(errors="replace").split()))
         print(f"comingle: refused: {line}", file=sys.stderr, flush=True)
         write_text(read_user(context.node_config).state / REFUSAL, line + "\n")
         return Message(wrap(b""), reply_to=message)

@@ -67,6 +67,7 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from comingle.errors import ComingleError, RunError
 from comingle.records import write_text
+from comingle.terminal import printable
 from comingle.transports.flower.answering import certificate_problem
 from comingle.transports.flower.app_bundle import DIGEST, UNKNOWN_KEY
 from comingle.transports.flower.fate import FOLDER
@@ -194,8 +195,12 @@ class FleetConnection:
         parts = [part.object_id for part in iterate_object_tree(tree)]
         pull = make_pull_object_fn_protobuf(self._object_call("PullObject"), self._node, run_id)
         contents = pull_objects(parts, pull)
-        whole = inflate_object_from_contents(message_id, contents)
-        assert isinstance(whole, Message)
+        try:
+            whole = inflate_object_from_contents(message_id, contents)
+        except (KeyError, ValueError, TypeError) as error:
+            raise ObjectPullError(message_id, f"it cannot be read ({type(error).__name__})") from None
+        if not isinstance(whole, Message):
+            raise ObjectPullError(message_id, "it is not a message")
         whole.metadata.__dict__["_message_id"] = message_id
         self.confirm(message)
         return whole
@@ -236,7 +241,7 @@ class FleetConnection:
         self._http.close()
 
     def _connect(self) -> FleetHttpClient:
-        return FleetHttpClient.from_server_address(
+        client = FleetHttpClient.from_server_address(
             self._server.address,
             insecure=self._server.authority is None,
             root_certificates=self._server.authority.read_bytes() if self._server.authority else None,
@@ -245,6 +250,8 @@ class FleetConnection:
                 NodeAuthHttpInterceptor(self._private, self._public),
             ],
         )
+        client._client.follow_redirects = False  # signed requests go to the server's address alone
+        return client
 
     def _register(self, public: bytes) -> None:
         try:
@@ -260,7 +267,7 @@ class FleetConnection:
         except (ValueError, KeyError, TypeError):
             return ""
         if "clock" in detail:
-            return detail
+            return printable(detail)[:400]
         if detail != UNKNOWN_KEY:
             return ""
         if self._server.key is None:

@@ -69,6 +69,9 @@ FLEET = "/v1/fleet/"
 MAX_BODY_BYTES = 32 << 20
 """Largest request body. Flower sends arrays in objects of 5 MiB each, so that no request of a client comes close."""
 
+MAX_HEADER_BYTES = 64 << 10
+"""Largest request line and headers together; they are read before the gate sees the request."""
+
 _TASK_HEARTBEAT_SECONDS = 15.0
 _START_SECONDS = 300.0
 
@@ -104,6 +107,8 @@ class Gate:
         if scope["method"] != "POST" or not str(scope["path"]).startswith(FLEET):
             return PlainTextResponse("not found\n", status_code=404)
         headers = {name.decode("latin-1").lower(): value for name, value in scope["headers"]}
+        if len(headers) != len(scope["headers"]):  # the gate and Flower would read different ones
+            return PlainTextResponse("repeated header\n", status_code=400)
         if self._state is not None and (problem := self._signature_problem(self._state, headers)):
             return JSONResponse({"detail": problem}, status_code=401)
         if int(headers.get("content-length") or 0) > MAX_BODY_BYTES:
@@ -279,6 +284,8 @@ def serve_fleet_api(app: ASGIApp, host: str, port: int, certificate: Path | None
         port=port,
         ssl_certfile=certificate,
         ssl_keyfile=key,
+        http="h11",  # the other parser, httptools, bounds neither headers nor the request target
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         ws="none",
         access_log=False,
         server_header=False,

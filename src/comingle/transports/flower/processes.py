@@ -49,6 +49,7 @@ def environment(folder: Path) -> dict[str, str]:
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         PARENT: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
+        "PYTHONSAFEPATH": "1",  # with -m Python would import from the current folder first, which others may write to
     }
 
 
