@@ -219,8 +219,8 @@ class TestKeys:
     @pytest.mark.parametrize(
         ("name", "why"),
         [
-            ("stranger", "the key .*eve.key is not known$"),
-            ("keyless", "lets nobody in without a key; give --key FILE$"),
+            ("stranger", "the key .*eve.key is not registered with the server$"),
+            ("keyless", "the server accepts only registered keys; give --key FILE$"),
             (
                 "deceived",
                 "the certificate of 127.0.0.1:.* is not one that .*other.*ca.pem has signed for this address$",

@@ -47,7 +47,7 @@ def foresee(recipe: Recipe, materials: Materials, seeds: Sequence[int], unit: st
         unit: what the users' data is counted in.
     """
     if len(seeds) == 1:
-        yield "one seed gives no intervals, so nobody will be said to gain or to be harmed; give --seeds 0,1,2"
+        yield "one seed gives no intervals, so no user can be shown to gain or be harmed; give --seeds 0,1,2"
     yield from _equal(materials)
     small = [user.name for user in materials.users if len(user.test) < _FEW_TESTED.get(unit, 0)]
     if small:

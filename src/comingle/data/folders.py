@@ -42,10 +42,10 @@ class RowFile:
 
 
 def list_files(folder: Path) -> list[str]:
-    """List what is not a folder below a folder: relative POSIX paths, sorted, alike on every system.
+    """List all files below a folder recursively, as sorted relative POSIX paths.
 
-    Links to folders are followed, and each folder is read once however many links lead to it. Names that begin with a
-    dot, and ``__MACOSX``, are passed over. A folder that cannot be read is listed itself.
+    Follows symbolic links to folders but visits each folder once. Skips names that begin with a dot, and ``__MACOSX``.
+    A folder that cannot be read is listed as if it were a file.
     """
     found: list[str] = []
     seen = {os.path.realpath(folder)}

@@ -29,13 +29,13 @@ class Repeated:
     def drop(
         self, name: str, parts: Mapping[str, Sequence[T]], words: Callable[[T], str], *, held_out: Sequence[str] = ()
     ) -> dict[str, list[T]]:
-        """Keep one of a user's documents that are equal but for case and white space.
+        """Remove a user's duplicate documents, ignoring case and white space; does nothing unless ``drops``.
 
         Args:
             name: the user.
             parts: documents by split.
             words: returns the text of a document.
-            held_out: the splits that keep a document which is also in another, first of all the first.
+            held_out: splits in decreasing priority; a document in several splits is kept in the first of these.
         """
         if not self.drops:
             return {split: list(documents) for split, documents in parts.items()}

@@ -88,10 +88,11 @@ def open_table(path: Path, *, split: str = "train", sep: str | None = None, more
 
 
 def name_in(value: Any, column: str) -> str:
-    """The user's name that a row holds in a column: text as it is typed, a number by its digits.
+    """Return a cell of a user or split column as a name, with numbers spelled as in the file.
 
     Raises:
-        ValueError: a value whose spelling is not known, which could make one user of two.
+        ValueError: the value is not a string or number, or its original spelling is lost, so that two users could be
+            merged into one.
     """
     if isinstance(value, str):
         return value

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Span = tuple[int, int]
 """First token, and the one behind the last."""
 Place = tuple[int, int, int]
-"""Characters of a text: where a response begins, where it ends, and where what a conversation's end adds to it does."""
+"""Character offsets of a response: its start, its end, and its end including any text that closes the conversation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,7 +347,7 @@ class ChatTemplate:
         return (len(asked), last, last) if text.startswith(asked) and len(asked) < last else None
 
     def _final(self, messages: Sequence[Message]) -> tuple[str, Place]:
-        """The text of a conversation, its last response after what asks for it, and where that is."""
+        """Render a conversation so that its last response follows its generation prompt; return text and span."""
         whole, asked = self.render(messages), self._asked(messages[:-1])
         said, first = whole, len(asked)
         if not whole.startswith(asked):

@@ -32,12 +32,14 @@ class Evaluations:
 
 
 def outcome_warnings(method: Method, evaluations: Evaluations, metrics: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return what a user must know of a finished run, under the key that metrics have for it, or nothing.
+    """Return ``{"warnings": [...]}`` to merge into a finished run's metrics, or an empty dict.
+
+    Warns if the test results got worse, or if learned mixtures stayed uniform.
 
     Args:
-        method: the run's.
-        evaluations: the run's first and last evaluation events.
-        metrics: those of the finished run.
+        method: the method of the run.
+        evaluations: the first and last evaluation events of the run.
+        metrics: the metrics of the finished run.
     """
     found = [*_worse(evaluations.first, metrics), *_uniform(method, evaluations)]
     return {"warnings": found} if found else {}

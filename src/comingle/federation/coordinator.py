@@ -237,10 +237,10 @@ class Coordinator:
 
 
 class _Exchange:
-    """Tasks for some users, and their answers until the time is over.
+    """Tasks sent to several users concurrently, and their answers until a timeout.
 
-    A user who has not joined is asked to join first, while the others work on their tasks: no user waits for another.
-    Without ``task_of`` users are asked to join and nothing else.
+    A user who has not joined is sent a join task first, which does not delay the others. Without ``task_of``, users are
+    only sent join tasks.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ def take_part(
         say(f"{participant.name}: {found.value} answers at {participant.server}; is that the right --server?")
     if proxy := _proxy_of(participant.server, secure=bool(participant.certificates)):
         host = split_address(participant.server)[0]
-        say(f"{participant.name}: asks {participant.server} through the proxy {proxy}; no_proxy={host} goes without")
+        say(f"{participant.name}: uses the proxy {proxy} for {participant.server}; bypass it with no_proxy={host}")
     state = Path(participant.state)
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
     with locked(state):

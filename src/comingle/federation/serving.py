@@ -70,10 +70,10 @@ def serve(
 
 
 def _require_port(host: str, port: int) -> None:
-    """See that nobody listens there: clients would come to that one.
+    """Check that the port is free: clients would otherwise reach the process that already listens on it.
 
     Raises:
-        RunError: somebody does, or nobody may.
+        RunError: the port is in use, or binding to it is not permitted.
     """
     until = time.monotonic() + _PORT_SECONDS  # processes of a server that was killed may still be ending
     while error := _bind_error(host, port):

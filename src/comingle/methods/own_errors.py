@@ -25,10 +25,13 @@ _SEE = "; `comingle -v` shows the traceback"
 
 @contextmanager
 def own_errors(method: Method) -> Iterator[None]:
-    """Raise exceptions of a method's own hooks, strategy and mixture as a :class:`PluginError` that names the place.
+    """Convert exceptions raised by user-defined method code to a :class:`PluginError` with file and line.
+
+    This covers client parts, server, mixture and gating whose classes are defined outside comingle. Exceptions from
+    other code, ``ComingleError``, ``OSError`` and out-of-memory errors propagate unchanged.
 
     Raises:
-        PluginError: instead of whatever the method's own code raised.
+        PluginError: user-defined code of the method raised an exception, or returned an invalid value.
     """
     try:
         yield
@@ -42,10 +45,11 @@ def own_errors(method: Method) -> Iterator[None]:
 
 
 def call_constructor(name: str, constructor: Callable[..., Any], settings: dict[str, Any]) -> Method:
-    """Return what a function makes of settings, a method.
+    """Call a method's constructor with its settings and check the type of the result.
 
     Raises:
-        PluginError: it raised an exception, or made something else; says where.
+        PluginError: the constructor raised an exception, or did not return a valid ``Method``; the message has the
+            file and line.
     """
     try:
         made = constructor(**settings)

@@ -64,12 +64,12 @@ def split_named(name: str) -> str | None:
 
 
 def find_splits(folder: Path, key: str) -> dict[str, Path]:
-    """Return the folder's own splits, if it has train and a held-out part; else all of it as "train".
+    """Return the subfolder of each split, if there are a train and a held-out split; else ``{"train": folder}``.
 
-    Without a test split the validation split is the test split.
+    Without a test split, the validation split is used as the test split.
 
     Raises:
-        DataError: two folders stand for one split.
+        DataError: two subfolders have names of the same split.
     """
     found: dict[str, Path] = {}
     for path in class_folders(folder):

@@ -211,7 +211,7 @@ def check_classes(seen: Collection[int], outputs: int, given: int | None, labels
             "data.classes where others have them"
         )
     if len(seen) == 1 and outputs > 1 and given is None:
-        logger.warning("all train samples are of class %s%s, so any net learns to say it always", min(seen), name)
+        logger.warning("all train samples are of class %s%s, so any net learns to predict only it", min(seen), name)
 
 
 def as_real(user: UserSamples) -> UserSamples:

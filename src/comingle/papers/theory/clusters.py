@@ -250,7 +250,7 @@ def rate_bound(found: Descent, cluster: Cluster, schedule: Schedule) -> Float[np
 def routed_rate_bound(
     found: Descent, cluster: Cluster, schedule: Schedule, clusters: int
 ) -> Float[np.ndarray, " steps"]:
-    """Return the bound of Theorem A.9 as it holds: :func:`rate_bound` with Lemma A.7 in the place of Lemma A.4.
+    """Return the corrected bound of Theorem A.9: that of :func:`rate_bound`, but from Lemma A.7 instead of Lemma A.4.
 
     ``A = 4 sigma^2 |p|^2 + 16 G^2 log(K C)`` and ``B = 9 L H^2 G^2``, whatever the routers are.
     """

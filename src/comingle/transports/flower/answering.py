@@ -1,6 +1,6 @@
-"""Who answers at a server's address: a federation's server with TLS, without, something else, or nobody yet.
+"""Probe a server's address: a federation server with TLS, one without TLS, another service, or no response.
 
-A client tries again and again whatever answers, so one with the wrong settings would wait for ever.
+A client retries on any response, so without this check one with wrong settings would wait forever.
 """
 
 from __future__ import annotations

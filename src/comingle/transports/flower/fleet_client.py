@@ -4,7 +4,7 @@ It opens connections and listens to none. Of a run it reads the number and the d
 itself: messages go to the :class:`~flwr.clientapp.ClientApp` that is installed here, and those of any other app are
 refused (:mod:`comingle.transports.flower.app_bundle`).
 
-After a disturbance it connects anew for as long as it takes; only what no retry can mend ends it, with status 2.
+It reconnects after network failures without a time limit, and exits with status 2 on errors that a retry cannot fix.
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ from comingle.transports.flower.launch import end_with_parent, load_app
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.2, 5.0
 _HEARTBEAT_SECONDS, _LOOK_SECONDS = 4.0, 0.5
 _TAKEN_SECONDS = 4.0 * HEARTBEAT_MIN_INTERVAL
-"""A server takes a client that was killed for active for 2 heartbeat intervals, and lets no other in with its key."""
+"""A killed client stays active on the server for 2 heartbeat intervals, which blocks other clients with its key."""
 
 _UNKNOWN, _INACTIVE, _OVER = (401,), (412,), (403, 404)
-"""HTTP statuses: the server does not know this client; its place is taken; a message's run is over."""
+"""HTTP statuses: client not authenticated; node cannot be activated (key in use); run of the message has ended."""
 
 _FINAL = (*_UNKNOWN, *_INACTIVE, *_OVER)
-"""All other statuses are of a gateway or server that is not ready, or of a request that was garbled on its way."""
+"""Statuses that are not retried. Others come from a gateway, a server that is starting, or a corrupted request."""
 
 _TRIES = 100
-"""With pauses of 5 seconds: a disturbance of some minutes passes, and a fault of ours does not go on for ever."""
+"""Retries of a request that the server rejects, up to 5 s apart: outlasts a few minutes of gateway errors."""
 
 
 class NotActiveError(Exception):
@@ -120,9 +120,9 @@ class FleetConnection:
 
     Args:
         server: Where to connect.
-        place: File for the number that the server gives this client. The next client of the same user gives up the
-            place of one that was killed, and need not wait until the server misses it.
-        say: Gets one line for the user.
+        place: File that stores the node ID. After a crash the next process reads it to deactivate the old node, so
+            it need not wait for that node's heartbeats to time out.
+        say: Called with each line to show the user.
     """
 
     def __init__(self, server: Server, place: Path, say: Callable[[str], None]) -> None:
@@ -141,14 +141,16 @@ class FleetConnection:
         return self._node.node_id
 
     def activate(self) -> None:
-        """Register where there is no key that the server knows, and take the client's place.
+        """Activate this node on the server, after registering a generated key if the user has none.
+
+        Retries while another node with the same key is active. Then starts the heartbeat thread.
 
         Raises:
-            RunError: The server does not know the key, or another client uses it.
+            RunError: The key is not registered, or another active client uses it.
         """
         public = public_key_to_bytes(self._public)
         until = time.monotonic() + _TAKEN_SECONDS
-        self._leave_place()
+        self._deactivate_previous()
         while True:
             try:
                 if self._server.key is None:
@@ -271,11 +273,11 @@ class FleetConnection:
         if detail != UNKNOWN_KEY:
             return ""
         if self._server.key is None:
-            return "lets nobody in without a key; give --key FILE"
-        return f"the key {self._server.key} is not known"
+            return "the server accepts only registered keys; give --key FILE"
+        return f"the key {self._server.key} is not registered with the server"
 
-    def _leave_place(self) -> None:
-        """Deactivate the client of this user that was active last, if the server still takes it for active."""
+    def _deactivate_previous(self) -> None:
+        """Deactivate the node left active by a previous process of this user that was killed."""
         with suppress(OSError, ValueError, httpx.HTTPStatusError):
             self._call("DeactivateNode", DeactivateNodeRequest(node_id=int(self._place.read_text(encoding="utf-8"))))
 
@@ -357,14 +359,14 @@ def _read_key(path: Path) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurveP
 
 
 class MessageLoop:
-    """Hands messages of this federation's runs to the app, one after the other, and sends its replies.
+    """Polls for messages, runs the app on each in turn and sends its replies; rejects messages of other apps.
 
     Args:
-        connection: Where messages come from.
-        app: Answers them.
-        node_config: What the app reads about its user.
-        poll_seconds: How often to look for messages.
-        say: Gets one line for the user.
+        connection: Connection to poll and to reply on.
+        app: The ``ClientApp`` that handles messages.
+        node_config: Configuration of the user, passed to the app in its ``Context``.
+        poll_seconds: Seconds between polls while there are no messages.
+        say: Called with each line to show the user.
     """
 
     def __init__(
@@ -402,7 +404,7 @@ class MessageLoop:
         message, tree = received
         began = time.monotonic()
         try:
-            reply = self._refusal(message) or self._answer_beside(self._connection.download(message, tree))
+            reply = self._refusal(message) or self._answer_in_thread(self._connection.download(message, tree))
             self._connection.send(reply, time.monotonic() - began)
         except (ObjectPullError, ObjectPushError) as error:  # the message was dropped meanwhile: it is sent again
             self._say(f"run {message.metadata.run_id}: {error}")
@@ -410,11 +412,14 @@ class MessageLoop:
             raise NotActiveError from None  # or a request was garbled: a message that is still wanted is sent again
         return True
 
-    def _answer_beside(self, message: Message) -> Message:
-        """Answer in a thread, which is left to itself when the server has forgotten this client meanwhile.
+    def _answer_in_thread(self, message: Message) -> Message:
+        """Run the app in a thread and return its reply; abandon the thread if the server deactivates this node.
 
-        The client then takes its place anew at once, and not only when a long task is done; the server sends the task
-        again, and the user's worker answers it without doing it twice.
+        The client can then reactivate at once instead of after a long task. The server resends the task, and the
+        user's worker does not execute it a second time.
+
+        Raises:
+            NotActiveError: The node was deactivated while the app was running.
         """
         replies: queue.SimpleQueue[Message] = queue.SimpleQueue()
         threading.Thread(target=lambda: replies.put(self._answer(message)), daemon=True).start()
@@ -463,7 +468,7 @@ def _exit(*_: object) -> None:
 
 
 def main() -> None:
-    """Take part for one user until ended; exit status 2 where the server refuses, and a person has to mend it."""
+    """Run the client of one user until terminated; exit with status 2 on an error that the user has to fix."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", required=True, metavar="HOST:PORT")
     parser.add_argument("--authority", type=Path)

@@ -77,10 +77,11 @@ _START_SECONDS = 300.0
 
 
 class Gate:
-    """ASGI wrapper that lets only the Fleet API's requests through, and reads no body of a stranger.
+    """ASGI middleware in front of the Fleet API that rejects bad requests before their bodies are read.
 
-    Any path but the Fleet API's is 404. With ``state``, a request is 401 that no registered key has signed, or whose
-    signature is old or was seen before. A body beyond :data:`MAX_BODY_BYTES` is 413.
+    Responds with 404 to any path outside the Fleet API, with 413 to a body larger than :data:`MAX_BODY_BYTES` and, if
+    ``state`` is given, with 401 to a request whose signature is missing, invalid, expired or replayed, or whose key is
+    not registered.
 
     Args:
         app: The Fleet API.
