@@ -56,6 +56,7 @@ def comingle(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_run_of_a_method_from_a_file_is_opened_with_the_file_alone(place: Path) -> None:
     ran = comingle(place, "run", "recipe.yaml", "--plugin", "near.py", "--set", "method=near", "--out", "run", "-q")
     assert ran.returncode == 0, ran.stderr

@@ -77,6 +77,7 @@ def test_an_unknown_users_home_is_one_line(
     assert "\n" not in found.err.strip()
 
 
+@pytest.mark.slow
 def test_without_a_home_runs_go_and_the_cache_is_asked_for(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path)
     plain = call(HOMELESS, "run", recipe, "--out", tmp_path / "plain", "--quiet")
@@ -134,6 +135,7 @@ def test_python_without_docstrings_is_refused_in_one_line(tmp_path: Path, words:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["-O", "-W error"])
 def test_python_without_asserts_or_with_warnings_as_errors_trains(tmp_path: Path, options: str) -> None:
     for command in (["run", recipe_in(tmp_path), "--out", tmp_path / "run"], ["show", tmp_path / "run"]):
