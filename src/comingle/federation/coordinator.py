@@ -280,7 +280,7 @@ class _Exchange:
         return self.answers
 
     def _has_just_joined(self) -> bool:
-        """Whether a user is present and has joined, and was not asked to do its task yet."""
+        """Return whether a user is present and has joined, and was not asked to do its task yet."""
         ready = self.pending & self.coordinator.joined.keys() & self.coordinator.seen
         return self.task_of is not None and bool(ready - self.tasks.keys())
 
@@ -288,7 +288,7 @@ class _Exchange:
         return max(0.0, self._ends - time.monotonic())
 
     def _goes_on(self) -> bool:
-        """Whether there is time for another try; extends the time for users who are still loading."""
+        """Return whether there is time for another try; extends the time for users who are still loading."""
         now, timeout = time.monotonic(), self.seconds
         if self.task_of is None and now + AGAIN_SECONDS > self._ends:
             loading = {name for name in self._asked if name in self.pending and name in self.coordinator.seen}

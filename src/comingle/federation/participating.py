@@ -79,7 +79,7 @@ def _take_part(participant: Participant, server: str, state: Path, say: Callable
 
 
 class Ending:
-    """Whether a participant's processes may end, some seconds after the reason, so that the server hears of it.
+    """Return whether a participant's processes may end, some seconds after the reason, so that the server hears of it.
 
     With ``stays`` they end neither with a federation nor when this user does not fit one.
     """

@@ -83,7 +83,7 @@ def _owners(method: Method) -> list[type]:
 
 
 def _is_own(defined: Any) -> bool:
-    """Whether a class or function is defined outside of comingle."""
+    """Return whether a class or function is defined outside of comingle."""
     return (getattr(defined, "__module__", None) or "").partition(".")[0] != "comingle"
 
 
@@ -113,7 +113,7 @@ def _in_core(frame: FrameType) -> bool:
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Whether code is neither comingle's nor of an installed library."""
+    """Return whether code is neither comingle's nor of an installed library."""
     name = frame.f_code.co_filename
     return not _in_core(frame) and not name.startswith(("<frozen", *_LIBRARIES))
 

@@ -51,7 +51,7 @@ def cached_folder(repository: str) -> Path | None:
 
 
 def is_offline() -> bool:
-    """Whether the environment forbids the hub's client to use the network."""
+    """Return whether the environment forbids the hub's client to use the network."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in names)
 

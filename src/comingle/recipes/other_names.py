@@ -256,7 +256,7 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _is_read(path: str, data: type[DataSection] | None) -> bool:
-    """Whether users with such data read the key."""
+    """Return whether users with such data read the key."""
     unread = data.unread if data is not None else {}
     return not any(path == key or path.startswith(f"{key}.") for key in unread)
 

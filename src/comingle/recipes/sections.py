@@ -300,7 +300,7 @@ _RATE_OF_NETS, _RATE_OF_EXPERTS = "training.learning_rate", "training.experts.le
 
 
 def _trains_nets(data: Any) -> bool:
-    """Whether users with such data train whole nets, without adapters."""
+    """Return whether users with such data train whole nets, without adapters."""
     section = type(data) if isinstance(data, DataSection) else _section(data)
     return section is not None and "adapters" in section.unread
 

@@ -86,7 +86,7 @@ def _strings(content: Any) -> Iterator[str]:
 
 
 def _is_cached(name: str) -> bool:
-    """Whether ``datasets`` has kept a data set; it is not imported for that, which takes seconds."""
+    """Return whether ``datasets`` has kept a data set; it is not imported for that, which takes seconds."""
     from huggingface_hub import constants
 
     folder = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"

@@ -102,7 +102,7 @@ class RunOverError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """Where the server is, and by which files it is known.
+    """Address of the server and files that authenticate both sides.
 
     Args:
         address: ``HOST:PORT``.

@@ -45,7 +45,7 @@ class Roster:
         self.nodes: dict[str, Node] = {}
 
     def waiting(self, seconds: float) -> bool:
-        """Whether a node was asked for its name within so many seconds and has not answered yet."""
+        """Return whether a node was asked for its name within so many seconds and has not answered yet."""
         since = time.monotonic() - seconds
         known = self._hellos.keys() | self._refused.keys()
         return any(asked > since for node, asked in self._asked.items() if node not in known)

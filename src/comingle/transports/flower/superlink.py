@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,7 +88,7 @@ class SuperLink:
 
     @property
     def address(self) -> str:
-        """Where programs of this machine find it, as ``HOST:PORT``."""
+        """The address for programs on this machine, as ``HOST:PORT``."""
         return join_address({"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.host, self.host), self.port)
 
     def tend(self) -> None:
@@ -151,7 +150,7 @@ class Watch:
         return False
 
     def _repeat(self) -> None:
-        """Says what the app has said."""
+        """Pass on new lines of the coordinator's log."""
         log = self.link.folder / FOLDER / LOG
         if not log.exists():
             return
@@ -162,16 +161,6 @@ class Watch:
         self._read += len(whole)
         for line in whole.decode(errors="replace").splitlines():
             self.link.say(line[len("2000-01-01 00:00:00 ") :])
-
-
-@contextmanager
-def running(link: SuperLink) -> Iterator[SuperLink]:
-    """A SuperLink that listens for as long as this is entered."""
-    try:
-        link.tend()
-        yield link
-    finally:
-        link.service.stop()
 
 
 def coordinate(link: SuperLink, beside: Callable[[], None] = lambda: None) -> None:
