@@ -64,10 +64,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from comingle.errors import ComingleError, RecipeError
 from comingle.transports.flower.app_bundle import APP_ID, APP_VERSION, DIGEST, UNKNOWN_KEY, build_bundle
 from comingle.transports.flower.launch import end_with_parent, load_app
+from comingle.transports.flower.uploads import LimitedLinkState, UploadLimits
 
 FLEET = "/v1/fleet/"
 MAX_BODY_BYTES = 32 << 20
-"""Largest request body. Flower sends arrays in objects of 5 MiB each, so that no request of a client comes close."""
+"""Largest body that carries an object. Flower sends arrays in objects of 5 MiB each."""
+
+MAX_REQUEST_BYTES = 1 << 20
+"""Largest body of every other request: the names of 4,096 objects take a third of it."""
 
 MAX_HEADER_BYTES = 64 << 10
 """Largest request line and headers together; they are read before the gate sees the request."""
@@ -79,9 +83,9 @@ _START_SECONDS = 300.0
 class Gate:
     """ASGI middleware in front of the Fleet API that rejects bad requests before their bodies are read.
 
-    Responds with 404 to any path outside the Fleet API, with 413 to a body larger than :data:`MAX_BODY_BYTES` and, if
-    ``state`` is given, with 401 to a request whose signature is missing, invalid, expired or replayed, or whose key is
-    not registered.
+    Responds with 404 to any path outside the Fleet API, with 413 to a body larger than :data:`MAX_REQUEST_BYTES`
+    (:data:`MAX_BODY_BYTES` where it carries an object) and, if ``state`` is given, with 401 to a request whose
+    signature is missing, invalid, expired or replayed, or whose key is not registered.
 
     Args:
         app: The Fleet API.
@@ -112,7 +116,7 @@ class Gate:
             return PlainTextResponse("repeated header\n", status_code=400)
         if self._state is not None and (problem := self._signature_problem(self._state, headers)):
             return JSONResponse({"detail": problem}, status_code=401)
-        if int(headers.get("content-length") or 0) > MAX_BODY_BYTES:
+        if int(headers.get("content-length") or 0) > _max_body_bytes(scope):
             return PlainTextResponse("too large\n", status_code=413)
         return None
 
@@ -151,7 +155,7 @@ class Gate:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand the request on; cut a body that turns out longer than its header says or than is allowed."""
-        left = MAX_BODY_BYTES
+        left = _max_body_bytes(scope)
 
         async def bounded() -> Message:
             nonlocal left
@@ -162,11 +166,22 @@ class Gate:
         await self._app(scope, bounded, send)
 
 
+def _max_body_bytes(scope: Scope) -> int:
+    return MAX_BODY_BYTES if scope["path"] == f"{FLEET}push-object" else MAX_REQUEST_BYTES
+
+
 class _OwnMessagesOnly(BaseHTTPMiddleware):
-    """Refuses replies that name another node as their sender than the one that has signed the request."""
+    """Refuses replies that name another node as their sender than the one that has signed the request.
+
+    A request holds one reply and the tree of its objects; any other number is refused.
+    """
 
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
         pushed = getattr(request.state, "protobuf_request", None)
+        if isinstance(pushed, PushMessagesRequest) and not (
+            len(pushed.messages_list) == len(pushed.message_object_trees) == 1
+        ):
+            return JSONResponse({"detail": "not one reply with one tree of objects"}, status_code=400)
         if isinstance(pushed, PushMessagesRequest) and any(
             message.metadata.src_node_id != pushed.node.node_id for message in pushed.messages_list
         ):
@@ -303,10 +318,16 @@ def serve_fleet_api(app: ASGIApp, host: str, port: int, certificate: Path | None
     return server
 
 
-def make_states() -> LinkStateFactory:
-    """Return an empty state of nodes, runs and messages, in memory."""
-    objects = ObjectStoreFactory(FLWR_IN_MEMORY_DB_NAME)
-    return LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, NoOpFederationManager(), objects)
+def make_states(limits: UploadLimits | None = None) -> LinkStateFactory:
+    """Return an empty state of nodes, runs and messages, in memory.
+
+    Args:
+        limits: What each client may make the server hold; None for the defaults.
+    """
+    objects, manager = ObjectStoreFactory(FLWR_IN_MEMORY_DB_NAME), NoOpFederationManager()
+    states = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, manager, objects)
+    states.state_instance = LimitedLinkState(manager, objects.store(), limits)
+    return states
 
 
 def main() -> None:
