@@ -48,7 +48,7 @@ WORDS = {
     "export": "other formats",
     "runs": "prepare, build, execute",
     "progress": "lines and bars",
-    "kinds": "text, samples: a folder each",
+    "kinds": "a folder each",
     "recipes": "the YAML",
     "transports": "in process, Flower",
     "reports": "tables, pages",
@@ -62,6 +62,7 @@ WORDS = {
     "adapters": "LoRA, experts",
     "data": "text, samples, seeds",
     "routers": "gates, mixtures",
+    "tables": "of one run",
     "errors": "with records, trees, inputs, locks, plugins, terminal: under all",
 }
 """In the order in which rooms of a row stand, from the left."""

@@ -17,7 +17,7 @@ from comingle.cli.training import warn_overlaps
 from comingle.data.partition import UserText
 from comingle.kinds.base import Materials
 from comingle.kinds.text.kind import KIND as TEXT
-from comingle.reports.tables import render_run
+from comingle.tables.run_tables import render_run
 from comingle.terminal import Terminal, printable, words
 
 MARKUP = "[/red]x"

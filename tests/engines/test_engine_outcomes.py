@@ -18,7 +18,8 @@ from comingle.privacy.guard import Guard
 from comingle.privacy.settings import Privacy
 from comingle.records import read_metrics
 from comingle.reports.comparisons import compare_runs
-from comingle.reports.tables import markdown, render_run
+from comingle.reports.tables import markdown
+from comingle.tables.run_tables import render_run
 
 
 def samples(seed: int) -> Any:

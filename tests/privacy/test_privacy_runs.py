@@ -22,9 +22,9 @@ from comingle.privacy.settings import KEY
 from comingle.protocol.wire import unpack
 from comingle.recipes import parse_recipe
 from comingle.records import read_events
-from comingle.reports.tables import render_run
 from comingle.runs.results import Run
 from comingle.runs.session import prepare, run_in
+from comingle.tables.run_tables import render_run
 from resuming import StoppedError, outcome, stop_in_round_3, told
 
 PRIVATE = {"noise_multiplier": 1.0, "noise": "reproducible", "accountant": "rdp"}

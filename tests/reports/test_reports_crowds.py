@@ -11,8 +11,9 @@ from rich.console import Console
 
 from comingle.records import read_metrics, write_json
 from comingle.reports.comparisons import compare_runs
-from comingle.reports.crowds import at_share, best_first, budget_note, is_unequal, typical_budget
-from comingle.reports.tables import markdown, render_run, tables_of
+from comingle.reports.tables import markdown, tables_of
+from comingle.tables.crowds import at_share, best_first, budget_note, is_unequal, typical_budget
+from comingle.tables.run_tables import render_run
 
 
 def folder_of(

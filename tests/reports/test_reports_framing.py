@@ -5,21 +5,22 @@ from __future__ import annotations
 import io
 
 import pytest
+from rich.text import TextType
 
-from comingle.reports.framing import Table
+from comingle.tables.framing import Table
 from comingle.terminal import Terminal, words
 
 LONG = "words " * 15 + "end"
 
 
 def printed(table: Table, width: int) -> list[str]:
-    console = Terminal(file=io.StringIO(), width=width)
-    console.print(table)
-    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+    file = io.StringIO()
+    Terminal(file=file, width=width).print(table)
+    return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
 @pytest.mark.parametrize("told", [LONG, words(LONG)], ids=["str", "Text"])
-def test_a_title_and_a_caption_are_as_wide_as_the_terminal(told: object) -> None:
+def test_a_title_and_a_caption_are_as_wide_as_the_terminal(told: TextType) -> None:
     table = Table("a", "b", title=told, caption=told, box=None)
     table.add_row("1", "2")
     assert printed(table, 120) == [LONG, " a  b", " 1  2", LONG]

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from comingle.records import MEASURES, number
-from comingle.reports.measures import (
+from comingle.tables.measures import (
     axis_label,
     byte_unit,
     change,

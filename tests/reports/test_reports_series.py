@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from comingle.reports.measures import change
 from comingle.reports.runs import Entry, Evaluation, RunRecord, read_entries
 from comingle.reports.series import (
     Gain,
@@ -25,6 +24,7 @@ from comingle.reports.series import (
     measured,
     verdicts,
 )
+from comingle.tables.measures import change
 
 
 def curve(ann: float | None, bob: float) -> dict[int, dict[str, float | None]]:

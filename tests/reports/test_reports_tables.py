@@ -14,16 +14,8 @@ from rich.console import Console
 from comingle.errors import RunError
 from comingle.records import read_metrics, write_json
 from comingle.reports.comparisons import compare_runs, read_comparison
-from comingle.reports.tables import (
-    markdown,
-    megabytes,
-    render_comparison,
-    render_curve,
-    render_run,
-    sizes,
-    tables_of,
-    write_comparison,
-)
+from comingle.reports.tables import markdown, render_comparison, tables_of, write_comparison
+from comingle.tables.run_tables import megabytes, render_curve, render_run, sizes
 
 
 def run_folder(folder: Path, *, method: str = "local", seed: int = 0, scores: dict[str, float]) -> Path:

@@ -21,7 +21,7 @@ from comingle.kinds.conversations.answers import Answers, UserAnswers
 from comingle.kinds.language import NETS
 from comingle.kinds.samples.nets import net_name
 from comingle.recipes import Recipe
-from comingle.reports.framing import Table
+from comingle.tables.framing import Table
 from comingle.terminal import printable, words
 
 _SAMPLE_CHARACTERS, _CONVERSATION_CHARACTERS = 160, 1200

@@ -49,7 +49,8 @@ def _shown(run: Path, against: str | None, *, everybody: bool) -> list[Renderabl
     from comingle.errors import RecipeError
     from comingle.records import read_events, read_metrics
     from comingle.reports.comparisons import hold_against, read_comparison
-    from comingle.reports.tables import render_curve, render_run, tables_of
+    from comingle.reports.tables import tables_of
+    from comingle.tables.run_tables import render_curve, render_run
 
     if (run / "table.json").exists():
         table = read_comparison(run)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from comingle.records import measure_of
 from comingle.reports.against import baseline_of, hold
 from comingle.reports.comparisons import compare_metrics, require_same_users, users_of
-from comingle.reports.framing import html_of
 from comingle.reports.tables import tables_of
 from comingle.runs.results import records_of, table_of
+from comingle.tables.framing import html_of
 from comingle.terminal import printable
 
 if TYPE_CHECKING:

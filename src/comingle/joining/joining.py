@@ -28,11 +28,13 @@ from comingle.methods.base import Method
 from comingle.progress import LOADING, Reporter
 from comingle.recipes import Recipe
 from comingle.records import PUBLIC, write_json
+from comingle.reports.joined import render_joined
 from comingle.routers.mixtures import NEVER
 from comingle.runs.folders import check_folder, open_folder
 from comingle.runs.given import Given
 from comingle.runs.results import Run
 from comingle.runs.session import build, describe, execute, prepare
+from comingle.tables.framing import html_of
 from comingle.transports.inprocess import InProcess
 from comingle.trees import CLIENT_ROUTER
 
@@ -51,6 +53,10 @@ class Joined:
     name: str
     measure: str
     rows: Mapping[str, Mapping[str, Any]]
+
+    def _repr_html_(self) -> str:
+        """Return the comparison table and the newcomer's run, for a notebook."""
+        return html_of([render_joined(self.name, self.measure, self.rows)]) + self.run._repr_html_()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,11 @@ from statistics import fmean
 from typing import Any
 
 from comingle.records import MEASURES, measure_of
-from comingle.reports.framing import Table
-from comingle.reports.measures import change, change_text
 from comingle.reports.series import Gain, spread
 from comingle.reports.significance import interval
-from comingle.reports.tables import sizes
+from comingle.tables.framing import Table
+from comingle.tables.measures import change, change_text
+from comingle.tables.run_tables import sizes
 from comingle.terminal import printable, words
 
 Runs = Mapping[int, Mapping[str, Any]]

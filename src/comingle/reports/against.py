@@ -19,8 +19,17 @@ import numpy as np
 from rich.text import Text
 
 from comingle.errors import RecipeError, did_you_mean
-from comingle.reports.framing import Table
-from comingle.reports.measures import (
+from comingle.reports.significance import (
+    ERROR,
+    Estimate,
+    holm,
+    holm_shares,
+    signed_rank,
+    smallest_signed_rank,
+    two_way,
+)
+from comingle.tables.framing import Table
+from comingle.tables.measures import (
     as_change,
     best_of,
     change_text,
@@ -30,15 +39,6 @@ from comingle.reports.measures import (
     reach_text,
     rule,
     worst_of,
-)
-from comingle.reports.significance import (
-    ERROR,
-    Estimate,
-    holm,
-    holm_shares,
-    signed_rank,
-    smallest_signed_rank,
-    two_way,
 )
 from comingle.terminal import words
 
@@ -55,7 +55,7 @@ STYLES = {BETTER: "green", WORSE: "red"}
 class Verdict:
     """One method against the baseline.
 
-    ``change`` and its interval from ``low`` to ``high`` are in the unit of :func:`comingle.reports.measures.change`:
+    ``change`` and its interval from ``low`` to ``high`` are in the unit of :func:`comingle.tables.measures.change`:
     per cent of perplexities, points of shares, powers of ten of losses; the interval has ``confidence``, 0.95 or more.
     All are None where ``verdict`` is :data:`NOT_FINITE` or :data:`ONE_SEED`. ``p_value`` is Wilcoxon's over users,
     adjusted by Holm; None where so few users could not give 0.05. ``ahead`` of ``pairs`` results, one for each user and

@@ -9,8 +9,8 @@ from statistics import fmean
 from comingle.errors import RunError
 from comingle.records import write_json, write_text
 from comingle.reports.audit import VIEWS, Audit, mean_told, reach_told, verdict
-from comingle.reports.framing import Table
 from comingle.reports.series import interval
+from comingle.tables.framing import Table
 from comingle.terminal import printable, words
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.text import Text
 
-from comingle.reports.framing import Table
-from comingle.reports.tables import megabytes
+from comingle.tables.framing import Table
+from comingle.tables.run_tables import megabytes
 from comingle.terminal import printable, words
 
 

@@ -16,9 +16,9 @@ from comingle.reports.colours import Style, styles
 from comingle.reports.extremes import MAX_PANELS, extremes
 from comingle.reports.gains import users_figure
 from comingle.reports.heatmaps import scores_figure
-from comingle.reports.measures import axis_label, byte_unit, sparse, tick
 from comingle.reports.runs import Entry
 from comingle.reports.series import Curve, cost, final, learning_curve
+from comingle.tables.measures import axis_label, byte_unit, sparse, tick
 
 __all__ = ["bytes_figure", "curves_figure", "draw", "save", "scores_figure", "users_figure"]
 

@@ -17,9 +17,9 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from comingle.reports.canvas import Panels, short
 from comingle.reports.colours import INK, PAPER, Style, styles
 from comingle.reports.extremes import extremes
-from comingle.reports.measures import change_label, is_worse, sparse
 from comingle.reports.runs import Entry
 from comingle.reports.series import Gain, compared
+from comingle.tables.measures import change_label, is_worse, sparse
 
 MAX_BARS = 60
 """How many bars a figure has; the tables have all users."""

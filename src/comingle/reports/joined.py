@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from comingle.records import number
-from comingle.reports.framing import Table
-from comingle.reports.measures import rule
+from comingle.tables.framing import Table
+from comingle.tables.measures import rule
 from comingle.terminal import printable, words
 
 _ROWS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from comingle.reports.series import Cost, Spread
-from comingle.reports.tables import sizes
+from comingle.tables.run_tables import sizes
 
 
 def ledger(costs: Sequence[Cost]) -> list[list[str]]:

@@ -18,7 +18,6 @@ from comingle.reports.gains import bars_room, population_panels, users_panels
 from comingle.reports.heatmaps import scores_panels
 from comingle.reports.judged import judged_tables
 from comingle.reports.ledger import ledger
-from comingle.reports.measures import best_of, level_text, rule, worst_of
 from comingle.reports.mixtures import Mixtures, mixtures_figure, read_mixtures
 from comingle.reports.notices import notices
 from comingle.reports.runs import Entry
@@ -37,6 +36,7 @@ from comingle.reports.series import (
 )
 from comingle.reports.sheets import mixtures_sheet
 from comingle.reports.tokens import TokenView, as_data
+from comingle.tables.measures import best_of, level_text, rule, worst_of
 
 WIDE = 8
 """The table of results has a column for each of so many users; of more it shows the worst and the best."""

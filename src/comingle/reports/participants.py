@@ -11,8 +11,8 @@ from typing import Any
 from rich.table import Table
 
 from comingle.records import PARTICIPANTS, number
-from comingle.reports.crowds import MOST_ROWS
-from comingle.reports.measures import byte_unit
+from comingle.tables.crowds import MOST_ROWS
+from comingle.tables.measures import byte_unit
 from comingle.terminal import words
 
 _STYLES = {"here": "green", "away": "red", "expected": "dim"}

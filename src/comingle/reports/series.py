@@ -9,9 +9,9 @@ from typing import Any
 
 from comingle.records import MEASURES
 from comingle.reports.against import BASELINE, Against, baseline_of, hold, members
-from comingle.reports.measures import change, change_text, is_worse, level
 from comingle.reports.runs import Entry, Evaluation
 from comingle.reports.significance import interval
+from comingle.tables.measures import change, change_text, is_worse, level
 
 BASELINES = ("local", "fedavg")
 """What each user's result is held against: alone, and with everything averaged."""
@@ -45,7 +45,7 @@ class ExpertCurves:
 class Gain:
     """How far a user's last test result under one entry is from that under a baseline.
 
-    ``change`` is in the unit of :func:`comingle.reports.measures.change`: percentage points of accuracies, per cent of
+    ``change`` is in the unit of :func:`comingle.tables.measures.change`: percentage points of accuracies, per cent of
     perplexities, powers of ten of losses. ``interval`` is the 95% confidence interval of its mean over seeds
     (Student's t), None for a single seed.
     """

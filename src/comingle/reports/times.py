@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from comingle.reports.framing import Table
+from comingle.tables.framing import Table
 
 _SPENT = ("compute", "server", "network", "disk")
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))

@@ -20,6 +20,9 @@ from comingle.models.person import Personal
 from comingle.models.personal import PersonalModel
 from comingle.recipes import Recipe
 from comingle.records import describe_metrics, read_events
+from comingle.tables.curves import curve_svg
+from comingle.tables.framing import html_of
+from comingle.tables.run_tables import render_run
 from comingle.terminal import printable
 from comingle.transports.inprocess import InProcess
 
@@ -45,6 +48,10 @@ class Run:
     def __repr__(self) -> str:
         place = "" if self.folder is None else f", in {self.folder}"
         return printable(f"Run({describe_metrics(self.metrics)}{place})")
+
+    def _repr_html_(self) -> str:
+        """Return the table of users of ``comingle show`` and the learning curve, for a notebook."""
+        return html_of([render_run(self.metrics)]) + curve_svg(self.events)
 
     @property
     def events(self) -> list[dict[str, Any]]:

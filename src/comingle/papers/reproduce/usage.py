@@ -161,7 +161,7 @@ def usage_figure(plan: Plan, entries: Mapping[tuple[str, str], Any], used: Mappi
     """Test results against usage, a line for each method, its marks larger for more models or a larger net."""
     from comingle.reports.colours import styles
     from comingle.reports.figures import draw
-    from comingle.reports.measures import axis_label
+    from comingle.tables.measures import axis_label
 
     assert plan.experiment.plot is not None
     kinds, lines = plan.experiment.plot.usage, _lines(plan)
@@ -231,7 +231,7 @@ def _line(axis: Axes, points: list[Point], style: Style) -> None:
 def _label(axis: Axes, measure: str, below: str) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    from comingle.reports.measures import tick
+    from comingle.tables.measures import tick
 
     axis.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))  # whole per cents
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, measure)))

@@ -13,7 +13,7 @@ from comingle.errors import ComingleError
 if TYPE_CHECKING:
     from comingle.papers.recipes.theory import TheoryRecipe
     from comingle.papers.theory.claims import Row
-    from comingle.reports.framing import Table
+    from comingle.tables.framing import Table
 
 
 def theory(
@@ -72,7 +72,7 @@ def _require_packages() -> None:
 
 def render(rows: list[Row]) -> Table:
     """A heading for each scheme, a line for each statement about it."""
-    from comingle.reports.framing import Table
+    from comingle.tables.framing import Table
     from comingle.terminal import words
 
     table = Table("", title="what the tightest instance does, and what is predicted", title_justify="left", box=None)
