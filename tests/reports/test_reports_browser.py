@@ -263,6 +263,25 @@ def test_a_phone_shows_the_whole_page_without_scrolling_sideways(phone: Any) -> 
         assert len(set(lefts)) == 1, which  # panels stand below each other
 
 
+LONG = "/srv/" + "a_very_long_folder_name_without_a_space" * 6 + "/model"
+
+
+@pytest.mark.parametrize("width", [320, 390, 1280])
+def test_long_names_wrap_in_the_heading(browser: Any, run_writer: Any, tmp_path: Path, width: int) -> None:
+    curve = {0: dict.fromkeys(USERS, 9.0), 2: dict.fromkeys(USERS, 5.0)}
+    data = {"kind": "conversations", "dataset": {"path": LONG + "_of" * 60 + ".jsonl"}}
+    write_run = run_writer(tmp_path)
+    runs = [write_run(name, name, curve, base=LONG + name, recipe={"data": data}) for name in ("local", "comigs")]
+    (tmp_path / "page.html").write_text(render_page(read_entries(runs)), encoding="utf-8")
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {**PHONE, "width": width})
+    browser.get((tmp_path / "page.html").as_uri())
+    edges = "return [...document.querySelectorAll('header *')].map((one) => one.getBoundingClientRect().right)"
+    rights, page = browser.execute_script(edges), browser.execute_script("return document.documentElement.scrollWidth")
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert max(rights) <= width
+    assert page == width
+
+
 def test_letters_of_figures_can_be_read_on_a_phone(phone: Any) -> None:
     sizes = phone.execute_script(LETTERS)
     assert len(sizes) > 100

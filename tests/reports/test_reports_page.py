@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import html
 import html.parser
 import json
 import re
@@ -383,3 +384,68 @@ def test_the_page_says_whose_uploads_counted(run_writer: Any, tmp_path: Any, pag
     many = {1: {name: number / 20 for number, name in enumerate(crowd)}}
     of_many = judged_tables(read_entries([write_run("many", "fedavg", {0: crowd, 1: crowd}, judged=many)]))[0]
     assert ([row[0] for row in of_many["rows"]], of_many["more"]) == ([f"user{number:02}" for number in range(12)], 8)
+
+
+# -------------------------------------------------------------------- heading
+
+
+def heading_of(page: str) -> str:
+    """Return the text of the only first-level heading."""
+    (found,) = re.findall(r"<h1>(.*?)</h1>", page, re.DOTALL)
+    return html.unescape(found)
+
+
+LANGUAGES = {"name": "xnli", "path": "/data/xnli"}
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ({"kind": "text", "dataset": None}, "text"),
+        (
+            {"kind": "conversations", "dataset": {"path": "/srv/long/way/chats.jsonl"}},
+            "conversations (chats.jsonl)",
+        ),
+        ({"kind": "text", "dataset": {"path": ["C:\\data\\a.csv", "owner/books/"]}}, "text (a.csv, books)"),
+        (
+            {"kind": "text", "dataset": {"path": [f"{i}.txt" for i in range(40)]}},
+            "text (0.txt, 1.txt, 2.txt and 37 more)",
+        ),
+        ({"kind": "questions", "questions": LANGUAGES}, "questions (xnli)"),
+        ({"kind": "task", "task": {"name": "mnist", "shift": "labels"}}, "mnist (shift labels)"),
+        ({}, "text"),
+    ],
+    ids=["text", "file", "files", "many", "questions", "task", "unknown"],
+)
+def test_the_heading_names_methods_data_and_seeds(write_run: Any, data: Any, told: str) -> None:
+    runs = [
+        write_run(f"{method}{seed}", method, curve(4, 8), seed=seed, recipe={"data": data})
+        for method in ("local", "comigs", "fedavg")
+        for seed in (0, 3)
+    ]
+    page = render_page(read_entries(runs))
+    assert heading_of(page) == f"local, comigs and fedavg on {told}, seeds 0, 3"
+    (title,) = re.findall(r"<title>(.*?)</title>", page)
+    assert html.unescape(title) == f"local, comigs and fedavg on {told}, seeds 0, 3 · comingle report"
+
+
+def test_the_heading_of_samples_without_a_kind_and_of_one_run(write_run: Any) -> None:
+    page = render_page(read_entries([write_run("f", "fedavg", {0: {"ann": 0.5}}, measure="accuracy", seed=7)]))
+    assert heading_of(page) == "fedavg on samples, seed 7"
+
+
+def test_the_heading_counts_what_is_too_much_for_it(write_run: Any) -> None:
+    runs = [write_run(f"m{i}", f"method-{i}", curve(4, 8)) for i in range(9)]
+    runs += [write_run(f"s{i}", "method-0", curve(4, 8), seed=i) for i in range(1, 30)]
+    assert heading_of(render_page(read_entries(runs))) == ("method-0, method-1, method-2 and 6 more on text, 30 seeds")
+
+
+def test_data_that_differs_is_not_named_by_the_first_runs(write_run: Any) -> None:
+    runs = [
+        write_run(name, name, curve(4, 8), recipe={"data": {"kind": "text", "dataset": {"path": f"{name}.txt"}}})
+        for name in ("local", "fedavg")
+    ]
+    assert (
+        heading_of(render_page(read_entries(runs)))
+        == "local and fedavg on text (local.txt) and text (fedavg.txt), seed 0"
+    )

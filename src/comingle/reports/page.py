@@ -20,7 +20,7 @@ from comingle.reports.judged import judged_tables
 from comingle.reports.ledger import ledger
 from comingle.reports.mixtures import Mixtures, mixtures_figure, read_mixtures
 from comingle.reports.notices import notices
-from comingle.reports.runs import Entry
+from comingle.reports.runs import Entry, brief_list
 from comingle.reports.series import (
     Gain,
     Spread,
@@ -42,6 +42,8 @@ WIDE = 8
 """The table of results has a column for each of so many users; of more it shows the worst and the best."""
 NAMED = 12
 """How many names stand in a cell."""
+LISTED_SEEDS = 8
+"""The largest number of seeds that the heading lists."""
 _CLASSES = {"gained": "gain", "harmed": "harm", BETTER: "gain", WORSE: "harm"}
 
 
@@ -49,7 +51,6 @@ def render_page(
     entries: Sequence[Entry],
     views: Sequence[TokenView] = (),
     *,
-    title: str = "comingle report",
     baseline: str | None = None,
 ) -> str:
     """The page, with verdicts against a baseline. Text of users and names are escaped wherever they stand."""
@@ -66,7 +67,7 @@ def render_page(
     mixtures = [_mixtures(entry.label, learned, drawn) for entry in entries if (learned := _learned(entry))]
     components = {one["component"] for one in mixtures}
     return environment.get_template("report.html").render(
-        title=title,
+        heading=_heading(entries),
         base=first.base,
         task=first.task,
         measure=first.measure,
@@ -97,6 +98,15 @@ def render_page(
         views=as_data(views),
         owners=any(text.owner for view in views for text in view.texts),
     )
+
+
+def _heading(entries: Sequence[Entry]) -> str:
+    """Return the methods, their task or data, and the seeds, in one line."""
+    labels = brief_list([entry.label for entry in entries], " and ")
+    subjects = brief_list(list(dict.fromkeys(entry.first.subject for entry in entries)), " and ")
+    seeds = sorted({run.seed for entry in entries for run in entry.runs})
+    named = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+    return f"{labels} on {subjects}, {named if len(seeds) <= LISTED_SEEDS else f'{len(seeds)} seeds'}"
 
 
 def _palette(entries: Sequence[Entry]) -> list[Colour]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -84,6 +85,18 @@ class RunRecord:
         return f"{task_setting['name']} ({', '.join(told)})" if told else task_setting["name"]
 
     @property
+    def subject(self) -> str:
+        """The task, or the kind of data with the names of the data set's files."""
+        if self.task:
+            return self.task
+        data = self.recipe.get("data") or {}
+        kind = data.get("kind") or ("samples" if self.unit == "samples" else "text")
+        source = data.get("questions") or data.get("dataset") or {}
+        paths = source.get("name") or source.get("path") or []
+        names = [_last_name(path) for path in ([paths] if isinstance(paths, str) else paths)]
+        return f"{kind} ({brief_list(names, ', ')})" if names else kind
+
+    @property
     def chosen(self) -> Evaluation:
         """The evaluation of the models with which it ended: the last, or that with the lowest validation loss."""
         known = [evaluation for evaluation in self.evaluations if evaluation.valid_loss is not None]
@@ -106,6 +119,17 @@ class RunRecord:
         asked = kept.pop("evaluation", None) or {}
         evaluation = {"model": asked.get("model"), "select": asked.get("select", "last")}
         return tuple(sorted(_flat({**kept, "evaluation": evaluation}).items()))
+
+
+def _last_name(path: str) -> str:
+    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
+
+
+def brief_list(names: Sequence[str], last: str) -> str:
+    """Join names with commas, and the last two with ``last``; of more than 4 names give 3 and a count."""
+    if len(names) > 4:
+        return f"{', '.join(names[:3])} and {len(names) - 3} more"
+    return last.join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 @dataclass(frozen=True, kw_only=True)
