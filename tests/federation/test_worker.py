@@ -7,16 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import current_process
 from pathlib import Path
 
 import psutil
 import pytest
 
-from comingle.errors import MessageError
-from comingle.transports.flower import calling
+from comingle.errors import MessageError, RunError
+from comingle.transports.flower import calling, worker
 from comingle.transports.flower.calling import ADDRESS, FOLDER, BrokenOff, Keeper, call, connect, read_worker
 
 WORKER = Path(__file__).with_name("toy") / "toy_worker.py"
@@ -168,3 +170,37 @@ def test_the_process_of_a_message_imports_no_torch() -> None:
     code = f"import sys, comingle.transports.flower.client_app; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.fixture
+def long_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary folder whose path is too long for a socket."""
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+@pytest.mark.usefixtures("long_temporary_folder")
+def test_no_port_is_opened_when_the_temporary_folder_has_a_long_path(state: Path) -> None:
+    assert ask(state, b"echo hello") == b"hello"
+    process = psutil.Process(read_worker(state).pid)
+    assert process.net_connections("inet") == []
+    address = json.loads((state / FOLDER / ADDRESS).read_text())["address"]
+    assert isinstance(address, str)
+    assert Path(address).is_socket()
+    assert Path(address).parent.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.usefixtures("long_temporary_folder")
+def test_a_worker_without_a_private_channel_says_so_and_opens_no_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_SHORT", str(tmp_path / "missing"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(current_process(), "_config", {})
+    with pytest.raises(RunError, match=r"^worker: cannot open a socket in .*missing .*; set TMPDIR to a short path$"):
+        worker._listen()
+    monkeypatch.setattr(worker, "FAMILY", None)
+    with pytest.raises(RunError, match=r"^worker: this system has neither"):
+        worker._listen()

@@ -139,8 +139,7 @@ def connect(state: Path) -> Connection | None:
     """
     try:
         said = json.loads((state / FOLDER / ADDRESS).read_text(encoding="utf-8"))
-        address = tuple(said["address"]) if isinstance(said["address"], list) else said["address"]
-        key = bytes.fromhex(said["key"])
+        address, key = str(said["address"]), bytes.fromhex(said["key"])
     except (OSError, ValueError, KeyError):
         return None  # there is none
     found: list[Connection | None] = []

@@ -11,7 +11,9 @@ import json
 import os
 import queue
 import secrets
+import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +22,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
-from comingle.errors import ComingleError
+from comingle.errors import ComingleError, RunError
 from comingle.locks import locked
 from comingle.records import write_text
 from comingle.transports.flower.calling import ADDRESS, ALIVE, ALIVE_SECONDS, DONE, FOLDER, REFUSED, Keeper, own_keeper
@@ -32,6 +34,11 @@ _PATIENCE_SECONDS = 10.0
 """How long it stays without anybody to work for: a client that is started again finds what is loaded."""
 _LOOK_SECONDS = 0.5
 _BACKLOG = 8
+_SHORT = "/tmp"
+"""Where the socket lies when the path of the temporary folder is too long for one."""
+
+FAMILY = "AF_PIPE" if sys.platform == "win32" else "AF_UNIX" if hasattr(socket, "AF_UNIX") else None
+"""Kind of the private channel between a client and its worker; None where there is none but a port."""
 
 
 @dataclass
@@ -63,7 +70,7 @@ def serve(state: Path, load: Callable[[], Handle]) -> None:
     """Answers requests for as long as somebody is there who sends them; ``load`` makes what answers, in this thread.
 
     Raises:
-        RunError: this state folder has a worker already.
+        RunError: this state folder has a worker already, or no socket can be opened.
     """
     folder = state / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,12 +101,23 @@ def _work(jobs: queue.SimpleQueue[_Job], load: Callable[[], Handle]) -> None:
 
 
 def _listen() -> tuple[Listener, bytes]:
-    """On a socket of the file system; on loopback where there are none or its path is too long."""
+    """Open a socket of the file system (a named pipe on Windows), and draw its key; never open a port.
+
+    Raises:
+        RunError: No such socket can be opened.
+    """
     key = secrets.token_bytes(32)
+    if FAMILY is None:
+        raise RunError("worker: this system has neither sockets in the file system nor named pipes")
     try:
-        return Listener(backlog=_BACKLOG, authkey=key), key
-    except OSError:
-        return Listener(("127.0.0.1", 0), backlog=_BACKLOG, authkey=key), key
+        return Listener(family=FAMILY, backlog=_BACKLOG, authkey=key), key
+    except OSError:  # as a rule since the path of the temporary folder is too long for a socket
+        try:
+            folder = tempfile.mkdtemp(prefix="comingle-", dir=_SHORT)
+            return Listener(f"{folder}/worker", family=FAMILY, backlog=_BACKLOG, authkey=key), key
+        except OSError as error:
+            where = f"{tempfile.gettempdir()} or {_SHORT}"
+            raise RunError(f"worker: cannot open a socket in {where} ({error}); set TMPDIR to a short path") from None
 
 
 def _publish(path: Path, listener: Listener, key: bytes) -> None:
