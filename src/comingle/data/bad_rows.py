@@ -46,6 +46,8 @@ class BadRows:
 
     def __init__(self, policy: OnBadRow = "refuse"):
         self.policy, self.count = policy, 0
+        self.skipped = 0
+        """Number of rows left out so far, over all calls of :meth:`settle`."""
         self.problems: list[str] = []
         self.remarks: dict[str, tuple[int, str]] = {}
 
@@ -91,6 +93,7 @@ class BadRows:
             return
         listed = "; ".join(problems[:_LISTED]) + (f"; and {count - _LISTED} more" if count > _LISTED else "")
         if self.policy == "skip":
+            self.skipped += count
             logger.warning("data.on_bad_row: %d rows that cannot be used are left out: %s", count, listed)
         elif count == 1:
             raise BadRowsError(f"{listed}; {ADVICE.replace('them', 'it')}", problems)

@@ -51,7 +51,8 @@ class Users:
     ``trainers`` own rows of the state: the users themselves, or the single pooled trainer of an upper bound; where a
     method keeps several copies, row ``copy * trainers + i`` is a copy of trainer i. ``users`` are always the real ones;
     ``row_of`` maps each to the row whose model it uses. Without ``reads``, nobody's data is asked for before something
-    needs it, and then ``feed`` may be what makes the feed. ``skipped`` are users who were left out beforehand, and why.
+    needs it, and then ``feed`` may be what makes the feed. ``skipped`` are users who were left out beforehand, and why;
+    ``skipped_rows`` is the number of rows left out.
     """
 
     def __init__(
@@ -65,9 +66,11 @@ class Users:
         feed: Feed | Callable[[], Feed],
         reads: bool = True,
         skipped: Mapping[str, str] = MappingProxyType({}),
+        skipped_rows: int = 0,
     ):
         self.model, self.method, self.training = model, method, training
         self.trainers, self.users, self.skipped = trainers, users, skipped
+        self.skipped_rows = skipped_rows
         self.names = names_of(trainers)
         self.numbers = Numbers(self.names)
         self.everybody = self.names  # where others have theirs elsewhere, they too
@@ -103,10 +106,11 @@ class Users:
 
     @property
     def left_out(self) -> dict[str, Any]:
-        """Who was skipped, as the start event and the metrics have it, of many some; nothing where nobody was."""
+        """Skipped users (of many some) and the number of skipped rows, for the start event and the metrics."""
         shown = dict(islice(self.skipped.items(), LISTED))
         more = {"skipped": len(self.skipped)} if len(shown) < len(self.skipped) else {}
-        return {"skipped_users": shown, **more} if shown else {}
+        rows = {"skipped_rows": self.skipped_rows} if self.skipped_rows else {}
+        return ({"skipped_users": shown, **more} if shown else {}) | rows
 
     # ---------------------------------------------------------------- state
 

@@ -39,7 +39,7 @@ def keep_model(home: Home, own: Own, *, rounds: int) -> Path:
     _fill(clients, home.clients)
     clients.stopped_after = rounds if 0 <= rounds < clients.rounds_done else None
     with finetuned(clients):
-        metrics = summarise(clients, clients.evaluate(), Clock()).as_dict()
+        metrics = summarise(clients, clients.evaluate(), Clock()).as_dict() | clients.left_out
     folder = home.folder / MODEL
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)

@@ -116,6 +116,8 @@ class Node:
         }
         if home.tells(self.own) in SCORES:
             told["amounts"] = amounts(home.clients.trainers[0], home.clients.feed.unit)
+            if home.read.skipped_rows:
+                told["skipped_rows"] = home.read.skipped_rows
             told["works"] = amounts_of(home.clients)[1:]
         return Answer(run=task.run, serial=task.serial, user=task.user, told=told)
 
@@ -297,6 +299,7 @@ def _account(home: Home, task: Task, answer: bytes) -> str:
 _PRIVATE = {
     "RecipeError": "its own settings do not fit",
     "DataError": "its data cannot be used",
+    "BadRowsError": "its data cannot be used",
     "NoTextError": "its data cannot be used",
     "BaseModelError": "its base cannot be used",
     "RunError": "its own folder cannot be used",

@@ -116,7 +116,8 @@ def _run(
         if progress is None:
             _settle(coordinator)
         if log.size_bytes == 0 or progress is None:
-            observe(start_event(house.method, house.training, coordinator.model.name, _amounts(coordinator)))
+            started = start_event(house.method, house.training, coordinator.model.name, _amounts(coordinator))
+            observe(started | _skipped_rows(coordinator))
 
         def save(done: int, stopped: bool) -> None:
             log.to_disk()
@@ -125,7 +126,7 @@ def _run(
         start, stopped = (progress.round, progress.stopped) if progress else (0, False)
         if not ending:
             metrics = run_tasks(coordinator, first_round=start, stopped=stopped, save=save).as_dict()
-            metrics |= coordinator.server.account
+            metrics |= _skipped_rows(coordinator) | coordinator.server.account
             metrics |= outcome_warnings(house.method, evaluations, metrics)
             if untold := [name for name in plan.users if name not in metrics["users"]]:
                 metrics["untold"] = untold
@@ -191,6 +192,12 @@ def _amounts(coordinator: Coordinator) -> dict[str, dict[str, Any]]:
     """How much everybody has, of those who tell."""
     joined = coordinator.joined
     return {name: dict(joined.get(name, {}).get("amounts", {})) for name in coordinator.public.users}
+
+
+def _skipped_rows(coordinator: Coordinator) -> dict[str, int]:
+    """Return the number of rows that clients left out, of those that tell it; empty where there are none."""
+    rows = sum(one.get("skipped_rows", 0) for one in coordinator.joined.values())
+    return {"skipped_rows": rows} if rows else {}
 
 
 # ---------------------------------------------------------------- the server's own state

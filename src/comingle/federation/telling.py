@@ -36,6 +36,7 @@ class _Told(Section):
     back: _Amount = 0
     examples: _Amount = 0
     amounts: dict[_Key, _Amount] = {}  # noqa: RUF012 (pydantic copies it)
+    skipped_rows: _Amount = 0
     works: tuple[_Amount, _Amount] = (0, 0)
     seconds: _NotNegative = 0.0
     tokens: _Amount = 0

@@ -52,6 +52,8 @@ class Materials:
     """Whether the others are in other processes of this run, which have been looked at together."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Users who were left out, as ``data.on_small_user`` asks for, and what they have too little of."""
+    skipped_rows: int = 0
+    """Number of rows that were left out, as ``data.on_bad_row`` asks for."""
 
     @cached_property
     def digests(self) -> dict[str, dict[str, str]]:

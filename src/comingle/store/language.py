@@ -86,7 +86,12 @@ class _OfLanguage:
 
     def materials(self, users: Crowd, about: dict[str, Any]) -> Materials:
         """The base, and users who are read when they are asked for."""
-        return Materials(kind=self.kind, base=self.base, users=users, unread=True)
+        rows = about.get("skipped_rows", 0)
+        return Materials(kind=self.kind, base=self.base, users=users, unread=True, skipped_rows=rows)
+
+    def counted(self) -> dict[str, int]:
+        """Return the number of rows that were left out; empty where there are none."""
+        return {"skipped_rows": self.bad.skipped} if self.bad.skipped else {}
 
 
 def _told(overlap: Overlap) -> str:
@@ -158,7 +163,7 @@ class TextTurns(_OfLanguage, Turns[UserText]):
 
     def end(self) -> tuple[dict[str, Any], list[str]]:
         """Whose held-out text is trained on."""
-        return {}, self.overlapping()
+        return self.counted(), self.overlapping()
 
 
 class ConversationTurns(_OfLanguage, Turns[UserConversations]):
@@ -215,7 +220,7 @@ class ConversationTurns(_OfLanguage, Turns[UserConversations]):
 
     def end(self) -> tuple[dict[str, Any], list[str]]:
         """How many conversations were too long, and whose are trained on that are held out."""
-        return {}, [*self.encoder.notes, *self.overlapping()]
+        return self.counted(), [*self.encoder.notes, *self.overlapping()]
 
 
 def _no_text(value: Any) -> dict[str, str]:

@@ -25,13 +25,21 @@ def encode_users(
     users: Sequence[UserConversations],
     template: ChatTemplate,
     context: int,
+    bad: BadRows | None = None,
 ) -> list[UserAnswers]:
-    """Everybody's conversations as windows; a warning counts those that were longer than ``context`` tokens.
+    """Encode the conversations of all users as windows; warn of those longer than ``context`` tokens.
+
+    Args:
+        data: The recipe's section.
+        users: Users with messages.
+        template: Template of the base.
+        context: Length of a window in tokens.
+        bad: Collects conversations that the template refuses; None for a collection of its own.
 
     Raises:
-        DataError: the base's template refuses somebody's messages.
+        DataError: The base's template refuses messages.
     """
-    bad = BadRows(data.on_bad_row)
+    bad = bad or BadRows(data.on_bad_row)
     encoder = Encoder(data, template, context, bad)
     encoded = [encoder.encode(user) for user in users]
     bad.settle()

@@ -92,6 +92,7 @@ class AnswersKind(LanguageKind):
             feed=AnswerFeed(trainers, training, size, tokenizer=tokenizer_of(materials.base), even=even),
             reads=materials.reads,
             skipped=materials.skipped,
+            skipped_rows=materials.skipped_rows,
         )
 
     def pooled(self, users: Sequence[Any]) -> UserAnswers:
@@ -110,7 +111,8 @@ class ConversationsKind(AnswersKind):
 
     def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
         """Conversations are read before the base is loaded, as more can be wrong with them."""
-        return self._encoded(recipe, read_users(section(recipe), recipe.data_seed), load_base, validates)
+        bad = BadRows(section(recipe).on_bad_row)
+        return self._encoded(recipe, read_users(section(recipe), recipe.data_seed, bad), load_base, validates, bad)
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Rows with messages, or with a prompt and a response, by the names that the section has for them."""
@@ -120,16 +122,21 @@ class ConversationsKind(AnswersKind):
         self, recipe: Recipe, given: Mapping[str, Any], load_base: LoadBase, *, validates: bool, net: Any = None
     ) -> Materials:
         """Lists of rows, data sets of ``datasets``, either of them by split, or paths of files."""
-        return self._encoded(recipe, adopt_users(section(recipe), given, recipe.data_seed), load_base, validates)
+        bad = BadRows(section(recipe).on_bad_row)
+        read = adopt_users(section(recipe), given, recipe.data_seed, bad)
+        return self._encoded(recipe, read, load_base, validates, bad)
 
     def _encoded(
-        self, recipe: Recipe, read: Sequence[UserConversations], load_base: LoadBase, validates: bool
+        self, recipe: Recipe, read: Sequence[UserConversations], load_base: LoadBase, validates: bool, bad: BadRows
     ) -> Materials:
         data, base = section(recipe), load_base()
-        users = encode_users(data, read, ChatTemplate(tokenizer_of(base), base.date), recipe.training.context)
+        template = ChatTemplate(tokenizer_of(base), base.date)
+        users = encode_users(data, read, template, recipe.training.context, bad)
         users, skipped = enough(data, users, validates)
         texts = tuple(as_text_of(user) for user in read if user.name not in skipped)
-        return Materials(kind=self, base=base, users=tuple(users), texts=texts, skipped=skipped)
+        return Materials(
+            kind=self, base=base, users=tuple(users), texts=texts, skipped=skipped, skipped_rows=bad.skipped
+        )
 
     def check_enough(self, users: Sequence[UserAnswers], method: Method) -> None:
         """All who have too few are named at once."""

@@ -44,15 +44,20 @@ class UserConversations:
     test: tuple[Placed, ...] = ()
 
 
-def read_users(data: ConversationsSection, seed: int) -> list[UserConversations]:
-    """Everybody's conversations; who has none is refused, or has none in what is returned.
+def read_users(data: ConversationsSection, seed: int, bad: BadRows | None = None) -> list[UserConversations]:
+    """Read and split the conversations of all users; one without any is refused, or returned without any.
+
+    Args:
+        data: The recipe's section.
+        seed: Seed of the splits.
+        bad: Collects rows that cannot be used; None for a collection of its own.
 
     Raises:
-        DataError: a source is missing or unreadable, a row is no conversation, or users without any are refused.
+        DataError: A source is missing or unreadable, a row is no conversation, or users without any are refused.
     """
     if data.given:
         raise DataError("data.given: users come from a program, as comingle.run(recipe, users=...)")
-    bad, repeated = BadRows(data.on_bad_row), Repeated(data.deduplicate)
+    bad, repeated = bad or BadRows(data.on_bad_row), Repeated(data.deduplicate)
     if data.dataset is None:
         readers = file_readers(data, bad, repeated)
     else:
@@ -62,15 +67,23 @@ def read_users(data: ConversationsSection, seed: int) -> list[UserConversations]
     return users
 
 
-def adopt_users(data: ConversationsSection, given: Mapping[str, Any], seed: int) -> list[UserConversations]:
-    """The same, of rows that a program hands over: a list, a ``Dataset``, splits of them by their names, or a path.
+def adopt_users(
+    data: ConversationsSection, given: Mapping[str, Any], seed: int, bad: BadRows | None = None
+) -> list[UserConversations]:
+    """Split rows that a program hands over: by user a list, a ``Dataset``, a mapping of these by split, or a path.
+
+    Args:
+        data: The recipe's section.
+        given: Rows by user.
+        seed: Seed of the splits.
+        bad: Collects rows that cannot be used; None for a collection of its own.
 
     Raises:
-        DataError: as :func:`read_users`.
+        DataError: As :func:`read_users`.
     """
     if problem := name_problem(given):
         raise DataError(f"users: {problem}")
-    bad, repeated = BadRows(data.on_bad_row), Repeated(data.deduplicate)
+    bad, repeated = bad or BadRows(data.on_bad_row), Repeated(data.deduplicate)
     readers: dict[str, Reader] = {}
     for name, rows in given.items():
         if isinstance(rows, str | Path):

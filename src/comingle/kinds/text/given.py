@@ -47,14 +47,20 @@ def _column(data: Any) -> str | None:
     return columns[0] if holds in ("string", "large_string") else None
 
 
-def given_texts(data: TextSection, given: Mapping[str, Any], seed: int) -> list[UserText]:
-    """Everybody's documents in splits, as :func:`comingle.kinds.text.reading.read_users` reads them from files.
+def given_texts(data: TextSection, given: Mapping[str, Any], seed: int, bad: BadRows | None = None) -> list[UserText]:
+    """Split the documents of all users, as :func:`comingle.kinds.text.reading.read_users` does with files.
+
+    Args:
+        data: The recipe's section.
+        given: Documents, a table or a path by user, or a mapping of these by split.
+        seed: Seed of the splits.
+        bad: Collects rows that cannot be used; None for a collection of its own.
 
     Raises:
-        DataError: somebody's is no text, or users without text are refused.
+        DataError: A user's data is not text, or users without text are refused.
     """
     limits = token_limits(data, list(given))
-    bad, repeated = BadRows(data.on_bad_row), Repeated(data.deduplicate)
+    bad, repeated = bad or BadRows(data.on_bad_row), Repeated(data.deduplicate)
     readers: dict[str, Callable[[], UserText]] = {}
     for name, source in given.items():
         if isinstance(source, Mapping):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from comingle.data.bad_rows import BadRows
@@ -72,7 +73,9 @@ class TextKind(LanguageKind):
 
     def read(self, recipe: Recipe, load_base: LoadBase, *, validates: bool) -> Materials:
         """Text is read before the base is loaded, as more can be wrong with it."""
-        return self._materials(recipe, read_users(section(recipe), recipe.data_seed), load_base, validates)
+        bad = BadRows(section(recipe).on_bad_row)
+        texts = read_users(section(recipe), recipe.data_seed, bad)
+        return replace(self._materials(recipe, texts, load_base, validates), skipped_rows=bad.skipped)
 
     def takes(self, data: Any, options: Mapping[str, Any]) -> bool:
         """Documents, a table with a column of them, a path, or splits of these."""
@@ -82,7 +85,9 @@ class TextKind(LanguageKind):
         self, recipe: Recipe, given: Mapping[str, Any], load_base: LoadBase, *, validates: bool, net: Any = None
     ) -> Materials:
         """As read from files: the same documents give the same run."""
-        return self._materials(recipe, given_texts(section(recipe), given, recipe.data_seed), load_base, validates)
+        bad = BadRows(section(recipe).on_bad_row)
+        texts = given_texts(section(recipe), given, recipe.data_seed, bad)
+        return replace(self._materials(recipe, texts, load_base, validates), skipped_rows=bad.skipped)
 
     def _materials(self, recipe: Recipe, texts: Sequence[UserText], load_base: LoadBase, validates: bool) -> Materials:
         data, base, skipped = section(recipe), load_base(), dict[str, str]()
@@ -123,6 +128,7 @@ class TextKind(LanguageKind):
             feed=TextFeed(trainers, training, batch_size(method, training, len(users)), begin=begin),
             reads=materials.reads,
             skipped=materials.skipped,
+            skipped_rows=materials.skipped_rows,
         )
 
     def pooled(self, users: Sequence[Any]) -> UserData:

@@ -94,13 +94,18 @@ def limits_of(data: TextSection, name: str) -> dict[str, int | None]:
     return limits if own is None else {**limits, "max_train_tokens": own}
 
 
-def read_users(data: TextSection, seed: int) -> list[UserText]:
-    """Everybody's documents, in splits of their own; who has none is refused, or has none in what is returned.
+def read_users(data: TextSection, seed: int, bad: BadRows | None = None) -> list[UserText]:
+    """Read and split the documents of all users; one without documents is refused, or returned without any.
+
+    Args:
+        data: The recipe's section.
+        seed: Seed of the splits.
+        bad: Collects rows that cannot be used; None for a collection of its own.
 
     Raises:
-        DataError: a source is missing or unreadable, or users without text are refused.
+        DataError: A source is missing or unreadable, or users without text are refused.
     """
-    bad, repeated = BadRows(data.on_bad_row), Repeated(data.deduplicate)
+    bad, repeated = bad or BadRows(data.on_bad_row), Repeated(data.deduplicate)
     read = _dataset_readers if data.dataset is not None else user_readers
     return collect(data, read(data, seed, bad, repeated), bad, repeated)
 
