@@ -313,9 +313,9 @@ def test_help_tells_what_arguments_mean_in_whole_paragraphs(comingle: Any, monke
     """Some pairs of typer and click forget an argument's help, and typer keeps a docstring's own line breaks."""
     monkeypatch.setenv("COLUMNS", "100")
     told = comingle("audit", "--help").out
-    assert "A run folder, of users with text or samples." in told
+    assert "A run folder, of users with text, conversations or samples." in told
     assert "(default: the run's)" in told
     lines = [line.strip() for line in told.splitlines()]
-    first = next(at for at, line in enumerate(lines) if line.startswith("With text, short runs"))
+    first = next(at for at, line in enumerate(lines) if line.startswith("With text or conversations, short runs"))
     paragraph = lines[first : lines.index("", first)]
     assert all(len(line) > 85 for line in paragraph[:-1]), paragraph

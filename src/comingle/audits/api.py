@@ -32,13 +32,13 @@ def audit(
     base: AnyBase | None = None,
     progress: bool = False,
 ) -> Audit:
-    """Attack a finished run of text or samples, and say what leaks; as ``comingle audit``.
+    """Attack a finished run of text, conversations or samples, and say what leaks; as ``comingle audit``.
 
     Args:
         run: a finished run, or its folder, which is only read.
         trials: runs with canaries, by default as many as toss about 40 coins.
         rounds: of each of them, or fewer where the run had fewer.
-        shadows: runs with halves of users' text, as reference models for membership; 0 does without.
+        shadows: runs with halves of users' training data, as reference models for membership; 0 does without.
         out: a folder for ``audit.json`` and ``audit.md``, which may be the run's; None writes nothing.
         force: replace these files.
         users: everybody's data, where a program handed it over to :func:`run`, again.

@@ -28,7 +28,7 @@ from comingle.runs.settings import privacy_of, training_settings
 
 COINS = 40
 """As many canaries, or a few more, are tossed for where nothing else is asked for: all right proves epsilon 2.5."""
-KINDS = ("text", "samples")
+KINDS = ("text", "conversations", "samples")
 SHADOWS = 8
 """Runs for reference, where nothing else is asked for."""
 CONFIDENCE = 0.95
@@ -45,10 +45,12 @@ def audit_run(
     shadows: int = SHADOWS,
     given: Given = NOTHING,
 ) -> Audit:
-    """Attack a run: with text by canaries and membership, and an upload by inverting it. Nothing is written.
+    """Attack a run: of text or conversations by canaries and membership, of samples by inverting an upload.
+
+    Nothing is written. Tokens are read off uploads of text alone.
 
     Raises:
-        RunError: users have neither text nor samples, the method shares nothing, or has peers.
+        RunError: users have data of another kind, the method shares nothing, or has peers.
         ComingleError: as :func:`comingle.runs.session.prepare`.
     """
     check_audited(run)
@@ -60,6 +62,7 @@ def audit_run(
     if run.recipe.data.kind == "samples":
         inverted = invert(recipe, materials, lambda clients: [reporter.watch(clients, "one upload")])
         return Audit(**about, trials=0, proofs=[], members=[], inserted=[], absent=[], inversions=inverted)
+    recovers = run.recipe.data.kind == "text"
     with reporter.waiting("telling training windows from others"):
         members = infer(run)
     count = trials or math.ceil(COINS / len(run.users))
@@ -77,7 +80,7 @@ def audit_run(
         absent=[bits for inside, bits in exposures if not inside],
         shadows=shadows,
         shadowed=told_apart(run.users, compared),
-        recoveries=_recoveries(recipe, materials, reporter),
+        recoveries=_recoveries(recipe, materials, reporter) if recovers else [],
     )
 
 
@@ -85,6 +88,7 @@ def _about(run: Run, recipe: Recipe) -> dict[str, Any]:
     privacy = run.metrics.get("privacy")
     return {
         "run": str(run.folder or "a run in memory"),
+        "kind": run.recipe.data.kind,
         "method": run.metrics.get("method", run.recipe.method.name),
         "users": len(run.users),
         "privacy": privacy,
@@ -118,7 +122,7 @@ def check_audited(run: Run) -> None:
     where = run.folder or "the run"
     check_watchable(where, run.federation.clients.method)
     if run.recipe.data.kind not in KINDS:
-        raise RunError(f"{where}: users have {run.recipe.data.label}; audited are runs of text or samples")
+        raise RunError(f"{where}: users have {run.recipe.data.label}; allowed: text, conversations or samples")
     if run.recipe.privacy is not None and run.recipe.privacy.secure_aggregation is not None:
         told = "its server sees sums alone, which no attack here looks at; what users see is as without"
         raise RunError(f"{where}: {told} privacy.secure_aggregation: audit such a run")
@@ -174,7 +178,7 @@ def prove(view: str, trials: Sequence[Trial], delta: float, upper: float | None)
 
 
 def promised(recipe: Recipe, names: Sequence[str], trials: Sequence[Trial], view: str) -> float | None:
-    """What the account says of these short runs to who looks so, of a user whose text is replaced; None: nothing.
+    """What the account says of these short runs to who looks so, of a user whose data is replaced; None: nothing.
 
     Where single examples are hidden, of one of them that is replaced, of the user whose are hidden least. With
     ``mechanism: central`` the server is trusted, so uploads are not covered; with the seed as key nothing is.

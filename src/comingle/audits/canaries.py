@@ -1,4 +1,6 @@
-"""Canaries: random tokens that are put into users' training text, or not, in short runs that are watched.
+"""Canaries: random tokens that are put into users' training data, or not, in short runs that are watched.
+
+In conversations they take the place of tokens that are trained on, which are those of responses.
 
 What is watched is what leaves: the uploads, which the server sees, and what the server publishes, which users see. A
 user's own tensors (specialists, routers) are nowhere among it; in their place stands their public start.
@@ -8,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from comingle.data.batches import begin_windows
@@ -24,6 +25,8 @@ from comingle.engines.server import ServerHalf
 from comingle.engines.state import draw
 from comingle.errors import RunError
 from comingle.kinds.base import Materials
+from comingle.kinds.conversations.answers import Answers, UserAnswers, widen
+from comingle.kinds.text.feed import TextFeed
 from comingle.methods.base import Method
 from comingle.privacy.examples import Work
 from comingle.privacy.ledger import Ledger
@@ -35,8 +38,8 @@ from comingle.transports.inprocess import InProcess
 from comingle.trees import Tree, assign
 
 SHARE = 0.25
-"""Of a user's training text is its canary, where it is in: the worst case is what a bound is about. Where single
-examples are hidden it is one of them."""
+"""Of a user's training text, or conversations, is its canary, where it is in: the worst case is what a bound is about.
+Where single examples are hidden it is one of them."""
 LONGEST = 32
 """Tokens of a canary that are predicted."""
 REFERENCES = 63
@@ -136,9 +139,10 @@ class Attacker:
     def losses(
         self, users: Sequence[int], seen: Tree, windows: Int[Tensor, "users windows width"]
     ) -> Float[Tensor, "users windows"]:
-        """Mean loss in nats of each of some users' windows, by the model that was seen of that user.
+        """Mean loss in nats over the targets of each of some users' windows, by the model that was seen of that user.
 
-        Of several models ``(users, models, *shape)`` the one that is surest of the window; none stands for the start.
+        Windows of text get the token with which texts begin; conversations have theirs. Of several models
+        ``(users, models, *shape)`` the one that is surest of the window; none stands for the start.
         """
         models = next(iter(seen.values())).shape[1] if seen else 1
         each = [self._losses(users, {name: t[:, at] for name, t in seen.items()}, windows) for at in range(models)]
@@ -146,7 +150,8 @@ class Attacker:
 
     def _losses(self, users: Sequence[int], seen: Tree, windows: Tensor) -> Float[Tensor, "users windows"]:
         model, rows = self.clients.model, self.rows(len(users)) * self.clients.model.mask()[list(users)]
-        windows, begin = windows.long(), vars(model)["base"].begin
+        windows, feed = windows.long(), self.clients.feed
+        begin = feed.begin if isinstance(feed, TextFeed) else None
         if begin is not None:  # as where training has drawn the window; no wider, for bases that read no more
             inside = torch.zeros((*windows.shape[:-1], 1), dtype=torch.bool, device=windows.device)
             windows = begin_windows(windows[..., :-1], begin, at_start=inside)
@@ -154,24 +159,31 @@ class Attacker:
             assign(model.layout.views(rows), model.layout, self.clients.method.shared, seen)
         with torch.compiler.set_stance("force_eager"):
             parts = [
-                model.predict(model.tensors(rows), list(users), part.to(model.device)).mean(-1)
+                model.predict(model.tensors(rows), list(users), part.to(model.device)).sum(-1)
                 for part in windows.split(16, dim=1)
             ]
-        return torch.cat(parts, dim=1).double().cpu()
+        targets = (windows[..., 1:] >= 0).sum(-1).clamp(min=1)
+        return torch.cat(parts, dim=1).double().cpu() / targets.cpu()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Canaries:
-    """One for each user, those never put in, and by whose coin it is in."""
+    """One for each user, those never put in, and by whose coin it is in.
+
+    ``places`` is of each user the conversation whose targets it overwrites where it is scored; None with text.
+    """
 
     own: Int[Tensor, "users width"]
     references: Int[Tensor, "references width"]
     inside: Bool[Tensor, " users"]
+    places: Sequence[Int64[Tensor, " _"]] | None = None
 
     def windows(self, users: Sequence[int], references: int) -> Int[Tensor, "users windows width"]:
         """Each user's own before so many that are never put in."""
-        others = self.references[:references].expand(len(users), -1, -1)
-        return torch.cat([self.own[list(users)].unsqueeze(1), others], dim=1)
+        each = [torch.cat([self.own[user].unsqueeze(0), self.references[:references]]) for user in users]
+        if (places := self.places) is not None:
+            each = [overwrite(places[user], tokens) for user, tokens in zip(users, each, strict=True)]
+        return torch.stack(widen(each))
 
 
 def draw_canaries(users: int, *, vocabulary: int, context: int, seed: int, trial: int) -> Canaries:
@@ -199,6 +211,40 @@ def with_example(user: UserData, canary: Int[Tensor, " width"], context: int, *,
     place = int(torch.randint(len(stream) // window, (1,), generator=generator("audit", seed, trial, user.name)))
     stream[place * window : (place + 1) * window] = canary.repeat(-(-window // len(canary)))[:window].to(stream)
     return replace(user, train=stream)
+
+
+def overwrite(
+    window: Int64[Tensor, " window"], canaries: Int[Tensor, "canaries width"]
+) -> Int64[Tensor, "canaries window"]:
+    """Write each canary, repeated or cut short, over the targets of a copy of a conversation."""
+    targets = 1 + (window[1:] >= 0).nonzero().flatten()
+    windows, copies = window.repeat(len(canaries), 1), -(-len(targets) // canaries.shape[1])
+    windows[:, targets] = canaries.repeat(1, copies)[:, : len(targets)].to(windows)
+    return windows
+
+
+def longest_responses(answers: Answers) -> int:
+    """Return the number of the conversation with most targets: the one in which a canary is scored."""
+    return int((answers.windows[:, 1:] >= 0).sum(1).argmax())
+
+
+def with_response(
+    user: UserAnswers, canary: Int[Tensor, " width"], count: int, *, seed: int, trial: int
+) -> UserAnswers:
+    """Overwrite the targets of some of a user's training conversations with its canary.
+
+    Args:
+        user: keeps its prompts, and as many tokens as before.
+        canary: repeated or cut short to the targets of each conversation.
+        count: conversations to overwrite: that of :func:`longest_responses`, the others at random.
+        seed: of the recipe.
+        trial: the number of the run.
+    """
+    windows, first = user.train.windows.clone(), longest_responses(user.train)
+    order = torch.randperm(len(windows), generator=generator("audit", seed, trial, user.name))
+    for row in [first, *order[order != first].tolist()][:count]:
+        windows[row] = overwrite(windows[row], canary.unsqueeze(0))[0]
+    return replace(user, train=replace(user.train, windows=windows))
 
 
 @dataclass(kw_only=True)
@@ -252,7 +298,10 @@ class Trial:
 def run_trial(
     recipe: Recipe, materials: Materials, trial: int, observers: Callable[[Clients], Sequence[Observer]]
 ) -> Trial:
-    """Train with coins of this trial's own, and look at what leaves. ``recipe`` is short, and of text."""
+    """Train with coins of this trial's own, and look at what leaves.
+
+    ``recipe`` is short, of text or conversations.
+    """
     users, base = materials.users, materials.base
     assert base is not None
     own = recipe.with_changes({"seed": recipe.seed + 1 + trial})
@@ -260,9 +309,19 @@ def run_trial(
     kwargs = {"seed": recipe.seed, "trial": trial}
     canaries = draw_canaries(len(users), vocabulary=vocabulary, context=recipe.training.context, **kwargs)
     context = recipe.training.context - (base.begin is not None)  # of which a window holds one token less
-    put = partial(with_example, context=context) if of_examples(recipe) else with_canary
+    if all(isinstance(user.train, Answers) for user in users):
+        places = [user.train.windows[longest_responses(user.train)] for user in users]
+        canaries = replace(canaries, places=places)
+
+    single = of_examples(recipe)
+
+    def put(user: Any, canary: Tensor) -> Any:
+        if canaries.places is not None:
+            return with_response(user, canary, 1 if single else max(1, int(SHARE * len(user.train))), **kwargs)
+        return with_example(user, canary, context, **kwargs) if single else with_canary(user, canary, **kwargs)
+
     people = tuple(
-        put(user, canary, **kwargs) if inside else user
+        put(user, canary) if inside else user
         for user, canary, inside in zip(users, canaries.own, canaries.inside.tolist(), strict=True)
     )
     plain = build(own, replace(materials, users=people), store="memory")

@@ -1,6 +1,7 @@
-"""Membership inference with reference models: which windows did a user train on?
+"""Membership inference with reference models: which windows, or conversations, did a user train on?
 
 Short runs of the recipe, in each of which a coin of its own decides whether a window of a user's training text is in.
+A conversation is one window.
 Each run is attacked by what the others have shown: for every window a Gaussian of its scores where it was in and one of
 those where it was not, and the ratio of their likelihoods (LiRA: Carlini et al. 2022, arXiv:2112.03570, Algorithm 1,
 online). With few runs all windows of a user share the variances, as the paper advises (section VI.C).
@@ -27,6 +28,7 @@ from comingle.data.seeds import generator
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.kinds.base import Materials
+from comingle.kinds.conversations.answers import UserAnswers, widen
 from comingle.recipes import Recipe
 from comingle.reports.audit import Shadowed
 from comingle.runs.session import build, execute
@@ -35,7 +37,7 @@ from comingle.trees import Tree
 MOST = 64
 """Windows of each user that are scored."""
 LEAST = 4
-"""Of fewer windows a user's text is not parted."""
+"""Of fewer windows a user's training data is not parted."""
 FEWEST = 3
 """Runs: one that is attacked, and for a window that was in and one that was not another."""
 
@@ -47,14 +49,16 @@ class Halves:
     windows: Sequence[Int[Tensor, "_ width"]]
     inside: Sequence[Bool[Tensor, " _"]]
 
-    def of(self, number: int, user: UserData) -> UserData:
-        """The user with the windows that are in, and what is too short for one."""
+    def of(self, number: int, user: UserData | UserAnswers) -> UserData | UserAnswers:
+        """Return the user with the windows that are in, and the end of a stream that is too short for one."""
+        if isinstance(user, UserAnswers):
+            return replace(user, train=user.train.only(self.inside[number]))
         windows, width = self.windows[number], self.windows[number].shape[1]
         kept = windows[self.inside[number]].flatten()
         return replace(user, train=torch.cat([kept, user.train[len(windows) * width :]]))
 
 
-def halves(users: Sequence[UserData], context: int, *, seed: int, run: int) -> Halves:
+def halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: int, run: int) -> Halves:
     """Coins for all windows of all users, which training does not know; one window is in at least.
 
     Who has hardly any windows trains on all of them.
@@ -102,8 +106,8 @@ class Shadow:
 def run_shadow(
     recipe: Recipe, materials: Materials, number: int, observers: Callable[[Clients], Sequence[Observer]]
 ) -> Shadow:
-    """Train on halves of this run's own, and look at what leaves. ``recipe`` is short, and of text."""
-    users: Sequence[UserData] = materials.users
+    """Train on halves of this run's own, and look at what leaves. ``recipe`` is short, of text or conversations."""
+    users: Sequence[UserData | UserAnswers] = materials.users
     own = recipe.with_changes({"seed": recipe.seed + 1 + number})
     parts = halves(users, recipe.training.context, seed=recipe.seed, run=number)
     people = tuple(parts.of(at, user) for at, user in enumerate(users))
@@ -114,7 +118,7 @@ def run_shadow(
         windows[at[torch.arange(most) % len(at)]] if len(at) else windows[:1].expand(most, -1)
         for windows, at in zip(parts.windows, places, strict=True)
     ]
-    looking = Scores(attacker=Attacker(clients=plain.clients), windows=torch.stack(padded))
+    looking = Scores(attacker=Attacker(clients=plain.clients), windows=torch.stack(widen(padded)))
     federation = Watched(clients=plain.clients, server=plain.server, look=looking.look)
     execute(federation, own, None, observers=observers(plain.clients))
     known = [user for user, at in enumerate(places) if len(at)]

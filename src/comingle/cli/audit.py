@@ -11,13 +11,15 @@ from comingle.cli.options import Force, Quiet, out_option
 
 
 def audit(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of users with text or samples.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run folder, of users with text, conversations or samples.")
+    ],
     trials: Annotated[
         int | None, typer.Option("--trials", min=1, help="Runs with canaries (default: for about 40 coins in all).")
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of each of them.")] = 3,
     shadows: Annotated[
-        int, typer.Option("--shadows", min=0, help="Runs with halves of users' text, for reference; 0: without.")
+        int, typer.Option("--shadows", min=0, help="Runs with halves of users' data, for reference; 0: without.")
     ] = 8,
     out: Annotated[Path | None, out_option("Folder to write to (default: the run's).")] = None,
     force: Force = False,
@@ -25,9 +27,10 @@ def audit(
 ) -> None:
     """Attack a run with what the server and other users see, and say what leaks.
 
-    With text, short runs of its recipe with canaries in half of the users' texts give a lower bound on epsilon; models
-    are asked which windows they trained on, with short runs for reference; and tokens are read off one upload. With
-    samples, one upload is inverted. Writes audit.json and audit.md, by default to the run folder.
+    With text or conversations, short runs of its recipe with canaries in half of the users' data give a lower bound on
+    epsilon, and models are asked which windows or conversations they trained on, with short runs for reference. With
+    text, tokens are read off one upload. With samples, one upload is inverted. Writes audit.json and audit.md, by
+    default to the run folder.
     """
     from comingle.audits import api
     from comingle.cli.progress import console, status

@@ -37,7 +37,7 @@ class Proof:
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """How well ``members`` windows of a user are told from ``others`` by the final shared model.
+    """How well ``members`` windows (or conversations) of a user are told from ``others`` by the final shared model.
 
     ``auc`` is of losses against the base's, ``auc_of_loss`` without these; ``found`` the share of members found where
     one in a hundred others is taken for one, None where others are fewer than 100.
@@ -53,9 +53,10 @@ class Membership:
 
 @dataclass(frozen=True, kw_only=True)
 class Shadowed:
-    """How well ``members`` windows of a user are told from ``others`` by a view, with runs for reference.
+    """How well ``members`` windows (or conversations) of a user are told from ``others``, with runs for reference.
 
-    ``auc`` is of likelihood ratios, ``auc_of_scores`` without the other runs; ``found`` as of :class:`Membership`.
+    ``view`` is who looks. ``auc`` is of likelihood ratios, ``auc_of_scores`` without the other runs; ``found`` as of
+    :class:`Membership`.
     """
 
     view: str
@@ -92,7 +93,7 @@ class Recovery:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """Everything that was measured on one run.
+    """Everything that was measured on one run, whose users have data of one ``kind``.
 
     ``inserted`` and ``absent`` are exposures of canaries that were put in or not, in bits, of at most ``most``.
     ``shadowed`` is of ``shadows`` runs.
@@ -115,6 +116,17 @@ class Audit:
     shadows: int = 0
     shadowed: Sequence[Shadowed] = ()
     recoveries: Sequence[Recovery] = ()
+    kind: str = "text"
+
+    @property
+    def data(self) -> str:
+        """The users' data as sentences name it."""
+        return "conversations" if self.kind == "conversations" else "text"
+
+    @property
+    def windows(self) -> str:
+        """The plural of that of which membership is told."""
+        return "conversations" if self.kind == "conversations" else "windows"
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -132,10 +144,15 @@ def exposure(rank: int, references: int) -> float:
 def verdict(audit: Audit) -> list[str]:
     """In plain words, what is shown and what is not."""
     if audit.inversions:
-        return [*map(_inversion_told, audit.inversions), "Nothing else was attacked; canaries need users with text."]
+        return [
+            *map(_inversion_told, audit.inversions),
+            "Nothing else was attacked; canaries need users with text or conversations.",
+        ]
     said = [_proof_told(proof, audit) for proof in audit.proofs]
     said += [_membership_told(audit), *(_shadowed_told(audit, view) for view in VIEWS if audit.shadowed)]
     said += [_exposure_told(audit), *map(_recovery_told, audit.recoveries)]
+    if audit.kind == "conversations":
+        said.append("Tokens out of one upload were not attacked: that attack is for users with text.")
     also = f", the reference models of {audit.shadows} more" if audit.shadowed else ""
     said.append(
         f"The canaries are of {audit.trials} runs of {audit.rounds} rounds made for this{also}, not of the run itself; "
@@ -148,7 +165,8 @@ def _proof_told(proof: Proof, audit: Audit) -> str:
     who = {"server": "The server", "users": "Whoever gets the shared model"}[proof.view]
     guessed = f"{proof.correct} of {proof.guesses} guesses right"
     of_examples = audit.privacy is not None and audit.privacy["mechanism"] == "example"
-    replaced = "one example that is replaced" if of_examples else "text that is replaced"
+    verb = "are" if audit.kind == "conversations" else "is"
+    replaced = "one example that is replaced" if of_examples else f"{audit.data} that {verb} replaced"
     promise = (
         "nothing is promised here"
         if proof.upper is None
@@ -162,7 +180,7 @@ def _proof_told(proof: Proof, audit: Audit) -> str:
     if proof.epsilon == 0:
         return f"{who} is not shown to tell who has a canary ({guessed}); that proves nothing; {promise}."
     return (
-        f"{who} can tell whether a canary was in a user's text: epsilon is at least {proof.epsilon:.2f} with "
+        f"{who} can tell whether a canary was in a user's {audit.data}: epsilon is at least {proof.epsilon:.2f} with "
         f"{audit.confidence:.0%} ({guessed}, at most {proof.provable:.2f} could be proven so); {promise}."
     )
 
@@ -173,14 +191,14 @@ def _membership_told(audit: Audit) -> str:
         return "Membership was not looked at."
     mean, reach = fmean(values), interval(values)
     if reach is None:
-        return f"Training windows: AUC {mean:.2f} for one user, without an interval: nothing is shown."
+        return f"Training {audit.windows}: AUC {mean:.2f} for one user, without an interval: nothing is shown."
     told = f"AUC {mean:.2f} in the mean over users ({reach_told(reach)})"
     if reach[0] > 0.5:
         return (
-            f"Training windows can be told from held-out ones of the same user by the final shared model: {told}. Text "
-            "that differs between training and test for other reasons counts as told too."
+            f"Training {audit.windows} can be told from held-out ones of the same user by the final shared model: "
+            f"{told}. Differences between training and test data for other reasons count as told too."
         )
-    return f"Training windows are not shown to be told from held-out ones by the final shared model: {told}."
+    return f"Training {audit.windows} are not shown to be told from held-out ones by the final shared model: {told}."
 
 
 def _shadowed_told(audit: Audit, view: str) -> str:
@@ -191,9 +209,10 @@ def _shadowed_told(audit: Audit, view: str) -> str:
     if reach is None:
         return f"With reference models too little was seen of {whose} to say anything."
     told = f"AUC {fmean(values):.2f} in the mean over users ({reach_told(reach)})"
+    which = f"With reference models, which {audit.windows} a user has trained on"
     if reach[0] > 0.5:
-        return f"With reference models, which windows a user has trained on can be told from {whose}: {told}."
-    return f"With reference models, which windows a user has trained on is not shown to be told from {whose}: {told}."
+        return f"{which} can be told from {whose}: {told}."
+    return f"{which} is not shown to be told from {whose}: {told}."
 
 
 def _recovery_told(recovery: Recovery) -> str:

@@ -95,9 +95,10 @@ def _sections(audit: Audit) -> dict[str, tuple[list[str], list[list[str]]]]:
     if audit.inversions:
         return {"inputs out of one upload; 95%": inversion_rows(audit)}
     canaries = f"canaries: {audit.trials} runs, {audit.rounds} rounds; {audit.confidence:.0%}, delta {audit.delta:g}"
-    found = {canaries: proof_rows(audit), "training windows, by the final shared model; 95%": member_rows(audit)}
+    members = f"training {audit.windows}, by the final shared model; 95%"
+    found = {canaries: proof_rows(audit), members: member_rows(audit)}
     if audit.shadowed:
-        found[f"training windows, with reference models: {audit.shadows} runs; 95%"] = shadow_rows(audit)
+        found[f"training {audit.windows}, with reference models: {audit.shadows} runs; 95%"] = shadow_rows(audit)
     if audit.recoveries:
         found["tokens out of one upload; 95%"] = recovery_rows(audit)
     return found

@@ -6,12 +6,12 @@ A question with its answer is a conversation of one turn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, compress
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -65,6 +65,17 @@ class Answers:
         row = self.windows[number]
         row = row[row != PAD]
         return torch.where(row < 0, hide(row), row)
+
+    def only(self, kept: Bool[Tensor, " n"]) -> Answers:
+        """Return the conversations that are kept, with their responses."""
+        responses = kept[self.owners]
+        return replace(
+            self,
+            windows=self.windows[kept],
+            owners=(kept.cumsum(0) - 1)[self.owners[responses]],
+            prompt_tokens=self.prompt_tokens[responses],
+            references=tuple(compress(self.references, responses.tolist())),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
