@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import lzma
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -422,6 +423,41 @@ def test_a_source_made_to_fill_memory_is_one_line(
     peak, error = peak_and_error(path, "read_dataset")
     assert message in error
     assert peak < 700
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "text.txt.gz", "rows.csv.xz"])
+def test_decompressed_bytes_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Text that is compressed so little that the bound on expansion does not apply."""
+    path, line = tmp_path / name, '{"text": "a b"}' if "jsonl" in name else "text" if "csv" in name else "a b"
+    content = "\n".join([line] * 3000).encode()
+    path.write_bytes(gzip.compress(content, 1) if name.endswith("gz") else lzma.compress(content))
+    monkeypatch.setenv("COMINGLE_MAX_DECOMPRESSED_BYTES", str(len(content) - 1))
+    with pytest.raises(DataError, match=rf"{len(content) - 1:,} bytes; set COMINGLE_MAX_DECOMPRESSED_BYTES"):
+        read_documents(path)
+    monkeypatch.setenv("COMINGLE_MAX_DECOMPRESSED_BYTES", str(len(content)))
+    assert read_documents(path)
+
+
+def test_a_limit_of_decompressed_bytes_that_is_no_number_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "text.txt.gz"
+    path.write_bytes(gzip.compress(b"a b"))
+    for given in ("8 GiB", "0", "-1"):
+        monkeypatch.setenv("COMINGLE_MAX_DECOMPRESSED_BYTES", given)
+        with pytest.raises(DataError, match=f"^COMINGLE_MAX_DECOMPRESSED_BYTES: got '{given}'; allowed: a positive"):
+            read_documents(path)
+
+
+def test_rows_with_the_same_problem_share_a_message(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('[1, 2, {"text": "a"}, 3, "b"]')
+    with pytest.raises(BadRowsError) as raised:
+        read_documents(path)
+    number, text = (f"a JSON {kind}; allowed: an object with columns and values" for kind in ("number", "string"))
+    told = f"4 rows cannot be used: {path}: row 1, row 2, row 4: {number}; {path}: row 5: {text}; repair them"
+    assert str(raised.value).startswith(told)
+    assert raised.value.problems[0] == f"{path}: row 1: {number}"
 
 
 @pytest.mark.parametrize("name", ["word.txt", "word.jsonl"])

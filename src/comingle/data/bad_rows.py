@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Literal
 
 from comingle.errors import DataError
@@ -48,7 +49,8 @@ class BadRows:
         self.policy, self.count = policy, 0
         self.skipped = 0
         """Number of rows left out so far, over all calls of :meth:`settle`."""
-        self.problems: list[str] = []
+        self.problems: list[tuple[str, str]] = []
+        """Where each row is, and what is wrong with it."""
         self.remarks: dict[str, tuple[int, str]] = {}
 
     @contextmanager
@@ -69,7 +71,7 @@ class BadRows:
         """
         self.count += 1
         if self.count <= MOST_REFUSED:
-            self.problems.append(f"{where}: {problem}")
+            self.problems.append((where, problem))
         if self.policy == "refuse" and self.count == MOST_REFUSED:
             self.settle()
 
@@ -84,14 +86,15 @@ class BadRows:
         Raises:
             BadRowsError: rows are refused, and there are some.
         """
-        count, problems = self.count, tuple(self.problems)
+        count, found = self.count, self.problems
+        problems = tuple(f"{where}: {problem}" for where, problem in found)
         self.count, self.problems = 0, []
         remarks, self.remarks = self.remarks, {}
         for what, (times, first) in list(remarks.items())[:_REMARKS]:
             logger.warning("%d %s: %s (first: %s)", times, "rows" if times > 1 else "row", what, first)
         if not count:
             return
-        listed = "; ".join(problems[:_LISTED]) + (f"; and {count - _LISTED} more" if count > _LISTED else "")
+        listed = "; ".join(_merge_equal(found[:_LISTED])) + (f"; and {count - _LISTED} more" if count > _LISTED else "")
         if self.policy == "skip":
             self.skipped += count
             logger.warning("data.on_bad_row: %d rows that cannot be used are left out: %s", count, listed)
@@ -99,3 +102,12 @@ class BadRows:
             raise BadRowsError(f"{listed}; {ADVICE.replace('them', 'it')}", problems)
         else:
             raise BadRowsError(f"{count} rows cannot be used: {listed}; {ADVICE}", problems)
+
+
+def _merge_equal(problems: list[tuple[str, str]]) -> list[str]:
+    """Return a line for each problem; rows of one source with the same problem one after another share a line."""
+    lines = list[str]()
+    for (source, problem), group in groupby(problems, key=lambda one: (one[0].rpartition(": ")[0], one[1])):
+        places = ", ".join(where.removeprefix(f"{source}: ") for where, _ in group)
+        lines.append(f"{source}: {places}: {problem}" if source else f"{places}: {problem}")
+    return lines
