@@ -21,6 +21,8 @@ from comingle.engines.client import Clients
 from comingle.errors import DivergenceError
 from comingle.recipes import load_recipe
 from comingle.records import read_metrics
+from comingle.reports.comparisons import read_comparison
+from comingle.reports.latex import latex
 
 # What a shell starts in the background ignores Ctrl-C: the program is told to hear it again.
 HEAR = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
@@ -207,6 +209,24 @@ def test_every_users_results_are_written_as_csv_and_parquet(comingle: Any, short
         again = comingle("show", folder, option, folder)
         assert (again.code, again.err) == (2, f"comingle: {folder}: is a folder; {option} names a file\n")
     assert comingle("show", folder, "--csv", files[0], "--force").code == 0
+
+
+def test_tables_are_written_for_latex(comingle: Any, short: Path, tmp_path: Path) -> None:
+    folder, file = tmp_path / "out", tmp_path / "table.tex"
+    assert comingle("compare", short, "--methods", "pretrained,local", "--out", folder).code == 0
+    answer = comingle("show", folder, "--latex", file, "--csv", tmp_path / "users.csv")
+    assert (answer.code, answer.err, answer.out.count("\n")) == (0, "", 2)
+    assert file.read_text(encoding="utf-8") == latex(read_comparison(folder))
+    again = comingle("show", folder, "--latex", file)
+    assert (again.code, again.err) == (2, f"comingle: {file}: exists; --force replaces it, --latex names another\n")
+    run = folder / "local-seed0"
+    assert comingle("show", run, "--latex", file, "--force").code == 0
+    rows = file.read_text(encoding="utf-8").partition("midrule")[2].partition("bottomrule")[0]
+    assert rows.count("local &") == 1
+    assert "textbf" not in rows
+    nothing = comingle("show", tmp_path, "--latex", tmp_path / "other.tex")
+    assert (nothing.code, nothing.err.count("\n")) == (2, 1)
+    assert not (tmp_path / "other.tex").exists()
 
 
 def test_a_baseline_is_for_comparisons(comingle: Any, short: Path, tmp_path: Path) -> None:

@@ -30,19 +30,28 @@ def show(
     parquet: Annotated[
         Path | None, typer.Option("--parquet", metavar="<path>", parser=named, help="The same rows as Parquet.")
     ] = None,
+    latex: Annotated[
+        Path | None,
+        typer.Option("--latex", metavar="<path>", parser=named, help="Write the table for LaTeX (booktabs) here."),
+    ] = None,
     force: Replace = False,
 ) -> None:
     """Print the results of a run or of a comparison, or write every user's."""
     from comingle.cli.progress import console
 
-    for option, path in (("--csv", csv), ("--parquet", parquet)):
+    targets = {"--csv": csv, "--parquet": parquet, "--latex": latex}
+    for option, path in targets.items():
         if path is not None:
             check_target(path, force=force, option=option)
-    if csv is not None or parquet is not None:
-        return _write(run, csv, parquet)
+    if any(path is not None for path in targets.values()):
+        if csv is not None or parquet is not None:
+            _write(run, csv, parquet)
+        if latex is not None:
+            _write_latex(run, latex, everybody=everybody)
+        return
     for part in _shown(run, against, everybody=everybody):
         console.print(part)
-    return None
+    return
 
 
 def _shown(run: Path, against: str | None, *, everybody: bool) -> list[RenderableType]:
@@ -74,6 +83,21 @@ def _write(run: Path, csv: Path | None, parquet: Path | None) -> None:
     if parquet is not None:
         write_bytes(parquet, _parquet(records))
         console.print(f"{parquet}  {len(records)} rows", highlight=False)
+
+
+def _write_latex(run: Path, path: Path, *, everybody: bool) -> None:
+    from comingle.cli.progress import console
+    from comingle.records import read_metrics, write_text
+    from comingle.reports.comparisons import compare_metrics, read_comparison
+    from comingle.reports.latex import latex
+
+    if (run / "table.json").exists():
+        table = read_comparison(run)
+    else:
+        metrics = read_metrics(run)
+        table = compare_metrics([(metrics["method"], metrics)])
+    write_text(path, latex(table, everybody=everybody))
+    console.print(f"{path}  {len(table['methods'])} rows", highlight=False)
 
 
 def _parquet(records: list[dict[str, Any]]) -> bytes:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from comingle.errors import RunError
 from comingle.records import measure_of
 from comingle.reports.against import baseline_of, hold
 from comingle.reports.comparisons import compare_metrics, require_same_users, users_of
+from comingle.reports.latex import latex
 from comingle.reports.tables import tables_of
 from comingle.runs.results import records_of, table_of
 from comingle.tables.framing import html_of
@@ -38,8 +40,11 @@ class Comparison:
         """Return the tables of ``comingle show`` for a notebook; None where there are no runs."""
         if not self.metrics:
             return None
+        return html_of(tables_of(self._table()))
+
+    def _table(self) -> dict[str, Any]:
         named = [(method, metrics) for (method, _), metrics in self.metrics.items()]
-        return html_of(tables_of(compare_metrics(named, self.baseline)))
+        return compare_metrics(named, self.baseline)
 
     def means(self) -> list[dict[str, Any]]:
         """One record a run: ``method``, ``seed`` and the mean over users of what they are measured by."""
@@ -83,6 +88,19 @@ class Comparison:
             RunError: pandas is not installed.
         """
         return table_of(self.records())
+
+    def to_latex(self, *, everybody: bool = False) -> str:
+        """Return the results as a LaTeX table of the package booktabs, as ``comingle show --latex`` writes it.
+
+        Args:
+            everybody: of more users than have a column, add a table with a row for each.
+
+        Raises:
+            RunError: there are no runs, or runs are of other users.
+        """
+        if not self.metrics:
+            raise RunError("to_latex: got a comparison of 0 runs; allowed: 1 or more")
+        return latex(self._table(), everybody=everybody)
 
 
 def _told(mean: dict[str, Any]) -> str:

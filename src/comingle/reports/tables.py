@@ -32,6 +32,28 @@ def write_comparison(
     return table
 
 
+def score_columns(table: dict[str, Any]) -> list[tuple[str, list[dict[str, float | None]]]]:
+    """Return the heading of each column of results, and each method's ``mean`` and ``std`` over seeds."""
+    rows, measure = table["methods"], measure_of(table["methods"][0])
+    if names := users_with_column(rows[0]["users"]):
+        columns = [(printable(name), [row["users"][name] for row in rows]) for name in names]
+    else:
+        spread = [[row["users"][name] for name in _spread_users(row["users"], measure)] for row in rows]
+        columns = [(name, [of_row[i] for of_row in spread]) for i, name in enumerate(_SPREAD)]
+    means = zip(_MEANS, (f"mean_test_{measure}", GEOMETRIC), strict=True)
+    return columns + [(name, [row[key] for row in rows]) for name, key in means if all(key in row for row in rows)]
+
+
+def cost_columns(table: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    """Return the heading and the cells of each column of costs; a dagger marks unequal numbers of parameters."""
+    rows = table["methods"]
+    counts = [row["trainable_parameters"] for row in rows]
+    typical = typical_budget(counts)
+    trainable = [f"{count:,}" + (" †" if is_unequal(count, typical) else "") for count in counts]
+    sent = sizes([row["upload_bytes_per_user_round"] for row in rows])
+    return list(zip(_COSTS, (trainable, sent, [seconds_text(row["wall_seconds"]) for row in rows]), strict=True))
+
+
 def _cells(table: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and rows as text: method, users, mean, parameters, upload, time."""
     several = any(len(row["seeds"]) > 1 for row in table["methods"])
@@ -43,25 +65,9 @@ def _cells(table: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             f" ({number(spread, measure)})" if several and spread is not None else ""
         )
 
-    names = users_with_column(table["methods"][0]["users"])
-    whole = dict(zip(_MEANS, (f"mean_test_{measure}", GEOMETRIC), strict=True))
-    means = {name: key for name, key in whole.items() if all(key in row for row in table["methods"])}
-    some = [printable(name) for name in names] or list(_SPREAD)
-    head = ["method", *some, *means, *_COSTS]
-    typical = typical_budget([row["trainable_parameters"] for row in table["methods"]])
-    sent = sizes([row["upload_bytes_per_user_round"] for row in table["methods"]])
-    rows = [
-        [
-            row["method"],
-            *(cell(row["users"][name]) for name in names or _spread_users(row["users"], measure)),
-            *(cell(row[key]) for key in means.values()),
-            f"{row['trainable_parameters']:,}" + (" †" if is_unequal(row["trainable_parameters"], typical) else ""),
-            upload,
-            seconds_text(row["wall_seconds"]),
-        ]
-        for row, upload in zip(table["methods"], sent, strict=True)
-    ]
-    return head, rows
+    scores = [(name, [cell(value) for value in values]) for name, values in score_columns(table)]
+    columns = [("method", [row["method"] for row in table["methods"]]), *scores, *cost_columns(table)]
+    return [name for name, _ in columns], [list(row) for row in zip(*(cells for _, cells in columns), strict=True)]
 
 
 _SPREAD = {"best": 0.0, "median": 0.5, "worst": 1.0}
@@ -73,8 +79,8 @@ def _spread_users(users: dict[str, dict[str, float | None]], measure: str) -> li
     return [at_share(ordered, share) for share in _SPREAD.values()]
 
 
-def _note(table: dict[str, Any]) -> str:
-    """About users who were drawn of all, budgets that differ, and methods of which a seed is missing."""
+def note_of(table: dict[str, Any]) -> str:
+    """Return notes on samples, missing seeds, budgets, privacy and warnings in one line; empty without any."""
     seeds = sorted({seed for row in table["methods"] for seed in row["seeds"]})
     fewer = [row for row in table["methods"] if len(row["seeds"]) < len(seeds)]
     missing = [f"{row['method']}: seeds {', '.join(map(str, row['seeds']))} alone" for row in fewer]
@@ -104,21 +110,22 @@ def _sample_note(rows: Sequence[dict[str, Any]]) -> str:
     return "; ".join([told[0][1][0], *intervals])
 
 
-def _title(table: dict[str, Any]) -> str:
+def title_of(table: dict[str, Any], spread: str = "mean (std)") -> str:
+    """Return what a comparison's cells are: measure, direction, and seeds; ``spread`` names cells of several seeds."""
     seeds = sorted({seed for row in table["methods"] for seed in row["seeds"]})
-    spread = f"mean (std) over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
+    over = f"{spread} over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
     first = table["methods"][0]
     measure, users = measure_of(first), first["users"]
     what = f"test {measure} of each user" if users_with_column(users) else f"mean test {measure} of {len(users)} users"
-    return f"{what} ({rule(measure)}), {spread}"
+    return f"{what} ({rule(measure)}), {over}"
 
 
 def markdown(table: dict[str, Any]) -> str:
     """A comparison as Markdown tables."""
     head, rows = _cells(table)
-    lines = [f"Table: {_title(table)}", "", markdown_line(head), "|" + "---|" * len(head)]
+    lines = [f"Table: {title_of(table)}", "", markdown_line(head), "|" + "---|" * len(head)]
     lines += [markdown_line(row) for row in rows]
-    lines += ["", note] if (note := _note(table)) else []
+    lines += ["", note] if (note := note_of(table)) else []
     lines += ["", *against.markdown(found)] if (found := against_of(table)) else []
     return "\n".join(lines) + "\n"
 
@@ -127,7 +134,7 @@ def tables_of(table: dict[str, Any], *, everybody: bool = False) -> Iterator[Tab
     """A comparison for the terminal, with its note, each method against the baseline, and if asked for a table of
     ``everybody`` who has no column."""
     yield from render_comparison(table)
-    if note := _note(table):
+    if note := note_of(table):
         yield words(note, "dim")
     if found := against_of(table):
         yield words("")
@@ -148,7 +155,7 @@ def render_comparison(table: dict[str, Any]) -> Iterator[Table]:
     head, rows = _cells(table)
     several = any(len(row["seeds"]) > 1 for row in table["methods"])
     costs = len(head) - (len(_COSTS) if several else 0)
-    yield _shown_table(_title(table), head[:costs], [row[:costs] for row in rows])
+    yield _shown_table(title_of(table), head[:costs], [row[:costs] for row in rows])
     if several:
         yield _shown_table("", [head[0], *_COSTS], [[row[0], *row[costs:]] for row in rows])
 
