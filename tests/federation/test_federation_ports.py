@@ -45,20 +45,22 @@ from flwr.proto.fleet_pb2 import (
 )
 from flwr.proto.node_pb2 import Node
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
-from flwr.server.superlink.linkstate import LinkState
+from flwr.server.superlink.linkstate import LinkState, LinkStateFactory
 from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
 from flwr.supercore.date import now
 from flwr.supercore.fab import Fab
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
+from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes, sign_message
 from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.federation import NoOpFederationManager
 from google.protobuf.message import Message as ProtoMessage
 from tests.federation.test_processes import CLIENT_APP, SERVER_APP, Federation, wait_until
 
 from comingle.transports.flower.app_bundle import DIGEST, build_bundle
 from comingle.transports.flower.certificates import make_certificates
 from comingle.transports.flower.fleet_server import DirectGrid, make_fleet_api, make_states, serve_fleet_api, start_run
-from comingle.transports.flower.processes import free_port
+from comingle.transports.flower.processes import bind_free_port, free_port
 from comingle.transports.flower.superlink import Certificates, SuperLink
 from comingle.transports.flower.supernode import SuperNode
 from comingle.transports.flower.users import User
@@ -142,6 +144,24 @@ def test_no_page_is_there(port: int, path: str) -> None:
         answer.read()
         assert answer.status in (401, 404)
     connection.close()
+
+
+def test_the_free_port_of_a_server_is_taken_before_it_starts(tmp_path: Path) -> None:
+    link = SuperLink(folder=tmp_path / "run", say=print)
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", link.port))
+    link.stop()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", link.port))
+
+
+def test_a_server_listens_on_a_socket_that_is_bound_already() -> None:
+    bound, port = bind_free_port("127.0.0.1")
+    states, inherited = make_states(), socket.socket(fileno=bound)
+    api = make_fleet_api(states, keys_only=True)
+    server = serve_fleet_api(api, "127.0.0.1", port, None, None, bound=inherited)
+    assert post(port, "/v1/fleet/activate-node", tls=False)[0] == 401
+    server.should_exit = True
 
 
 class TestKeys:
@@ -229,6 +249,19 @@ class TestKeys:
         twin = base64.b64encode(encode_dss_signature(r, order - s)).decode()
         assert self.activate(port, ada, headers | {"flwr-signature": twin})[0] == 401
 
+    def test_nor_is_one_that_was_recorded_before_the_server_restarted(self, place: Place) -> None:
+        port, state, ada, _ = place
+        recorded = signed(ada)
+        states, again = LinkStateFactory("", NoOpFederationManager(), ObjectStoreFactory()), free_port()
+        states.state_instance = state
+        server = serve_fleet_api(make_fleet_api(states, keys_only=True), "127.0.0.1", again, None, None)
+        status, body = self.activate(again, ada, recorded)
+        assert status == 401
+        assert b"before this server started" in body
+        assert self.activate(again, ada)[0] == 200
+        assert self.activate(port, ada, recorded)[0] == 412  # the signature holds; the key is in use
+        server.should_exit = True
+
     @pytest.mark.parametrize("seconds", [-3600, 3600])
     def test_nor_is_one_of_another_time(self, place: Place, seconds: float) -> None:
         port, _, ada, _ = place
@@ -285,7 +318,7 @@ def guarded(tmp_path: Path) -> Iterator[Federation]:
     node.tend()
     assert wait_until((tmp_path / "ada" / "worker" / "address.json").exists, 120)
     yield federation
-    federation.link.service.stop()
+    federation.link.stop()
     node.stop()
 
 

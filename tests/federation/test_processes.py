@@ -72,7 +72,7 @@ class Federation:
 def federation(tmp_path: Path) -> Iterator[Federation]:
     federation = Federation(tmp_path, "ada", "bob")
     yield federation
-    federation.link.service.stop()
+    federation.link.stop()
     for node in federation.nodes:
         node.stop()
     assert wait_until(lambda: not left_of(tmp_path)), left_of(tmp_path)

@@ -60,7 +60,8 @@ def serve(
             keys=keys,
             run_config={"federation": str(file.absolute()), "users": spell(plan.users)},
         )
-        _require_port(link.host, link.port)
+        if port:
+            _require_port(link.host, link.port)
         listening = join_address(link.host, link.port)
         say(f"listening on {listening} for {len(plan.users)} participants: {', '.join(plan.users)}")
         if not keys:

@@ -11,6 +11,7 @@ import argparse
 import base64
 import datetime
 import json
+import socket
 import sys
 import threading
 import time
@@ -96,6 +97,7 @@ class Gate:
         self._app, self._state = app, state
         self._seen: dict[tuple[bytes, int], float] = {}
         self._lock = threading.Lock()
+        self._started = time.time()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer with the status that refuses it."""
@@ -123,13 +125,14 @@ class Gate:
     def _signature_problem(self, state: LinkState, headers: Mapping[str, bytes]) -> str:
         """Return why the request's signature does not hold; empty where it does.
 
-        A client signs the time of its request. The signature counts once, so that a recorded one is worth nothing.
+        A client signs the time of its request. The signature counts once, so that a recorded one is worth nothing, also
+        after a restart. It names no server: a key belongs to one federation.
         """
         try:
             key = base64.b64decode(headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
             signature = base64.b64decode(headers[FLEET_HTTP_SIGNATURE_HEADER], validate=True)
             signed = headers[TIMESTAMP_HEADER]
-            age = time.time() - datetime.datetime.fromisoformat(signed.decode("ascii")).timestamp()
+            signed_at = datetime.datetime.fromisoformat(signed.decode("ascii")).timestamp()
             if state.get_node_id_by_public_key(key) is None:
                 return UNKNOWN_KEY
             if not verify_signature(bytes_to_public_key(key), signed, signature):
@@ -138,8 +141,12 @@ class Gate:
             (r, _) = decode_dss_signature(signature)
         except (KeyError, ValueError, TypeError, UnicodeError):
             return "not signed"
+        age = time.time() - signed_at
         if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
             return f"signed {age:.0f} s ago by this server's clock; set the clocks of client and server"
+        # An earlier process of this server may have accepted it. A client signs anew until its time is later.
+        if signed_at < self._started:
+            return "signed before this server started; sign anew"
         return "" if self._is_new((key, r)) else "the signature was used before"
 
     def _is_new(self, signature: tuple[bytes, int]) -> bool:
@@ -288,8 +295,24 @@ def register_keys(state: LinkState, keys: Mapping[str, Path]) -> None:
         state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, public, HEARTBEAT_DEFAULT_INTERVAL, name=name)
 
 
-def serve_fleet_api(app: ASGIApp, host: str, port: int, certificate: Path | None, key: Path | None) -> uvicorn.Server:
+def serve_fleet_api(
+    app: ASGIApp,
+    host: str,
+    port: int,
+    certificate: Path | None,
+    key: Path | None,
+    *,
+    bound: socket.socket | None = None,
+) -> uvicorn.Server:
     """Listen in a thread of its own; return once connections are accepted.
+
+    Args:
+        app: The Fleet API.
+        host: Address to listen on.
+        port: Port to listen on.
+        certificate: The server's certificate; None serves without TLS.
+        key: The private key of the certificate.
+        bound: Socket that is bound to the address already; None binds one.
 
     Raises:
         RuntimeError: The address cannot be used.
@@ -308,7 +331,8 @@ def serve_fleet_api(app: ASGIApp, host: str, port: int, certificate: Path | None
         log_level="warning",
     )
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+    sockets = None if bound is None else [bound]
+    thread = threading.Thread(target=server.run, kwargs={"sockets": sockets}, daemon=True)
     thread.start()
     until = time.monotonic() + _START_SECONDS
     while not server.started:
@@ -339,6 +363,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--socket", type=int, help="Inherited file descriptor of a socket that is bound to the port.")
     parser.add_argument("--certificate", type=Path)
     parser.add_argument("--private-key", type=Path)
     parser.add_argument("--keys", type=json.loads, default={}, help="Names of users and files of their public keys.")
@@ -352,7 +377,8 @@ def main() -> None:
         register_keys(state, {name: Path(path) for name, path in options.keys.items()})
         run_id = start_run(state)
         api = make_fleet_api(states, keys_only=bool(options.keys))
-        serve_fleet_api(api, options.host, options.port, options.certificate, options.private_key)
+        bound = None if options.socket is None else socket.socket(fileno=options.socket)
+        serve_fleet_api(api, options.host, options.port, options.certificate, options.private_key, bound=bound)
         context = Context(
             run_id=run_id,
             node_id=SUPERLINK_NODE_ID,

@@ -94,6 +94,20 @@ def free_port() -> int:
         return looking.getsockname()[1]
 
 
+def bind_free_port(host: str) -> tuple[int, int]:
+    """Bind a socket to a free port, for a child process that will listen on it.
+
+    Nothing listens yet, and no other program can take the port.
+
+    Returns:
+        The socket's file descriptor, which the caller closes, and the port.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as bound:
+        bound.bind((host, 0))
+        port = bound.getsockname()[1]
+        return bound.detach(), port
+
+
 def listens(address: str) -> bool:
     """Return whether a connection to ``HOST:PORT`` is accepted."""
     try:
@@ -115,6 +129,8 @@ class Service:
     log: Path
     environment: Mapping[str, str]
     say: Callable[[str], None]
+    descriptors: Sequence[int] = ()
+    """File descriptors that the child inherits."""
     starts: int = 0
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     _started: float = 0.0
@@ -142,6 +158,7 @@ class Service:
                 stderr=log,
                 env=self.environment,
                 start_new_session=True,
+                pass_fds=self.descriptors,
             )
         self._started = time.monotonic()
         self.starts += 1

@@ -6,6 +6,7 @@ A process that dies is started again: the coordinator resumes from its run folde
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -19,9 +20,9 @@ from comingle.transports.flower.processes import (
     LOOPBACK,
     Service,
     bare_host,
+    bind_free_port,
     ended_politely,
     environment,
-    free_port,
     join_address,
     last_line,
     listens,
@@ -51,7 +52,7 @@ class SuperLink:
         folder: The run folder.
         say: Gets one line for the operator.
         host: Address to listen on.
-        port: Port to listen on; 0 takes a free one.
+        port: Port to listen on; 0 binds a free one now, whose socket the process inherits each time it starts.
         certificates: Files for TLS.
         keys: Files of public keys by user; where there are any, no other client is let in.
         run_config: Settings of the coordinator.
@@ -70,6 +71,7 @@ class SuperLink:
     run_config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     app: str = SERVER_APP
     service: Service = field(init=False)
+    _socket: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.host = bare_host(self.host)
@@ -77,14 +79,23 @@ class SuperLink:
             what = f"listening on {self.host} without {'keys of users' if self.certificates else 'certificates'}"
             raise RecipeError(f"server: {what}; make some with --make-certificates, or use {LOOPBACK}")
         self.folder = self.folder.absolute()
-        self.port = self.port or free_port()
+        if not self.port:
+            self._socket, self.port = bind_free_port(self.host)
         self.service = Service(
             name="server",
             arguments=self._command,
             log=self.folder / FOLDER / "server.log",
             environment=environment(self.folder / FOLDER),
             say=self.say,
+            descriptors=() if self._socket is None else (self._socket,),
         )
+
+    def stop(self) -> None:
+        """End the process and release the port."""
+        self.service.stop()
+        if self._socket is not None:
+            os.close(self._socket)
+            self._socket, self.service.descriptors = None, ()
 
     @property
     def address(self) -> str:
@@ -115,6 +126,7 @@ class SuperLink:
         return [
             *(sys.executable, "-m", "comingle.transports.flower.fleet_server"),
             *("--host", self.host, "--port", str(self.port), "--app", self.app),
+            *(() if self._socket is None else ("--socket", str(self._socket))),
             *(word for name, path in files.items() for word in (name, str(path.absolute()))),
             *("--keys", json.dumps(keys)),
             *("--run-config", json.dumps({"out": str(self.folder), **self.run_config})),
@@ -178,4 +190,4 @@ def coordinate(link: SuperLink, beside: Callable[[], None] = lambda: None) -> No
                 beside()
                 time.sleep(_LOOK_SECONDS)
     finally:
-        link.service.stop()
+        link.stop()
