@@ -42,7 +42,7 @@ def windows_of(data: Int[Tensor, " tokens"] | Answers, context: int, most: int =
     return whole[torch.linspace(0, len(whole) - 1, min(most, len(whole))).long()]
 
 
-def show(windows: Int64[Tensor, "windows width"]) -> Int64[Tensor, "windows width"]:
+def show(windows: Int64[Tensor, "*batch width"]) -> Int64[Tensor, "*batch width"]:
     """Make every token a target but ``PAD``, as in training with ``data.loss_on: all``."""
     return torch.where(windows < PAD, hide(windows), windows)
 

@@ -44,9 +44,9 @@ FEWEST = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Halves:
-    """One run's training text: of each user the windows, ``(windows, width)``, and which of them are in."""
+    """One run's training data: of each user the windows, ``(windows, width)``, and which of them are in."""
 
-    windows: Sequence[Int[Tensor, "_ width"]]
+    windows: Sequence[Int[Tensor, "_ _"]]
     inside: Sequence[Bool[Tensor, " _"]]
 
     def of(self, number: int, user: UserData | UserAnswers) -> UserData | UserAnswers:
