@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import pytest
 
 from comingle.errors import RecipeError
 from comingle.methods import REGISTRY, make, settings_of
-from comingle.methods.base import Method
+from comingle.methods.base import Method, Placement
+from comingle.methods.client import MODEL, Client, alternating, joint
 from comingle.methods.fedavg import fedavg
+from comingle.methods.server import Mean
 from comingle.methods.settings import Range, allowed
 
 
@@ -68,3 +71,21 @@ def test_every_setting_has_a_range_that_its_default_lies_in(name: str) -> None:
         words, fits = ranges[key]
         assert fits(default), (name, key)
         assert words not in ("anything", "numbers", "whole numbers", "text"), (name, key)
+
+
+@pytest.mark.parametrize(
+    ("client", "place"),
+    [
+        (Client(phases=joint(routed=True)), "Client.phases[0]"),
+        (Client(phases=alternating("valid", 30, 1, accumulate=False)), "Client.phases[1]"),
+        (Client(phases=joint(routed=False), finetunes=True, tuning=joint(routed=True)), "Client.tuning[0]"),
+    ],
+)
+def test_a_phase_that_trains_a_router_needs_one_in_the_placement(client: Client, place: str) -> None:
+    method = Method(name="near", placement=Placement(specialists=1, shared=MODEL), client=client, server=Mean())
+    for made in (method, lambda: method):
+        with pytest.raises(RecipeError, match=r"Placement\(routed=True\)") as caught:
+            make(made)
+        assert place in str(caught.value)
+    routed = replace(method, placement=replace(method.placement, routed=True))
+    assert make(routed) == routed

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from comingle.adapters.inject import ROUTER
 from comingle.errors import PluginError, RecipeError
 from comingle.methods.base import Method
 from comingle.methods.centralized import centralized
+from comingle.methods.cohort import ROUTERS
 from comingle.methods.comigs import comigs, comigs_1g1s, comigs_1gxs, comigs_2g, comigs_2s, comigs_tr
 from comingle.methods.fedavg import fedavg
 from comingle.methods.local import local
@@ -100,7 +102,8 @@ def make(method: str | Method | Make, /, **settings: Any) -> Method:
     """A method with the given settings: of its name, or of the function that makes it; one that is made stays as it is.
 
     Raises:
-        RecipeError: an unknown method or setting, with the nearest known one, or a value out of range.
+        RecipeError: an unknown method or setting, with the nearest known one, a value out of range, or a phase that
+            trains a router that the placement does not have.
         PluginError: a plug-in that cannot be used.
     """
     constructor, name, known = _constructor(method), _called(method), settings_of(method)
@@ -116,7 +119,26 @@ def make(method: str | Method | Make, /, **settings: Any) -> Method:
     specialists = made.placement.specialists
     if made.placement.generalists + min((specialists,) if isinstance(specialists, int) else specialists) < 1:
         raise RecipeError(f"method {name}: generalists + specialists is 0 for some user; at least 1 expert is needed")
+    _require_router(name, made)
     return made
+
+
+def _require_router(name: str, made: Method) -> None:
+    """Check that there is a router where a phase trains one.
+
+    Raises:
+        RecipeError: a phase has the role "router" and the placement makes no router.
+    """
+    if made.placement.routed or made.placement.mixture is not None:
+        return
+    for kind, phases in (("phases", made.client.phases), ("tuning", made.client.tuning)):
+        for number, phase in enumerate(phases):
+            if phase.roles & ROUTERS:
+                raise RecipeError(
+                    f"method {name}: Client.{kind}[{number}] trains role {ROUTER!r}, which a placement without "
+                    f"routed=True does not have; set Placement(routed=True), or take {ROUTER!r} out of the phase "
+                    "(joint(routed=False))"
+                )
 
 
 def _constructor(method: str | Method | Make) -> Make:
