@@ -249,6 +249,26 @@ def test_the_card_of_a_model_of_texts_continues_one(tmp_path: Path, monkeypatch:
     assert 'model("Once upon a time", max_tokens=100)' in (tmp_path / "gguf" / "README.md").read_text()
 
 
+@pytest.mark.parametrize(("size", "eager"), [(96, False), (92, True)])
+def test_the_card_of_a_mixture_of_any_width_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, eager: bool
+) -> None:
+    base = load_base("random:llama", dtype="float32", device="cpu")
+    base.model.config.intermediate_size = size
+    AutoModelForCausalLM.from_config(base.model.config, dtype=torch.bfloat16).save_pretrained(tmp_path / "a-base")
+    assert base.tokenizer is not None
+    base.tokenizer.save_pretrained(tmp_path / "a-base")
+    texts = {name: [f"{name} counts {n} cats." for n in range(60)] for name in ("ada", "ben")}
+    recipe = {**SETTINGS, "runtime": {**SETTINGS["runtime"], "dtype": "bfloat16"}}
+    run = library.run(recipe, users=texts, base=str(tmp_path / "a-base"), method="comigs-1g1s")
+    run.user("ada").export(tmp_path / "ada")
+    card = (tmp_path / "ada" / "README.md").read_text()
+    assert "MixtralForCausalLM" in card
+    assert printed(code_of(card), tmp_path, monkeypatch)
+    config = json.loads((tmp_path / "ada" / "config.json").read_text())
+    assert config.get("experts_implementation") == ("eager" if eager else None)
+
+
 def test_the_code_of_every_card_is_python(chat: Any, tmp_path: Path) -> None:
     for number, (ada, format) in enumerate(
         (ada, format)

@@ -7,6 +7,7 @@ them, where they are mixed, and over which base. Nothing here knows methods by n
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from comingle.export.folders import CARD, check_target, written_whole
 from comingle.export.gguf import KINDS, why_no_gguf, write_gguf
 from comingle.export.networks import (
     SPARSE,
+    needs_eager_experts,
     plain_network,
     require_same,
     require_sparse,
@@ -44,6 +46,7 @@ from comingle.models.hardware import DTYPES
 from comingle.models.language import quiet_transformers
 from comingle.models.personal import PersonalModel
 from comingle.models.pretrained import PreTrainedModel
+from comingle.records import write_json
 
 FORMATS = ("transformers", "peft", "gguf", "merged-approximately")
 GGUF_FILE = "model.gguf"
@@ -172,6 +175,9 @@ def _approximate(source: Source, draft: Path, kind: str) -> _Made:
 def _save(source: Source, network: PreTrainedModel, draft: Path) -> None:
     network.generation_config = generation_of(source.model.base, source.about)
     network.save_pretrained(draft)
+    if needs_eager_experts(network.config):  # transformers reads this key of config.json and does not write it
+        path = draft / "config.json"
+        write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "experts_implementation": "eager"})
 
 
 def _tokenizer(source: Source) -> Any:

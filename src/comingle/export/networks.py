@@ -119,6 +119,16 @@ def require_same(
         )
 
 
+def needs_eager_experts(config: Any) -> bool:
+    """Return whether a sparse mixture has rows that grouped matrix products refuse.
+
+    ``torch.nn.functional.grouped_mm``, which transformers runs experts with by default, needs rows whose length is a
+    multiple of 16 bytes: of 8 numbers in bfloat16.
+    """
+    family = next((family for family in SPARSE.values() if family.model_type == config.model_type), None)
+    return family is not None and any(getattr(config, key) % 8 for key in ("hidden_size", family.width))
+
+
 def rounded(network: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """With parameters in ``dtype``; buffers such as rotary frequencies stay as they are."""
     for parameter in network.parameters():
