@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from inspect import getdoc
 from pathlib import Path
 from typing import Any, ClassVar
 
 import typer
-from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 from typer.utils import get_params_from_function
 
 from comingle import plugins
@@ -87,20 +87,35 @@ def _command(name: str, verb: Callable[..., Any], **settings: Any) -> Any:
     return made
 
 
-def _plugin_option() -> TyperOption:
-    """Return the option that loads methods of the user's own before a verb reads its other options."""
+def _plugin_option() -> Any:
+    """Return the option that loads a user's own methods before a command reads its other options."""
 
-    def load(context: Any, option: Any, paths: Sequence[str] | None) -> None:
+    def load(context: typer.Context, paths: list[Path] | None) -> None:
         if not paths or context.resilient_parsing:
             return
         from comingle.methods.files import load_file
 
         for path in paths:
-            load_file(Path(path))
+            load_file(path)
 
     told = "Load methods of your own from a Python file; may be repeated."
-    how = {"multiple": True, "expose_value": False, "is_eager": True, "callback": load}
-    return TyperOption(param_decls=["--plugin"], metavar="<file>", help=told, **how)
+    option = typer.Option(
+        None,
+        "--plugin",
+        metavar="<file>",
+        help=told,
+        expose_value=False,
+        is_eager=True,
+        callback=load,
+        show_default=False,
+    )
+
+    def command(plugin: list[Path] | None = option) -> None: ...
+
+    alone = typer.Typer(add_completion=False)
+    alone.command()(command)  # typer makes the option, whose class takes other arguments from version to version
+    (made,) = (p for p in typer.main.get_command(alone).params if "--plugin" in p.opts)
+    return made
 
 
 def _flowing(text: str) -> str:
