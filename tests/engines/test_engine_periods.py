@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.federation.direct import federated
 from tests.federation.tiny import one_base, tiny
 
+import comingle
 from comingle.engines import periods
 from comingle.engines.rounds import run_rounds
 from comingle.engines.settings import SHORTEST, Training
@@ -21,6 +23,7 @@ from comingle.recipes import parse_recipe
 from comingle.runs import api
 from comingle.transports.inprocess import InProcess
 
+SIZES = {"train": 2, "valid": 1, "test": 30}
 LONG = {"training.rounds": 12, "training.local_steps": 1}
 TRAINED = 12 * 3 * 2 * 16
 """Tokens of such a run of three users with two windows of 16."""
@@ -94,6 +97,37 @@ def test_more_than_a_tenth_is_said_once_with_what_to_set(federate: Any, caplog: 
     assert caplog.messages == [
         f"evaluation takes {share}% of the time of training; lower data.max_test_tokens or set evaluation.first: false"
     ]
+
+
+CHAT = [{"prompt": "One?", "response": f"Two {n}."} for n in range(30)]
+"""Conversations, of which hardly any are trained on."""
+
+
+@pytest.mark.parametrize(
+    ("sets", "options"),
+    [
+        (
+            {split: torch.utils.data.TensorDataset(torch.randn(n, 3), torch.randn(n, 1)) for split, n in SIZES.items()},
+            {"recipe": {"data": {"loss": "mse"}}, "base": lambda: torch.nn.Linear(3, 1)},
+        ),
+        (
+            {"train": CHAT[:2], "valid": CHAT[2:3], "test": CHAT},
+            {
+                "recipe": {"runtime": {"compile": False}, "adapters": {"rank": 1}},
+                "base": "random:llama?layers=1&dim=16&heads=2",
+            },
+        ),
+    ],
+)
+def test_advice_names_no_key_that_other_kinds_of_data_refuse(
+    caplog: pytest.LogCaptureFixture, sets: Any, options: Mapping[str, Any]
+) -> None:
+    periods._say.cache_clear()
+    recipe = {**options["recipe"], "training": {"rounds": 1, "batch_size": 2}}
+    with caplog.at_level(logging.WARNING, logger="comingle"):
+        comingle.run(recipe, base=options["base"], users={"ada": sets, "ben": sets}, method="fedavg")
+    (said,) = (line for line in caplog.messages if line.startswith("evaluation takes "))
+    assert said.endswith("; give less test data or set evaluation.first: false")
 
 
 def test_a_period_is_the_smallest_that_keeps_to_it() -> None:

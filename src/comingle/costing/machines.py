@@ -26,6 +26,7 @@ from comingle.kinds.base import kind_of
 from comingle.processes.launched import MEETING
 from comingle.processes.sharing import cores
 from comingle.recipes import Recipe
+from comingle.runs.settings import test_limit_of
 
 NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 
@@ -227,6 +228,7 @@ def _period(recipe: Recipe, found: Found, users: int, present: int, evaluated: i
         participation=present / users,
         evaluate_first=recipe.evaluation.first,
         select=recipe.evaluation.select,
+        test_limit=test_limit_of(recipe),
     )
     return period(training, [trainers, trained, scored * evaluated // trainers], users)
 

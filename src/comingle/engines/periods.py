@@ -56,11 +56,13 @@ def period(training: Training, amounts: Sequence[int], users: int) -> int:
     others = training.evaluate_first + (training.select == "best")  # whose models are scored once more
     every = max(SHORTEST, math.ceil(training.rounds / max(1, math.floor(room) - others)))
     if (count := others + math.ceil(training.rounds / every)) > room:
-        _say(float(100 * count * SHARE / room), " or set evaluation.first: false" if training.evaluate_first else "")
+        less = f"lower {training.test_limit}" if training.test_limit else "give less test data"
+        first = " or set evaluation.first: false" if training.evaluate_first else ""
+        _say(float(100 * count * SHARE / room), less + first)
     return every
 
 
 @cache
-def _say(percent: float, first: str) -> None:
-    """All methods of a comparison would say the same."""
-    logger.warning("evaluation takes %.0f%% of the time of training; lower data.max_test_tokens%s", percent, first)
+def _say(percent: float, advice: str) -> None:
+    """Log the share of evaluation once, however many methods of a comparison have it."""
+    logger.warning("evaluation takes %.0f%% of the time of training; %s", percent, advice)

@@ -100,6 +100,8 @@ class Training:
     users: tuple[str, ...] = ()
     sums: Sums | None = None
     aggregation: Aggregation | None = None
+    test_limit: str = ""
+    """Recipe key that limits each user's test data; empty where the kind of data has none."""
 
     @property
     def period(self) -> int:

@@ -63,10 +63,16 @@ def training_settings(recipe: Recipe, names: Sequence[str]) -> Training:
         select=recipe.evaluation.select,
         checkpoint_every=recipe.checkpoints.every,
         evaluate_users=recipe.evaluation.users,
+        test_limit=test_limit_of(recipe),
         privacy=privacy_of(recipe),
         aggregation=aggregation_of(recipe),
     )
     return with_sums(with_noise(training, make(recipe.method.name, **recipe.method.settings), names), names)
+
+
+def test_limit_of(recipe: Recipe) -> str:
+    """Return the recipe key that limits each user's test data; empty where the kind of data has none."""
+    return "data.max_test_tokens" if hasattr(recipe.data, "max_test_tokens") else ""
 
 
 def privacy_of(recipe: Recipe) -> Privacy | None:
