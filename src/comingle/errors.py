@@ -2,6 +2,7 @@
 
     ComingleError            a mistake a user can correct; the CLI prints its one line and exits with code 2
     ├── RecipeError          a recipe or a setting: unknown key, wrong type, value out of range
+    │   └── UnknownMethodError  no method of that name is known
     ├── DataError            a user's text: missing file, empty user, too little text, no validation set
     │   └── NoTextError      no text at all, or none of a split that was asked for
     ├── BaseModelError       the pretrained model: not found, unknown family, wrong dtype
@@ -35,6 +36,10 @@ class ComingleError(ValueError):
 
 class RecipeError(ComingleError):
     """A recipe or a setting is wrong."""
+
+
+class UnknownMethodError(RecipeError):
+    """No method of that name is known."""
 
 
 class DataError(ComingleError):

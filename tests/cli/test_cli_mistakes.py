@@ -259,7 +259,9 @@ def test_a_wrong_seed(comingle: Any, recipe_file: Path) -> None:
 
 
 def test_methods_knows_no_such_method(comingle: Any) -> None:
-    assert one_line(comingle("methods", "fedav")).startswith("method: no method 'fedav'. Did you mean 'fedavg'?")
+    said = one_line(comingle("methods", "fedav"))
+    assert said.startswith("method: no method 'fedav'. Did you mean 'fedavg'?")
+    assert said.endswith("; for a method of your own: --plugin FILE")
 
 
 def test_show_needs_a_finished_run(comingle: Any, recipe_file: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from comingle.cli.serve import serve
 from comingle.cli.server import server
 from comingle.cli.show import show
 from comingle.cli.verbs import Verbs
-from comingle.errors import ComingleError, lacks_memory
+from comingle.errors import ComingleError, UnknownMethodError, lacks_memory
 from comingle.processes.launched import speaks
 from comingle.terminal import printable
 
@@ -127,6 +127,8 @@ def main() -> None:
 
 def _line(error: Exception) -> str | None:
     """What is said of an error that a user can do something about; None of a mistake of ours."""
+    if isinstance(error, UnknownMethodError):
+        return f"{error}; for a method of your own: --plugin FILE"
     if isinstance(error, ComingleError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:  # the system's, not a library's

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from comingle.adapters.inject import ROUTER
-from comingle.errors import PluginError, RecipeError
+from comingle.errors import PluginError, RecipeError, UnknownMethodError
 from comingle.methods.base import Method
 from comingle.methods.centralized import centralized
 from comingle.methods.cohort import ROUTERS
@@ -144,7 +144,8 @@ def _require_router(name: str, made: Method) -> None:
 def _constructor(method: str | Method | Make) -> Make:
     if isinstance(method, str):
         if method not in REGISTRY:
-            raise RecipeError(f"method: no method {method!r}.{REGISTRY.hint(method)} Allowed: {', '.join(REGISTRY)}")
+            allowed_names = ", ".join(REGISTRY)
+            raise UnknownMethodError(f"method: no method {method!r}.{REGISTRY.hint(method)} Allowed: {allowed_names}")
         method = REGISTRY[method]
     if isinstance(method, Method):
         return lambda: method
