@@ -252,7 +252,7 @@ def test_data_reports_overlapping_documents(comingle: Any, recipe_file: Path) ->
     answer = comingle("data", recipe_file, "--set", f"data.users.dan={folder}")
     assert answer.code == 0
     assert re.search(
-        r"warning: user dan: \d of \d validation and \d of \d test documents also occur in the", answer.err
+        r"warning: user dan: \d of \d validation and \d of \d test documents are in the training text", answer.err
     )
 
 

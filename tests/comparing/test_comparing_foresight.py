@@ -83,7 +83,7 @@ def test_one_seed_and_text_that_is_tested_again_are_named() -> None:
     users = {"ada": {"train": texts, "valid": words(5, 20), "test": texts[:100]}, "ben": words(2, 200)}
     seed, again = told(users, (0,), **ENOUGH)
     assert seed.startswith("one seed gives no intervals")
-    assert again.startswith("user ada: 100 of 100 test documents also occur in the training text")
+    assert again.startswith("user ada: 100 of 100 test documents are in the training text, ")
 
 
 def test_it_is_said_before_anything_is_trained(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from comingle.cli.training import warn_overlaps
 from comingle.data.bad_rows import BadRowsError
 from comingle.errors import DataError, RecipeError
 from comingle.kinds.conversations.kind import section
@@ -43,6 +44,28 @@ def recipe_of(data: Mapping[str, Any], **changes: Any) -> Recipe:
 
 def read(data: Mapping[str, Any]) -> list[UserConversations]:
     return read_users(section(recipe_of(data)), 0)
+
+
+def test_a_common_system_message_is_no_overlap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    system = {"role": "system", "content": " ".join(f"rule{n}" for n in range(40))}
+    rows = [
+        {
+            "messages": [
+                system,
+                {"role": "user", "content": f"{n} and {n}?"},
+                {"role": "assistant", "content": f"{2 * n}"},
+            ]
+        }
+        for n in range(20)
+    ]
+    data = {"users": {"ada": {"train": str(write(tmp_path / "a.jsonl", rows[:10])), "test": str(tmp_path / "b.jsonl")}}}
+    write(tmp_path / "b.jsonl", rows[10:])
+    recipe = recipe_of(data, base=LONG, **{"training.context": 1024})
+    warn_overlaps(prepare(recipe))
+    assert capsys.readouterr().err == ""
+    write(tmp_path / "b.jsonl", rows[8:])
+    warn_overlaps(prepare(recipe))
+    assert "user ada: 0 of 1 validation and 2 of 12 test conversations are in the training" in capsys.readouterr().err
 
 
 def said(user: UserConversations, split: str) -> list[list[str]]:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from comingle.cli.options import default_folder, read_recipe
 from comingle.data.pack import LISTED
+from comingle.data.partition import REPEATED
 from comingle.errors import RankLostError
 from comingle.inputs import recorded_date
 from comingle.kinds.base import Materials
@@ -38,11 +39,11 @@ def warn_overlaps(materials: Materials) -> None:
     overlaps = materials.overlaps()
     told = [
         f"user {overlap.user}: {overlap.valid} of {overlap.valid_documents} validation and "
-        f"{overlap.test} of {overlap.test_documents} test documents also occur in the training text"
+        f"{overlap.test} of {overlap.test_documents} test {materials.documents} are {REPEATED}"
         for overlap in overlaps[:LISTED]
     ]
     if more := len(overlaps) - len(told):
-        told.append(f"so do such documents of {more} more users")
+        told.append(f"so are {materials.documents} of {more} more users")
     for line in told:
         errors.print(Text.assemble(("warning: ", "yellow"), words(line)), highlight=False, soft_wrap=True)
 

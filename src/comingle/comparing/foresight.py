@@ -7,6 +7,7 @@ from itertools import combinations
 from statistics import median
 
 from comingle.comparing import trials
+from comingle.data.partition import REPEATED
 from comingle.data.samples import SPLITS, Samples
 from comingle.errors import list_names
 from comingle.kinds.base import Materials
@@ -59,8 +60,8 @@ def foresee(recipe: Recipe, materials: Materials, seeds: Sequence[int], unit: st
     yield from _barely_read(recipe, materials, unit)
     for overlap in materials.overlaps():
         yield (
-            f"user {overlap.user}: {overlap.test} of {overlap.test_documents} test documents also occur in the "
-            "training text, so training alone will look better than it is"
+            f"user {overlap.user}: {overlap.test} of {overlap.test_documents} test {materials.documents} are "
+            f"{REPEATED}, so training alone will look better than it is"
         )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import UInt64
 
 from comingle.data.seeds import derive
-from comingle.data.shingles import hash_shingles, split_words
+from comingle.data.shingles import SHINGLE_WORDS, hash_shingles, split_words
 from comingle.errors import DataError, NoTextError, did_you_mean, list_names
 
 # A longer line is a paragraph or a minified file: a cut goes through it instead of around it.
@@ -30,6 +30,10 @@ class UserText:
     train: tuple[str, ...]
     valid: tuple[str, ...] = ()
     test: tuple[str, ...] = ()
+
+
+REPEATED = f"in the training text, whole or by more than half of their runs of {SHINGLE_WORDS} words"
+"""Phrase for messages about an :class:`Overlap`, behind "documents are"."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,6 +83,11 @@ class Materials:
             return self.users.part(self.here)
         return self.users if self.here is None else tuple(self.users[number] for number in self.numbers)
 
+    @property
+    def documents(self) -> str:
+        """Plural noun for what :attr:`texts` hold."""
+        return "conversations" if self.kind.name == "conversations" else "documents"
+
     def overlaps(self) -> list[Overlap]:
         """Users whose held-out documents also occur in their training text."""
         return [overlap for text in self.texts if (overlap := find_overlap(text)).total]

@@ -11,7 +11,7 @@ from comingle.data.bad_rows import BadRows
 from comingle.data.crowds import Crowd
 from comingle.data.names import name_problem
 from comingle.data.pack import Shortage, UserData, find_shortage, pack, too_short, with_validation
-from comingle.data.partition import Overlap, UserText, find_overlap
+from comingle.data.partition import REPEATED, Overlap, UserText, find_overlap
 from comingle.data.repeated import Repeated
 from comingle.data.rows import choose_users
 from comingle.data.sources import iterate_documents, no_texts, where_of
@@ -42,6 +42,9 @@ from comingle.store.turns import Some, Turns, in_turn
 
 class _OfLanguage:
     """What both have in common."""
+
+    documents = "documents"
+    """Plural noun for what users' data consists of."""
 
     def __init__(self, kind: Any, recipe: Recipe, base: Base, validates: bool):
         self.kind, self.recipe, self.base, self.validates = kind, recipe, base, validates
@@ -76,13 +79,13 @@ class _OfLanguage:
     def compare(self, text: UserText) -> None:
         """Take note of held-out documents that are trained on too."""
         if (overlap := find_overlap(text)).total:
-            self.overlaps.add(text.name, _told(overlap))
+            self.overlaps.add(text.name, _told(overlap, self.documents))
 
     def overlapping(self) -> list[str]:
         """What a run says of them."""
         if not self.overlaps.count:
             return []
-        return [f"{self.overlaps.count} users have held-out documents in their training text: {self.overlaps.told}"]
+        return [f"{self.overlaps.count} users have held-out {self.documents} {REPEATED}: {self.overlaps.told}"]
 
     def materials(self, users: Crowd, about: dict[str, Any]) -> Materials:
         """The base, and users who are read when they are asked for."""
@@ -94,9 +97,9 @@ class _OfLanguage:
         return {"skipped_rows": self.bad.skipped} if self.bad.skipped else {}
 
 
-def _told(overlap: Overlap) -> str:
+def _told(overlap: Overlap, documents: str) -> str:
     valid, test = f"{overlap.valid} of {overlap.valid_documents}", f"{overlap.test} of {overlap.test_documents}"
-    return f"{valid} validation and {test} test documents"
+    return f"{valid} validation and {test} test {documents}"
 
 
 class TextTurns(_OfLanguage, Turns[UserText]):
@@ -169,7 +172,7 @@ class TextTurns(_OfLanguage, Turns[UserText]):
 class ConversationTurns(_OfLanguage, Turns[UserConversations]):
     """Rows with messages, in the base's template."""
 
-    nothing, too_little = "conversations", "too few conversations"
+    nothing, too_little, documents = "conversations", "too few conversations", "conversations"
 
     def __init__(self, kind: ConversationsKind, recipe: Recipe, base: Base, validates: bool):
         super().__init__(kind, recipe, base, validates)

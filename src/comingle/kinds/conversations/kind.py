@@ -188,9 +188,14 @@ def section(recipe: Recipe) -> ConversationsSection:
 
 
 def as_text_of(user: UserConversations) -> UserText:
-    """What a user's conversations say, to find what is there twice."""
+    """Join the messages of each of a user's conversations, to find what is there twice.
+
+    System messages are left out: a user's conversations often share one.
+    """
     parts = {
-        split: tuple(" ".join(m["content"] for m in messages) for _, messages in getattr(user, split))
+        split: tuple(
+            " ".join(m["content"] for m in messages if m["role"] != "system") for _, messages in getattr(user, split)
+        )
         for split in SPLITS
     }
     return UserText(name=user.name, **parts)
