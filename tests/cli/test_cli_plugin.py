@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,8 +76,9 @@ def test_a_run_of_a_method_from_a_file_is_opened_with_the_file_alone(place: Path
     (place / "other/near.py").write_text(again)
     changed = comingle(place, "run", "run", "--resume", "--plugin", "other/near.py", "-q")
     assert changed.returncode == 0
-    assert "method 'near' of " in changed.stderr
-    assert "has changed since the run began" in changed.stderr
+    was, now = (hashlib.sha256((place / name).read_bytes()).hexdigest()[:8] for name in ("near.py", "other/near.py"))
+    assert changed.stderr.count("method 'near' has changed since the run began: ") == 1
+    assert f"{place}/other/near.py had sha256 {was}, now {now}" in changed.stderr
 
 
 @pytest.mark.slow
@@ -126,3 +129,23 @@ def test_a_file_that_cannot_be_used_is_one_line(place: Path, content: str | None
     assert found.returncode == 2
     assert said in found.stderr
     assert len(found.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_comparison_goes_on_after_its_file_has_changed(place: Path) -> None:
+    (place / "file").mkdir()
+    file = place / "file/near.py"
+    file.write_text(PLAIN)
+    words = ["compare", "recipe.yaml", "--plugin", str(file), "--methods", "near", "-q", "--out", "changes"]
+    assert comingle(place, *words, "--seeds", "0,1,2").returncode == 0
+    was = hashlib.sha256(file.read_bytes()).hexdigest()
+    for name in ("metrics.json", "checkpoints"):  # as where the third run was stopped before its first checkpoint
+        path = place / "changes/near-seed2" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    file.write_text(PLAIN + "\n# changed\n")
+    again = comingle(place, *words, "--seeds", "0,1,2", "--resume", "--jobs", "2")
+    assert again.returncode == 0, again.stderr
+    assert again.stderr.count("has changed since the run began") == 1
+    now = hashlib.sha256(file.read_bytes()).hexdigest()
+    kept = [json.loads((place / f"changes/near-seed{n}/plugins.json").read_text())["sha256"] for n in range(3)]
+    assert kept == [was, was, now]

@@ -29,6 +29,9 @@ from comingle.records import expand_home, write_json
 FILES = "COMINGLE_PLUGINS"
 """Environment variable by which other processes of the same command load the same files."""
 
+CHANGED = "COMINGLE_CHANGED_PLUGINS"
+"""Environment variable with the changes of files that processes of the same command have warned of, as WAS-NOW."""
+
 ORIGIN = "plugins.json"
 """In a run folder: the file that its method came from."""
 
@@ -36,6 +39,10 @@ _log = logging.getLogger(__name__)
 
 _loaded: dict[Path, list[str]] = {}
 """Files that this process has loaded, each with the names of its methods."""
+
+
+_SHOWN = 8
+"""Characters of a digest in messages."""
 
 
 def load_file(path: Path) -> list[str]:
@@ -83,8 +90,13 @@ def write_origin(folder: Path, method: str) -> None:
         write_json(folder / ORIGIN, {"method": method, "file": str(path), "sha256": _digest(path)})
 
 
-def check_origin(folder: Path, method: str) -> None:
+def check_origin(folder: Path, method: str, *, begun: bool = True) -> None:
     """Check that the method of a run folder is known here, and warn if its file has changed since.
+
+    Args:
+        folder: the run folder.
+        method: name of its method.
+        begun: whether the run has trained anything; there is no warning for one that has not.
 
     Raises:
         RunError: no such method; says which file it came from.
@@ -97,14 +109,23 @@ def check_origin(folder: Path, method: str) -> None:
         raise RunError(f"{path}: damaged ({error}); delete it and give --plugin FILE") from None
     if method in REGISTRY:
         now = _file_of(method)
-        if file and now is not None and _digest(now) != digest:
-            _log.warning("%s: method %r of %s has changed since the run began with %s", folder, method, now, file)
+        if file and now is not None and begun and _digest(now) != digest:
+            _warn_changed(method, now, digest[:_SHOWN], _digest(now)[:_SHOWN], folder)
         return
     hint = "where it is a method of your own, give --plugin FILE"
     if file:
         gone = "" if Path(file).is_file() else ", which is not there any more"
         hint = f"it came from {file}{gone}: give --plugin {file}"
     raise RunError(f"{folder}: no method {method!r} here; {hint}, or in Python comingle.load(FOLDER, method=...)")
+
+
+def _warn_changed(method: str, file: Path, was: str, now: str, folder: Path) -> None:
+    """Warn once per command that runs began with another version of a method's file."""
+    known = os.environ.get(CHANGED, "").split()
+    if (change := f"{was}-{now}") not in known:
+        os.environ[CHANGED] = " ".join([*known, change])
+        told = "%s: method %r has changed since the run began: %s had sha256 %s, now %s"
+        _log.warning(told, folder, method, file, was, now)
 
 
 def _run(path: Path, where: str) -> ModuleType:

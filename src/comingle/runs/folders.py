@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from comingle.engines.checksums import list_checkpoints
 from comingle.errors import RunError
 from comingle.inputs import INPUTS, Inputs, check_inputs, read_inputs, write_inputs
 from comingle.locks import HOLDER, LOCK, check_free, locked
@@ -65,6 +66,8 @@ def open_folder(folder: Path, recipe: Recipe, inputs: Inputs, *, resume: bool, f
         if resume:
             pooled = make(recipe.method.name, **recipe.method.settings).placement.pooled
             check_inputs(folder, read_inputs(folder), inputs, pooled=recipe.method.name if pooled else "")
+            if not _has_trained(folder):
+                write_origin(folder, recipe.method.name)
         else:
             _clear(folder)
             write_inputs(folder, inputs)
@@ -103,7 +106,12 @@ def check_recipe(folder: Path, recipe: Recipe) -> None:
         raise RunError(f"{folder}: nothing to resume, no recipe.yaml in it{hint}")
     if (was := load_recipe(folder)).fingerprint != recipe.fingerprint:
         raise RunError(f"{folder}: belongs to another recipe, {_difference(was, recipe)}; use another --out")
-    check_origin(folder, recipe.method.name)
+    check_origin(folder, recipe.method.name, begun=_has_trained(folder))
+
+
+def _has_trained(folder: Path) -> bool:
+    """Return whether a run to resume keeps something that its method has made."""
+    return (folder / "metrics.json").exists() or bool(list_checkpoints(folder))
 
 
 def as_begun(folder: Path, recipe: Recipe, *, resume: bool) -> Recipe:
