@@ -38,6 +38,10 @@ class Reporter(Protocol):
         """Tells what is being waited for, while it lasts."""
         ...
 
+    def say(self, line: str) -> None:
+        """Print one line."""
+        ...
+
     def watch(self, clients: Clients, title: str | None = None) -> Observer:
         """An observer of a run's events that tells of them; of one run at a time."""
         ...
@@ -150,6 +154,9 @@ class Silent:
         """Only waits."""
         yield
 
+    def say(self, line: str) -> None:
+        """Print nothing."""
+
     def watch(self, clients: Clients, title: str | None = None) -> Observer:
         """An observer that does nothing."""
         return lambda event: None
@@ -181,6 +188,10 @@ class Bars:
             yield
         finally:
             self._progress.remove_task(task)
+
+    def say(self, line: str) -> None:
+        """Print one line above the bars."""
+        self._progress.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
     def watch(self, clients: Clients, title: str | None = None) -> Observer:
         """A bar of its own for a run."""
@@ -246,7 +257,7 @@ class Lines:
     def waiting(self, message: str) -> Iterator[None]:
         """A line when it begins."""
         began = time.perf_counter()
-        self._say(message)
+        self.say(message)
         self._doing = lambda: f"still {message} after {about(time.perf_counter() - began)}"
         try:
             yield
@@ -270,17 +281,18 @@ class Lines:
                 loss = f"training loss {fmean(losses):.4g}" if losses else "nobody was drawn"
                 new = f" · {course.result}" if course.result != told else ""
                 told = course.result
-                self._say(f"{course.title} · round {event['round']}/{course.rounds} · {loss}{new}{course.left}")
+                self.say(f"{course.title} · round {event['round']}/{course.rounds} · {loss}{new}{course.left}")
             elif event["event"] == "end":
                 self._doing = None
-                self._say(f"{course.title} · done after {about(course.seconds)} · {course.result}")
+                self.say(f"{course.title} · done after {about(course.seconds)} · {course.result}")
 
         return take
 
     def clear(self) -> None:
         """Lines stay."""
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Print one line, with the time in front where lines are stamped."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ") if self._stamped else ""
         self._said_at = time.perf_counter()
         self._write(stamp + printable(line))
@@ -291,4 +303,4 @@ class Lines:
                 continue
             self._said_at = time.perf_counter()
             if (doing := self._doing) is not None:
-                self._say(doing())
+                self.say(doing())

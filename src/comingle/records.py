@@ -238,6 +238,11 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(finite(content), indent=2) + "\n")
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a number with its noun, which takes an s unless the number is 1."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def finite(value: Any) -> Any:
     """``value`` with every non-finite number replaced by None."""
     if isinstance(value, dict):

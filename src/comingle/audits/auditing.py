@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -12,15 +13,17 @@ from comingle.audits.inversion import invert
 from comingle.audits.membership import infer
 from comingle.audits.proving import least_epsilon
 from comingle.audits.replacing import epsilon_of_replacing
-from comingle.audits.shadows import Shadow, run_shadow, told_apart
-from comingle.audits.tokens import recover
+from comingle.audits.shadows import run_shadow, told_apart
+from comingle.audits.tokens import recover, token_factors
 from comingle.comparing.trials import shortened as in_rounds
+from comingle.engines.client import Clients
+from comingle.engines.events import Observer
 from comingle.errors import RunError
-from comingle.kinds.base import Materials
 from comingle.privacy.accounting import Release, release_of
-from comingle.progress import LOADING, Reporter
+from comingle.progress import LOADING, Reporter, about
 from comingle.recipes import Recipe
-from comingle.reports.audit import Audit, Proof, Recovery, exposure
+from comingle.records import plural
+from comingle.reports.audit import Audit, Proof, exposure
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
 from comingle.runs.session import prepare
@@ -60,14 +63,16 @@ def audit_run(
     with reporter.waiting(LOADING):
         materials = prepare(recipe, base=base, given=given)
     if run.recipe.data.kind == "samples":
-        inverted = invert(recipe, materials, lambda clients: [reporter.watch(clients, "one upload")])
+        runs = _Runs(reporter, 2, recipe, run.metrics)
+        inverted = invert(recipe, materials, runs.watch("one upload"))
         return Audit(**about, trials=0, proofs=[], members=[], inserted=[], absent=[], inversions=inverted)
-    recovers = run.recipe.data.kind == "text"
+    recovers = run.recipe.data.kind == "text" and bool(token_factors(run.federation.clients))
+    count = trials or math.ceil(COINS / len(run.users))
+    runs = _Runs(reporter, count + shadows + 2 * recovers, recipe, run.metrics)
     with reporter.waiting("telling training windows from others"):
         members = infer(run)
-    count = trials or math.ceil(COINS / len(run.users))
-    done = [_trial(recipe, materials, number, count, reporter) for number in range(count)]
-    compared = [_shadow(recipe, materials, number, shadows, reporter) for number in range(shadows)]
+    done = [run_trial(recipe, materials, number, runs.watch("canaries")) for number in range(count)]
+    compared = [run_shadow(recipe, materials, number, runs.watch("reference models")) for number in range(shadows)]
     exposures = [
         (inside, exposure(rank, REFERENCES)) for t in done for inside, rank in zip(t.inside, t.ranks, strict=True)
     ]
@@ -80,7 +85,7 @@ def audit_run(
         absent=[bits for inside, bits in exposures if not inside],
         shadows=shadows,
         shadowed=told_apart(run.users, compared),
-        recoveries=_recoveries(recipe, materials, reporter) if recovers else [],
+        recoveries=recover(recipe, materials, runs.watch("tokens of one upload")) if recovers else [],
     )
 
 
@@ -99,18 +104,34 @@ def _about(run: Run, recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _trial(recipe: Recipe, materials: Materials, number: int, count: int, reporter: Reporter) -> Trial:
-    title = f"canaries, run {number + 1} of {count}"
-    return run_trial(recipe, materials, number, lambda clients: [reporter.watch(clients, title)])
+class _Runs:
+    """Progress over all runs of an audit: announces how many there are, and numbers them as they begin.
 
+    Args:
+        reporter: where to print.
+        total: number of runs.
+        recipe: of the runs.
+        metrics: of the audited run, whose seconds per round estimate how long all of them take.
+    """
 
-def _shadow(recipe: Recipe, materials: Materials, number: int, count: int, reporter: Reporter) -> Shadow:
-    title = f"reference models, run {number + 1} of {count}"
-    return run_shadow(recipe, materials, number, lambda clients: [reporter.watch(clients, title)])
+    def __init__(self, reporter: Reporter, total: int, recipe: Recipe, metrics: Mapping[str, Any]):
+        self._reporter, self._total, self._begun = reporter, total, 0
+        self._began = time.perf_counter()
+        rounds = recipe.training.rounds
+        seconds = metrics.get("wall_seconds", 0.0) / max(1, metrics.get("rounds", 0)) * rounds * total
+        taking = f", about {about(seconds)} at the speed of the audited run" if seconds else ""
+        reporter.say(f"{plural(total, 'short run')} of {plural(rounds, 'round')}{taking}")
 
+    def watch(self, what: str) -> Callable[[Clients], list[Observer]]:
+        """Return what makes the observers of one or several runs, titled by number, attack and time left."""
 
-def _recoveries(recipe: Recipe, materials: Materials, reporter: Reporter) -> list[Recovery]:
-    return recover(recipe, materials, lambda clients: [reporter.watch(clients, "tokens of one upload")])
+        def begin(clients: Clients) -> list[Observer]:
+            done, self._begun = self._begun, self._begun + 1
+            rest = (time.perf_counter() - self._began) / max(1, done) * (self._total - done)
+            left = f" (all runs: about {about(rest)} left)" if done else ""
+            return [self._reporter.watch(clients, f"run {self._begun} of {self._total} · {what}{left}")]
+
+        return begin
 
 
 def check_audited(run: Run) -> None:

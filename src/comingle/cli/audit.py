@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from comingle.cli.options import Force, Quiet, out_option
+from comingle.errors import RecipeError
+
+
+def _few_or_none(context: Any, option: Any, value: int) -> int:
+    """Check the number of reference models, as a callback of click's.
+
+    Raises:
+        RecipeError: too few for any comparison.
+    """
+    if value:
+        from comingle.audits.shadows import FEWEST
+
+        if value < FEWEST:
+            raise RecipeError(f"--shadows: got {value}; allowed: 0, or a whole number from {FEWEST}")
+    return value
 
 
 def audit(
@@ -19,7 +34,13 @@ def audit(
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of each of them.")] = 3,
     shadows: Annotated[
-        int, typer.Option("--shadows", min=0, help="Runs with halves of users' data, for reference; 0: without.")
+        int,
+        typer.Option(
+            "--shadows",
+            min=0,
+            callback=_few_or_none,
+            help="Runs with halves of users' data, for reference, from 3; 0: without.",
+        ),
     ] = 8,
     out: Annotated[Path | None, out_option("Folder to write to (default: the run's).")] = None,
     force: Force = False,

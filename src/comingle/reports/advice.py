@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from comingle.records import MEASURES, measure_of
+from comingle.records import MEASURES, measure_of, plural
 from comingle.reports.series import Gain, spread
 from comingle.reports.significance import interval
 from comingle.tables.framing import Table
@@ -199,7 +199,7 @@ def paragraph(advice: Advice) -> str:
         said += _pairs_told(advice)
         said.append(f"The {advice.intervals} intervals of users hold together with 95%, and those of means too.")
     seeds = ", ".join(map(str, advice.seeds))
-    said.append(f"All is of runs of {advice.rounds} rounds with seeds {seeds}; longer ones may differ.")
+    said.append(f"All is of runs of {plural(advice.rounds, 'round')} with seeds {seeds}; longer ones may differ.")
     said += [
         f"{name}: the privacy budget was spent after {done} of {advice.rounds} rounds."
         for name, done in advice.stopped.items()

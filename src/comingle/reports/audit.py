@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+from comingle.records import plural
 from comingle.reports.significance import interval
 
 VIEWS = {"server": "the server, from uploads", "users": "other users, from what is published"}
@@ -155,8 +156,8 @@ def verdict(audit: Audit) -> list[str]:
         said.append("Tokens out of one upload were not attacked: that attack is for users with text.")
     also = f", the reference models of {audit.shadows} more" if audit.shadowed else ""
     said.append(
-        f"The canaries are of {audit.trials} runs of {audit.rounds} rounds made for this{also}, not of the run itself; "
-        "longer runs may leak more. An attack that fails shows nothing of better attacks."
+        f"The canaries are of {plural(audit.trials, 'run')} of {plural(audit.rounds, 'round')} made for this{also}, "
+        "not of the run itself; longer runs may leak more. An attack that fails shows nothing of better attacks."
     )
     return said
 

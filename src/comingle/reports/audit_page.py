@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from comingle.errors import RunError
-from comingle.records import write_json, write_text
+from comingle.records import plural, write_json, write_text
 from comingle.reports.audit import VIEWS, Audit, mean_told, reach_told, verdict
 from comingle.reports.series import interval
 from comingle.tables.framing import Table
@@ -94,7 +94,8 @@ def _sections(audit: Audit) -> dict[str, tuple[list[str], list[list[str]]]]:
     """The tables by title."""
     if audit.inversions:
         return {"inputs out of one upload; 95%": inversion_rows(audit)}
-    canaries = f"canaries: {audit.trials} runs, {audit.rounds} rounds; {audit.confidence:.0%}, delta {audit.delta:g}"
+    runs = f"{plural(audit.trials, 'run')}, {plural(audit.rounds, 'round')}"
+    canaries = f"canaries: {runs}; {audit.confidence:.0%}, delta {audit.delta:g}"
     members = f"training {audit.windows}, by the final shared model; 95%"
     found = {canaries: proof_rows(audit), members: member_rows(audit)}
     if audit.shadowed:
