@@ -18,6 +18,7 @@ from PIL import Image
 import comingle
 from comingle.errors import ComingleError, DataError, RecipeError, RunError
 from comingle.kinds.samples.folders import Look, read_folder
+from comingle.models.nets import NETS
 from comingle.models.personal_net import PersonalNet
 from comingle.recipes import Recipe, load_recipe
 from comingle.runs import api
@@ -482,6 +483,30 @@ def test_a_wrong_section_is_one_line(data: dict[str, Any], message: str) -> None
         Recipe(data=data)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "base"), [({}, lambda: torch.nn.Linear(4, 3)), ({"data": {"kind": "samples"}}, "net:linear")]
+)
+@pytest.mark.parametrize("as_splits", [False, True])
+def test_paths_in_the_place_of_samples_name_what_reads_them(
+    tmp_path: Path, recipe: dict[str, Any], base: Any, as_splits: bool
+) -> None:
+    path = str(tmp_path / "ada")
+    data = {"train": path, "test": path} if as_splits else path
+    with pytest.raises(DataError) as error:
+        comingle.run(recipe, users={"ada": data}, base=base, method="fedavg")
+    message = str(error.value)
+    assert message.startswith(f"users: 'ada' is a path ({path!r})")
+    assert "data={'kind': 'samples', 'users': {'ada': " in message
+    assert "\n" not in message
+
+
+def test_a_registered_net_trains_on_files(tmp_path: Path) -> None:
+    np.savez(tmp_path / "ada.npz", inputs=np.zeros((9, 4), "float32"), targets=np.arange(9) % 3)
+    NETS.register("of-the-test", lambda shape, outputs: torch.nn.Linear(shape[0], outputs))
+    recipe = {"data": {"kind": "samples", "users": {"ada": str(tmp_path / "ada.npz")}}, "training": {"rounds": 1}}
+    assert comingle.run(recipe, base="net:of-the-test", method="local").users == ["ada"]
 
 
 @pytest.mark.parametrize("given", ["base", "loss"])

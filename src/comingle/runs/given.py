@@ -35,6 +35,7 @@ Loss = Callable[..., Tensor]
 """Of outputs and targets, one number a sample."""
 
 HANDED_OVER = "users: a program handed them over, so nothing says where they are; give users={...} again, in Python"
+_REGISTERED = "base='net:NAME' of a net that comingle.models.nets.NETS.register(NAME, FUNCTION) has registered"
 _BASES = "a name, (model, tokenizer) of transformers, or a function that makes an nn.Module"
 
 
@@ -66,8 +67,9 @@ class Given:
         self.check_base(recipe)
         for name, function in {"base": self.net, "loss": self.loss}.items():
             if function is not None and self.users is None:
+                registered = f", or {_REGISTERED}" if name == "base" else ""
                 raise RecipeError(
-                    f"{name}: got a function, for users who are read; allowed: beside users={{...}} alone"
+                    f"{name}: got a function, for users who are read; allowed: beside users={{...}} alone{registered}"
                 )
 
     def check_base(self, recipe: Recipe) -> None:
@@ -130,9 +132,10 @@ def recipe_with(
         RecipeError: something in it is wrong.
         DataError: the users are of no kind, or of several.
     """
+    nets = given.net is not None
 
     def marked(content: Any) -> Any:
-        content = _with_users(content, given.users, changes) if given.users is not None else content
+        content = _with_users(content, given.users, changes, nets=nets) if given.users is not None else content
         if given.net is not None and isinstance(content, Mapping):  # which is in the place of one by name
             return {key: value for key, value in content.items() if key != "base"}
         return content
@@ -146,7 +149,7 @@ def recipe_with(
         read = parse_recipe(marked(content))
     name = base if isinstance(base, str) else GIVEN if given.loaded is not None else None
     if given.users is not None and "data" in changes:  # whose options it may replace, and not who they are
-        changes = {**changes, **_with_users({"data": changes["data"]}, given.users, changes)}
+        changes = {**changes, **_with_users({"data": changes["data"]}, given.users, changes, nets=nets)}
     named = {"base": name, "method": method}
     changed = {**{key: value for key, value in named.items() if value is not None}, **merged(read, changes)}
     return read.with_changes(changed) if changed else read
@@ -182,13 +185,31 @@ _NAMES = ("name", "rule", "mechanism", "kind", "users", "dataset", "task", "ques
 """Keys that decide on what the others of their section mean."""
 
 
-def _with_users(content: Any, users: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
+def _refuse_paths(users: Mapping[str, Any]) -> None:
+    """Refuse paths in the place of samples.
+
+    Raises:
+        DataError: a user's data is a path, or a mapping of splits to paths; says how folders are read.
+    """
+    for name, data in users.items() if isinstance(users, Mapping) else ():
+        path = next(iter(data.values()), None) if isinstance(data, Mapping) else data
+        if isinstance(path, str | Path):
+            raise DataError(
+                f"users: {name!r} is a path ({str(path)!r}), and samples are handed over as a torch Dataset or a pair "
+                f"of arrays; to read folders, put data={{'kind': 'samples', 'users': {{{name!r}: {str(path)!r}}}}} in "
+                f"the recipe, and give {_REGISTERED}"
+            )
+
+
+def _with_users(content: Any, users: Mapping[str, Any], changes: Mapping[str, Any], *, nets: bool) -> Any:
     """A recipe's content whose ``data`` keeps its options, and says of the users that they are given; of which kind
-    they are is told by the options as they will be."""
+    they are is told by the options as they will be. With ``nets`` they train nets."""
     if not isinstance(content, Mapping) or not isinstance(data := content.get("data") or {}, Mapping):
         return content
     options = changes["data"] if isinstance(changes.get("data"), Mapping) else data
     named = {key.removeprefix("data."): value for key, value in changes.items() if key.startswith("data.")}
+    if nets or {**options, **named}.get("kind") == "samples":
+        _refuse_paths(users)
     kind = section_for(users, {**options, **named})
     elsewhere = {"users", "dataset", *load_section(kind).marks}
     options = {key: value for key, value in data.items() if key not in elsewhere}
