@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from comingle.data.samples import SampleBank, Samples, UserSamples, bank_of
 from comingle.data.seeds import generator
 from comingle.errors import RecipeError
-from comingle.evaluation.losses import CROSS_ENTROPY, LOSSES, MSE, find_loss
-from comingle.evaluation.samples import SampleScore, score_samples
+from comingle.evaluation.losses import CROSS_ENTROPY, LOSSES, MSE, SampleScore, find_loss
+from comingle.evaluation.samples import score_samples
 
 COUNTS = (7, 1, 33, 64, 12, 20)
 CLASSES = 5

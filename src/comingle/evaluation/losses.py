@@ -97,3 +97,25 @@ def find_loss(named: str | Loss | LossFunction, *, classes: bool) -> Loss:
         raise PluginError(f"loss {name!r}: got {type(found).__name__}; allowed: a function of outputs and targets")
     function: Any = found
     return Loss(name=name, function=function, classes=classes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleScore:
+    """A user's mean loss over ``samples`` samples, in nats for classes; accuracy is in [0, 1], None for a regression.
+
+    Both are NaN without samples.
+    """
+
+    mean_loss: float
+    accuracy: float | None
+    samples: int
+
+    expert_scores = ()
+    """There are no experts."""
+
+    @property
+    def measures(self) -> dict[str, float]:
+        """What is reported; the first is what models are compared by."""
+        return (
+            {"loss": self.mean_loss} if self.accuracy is None else {"accuracy": self.accuracy, "loss": self.mean_loss}
+        )

@@ -12,32 +12,10 @@ from torch import Tensor
 
 from comingle.data.batches import PAD
 from comingle.data.samples import SampleBank
-from comingle.evaluation.losses import Loss
+from comingle.evaluation.losses import Loss, SampleScore
 
 Forward = Callable[[Sequence[int], Float[Tensor, "slots batch *shape"]], Float[Tensor, "slots batch outputs"]]
 """Outputs for inputs; slot s uses the model of user ``rows[s]``. A user may hold several slots."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleScore:
-    """A user's mean loss over ``samples`` samples, in nats for classes; accuracy is in [0, 1], None for a regression.
-
-    Both are NaN without samples.
-    """
-
-    mean_loss: float
-    accuracy: float | None
-    samples: int
-
-    expert_scores = ()
-    """There are no experts."""
-
-    @property
-    def measures(self) -> dict[str, float]:
-        """What is reported; the first is what models are compared by."""
-        return (
-            {"loss": self.mean_loss} if self.accuracy is None else {"accuracy": self.accuracy, "loss": self.mean_loss}
-        )
 
 
 @torch.no_grad()

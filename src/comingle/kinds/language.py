@@ -13,16 +13,15 @@ from comingle.adapters.lora import lora_scale
 from comingle.adapters.settings import AdapterSettings, Targets
 from comingle.data.samples import SPLITS
 from comingle.engines.state import NEEDS_CLUSTERS
-from comingle.errors import DataError, RecipeError
+from comingle.errors import RecipeError
 from comingle.methods.base import Method
 from comingle.models.adapted import AdaptedModel, adapt
-from comingle.models.base import Base
+from comingle.models.base import Base, tokenizer_of
 from comingle.models.ensembles import EnsembleModel, ensemble
 from comingle.models.hardware import require_room
 from comingle.models.language import backbone
 from comingle.models.mixed import MixedLanguageModel, mix_language_model
 from comingle.models.model import Model
-from comingle.models.pretrained import PreTrainedTokenizerBase
 from comingle.plugins import require
 from comingle.recipes import Recipe
 from comingle.trees import BASE
@@ -39,17 +38,6 @@ NETS = "net:"
 ADAPTOR_SETS = "adaptor sets"
 
 _FOR_NETS = "nets are for users with samples (data.kind: samples)"
-
-
-def tokenizer_of(base: Base) -> PreTrainedTokenizerBase:
-    """The base's tokenizer.
-
-    Raises:
-        DataError: it has none.
-    """
-    if base.tokenizer is None:
-        raise DataError(f"base {base.name}: no tokenizer in it, so text cannot become tokens")
-    return base.tokenizer
 
 
 def require_rows(base: Base, user: Any) -> None:

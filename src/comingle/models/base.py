@@ -145,3 +145,14 @@ def digests_of(base: Base | None) -> dict[str, str]:
     if base is None:
         return {"base": "", "tokenizer": ""}
     return {"base": base.digest, "tokenizer": digest_tokenizer(base.tokenizer)}
+
+
+def tokenizer_of(base: Base) -> PreTrainedTokenizerBase:
+    """Return the base model's tokenizer.
+
+    Raises:
+        DataError: it has none.
+    """
+    if base.tokenizer is None:
+        raise DataError(f"base {base.name}: no tokenizer in it, so text cannot become tokens")
+    return base.tokenizer

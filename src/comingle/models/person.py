@@ -11,9 +11,9 @@ from torch import Tensor
 
 from comingle.data.templates import Message
 from comingle.errors import DataError
+from comingle.evaluation.losses import SampleScore
 from comingle.evaluation.perplexity import Score
 from comingle.evaluation.routing import Routing
-from comingle.evaluation.samples import SampleScore
 from comingle.models.about import Exported
 from comingle.models.pretrained import PreTrainedModel
 

@@ -14,8 +14,8 @@ from comingle.adapters.clustered import FloralModel
 from comingle.data.arrays import read_samples
 from comingle.data.samples import SampleBank, Samples
 from comingle.errors import DataError
-from comingle.evaluation.losses import MSE, Loss
-from comingle.evaluation.samples import SampleScore, score_samples
+from comingle.evaluation.losses import MSE, Loss, SampleScore
+from comingle.evaluation.samples import score_samples
 from comingle.models.copying import own_copy
 from comingle.models.hardware import torch_defaults
 from comingle.models.person import Personal

@@ -29,10 +29,10 @@ from comingle.kinds.conversations.reading import (
     parted,
     wanted_users,
 )
-from comingle.kinds.language import require_rows, rows_key, tokenizer_of
+from comingle.kinds.language import require_rows, rows_key
 from comingle.kinds.text.kind import TextKind
 from comingle.kinds.text.reading import check_limits, limits_of, options_of, split_group, user_readers
-from comingle.models.base import Base
+from comingle.models.base import Base, tokenizer_of
 from comingle.models.digests import digest_tokenizer
 from comingle.recipes import Recipe
 from comingle.store.grouping import Spool

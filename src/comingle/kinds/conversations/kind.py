@@ -31,10 +31,11 @@ from comingle.kinds.conversations.reading import (
 )
 from comingle.kinds.conversations.rows import Columns
 from comingle.kinds.conversations.section import ConversationsSection
-from comingle.kinds.language import language_model, require_rows, tokenizer_of
+from comingle.kinds.language import language_model, require_rows
 from comingle.kinds.text.kind import LanguageKind, anybody_validates
 from comingle.methods import make
 from comingle.methods.base import Method
+from comingle.models.base import tokenizer_of
 from comingle.models.model import Model
 from comingle.recipes import Recipe
 

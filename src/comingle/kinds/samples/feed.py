@@ -20,18 +20,16 @@ from comingle.engines.passes import PassFeed
 from comingle.engines.settings import Training
 from comingle.engines.training import Portions
 from comingle.errors import DataError
-from comingle.evaluation.losses import Loss
+from comingle.evaluation.losses import Loss, SampleScore
 from comingle.evaluation.perplexity import Gates
-from comingle.evaluation.samples import SampleScore, score_samples
+from comingle.evaluation.samples import score_samples
+from comingle.kinds.samples.population import Augment
 from comingle.methods.client import Phase, Stream
 
 COLUMNS_PER_PASS = 2**26
 """How many parameters, over all users, are stepped at once by default: their gradients and copies need memory."""
 
 SCORED_PER_SLOT = 512
-
-Augment = Callable[[Sequence[int], Tensor, torch.Generator], Tensor]
-"""Changes train inputs ``(users, batch, ...)`` of the given users at random."""
 
 
 class SampleFeed(PassFeed):

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from comingle.data.samples import UserSamples
 from comingle.evaluation.losses import Loss, find_loss
-from comingle.kinds.samples.feed import Augment
+
+Augment = Callable[[Sequence[int], Tensor, torch.Generator], Tensor]
+"""Changes train inputs ``(users, batch, ...)`` of the given users at random."""
 
 MakeNet = Callable[..., nn.Module]
 """A net of no arguments, or of the shape of one input and the number of outputs."""

@@ -15,8 +15,8 @@ from comingle.data.repeated import Repeated, warn_same_files
 from comingle.data.rows import list_names
 from comingle.data.sources import read_dataset, read_documents
 from comingle.errors import DataError, NoTextError, RecipeError, did_you_mean
-from comingle.kinds.language import tokenizer_of
 from comingle.kinds.text.section import DatasetSource, TextSection, UserSource
+from comingle.models.base import tokenizer_of
 from comingle.models.language import Base
 from comingle.recipes import SplitSection
 

@@ -7,8 +7,7 @@ from typing import Any, cast
 
 from comingle.kinds.base import LoadBase, Materials
 from comingle.kinds.conversations.kind import AnswersKind, as_steps
-from comingle.kinds.language import tokenizer_of
-from comingle.models.base import Base
+from comingle.models.base import Base, tokenizer_of
 from comingle.papers.questions.section import QuestionsDataSection, QuestionsSection
 from comingle.papers.questions.sets import QUESTIONS, choose_languages, make_questions
 from comingle.papers.questions.turns import QuestionTurns

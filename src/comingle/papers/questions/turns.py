@@ -12,8 +12,8 @@ from comingle.data.templates import Encoded
 from comingle.errors import DataError
 from comingle.kinds.base import Kind, Materials
 from comingle.kinds.conversations.answers import Question, UserAnswers, check_answers, encode
-from comingle.kinds.language import require_rows, rows_key, tokenizer_of
-from comingle.models.base import Base
+from comingle.kinds.language import require_rows, rows_key
+from comingle.models.base import Base, tokenizer_of
 from comingle.models.digests import digest_tokenizer
 from comingle.papers.questions.section import QuestionsSection
 from comingle.papers.questions.sets import (

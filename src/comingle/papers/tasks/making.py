@@ -24,8 +24,7 @@ from torch import Tensor
 from comingle.data.hub import FOLDER_VARIABLE
 from comingle.data.samples import UserSamples, check
 from comingle.errors import DataError, RecipeError, did_you_mean
-from comingle.kinds.samples.feed import Augment
-from comingle.kinds.samples.population import Population
+from comingle.kinds.samples.population import Augment, Population
 from comingle.papers.tasks import transforms
 from comingle.papers.tasks.holding import check_labels, hold_out_valid
 from comingle.papers.tasks.images import Images, check_images, has_images, read_domains, read_images
