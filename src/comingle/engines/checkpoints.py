@@ -35,7 +35,9 @@ STATE, SERVER = "state.safetensors", "server.safetensors"
 OF_SERVER = "server/"
 """So begin the names of what the server keeps."""
 
-_ROWS, _SERVER, _BEST = "user/", OF_SERVER, "best/"
+_ROWS = "user/"
+_SERVER = OF_SERVER
+_BEST = "best/"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,9 @@ from comingle.engines.clock import Federation
 from comingle.engines.state import State, Stored
 from comingle.trees import Layout, Tree, flatten
 
-_ROWS, _BEST, _BEST_ROUND = "user/", "best/", "best/round"
+_ROWS = "user/"
+_BEST = "best/"
+_BEST_ROUND = "best/round"
 
 
 def shard_file(number: int, count: int) -> str:

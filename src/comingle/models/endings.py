@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
 
 from comingle.data.templates import ChatTemplate
 from comingle.errors import DataError
 from comingle.models.about import About
 from comingle.models.base import Base
+from comingle.models.pretrained import GenerationConfig
 from comingle.models.sampling import as_tuple
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
-else:
-    GenerationConfig = object  # as in comingle.models.base
 
 CONVERSATIONS = "conversations"
 

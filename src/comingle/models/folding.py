@@ -8,8 +8,9 @@ from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+
+from comingle.models.pretrained import PreTrainedModel
 
 Wide = Float[Tensor, "rows heads places width"]
 """A row is a text of one of a user's models: users, models and texts in this order."""

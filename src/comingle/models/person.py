@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 from torch import Tensor
 
@@ -15,12 +15,7 @@ from comingle.evaluation.losses import SampleScore
 from comingle.evaluation.perplexity import Score
 from comingle.evaluation.routing import Routing
 from comingle.models.about import Exported
-from comingle.models.pretrained import PreTrainedModel
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
-else:
-    GenerationConfig = object  # as in comingle.models.base
+from comingle.models.pretrained import GenerationConfig, PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

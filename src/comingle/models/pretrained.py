@@ -10,12 +10,12 @@ import torch
 from comingle.errors import BaseModelError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 else:
     # What a runtime type checker sees.
-    PreTrainedModel, PreTrainedTokenizerBase = torch.nn.Module, object
+    GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase = object, torch.nn.Module, object
 
-__all__ = ["PreTrainedModel", "PreTrainedTokenizerBase", "require_docstrings"]
+__all__ = ["GenerationConfig", "PreTrainedModel", "PreTrainedTokenizerBase", "require_docstrings"]
 
 
 def require_docstrings() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich import table as rich_table
 
 from comingle.records import PARTICIPANTS, number
 from comingle.tables.crowds import MOST_ROWS
@@ -18,7 +18,7 @@ from comingle.terminal import words
 _STYLES = {"here": "green", "away": "red", "expected": "dim"}
 
 
-def render_participants(folder: Path, *, everybody: bool = False) -> Table:
+def render_participants(folder: Path, *, everybody: bool = False) -> rich_table.Table:
     """Who is in, in which round, last seen when, bytes, and what users tell of losses and scores; those first who fail.
 
     Where the recipe has them also epsilon, and how much of the last upload of each counted.
@@ -28,7 +28,7 @@ def render_participants(folder: Path, *, everybody: bool = False) -> Table:
     content = _read(folder)
     users: Mapping[str, Mapping[str, Any]] = content.get("users", {})
     measure = content.get("measure") or "test"
-    table = Table("user", "", title=_title(content), title_justify="left", box=None)
+    table = rich_table.Table("user", "", title=_title(content), title_justify="left", box=None)
     more = [
         *(["epsilon"] if "privacy" in content else []),
         *(["counted"] if any(user.get("counted") is not None for user in users.values()) else []),

@@ -56,11 +56,12 @@ from flwr.superlink.grid import HttpGrid
 from flwr.superlink.routers.fleet.node_auth import NodeAuthMiddleware
 from flwr.superlink.routers.fleet.router import router as fleet_router
 from flwr.superlink.servicer.runtime import runtime_handlers
+from starlette import types
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from comingle.errors import ComingleError, RecipeError
 from comingle.transports.flower.app_bundle import APP_ID, APP_VERSION, DIGEST, UNKNOWN_KEY, build_bundle
@@ -164,7 +165,7 @@ class Gate:
         """Hand the request on; cut a body that turns out longer than its header says or than is allowed."""
         left = _max_body_bytes(scope)
 
-        async def bounded() -> Message:
+        async def bounded() -> types.Message:
             nonlocal left
             message = await receive()
             left -= len(message.get("body", b""))
