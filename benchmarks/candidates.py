@@ -38,7 +38,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from comingle.adapters.inject import ATTENTION, GENERALIST, ROUTER
 from comingle.adapters.lora import init_zero
 from comingle.data.batches import PAD, evaluation_windows
 from comingle.data.pack import UserData
@@ -56,7 +55,7 @@ from comingle.models.model import Model
 from comingle.routers.mixtures import mix_losses
 from comingle.runs.results import Run
 from comingle.runs.session import build, prepare
-from comingle.trees import Layout, Slot, Tree
+from comingle.trees import ATTENTION, GENERALIST, ROUTER, Layout, Slot, Tree
 
 BATCH = 16
 GATE, SPEED = "attention.gate", 10.0

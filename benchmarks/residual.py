@@ -23,7 +23,6 @@ import comingle
 import torch
 from torch import Tensor
 
-from comingle.adapters.inject import GENERALIST, SPECIALIST
 from comingle.engines.client import Clients
 from comingle.engines.local import settle, train
 from comingle.engines.scoring import Scorer
@@ -31,7 +30,7 @@ from comingle.engines.steps import Held
 from comingle.models.ensembles import EnsembleModel
 from comingle.routers.mixtures import mix_losses
 from comingle.runs.results import Run
-from comingle.trees import Tree
+from comingle.trees import GENERALIST, SPECIALIST, Tree
 
 
 @dataclass(frozen=True, kw_only=True)

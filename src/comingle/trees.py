@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+ATTENTION, GENERALIST, SPECIALIST, ROUTER = "attention", "generalist", "specialist", "router"
+EXPERT_ROLES = (ATTENTION, GENERALIST, SPECIALIST)
 BASE, ADAPTOR, STATISTICS = "base", "adaptor", "statistics"
 """Roles beside those of experts: a trained base, a client-level mixture's components, batch norm's running statistics.
 """

@@ -23,10 +23,7 @@ from comingle.adapters.settings import AdapterSettings, Targets
 from comingle.errors import BaseModelError, RecipeError
 from comingle.routers.settings import Gating
 from comingle.routers.token import init_router
-from comingle.trees import Layout, Slot, Tree
-
-ATTENTION, GENERALIST, SPECIALIST, ROUTER = "attention", "generalist", "specialist", "router"
-EXPERT_ROLES = (ATTENTION, GENERALIST, SPECIALIST)
+from comingle.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Layout, Slot, Tree
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from comingle.adapters.inject import GENERALIST, ROUTER, SPECIALIST, Adapters
-from comingle.trees import Tree
+from comingle.adapters.inject import Adapters
+from comingle.trees import GENERALIST, ROUTER, SPECIALIST, Tree
 
 
 def routed(adapters: Adapters) -> bool:

@@ -9,7 +9,6 @@ from typing import cast
 import torch
 
 from comingle.adapters.clustered import FloralModel, floral, roles
-from comingle.adapters.inject import ROUTER
 from comingle.adapters.lora import init_zero, lora_scale
 from comingle.data.crowds import names_of
 from comingle.engines.client import Clients
@@ -27,7 +26,7 @@ from comingle.models.stacked import StackedModel
 from comingle.recipes import Recipe
 from comingle.runs.settings import training_settings
 from comingle.transports.inprocess import InProcess, federate
-from comingle.trees import ADAPTOR, Layout, Slot
+from comingle.trees import ADAPTOR, ROUTER, Layout, Slot
 
 
 def bare_nets(recipe: Recipe, population: Population, everybody: Sequence[str] | None = None) -> InProcess:

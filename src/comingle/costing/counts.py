@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from comingle.adapters.inject import ATTENTION, GENERALIST, ROUTER, SPECIALIST
 from comingle.adapters.lora import base_weight
 from comingle.adapters.residual import IN, OUT
 from comingle.costing.flops import Block, Flops, Linear, backward, forward
@@ -19,6 +18,7 @@ from comingle.engines.client import Clients
 from comingle.methods.client import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.transports.inprocess import InProcess
+from comingle.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST
 
 ROLES = (ATTENTION, GENERALIST, SPECIALIST, ROUTER)
 

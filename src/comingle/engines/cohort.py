@@ -11,7 +11,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from comingle.adapters.inject import ROUTER
 from comingle.data.batches import PAD
 from comingle.engines.members import Members
 from comingle.engines.optimizers import learning_rate
@@ -21,7 +20,7 @@ from comingle.engines.sweeps import Losses, TrainSweep
 from comingle.engines.training import cohorts
 from comingle.methods.client import Phase
 from comingle.routers.mixtures import Powers
-from comingle.trees import CLIENT_ROUTER, Tree, assign
+from comingle.trees import CLIENT_ROUTER, ROUTER, Tree, assign
 
 
 @dataclass(kw_only=True)

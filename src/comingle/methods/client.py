@@ -12,10 +12,9 @@ from typing import ClassVar
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.adapters.inject import ATTENTION, EXPERT_ROLES, GENERALIST, ROUTER
 from comingle.methods.cohort import ROUTERS, Cohort, Phase, Stream
 from comingle.methods.server import Reported
-from comingle.trees import BASE, STATISTICS, Tree
+from comingle.trees import ATTENTION, BASE, EXPERT_ROLES, GENERALIST, ROUTER, STATISTICS, Tree
 
 MODEL = frozenset({ATTENTION, GENERALIST, BASE, STATISTICS})
 """All of a model that travels: LoRA beside a frozen base, or a net with its running statistics."""

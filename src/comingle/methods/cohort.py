@@ -12,9 +12,8 @@ from typing import Literal
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.adapters.inject import ROUTER
 from comingle.routers.mixtures import Powers
-from comingle.trees import Tree
+from comingle.trees import ROUTER, Tree
 
 Stream = Literal["train", "valid"]
 

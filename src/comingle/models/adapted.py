@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from comingle.adapters import kernels, native, watching
-from comingle.adapters.inject import ATTENTION, ROUTER, Adapters, ExpertCounts, inject
+from comingle.adapters.inject import Adapters, ExpertCounts, inject
 from comingle.adapters.layouts import decoder_layers
 from comingle.adapters.settings import AdapterSettings
 from comingle.data.batches import PAD, hide, inputs_of, prompt_ends
@@ -33,7 +33,7 @@ from comingle.models.pretrained import PreTrainedModel
 from comingle.models.quantised import giving_back, packed_parameters
 from comingle.plugins import require
 from comingle.routers.settings import Gating
-from comingle.trees import Layout, Tree
+from comingle.trees import ATTENTION, ROUTER, Layout, Tree
 
 Windows = Int[Tensor, "users batch window"]
 """Tokens, one more in each window than are predicted."""

@@ -9,10 +9,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from comingle.adapters.clustered import FloralModel, initialisers, roles
-from comingle.adapters.inject import GENERALIST, ROUTER, SPECIALIST
 from comingle.adapters.lora import init_zero
 from comingle.models.gated import GatedPair, place
-from comingle.trees import ADAPTOR, BASE, CLIENT_ROUTER, STATISTICS, Init, Layout, Slot
+from comingle.trees import ADAPTOR, BASE, CLIENT_ROUTER, GENERALIST, ROUTER, SPECIALIST, STATISTICS, Init, Layout, Slot
 
 _ORDER = (BASE, ADAPTOR, GENERALIST, SPECIALIST, ROUTER, STATISTICS)
 

@@ -9,10 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from comingle.adapters.inject import GENERALIST, ROUTER, SPECIALIST
 from comingle.data.seeds import derive
 from comingle.errors import RecipeError
-from comingle.trees import STATISTICS, Slot
+from comingle.trees import GENERALIST, ROUTER, SPECIALIST, STATISTICS, Slot
 
 _PLACES = {"shared": GENERALIST, "own": SPECIALIST, "head": SPECIALIST, "gate": ROUTER}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from comingle.adapters.inject import ATTENTION, EXPERT_ROLES, GENERALIST, ROUTER
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Cohort, Part, Phase, joint
 from comingle.methods.server import Mean
+from comingle.trees import ATTENTION, EXPERT_ROLES, GENERALIST, ROUTER
 
 A = frozenset({f"{ATTENTION}.a", f"{GENERALIST}.a"})
 B = frozenset({f"{ATTENTION}.b", f"{GENERALIST}.b"})

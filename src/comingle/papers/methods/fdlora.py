@@ -9,12 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Cohort, Part, joint
 from comingle.methods.server import MODEL, Mean, Received, ServerSetup
 from comingle.methods.settings import BelowOne, Count, NotNegative
-from comingle.trees import Tree
+from comingle.trees import ATTENTION, GENERALIST, Tree
 
 
 def fdlora(*, outer_rate: NotNegative = 0.7, outer_momentum: BelowOne = 0.9, fusion_steps: Count = 30) -> Method:

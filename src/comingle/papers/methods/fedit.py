@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Phase, joint
 from comingle.methods.server import Mean
+from comingle.trees import ATTENTION, GENERALIST
 
 SHARED = frozenset({ATTENTION, GENERALIST})
 

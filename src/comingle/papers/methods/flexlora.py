@@ -9,12 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, joint
 from comingle.methods.server import Received, Server, ServerSetup
 from comingle.papers.methods.factors import NewOptimisers
-from comingle.trees import Tree, lora_pairs
+from comingle.trees import ATTENTION, GENERALIST, Tree, lora_pairs
 
 
 def flexlora() -> Method:

@@ -9,12 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Cohort, Part, joint
 from comingle.methods.server import MODEL, Mean, Received
 from comingle.methods.settings import BelowOne, NotNegative
-from comingle.trees import Tree, lora_pairs
+from comingle.trees import ATTENTION, GENERALIST, Tree, lora_pairs
 
 
 def hetlora(*, regularisation: NotNegative = 5e-3, gamma: BelowOne = 0.99, prune: bool = True) -> Method:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, alternating, joint
 from comingle.methods.server import Mean, Server
 from comingle.methods.settings import Count
+from comingle.trees import ATTENTION, GENERALIST
 
 _LOCAL = Placement(generalists=0, specialists=2, routed=True)
 _SHARED = Placement(generalists=2, routed=True, shared=frozenset({ATTENTION, GENERALIST}))

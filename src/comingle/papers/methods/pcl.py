@@ -9,12 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Cohort, Part, joint
 from comingle.methods.server import Received, Server
 from comingle.methods.settings import Count
-from comingle.trees import Tree
+from comingle.trees import ATTENTION, GENERALIST, Tree
 
 
 def collaboration(

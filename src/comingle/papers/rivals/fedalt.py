@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from comingle.adapters.inject import ATTENTION, GENERALIST, ROUTER, SPECIALIST
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Phase
 from comingle.methods.server import MODEL, Received, Server, ServerSetup, model_of
-from comingle.trees import Tree, flatten
+from comingle.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Tree, flatten
 
 
 def fedalt() -> Method:

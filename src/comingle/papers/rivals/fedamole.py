@@ -11,14 +11,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from comingle.adapters.inject import ATTENTION, GENERALIST, ROUTER, SPECIALIST
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Cohort, Part, joint
 from comingle.methods.settings import Count, CountOrNone, Range
 from comingle.papers.rivals.fedamole_server import Assigning, keys_of
 from comingle.routers.penalties import balance_penalty
 from comingle.routers.token import Router, gate, init_router
-from comingle.trees import Init
+from comingle.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Init
 
 SHARED = frozenset({ATTENTION, GENERALIST, SPECIALIST, ROUTER})
 

@@ -10,12 +10,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from comingle.adapters.inject import ROUTER
 from comingle.adapters.lora import init_a
 from comingle.data.seeds import generator
 from comingle.errors import DivergenceError, RecipeError
 from comingle.methods.server import MODEL, NEVER, Received, Server, ServerSetup, model_of, weighted_sums
-from comingle.trees import Tree
+from comingle.trees import ROUTER, Tree
 
 EXPERTS, PLACES, TOKENS, EMBEDDINGS = "experts.", "places", "tokens", "embeddings"
 PER_USER = 3

@@ -9,14 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.adapters.inject import ATTENTION, GENERALIST, ROUTER, SPECIALIST
 from comingle.adapters.lora import init_zero
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import ROUTERS, Client, Cohort, Part, Phase
 from comingle.methods.server import Mean
 from comingle.methods.settings import Count, Range
 from comingle.routers.token import Router
-from comingle.trees import Init, lora_pairs
+from comingle.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Init, lora_pairs
 
 GLOBAL = frozenset({ATTENTION, GENERALIST})
 

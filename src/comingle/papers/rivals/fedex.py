@@ -8,13 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.adapters.residual import IN, OUT, RESIDUAL
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Phase
 from comingle.methods.server import MODEL, Mean, Received
 from comingle.methods.settings import CountOrNone
-from comingle.trees import Tree, lora_pairs
+from comingle.trees import ATTENTION, GENERALIST, Tree, lora_pairs
 
 LORA = frozenset({ATTENTION, GENERALIST})
 

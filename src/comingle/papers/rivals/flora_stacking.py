@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.adapters.lora import init_a
 from comingle.adapters.residual import RESIDUAL
 from comingle.data.seeds import generator
@@ -16,7 +15,7 @@ from comingle.methods.client import Client, Cohort, Part, Phase
 from comingle.methods.server import Mean, Received
 from comingle.methods.settings import CountOrNone
 from comingle.papers.rivals.fedex import add_to
-from comingle.trees import Tree, lora_pairs
+from comingle.trees import ATTENTION, GENERALIST, Tree, lora_pairs
 
 LORA = frozenset({ATTENTION, GENERALIST})
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from comingle.adapters.inject import ATTENTION, GENERALIST
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, joint
 from comingle.papers.methods.factors import NewOptimisers
 from comingle.papers.methods.flexlora import Redistribute
+from comingle.trees import ATTENTION, GENERALIST
 
 
 def sdflora() -> Method:

@@ -7,14 +7,13 @@ from typing import Annotated
 
 import torch
 
-from comingle.adapters.inject import GENERALIST
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import ROUTERS, Client, Cohort, Part, joint
 from comingle.methods.server import Mean, Server
 from comingle.methods.settings import Range
 from comingle.papers.rivals.likelihood import best_powers, likeliest
 from comingle.routers.mixtures import ClientMixture
-from comingle.trees import CLIENT_ROUTER
+from comingle.trees import CLIENT_ROUTER, GENERALIST
 
 MODELS = 2
 
