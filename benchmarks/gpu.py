@@ -47,7 +47,8 @@ from comingle.engines.training import TOKENS_PER_PASS
 from comingle.errors import ComingleError, lacks_memory
 from comingle.gpu.mixture import part_on
 from comingle.models.base import Base
-from comingle.models.language import load_base, resolve_device
+from comingle.models.hardware import resolve_device
+from comingle.models.language import load_base
 from comingle.models.model import Model
 from comingle.plugins import require
 from one_by_one import one_by_one

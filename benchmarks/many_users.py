@@ -27,7 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from clocks import add_clock, clock_of
-from comingle.adapters.clustered import FloralModel, floral, precondition, roles
+from comingle.adapters.clustered.model import FloralModel, roles
+from comingle.adapters.clustered.precondition import precondition
+from comingle.adapters.clustered.wrap import floral
 from comingle.data.samples import Samples, UserSamples
 from comingle.engines.client import Clients
 from comingle.engines.local import train

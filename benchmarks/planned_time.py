@@ -30,8 +30,9 @@ from typing import Any
 
 import yaml
 
-from comingle.costing import machines, plan
+from comingle.costing import machines
 from comingle.costing.machines import Found, load_of, measure, plan_time
+from comingle.costing.planning import plan
 from comingle.costing.timing import Cluster
 from comingle.processes.sharing import cores
 from comingle.recipes import Recipe, load_recipe

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from comingle.engines.client import Clients
+from comingle.engines.holding import Held
 from comingle.engines.local import settle, train
 from comingle.engines.scoring import Scorer
-from comingle.engines.steps import Held
 from comingle.models.ensembles import EnsembleModel
 from comingle.routers.mixtures import mix_losses
 from comingle.runs.results import Run

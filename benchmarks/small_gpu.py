@@ -22,16 +22,17 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 # isort: split
 import torch
 
+from comingle.adapters.inject import ExpertCounts
+from comingle.adapters.settings import AdapterSettings
 from comingle.costing.memory import LiveBytes
 from comingle.data.pack import UserData
 from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.engines.settings import Training
 from comingle.engines.users import batch_size
-from comingle.kinds.language import ExpertCounts
 from comingle.kinds.text.feed import TextFeed
 from comingle.methods import make
-from comingle.models.adapted import AdapterSettings, adapt
+from comingle.models.adapted import adapt
 from comingle.models.base import Base
 from comingle.models.language import load_base
 

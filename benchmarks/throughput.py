@@ -39,7 +39,8 @@ from comingle.kinds.text.feed import TextFeed
 from comingle.methods import make
 from comingle.models.adapted import adapt
 from comingle.models.base import Base
-from comingle.models.language import backbone, lm_head, load_base
+from comingle.models.head import backbone, lm_head
+from comingle.models.language import load_base
 from comingle.models.loss import cross_entropy
 from comingle.plugins import require
 from one_by_one import one_by_one

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import comingle
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import MODEL, Client, Cohort, Part, joint
+from comingle.methods.client import MODEL, Client, Part, joint
+from comingle.methods.cohort import Cohort
 from comingle.methods.server import MODEL as KEPT
 from comingle.methods.server import Mean, Received
 from comingle.trees import Tree

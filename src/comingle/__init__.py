@@ -30,7 +30,7 @@ times as long; 2,000 cost a run that is alone 2% to 7% (``benchmarks/crowded.py`
 """
 
 if TYPE_CHECKING:
-    from comingle.adapters.clustered import floral as floral
+    from comingle.adapters.clustered.wrap import floral as floral
     from comingle.audits.api import audit as audit
     from comingle.comparing.api import advise as advise
     from comingle.comparing.api import compare as compare
@@ -47,7 +47,7 @@ _HOMES = {
     "advise": "comingle.comparing.api",
     "audit": "comingle.audits.api",
     "compare": "comingle.comparing.api",
-    "floral": "comingle.adapters.clustered",
+    "floral": "comingle.adapters.clustered.wrap",
     "join": "comingle.joining.api",
     "load": "comingle.runs.api",
     "report": "comingle.comparing.pages",

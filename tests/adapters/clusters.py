@@ -7,8 +7,9 @@ import itertools
 import torch
 from torch import Tensor, nn
 
-from comingle.adapters.clustered import AdaptedLayer, FloralModel
 from comingle.adapters.clustered.geometry import Geometry
+from comingle.adapters.clustered.layer import AdaptedLayer
+from comingle.adapters.clustered.model import FloralModel
 
 
 def scatter(model: nn.Module, scale: float = 0.3) -> None:

@@ -13,7 +13,8 @@ from comingle.adapters.lora import init_a, init_zero, lora_scale
 from comingle.adapters.settings import AdapterSettings
 from comingle.engines.state import initial_state
 from comingle.models.adapted import AdaptedModel, adapt
-from comingle.models.language import Base, load_base
+from comingle.models.base import Base
+from comingle.models.language import load_base
 from comingle.trees import Tree
 from naive import FAMILIES, honest_double
 

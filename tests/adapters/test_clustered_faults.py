@@ -12,7 +12,7 @@ import torch
 from clusters import scatter
 from torch import Tensor, nn
 
-from comingle.adapters.clustered import floral
+from comingle.adapters.clustered.wrap import floral
 from comingle.engines.local import train
 from comingle.errors import ComingleError, RecipeError
 from comingle.trees import ADAPTOR

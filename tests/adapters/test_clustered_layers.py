@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from clusters import materialise, only_layer, scatter
 from torch import Tensor, nn
 
-from comingle.adapters.clustered import floral
 from comingle.adapters.clustered.conv import AdaptedConv
 from comingle.adapters.clustered.linear import AdaptedLinear
+from comingle.adapters.clustered.wrap import floral
 
 CONVS: dict[str, dict[str, Any]] = {
     "plain": {"kernel_size": 3},

@@ -11,8 +11,9 @@ import torch
 from clusters import only_layer, scatter
 from torch import Tensor, nn
 
-from comingle.adapters.clustered import FloralModel, floral
+from comingle.adapters.clustered.model import FloralModel
 from comingle.adapters.clustered.norm import AdaptedBatchNorm
+from comingle.adapters.clustered.wrap import floral
 from comingle.errors import RecipeError
 
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -12,7 +12,8 @@ from clusters import scatter
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from comingle.adapters.clustered import FloralModel, floral, roles
+from comingle.adapters.clustered.model import FloralModel, roles
+from comingle.adapters.clustered.wrap import floral
 
 USERS = 3
 

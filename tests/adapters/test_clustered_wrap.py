@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import comingle
-from comingle.adapters.clustered import FloralModel, floral, initialisers, roles, sizes
-from comingle.adapters.clustered.wrap import check_settings
+from comingle.adapters.clustered.model import FloralModel, initialisers, roles, sizes
+from comingle.adapters.clustered.wrap import check_settings, floral
 from comingle.errors import RecipeError
 
 

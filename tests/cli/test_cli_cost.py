@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from comingle.costing import memory
-from comingle.costing.planning import with_method
+from comingle.costing.summaries import with_method
 from comingle.recipes import load_recipe
 
 FREE_BYTES = "comingle.costing.planning.free_bytes"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from comingle.engines.checkpoints import list_checkpoints
+from comingle.engines.checksums import list_checkpoints
 from comingle.recipes import load_recipe
 from comingle.records import read_events
 from comingle.runs import api

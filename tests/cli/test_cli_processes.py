@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from comingle.cli import processes
-from comingle.engines.checkpoints import list_checkpoints
+from comingle.engines.checksums import list_checkpoints
 from comingle.errors import RunError
 from comingle.records import read_events, read_metrics
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from comingle.costing.passes import rehearse
-from comingle.costing.planning import federate_bare, with_method
+from comingle.costing.planning import federate_bare
 from comingle.costing.skeleton import load_skeleton
+from comingle.costing.summaries import with_method
 from comingle.recipes import Recipe, parse_recipe
 
 

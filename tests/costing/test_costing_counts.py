@@ -10,9 +10,10 @@ from exchanges import exchanged
 
 from comingle.costing.counts import count_users
 from comingle.costing.paper import Difference
-from comingle.costing.planning import compare_with_paper, federate_bare, user_names, with_method
+from comingle.costing.planning import compare_with_paper, federate_bare, user_names
 from comingle.costing.records import UserCost
 from comingle.costing.skeleton import load_skeleton
+from comingle.costing.summaries import with_method
 from comingle.errors import ComingleError, RecipeError
 from comingle.methods import REGISTRY, make
 from comingle.models.base import Base

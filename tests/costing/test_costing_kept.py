@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from plans import planned, recipe_of
 
-from comingle.costing import plan
 from comingle.costing.memory import storage_bytes
 from comingle.costing.passes import memory
-from comingle.costing.planning import method_cost
+from comingle.costing.planning import method_cost, plan
 from comingle.costing.skeleton import load_skeleton
 from comingle.costing.stored import Writes
 from comingle.errors import RecipeError

@@ -17,8 +17,9 @@ from plans import planned, recipe_of
 from comingle.costing import footprint
 from comingle.costing.memory import Fakes, LiveBytes, storage_bytes
 from comingle.costing.passes import memory, rehearse, step_peak
-from comingle.costing.planning import federate_bare, method_cost, with_method
+from comingle.costing.planning import federate_bare, method_cost
 from comingle.costing.skeleton import load_skeleton
+from comingle.costing.summaries import with_method
 from comingle.models.hardware import free_bytes
 from comingle.models.language import load_base
 from comingle.recipes import Recipe

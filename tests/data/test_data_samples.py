@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from comingle.data.samples import PAD, Samples, UserSamples, bank_of, check, epoch
+from comingle.data.batches import PAD
+from comingle.data.samples import Samples, UserSamples, bank_of, check, epoch
 from comingle.data.seeds import generator
 from comingle.errors import DataError
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from comingle.data.batches import PAD
 from comingle.data.seeds import generator
-from comingle.engines.checkpoints import list_checkpoints
+from comingle.engines.checksums import list_checkpoints
 from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.engines.settings import Training
@@ -28,7 +28,7 @@ from comingle.kinds.conversations import feed as feeding
 from comingle.kinds.conversations.answers import Answers, Question, UserAnswers, as_answers, encode
 from comingle.kinds.conversations.feed import AnswerFeed
 from comingle.kinds.conversations.kind import training_tokens
-from comingle.methods.client import Phase
+from comingle.methods.cohort import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.models.byte_tokenizer import EOS, byte_tokenizer
 from comingle.models.language import load_base

@@ -13,15 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from comingle.engines.checkpoints import (
-    Progress,
-    list_checkpoints,
-    load_checkpoint,
-    prune_checkpoints,
-    read_progress,
-    save_checkpoint,
-)
-from comingle.engines.checksums import seal
+from comingle.engines.checkpoints import Progress, load_checkpoint, prune_checkpoints, read_progress, save_checkpoint
+from comingle.engines.checksums import list_checkpoints, seal
 from comingle.engines.local import train
 from comingle.engines.state import State
 from comingle.errors import RunError

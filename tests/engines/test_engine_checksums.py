@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from comingle.engines.checkpoints import list_checkpoints, load_checkpoint, read_progress
-from comingle.engines.checksums import seal, verify
+from comingle.engines.checkpoints import load_checkpoint, read_progress
+from comingle.engines.checksums import list_checkpoints, seal, verify
 from comingle.errors import RunError
 from comingle.recipes import load_recipe
 from comingle.records import read_metrics

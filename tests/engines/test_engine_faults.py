@@ -10,7 +10,7 @@ import torch
 from comingle.engines.faults import broke_first, diverged
 from comingle.engines.rounds import run_rounds
 from comingle.errors import DivergenceError
-from comingle.methods.client import ROUTERS
+from comingle.methods.cohort import ROUTERS
 from comingle.transports.inprocess import InProcess
 
 ROUTER = "try a smaller training.router.learning_rate, or training.router.clip_norm: 1.0"

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from comingle.engines.checkpoints import list_checkpoints
+from comingle.engines.checksums import list_checkpoints
 from comingle.errors import RunError
 from comingle.recipes import Recipe, load_recipe
 from comingle.records import read_events

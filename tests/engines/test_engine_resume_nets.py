@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.engines.checkpoints import list_checkpoints
+from comingle.engines.checksums import list_checkpoints
 from comingle.recipes import load_recipe, parse_recipe
 from comingle.runs import api
 from resuming import final, kill, state, told

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.engines.checkpoints import list_checkpoints
+from comingle.engines.checksums import list_checkpoints
 from comingle.engines.local import train
 from comingle.engines.rounds import run_rounds
 from comingle.errors import ComingleError, DivergenceError

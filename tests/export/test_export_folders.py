@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from comingle.errors import ComingleError, RunError
-from comingle.export.card import About, Card, licence_of, name_of
+from comingle.export.card import Card, licence_of, name_of
 from comingle.export.folders import written_whole
+from comingle.models.about import About
 from comingle.models.language import load_base
 from exporting import trained
 

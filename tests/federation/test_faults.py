@@ -23,7 +23,7 @@ pytest.importorskip("flwr")
 from tests.federation.test_federate import nothing_is_left
 from tests.federation.tiny import method, text_recipe
 
-from comingle.engines.checkpoints import list_checkpoints
+from comingle.engines.checksums import list_checkpoints
 from comingle.errors import RunError
 from comingle.federation.files import Participant, save_participant, save_plan
 from comingle.federation.node import GONE_ON

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("flwr")
 
-from comingle.engines.checkpoints import list_checkpoints
+from comingle.engines.checksums import list_checkpoints
 from comingle.errors import RunError
 from comingle.federation.local import federate
 from comingle.recipes import Recipe, parse_recipe

@@ -18,7 +18,7 @@ import torch
 from tests.federation.direct import Direct, nodes_of
 from tests.federation.tiny import answer_of, one_base, own_of, refusal, tiny
 
-from comingle.engines.checkpoints import list_checkpoints
+from comingle.engines.checksums import list_checkpoints
 from comingle.errors import RunError
 from comingle.federation import taking
 from comingle.federation.node import Node

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from comingle.engines.feeds import Feed
 from comingle.gpu.copies import Ahead
-from comingle.methods.client import Phase
+from comingle.methods.cohort import Phase
 
 EXPERTS, ROUTER = Phase(roles=frozenset({"a"})), Phase(roles=frozenset({"router"}), optimizer="router", steps=2)
 

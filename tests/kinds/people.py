@@ -10,7 +10,8 @@ from torch import nn
 
 from comingle.kinds.base import Materials, kind_of
 from comingle.recipes import Recipe, parse_recipe
-from comingle.runs.session import Run, build, execute, get_ready
+from comingle.runs.results import Run
+from comingle.runs.session import build, execute, get_ready
 
 
 def recipe_of(method: Any = "fedavg", **changes: Any) -> Recipe:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 
-from comingle.engines.checkpoints import list_checkpoints
+from comingle.engines.checksums import list_checkpoints
 from comingle.errors import DataError
 from comingle.kinds.base import kind_of
 from comingle.methods import REGISTRY
@@ -26,7 +26,8 @@ from comingle.models.language import load_base
 from comingle.models.personal import PersonalModel
 from comingle.recipes import Recipe, parse_recipe
 from comingle.runs import api
-from comingle.runs.session import Run, prepare
+from comingle.runs.results import Run
+from comingle.runs.session import prepare
 from comingle.serving.prompts import Prompts
 
 BASE = "random:llama?layers=1&dim=32"

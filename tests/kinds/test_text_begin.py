@@ -17,7 +17,7 @@ from comingle.data.batches import PAD, evaluation_windows, fixed_windows, hide, 
 from comingle.data.seeds import generator
 from comingle.errors import DataError, RunError
 from comingle.federation.public import public_part
-from comingle.methods.client import Phase
+from comingle.methods.cohort import Phase
 from comingle.models.byte_tokenizer import BOS, EOS, byte_tokenizer
 from comingle.models.generation import encode_prompt
 from comingle.models.language import load_base

@@ -15,7 +15,7 @@ from torch import Tensor
 from comingle.data.batches import random_windows
 from comingle.data.seeds import generator
 from comingle.methods import REGISTRY
-from comingle.methods.client import Phase
+from comingle.methods.cohort import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.transports.inprocess import InProcess
 from comingle.trees import EXPERT_ROLES, ROUTER

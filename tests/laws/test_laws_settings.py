@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from comingle.adapters.clustered import floral
 from comingle.adapters.clustered.geometry import CONV_FORMS
+from comingle.adapters.clustered.wrap import floral
 from comingle.engines.local import finish, settle
 from comingle.methods import REGISTRY, make, settings_of
 from comingle.recipes.sections import AdaptersSection, FloralSection

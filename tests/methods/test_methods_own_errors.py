@@ -13,7 +13,8 @@ import torch
 import comingle
 from comingle.errors import PluginError
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import MODEL, Client, Cohort, Part, joint
+from comingle.methods.client import MODEL, Client, Part, joint
+from comingle.methods.cohort import Cohort
 from comingle.methods.server import Mean, Received, Server, ServerSetup
 from comingle.trees import Tree
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from comingle.models.cache import make_once
-from comingle.models.language import cache_folder
+from comingle.models.cache import cache_folder, make_once
 
 
 def write(folder: Path, text: str = "whole") -> None:

@@ -13,8 +13,10 @@ from comingle.errors import BaseModelError
 from comingle.export.gguf import write_gguf as export_gguf
 from comingle.gguf import convert_gguf
 from comingle.models import folders
+from comingle.models.base import Base
 from comingle.models.byte_tokenizer import byte_tokenizer
-from comingle.models.language import Base, lm_head, load_base
+from comingle.models.head import lm_head
+from comingle.models.language import load_base
 
 gguf = pytest.importorskip("gguf", reason="the extra demo is not installed")
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from comingle.errors import BaseModelError
+from comingle.models.base import Base
 from comingle.models.families import FAMILIES, parse_random
-from comingle.models.language import Base, lm_head, load_base
+from comingle.models.head import lm_head
+from comingle.models.language import load_base
 
 
 def random_base(name: str, **options: object) -> Base:

@@ -14,7 +14,8 @@ from comingle.costing.skeleton import load_skeleton
 from comingle.errors import BaseModelError
 from comingle.models import folders
 from comingle.models.folders import read_folder
-from comingle.models.language import lm_head, load_base
+from comingle.models.head import lm_head
+from comingle.models.language import load_base
 
 
 def refused(folder: Path, match: str) -> None:

@@ -9,7 +9,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from comingle.errors import BaseModelError
-from comingle.models.language import Base, backbone, lm_head, load_base
+from comingle.models.base import Base
+from comingle.models.head import backbone, lm_head
+from comingle.models.language import load_base
 
 TINY = {
     "vocab_size": 40,

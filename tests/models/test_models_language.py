@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from comingle.models import language
-from comingle.models.language import Base, lm_head, load_base
+from comingle.models.base import Base
+from comingle.models.head import lm_head
+from comingle.models.language import load_base
 
 CODE = "Hello, world!\n  def f(x): return x"
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from comingle.adapters.clustered import floral
+from comingle.adapters.clustered.wrap import floral
 from comingle.data.samples import Samples
 from comingle.engines.client import Clients
 from comingle.errors import DataError

@@ -131,7 +131,7 @@ def test_checkpointing_changes_no_bit_and_keeps_less(recipe_file: Path, method: 
 
 @pytest.mark.slow
 def test_a_plan_sees_what_checkpointing_saves(recipe_file: Path) -> None:
-    from comingle.costing import plan
+    from comingle.costing.planning import plan
 
     wide = load_recipe(recipe_file).with_changes(WIDE)
     small = wide.with_changes({"runtime.gradient_checkpointing": True})

@@ -14,7 +14,8 @@ import pytest
 
 from comingle.errors import BaseModelError
 from comingle.models import hub, sources
-from comingle.models.language import lm_head, load_base
+from comingle.models.head import lm_head
+from comingle.models.language import load_base
 
 REPOSITORY = "owner/tiny"
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from comingle.engines.noised import Noised, padded
-from comingle.methods.client import Phase
+from comingle.methods.cohort import Phase
 from comingle.transports.inprocess import InProcess
 from comingle.trees import Tree, restrict
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from comingle.engines.checkpoints import list_checkpoints
+from comingle.engines.checksums import list_checkpoints
 from comingle.engines.shards import shard_file
 from comingle.records import read_events
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from outcomes import tensors, told, unequal
 
-from comingle.engines.checkpoints import list_checkpoints
+from comingle.engines.checksums import list_checkpoints
 from comingle.records import read_metrics
 from comingle.runs import api
 

@@ -13,7 +13,7 @@ import torch
 from outcomes import found, told
 from test_processes_sharded import KILLED, SHORT, WHOLE, Played, go, play
 
-from comingle.engines.checkpoints import list_checkpoints
+from comingle.engines.checksums import list_checkpoints
 from comingle.runs import api
 
 pytestmark = pytest.mark.slow

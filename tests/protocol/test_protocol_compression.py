@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from comingle.engines.checkpoints import list_checkpoints
+from comingle.engines.checksums import list_checkpoints
 from comingle.errors import ComingleError, MessageError
 from comingle.protocol.compression import compress, expand
 from comingle.protocol.messages import Upload

@@ -15,8 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from comingle.engines.checkpoints import list_checkpoints
-from comingle.engines.checksums import seal
+from comingle.engines.checksums import list_checkpoints, seal
 from comingle.errors import RunError
 from comingle.recipes import Recipe, load_recipe
 from comingle.runs import api

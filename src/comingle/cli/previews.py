@@ -14,8 +14,8 @@ from torch import Tensor
 from comingle.data.crowds import Crowd
 from comingle.data.pack import UserData
 from comingle.data.partition import UserText
-from comingle.data.rows import list_names
 from comingle.data.samples import SPLITS, UserSamples
+from comingle.errors import list_names
 from comingle.kinds.base import Materials
 from comingle.kinds.conversations.answers import Answers, UserAnswers
 from comingle.kinds.language import NETS

@@ -8,7 +8,8 @@ from typing import cast
 
 import torch
 
-from comingle.adapters.clustered import FloralModel, floral, roles
+from comingle.adapters.clustered.model import FloralModel, roles
+from comingle.adapters.clustered.wrap import floral
 from comingle.adapters.lora import init_zero, lora_scale
 from comingle.data.crowds import names_of
 from comingle.engines.client import Clients
@@ -20,7 +21,7 @@ from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import Base
 from comingle.models.copying import share_weights
-from comingle.models.language import backbone, lm_head
+from comingle.models.head import backbone, lm_head
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.stacked import StackedModel
 from comingle.recipes import Recipe

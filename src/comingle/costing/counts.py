@@ -15,7 +15,7 @@ from comingle.costing.flops import Block, Flops, Linear, backward, forward
 from comingle.costing.messages import mean_bytes, message_bytes
 from comingle.costing.records import UserCost
 from comingle.engines.client import Clients
-from comingle.methods.client import Phase
+from comingle.methods.cohort import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.transports.inprocess import InProcess
 from comingle.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST

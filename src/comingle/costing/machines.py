@@ -172,7 +172,7 @@ def plan_times(
     """For JSON: each method's rounds, for as many users as the recipe has and for many more.
 
     ``step`` is how long one local step of one user takes in a process there, if that is known; ``for_all`` as in
-    :func:`comingle.costing.plan`.
+    :func:`comingle.costing.planning.plan`.
 
     Raises:
         ComingleError: as :func:`measure`, or more processes than users of any population.

@@ -127,7 +127,7 @@ class MethodCost:
     store_bytes: int = 0
     """What users' records take on disk at most; 0 where they are in memory."""
     privacy: dict[str, Any] = field(default_factory=dict)
-    """What a run will have revealed, by :func:`comingle.engines.private.promise`; empty without privacy."""
+    """What a run will have revealed, by :func:`comingle.costing.promises.promise`; empty without privacy."""
 
     def as_dict(self) -> dict[str, Any]:
         """As nested dictionaries."""

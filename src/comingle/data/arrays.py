@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from comingle.data.rows import describe
+from comingle.data.row_files import describe
 from comingle.data.samples import Samples
 from comingle.errors import DataError
 

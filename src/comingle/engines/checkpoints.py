@@ -25,9 +25,9 @@ from torch import Tensor
 
 from comingle.engines.checksums import SUMS, advise, list_checkpoints, seal, verify
 from comingle.engines.clock import Clock
-from comingle.engines.server import LOWEST
 from comingle.engines.state import State, Stored
 from comingle.errors import RunError
+from comingle.protocol.messages import LOWEST
 from comingle.records import resume_command, to_disk, write_json
 from comingle.trees import Layout, Tree, flatten
 

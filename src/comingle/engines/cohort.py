@@ -18,7 +18,7 @@ from comingle.engines.scoring import Models, Scorer
 from comingle.engines.steps import Steps
 from comingle.engines.sweeps import Losses, TrainSweep
 from comingle.engines.training import cohorts
-from comingle.methods.client import Phase
+from comingle.methods.cohort import Phase
 from comingle.routers.mixtures import Powers
 from comingle.trees import CLIENT_ROUTER, ROUTER, Tree, assign
 

@@ -10,7 +10,7 @@ from comingle.engines.members import Members
 from comingle.engines.optimizers import descend, update
 from comingle.engines.settings import OptimizerSettings
 from comingle.engines.state import GRADIENTS
-from comingle.methods.client import Phase
+from comingle.methods.cohort import Phase
 from comingle.trees import STATISTICS, Layout, Tree, flatten
 
 

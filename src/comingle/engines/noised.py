@@ -24,7 +24,7 @@ from comingle.engines.settings import Training
 from comingle.engines.training import Portions
 from comingle.errors import RecipeError
 from comingle.methods.base import Method
-from comingle.methods.client import Phase
+from comingle.methods.cohort import Phase
 from comingle.models.model import Model
 from comingle.privacy.checks import check_delta
 from comingle.privacy.clipping import clipped

@@ -16,7 +16,7 @@ from comingle.data.samples import epoch
 from comingle.data.seeds import generator
 from comingle.engines.feeds import Feed
 from comingle.engines.settings import Training
-from comingle.methods.client import Phase, Stream
+from comingle.methods.cohort import Phase, Stream
 
 
 class PassFeed(Feed):

@@ -27,7 +27,7 @@ from comingle.engines.scaling import scaled
 from comingle.engines.settings import Training
 from comingle.engines.training import Portions, check_needs
 from comingle.methods.base import Method
-from comingle.methods.client import Phase
+from comingle.methods.cohort import Phase
 from comingle.models.model import Model
 from comingle.plugins import require
 from comingle.privacy.examples import Examples

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from comingle.errors import MessageError, RunError
-from comingle.masking.keys import KEY
 from comingle.masking.session import Record, Session
 from comingle.privacy.secure.settings import Terms
+from comingle.privacy.secure.sizes import KEY
 from comingle.records import told_in_one_line, write_text
 
 SECURE = "secure.json"

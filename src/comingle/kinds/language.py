@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from comingle.adapters.clustered import adaptor_size
+from comingle.adapters.clustered.wrap import adaptor_size
 from comingle.adapters.inject import ExpertCounts
 from comingle.adapters.lora import lora_scale
 from comingle.adapters.settings import AdapterSettings, Targets
@@ -19,7 +19,7 @@ from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.base import Base, tokenizer_of
 from comingle.models.ensembles import EnsembleModel, ensemble
 from comingle.models.hardware import require_room
-from comingle.models.language import backbone
+from comingle.models.head import backbone
 from comingle.models.mixed import MixedLanguageModel, mix_language_model
 from comingle.models.model import Model
 from comingle.plugins import require

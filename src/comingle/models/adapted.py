@@ -26,7 +26,7 @@ from comingle.models.base import Base
 from comingle.models.cache import cache_folder
 from comingle.models.copying import share_weights
 from comingle.models.greedy import continue_greedily
-from comingle.models.language import Head, backbone, lm_head
+from comingle.models.head import Head, backbone, lm_head
 from comingle.models.loss import cross_entropy
 from comingle.models.model import Gates, Model
 from comingle.models.pretrained import PreTrainedModel

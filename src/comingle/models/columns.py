@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from comingle.adapters.clustered import FloralModel, initialisers, roles
+from comingle.adapters.clustered.model import FloralModel, initialisers, roles
 from comingle.adapters.lora import init_zero
 from comingle.models.gated import GatedPair, place
 from comingle.trees import ADAPTOR, BASE, CLIENT_ROUTER, GENERALIST, ROUTER, SPECIALIST, STATISTICS, Init, Layout, Slot

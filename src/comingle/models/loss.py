@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from comingle.adapters.kernels import fused, wide
-from comingle.models.language import Head
+from comingle.models.head import Head
 
 CHUNK_BYTES = 64 << 20
 """Size of one chunk of logits: large enough for efficient products, small enough to stay near the processor."""

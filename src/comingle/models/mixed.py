@@ -15,13 +15,14 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from comingle.adapters.clustered import FloralModel, floral
+from comingle.adapters.clustered.model import FloralModel
+from comingle.adapters.clustered.wrap import floral
 from comingle.data.batches import PAD, inputs_of
 from comingle.models.base import Base
 from comingle.models.calling import call_with
 from comingle.models.copying import own_copy, share_weights
 from comingle.models.greedy import continue_greedily
-from comingle.models.language import Head, backbone, lm_head
+from comingle.models.head import Head, backbone, lm_head
 from comingle.models.loss import cross_entropy
 from comingle.models.model import Model
 from comingle.models.pretrained import PreTrainedModel

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from comingle import plugins
 from comingle.adapters import watching
-from comingle.adapters.clustered import FloralModel
+from comingle.adapters.clustered.model import FloralModel
 from comingle.data.templates import ROLES, ChatTemplate, Message, require_characters
 from comingle.errors import DataError, RecipeError
 from comingle.evaluation.perplexity import Score, score_streams
@@ -28,8 +28,8 @@ from comingle.models.generation import check_places, continue_texts
 from comingle.models.hardware import torch_defaults
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.owning import merge_adapters, why_not_merged
-from comingle.models.person import GenerationConfig, Personal
-from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
+from comingle.models.person import Personal
+from comingle.models.pretrained import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.sampling import read_sampling
 from comingle.trees import Tree
 

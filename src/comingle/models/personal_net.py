@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from comingle.adapters.clustered import FloralModel
+from comingle.adapters.clustered.model import FloralModel
 from comingle.data.arrays import read_samples
 from comingle.data.samples import SampleBank, Samples
 from comingle.errors import DataError

@@ -18,8 +18,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.func import vmap
 
-from comingle.adapters.clustered import FloralModel, centre, precondition
+from comingle.adapters.clustered.centre import centre
 from comingle.adapters.clustered.layer import Pairs
+from comingle.adapters.clustered.model import FloralModel
+from comingle.adapters.clustered.precondition import precondition
 from comingle.data.seeds import derive
 from comingle.evaluation.losses import MSE, Loss
 from comingle.models.calling import call_with

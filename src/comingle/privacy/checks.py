@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from comingle.errors import RecipeError
 from comingle.methods.base import Method
-from comingle.methods.client import Part, Phase
+from comingle.methods.client import Part
+from comingle.methods.cohort import Phase
 from comingle.privacy.settings import Privacy
 from comingle.trees import STATISTICS, Layout
 

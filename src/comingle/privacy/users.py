@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.methods.client import Cohort
+from comingle.methods.cohort import Cohort
 from comingle.privacy.accounting import epsilon, release_of
 from comingle.privacy.clipping import clipped, norms, scaled, without_padding
 from comingle.privacy.noise import add_noise

@@ -9,7 +9,7 @@ from statistics import fmean
 from comingle.errors import RunError
 from comingle.records import plural, write_json, write_text
 from comingle.reports.audit import VIEWS, Audit, mean_told, reach_told, verdict
-from comingle.reports.series import interval
+from comingle.reports.significance import interval
 from comingle.tables.framing import Table
 from comingle.terminal import printable, words
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from comingle.engines.checkpoints import Progress, list_checkpoints
+from comingle.engines.checkpoints import Progress
+from comingle.engines.checksums import list_checkpoints
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.errors import RunError

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from comingle.data.crowds import digest_names
-from comingle.engines.checkpoints import Progress, list_checkpoints, read_progress
+from comingle.engines.checkpoints import Progress, read_progress
+from comingle.engines.checksums import list_checkpoints
 from comingle.engines.client import Clients
 from comingle.engines.naming import check_names, reorder_kept
 from comingle.engines.settings import MEMORY

@@ -15,7 +15,7 @@ import torch
 
 from comingle.data.crowds import Crowd, digest_names, names_of
 from comingle.data.samples import SPLITS
-from comingle.engines.checkpoints import list_checkpoints
+from comingle.engines.checksums import list_checkpoints
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock
 from comingle.engines.evaluations import amounts, end_event, merged, sampled, start_event, summarise, users_metrics

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from comingle.adapters import native
-from comingle.adapters.clustered import FloralModel
+from comingle.adapters.clustered.model import FloralModel
 from comingle.adapters.decoding import RowsLinear
 from comingle.adapters.lora import LoraLinear
 from comingle.adapters.residual import OUT

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from comingle.engines.checkpoints import list_checkpoints
-from comingle.engines.checksums import verify
+from comingle.engines.checksums import list_checkpoints, verify
 from comingle.engines.state import State
 from comingle.records import to_disk, write_json
 from comingle.store.files import RecordFile

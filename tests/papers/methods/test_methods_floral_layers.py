@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.adapters.clustered import floral
+from comingle.adapters.clustered.wrap import floral
 from comingle.engines.mixing import mixture_at_users
 from comingle.errors import MessageError, RecipeError
 from comingle.federation.checking import check_upload

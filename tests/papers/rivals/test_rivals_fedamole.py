@@ -14,7 +14,7 @@ from torch import Tensor
 
 from comingle.errors import DataError, DivergenceError, RecipeError
 from comingle.methods import make
-from comingle.methods.client import Phase
+from comingle.methods.cohort import Phase
 from comingle.methods.server import Received, ServerSetup
 from comingle.models.personal import PersonalModel
 from comingle.papers.rivals.fedamole import Pairs

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from comingle.engines.local import finetuned, settle
 from comingle.errors import DataError
-from comingle.methods.client import Phase
+from comingle.methods.cohort import Phase
 from comingle.models.folding import cache_name
 from comingle.models.personal import PersonalModel
 from comingle.recipes import parse_recipe

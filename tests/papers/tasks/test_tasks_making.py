@@ -14,7 +14,8 @@ from comingle.data.seeds import generator
 from comingle.errors import DataError, RecipeError
 from comingle.papers.tasks import transforms
 from comingle.papers.tasks.images import read_images
-from comingle.papers.tasks.making import TASKS, Task, make_task
+from comingle.papers.tasks.making import Task, make_task
+from comingle.papers.tasks.settings import TASKS
 
 MakeFolder = Callable[..., Path]
 

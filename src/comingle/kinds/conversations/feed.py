@@ -21,7 +21,7 @@ from comingle.engines.training import Portions, portions
 from comingle.evaluation.answers import JUDGES, AnswerScore, judge, score_answers
 from comingle.evaluation.perplexity import Gates, score_windows
 from comingle.kinds.conversations.answers import Answers, UserAnswers, widen
-from comingle.methods.client import Phase, Stream
+from comingle.methods.cohort import Phase, Stream
 
 
 class AnswerFeed(PassFeed):

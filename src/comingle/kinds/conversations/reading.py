@@ -20,9 +20,9 @@ from comingle.data.names import name_problem
 from comingle.data.pack import list_small
 from comingle.data.repeated import Repeated, warn_same_files
 from comingle.data.row_files import Row, name_in
-from comingle.data.rows import choose_users, field_of, has_column, list_names, table_of
+from comingle.data.rows import choose_users, field_of, has_column, table_of
 from comingle.data.seeds import derive
-from comingle.errors import DataError, NoTextError, did_you_mean
+from comingle.errors import DataError, NoTextError, did_you_mean, list_names
 from comingle.evaluation.rouge import same_words
 from comingle.kinds.conversations.records import Record, read_records
 from comingle.kinds.conversations.rows import Columns, Messages, messages_of

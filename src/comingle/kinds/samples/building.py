@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from comingle.adapters.clustered import adaptor_size, floral
+from comingle.adapters.clustered.wrap import adaptor_size, floral
 from comingle.data.crowds import Crowd, listed
 from comingle.data.samples import UserSamples, check, pool_samples
 from comingle.engines.client import Clients

@@ -24,7 +24,7 @@ from comingle.evaluation.losses import Loss, SampleScore
 from comingle.evaluation.perplexity import Gates
 from comingle.evaluation.samples import score_samples
 from comingle.kinds.samples.population import Augment
-from comingle.methods.client import Phase, Stream
+from comingle.methods.cohort import Phase, Stream
 
 COLUMNS_PER_PASS = 2**26
 """How many parameters, over all users, are stepped at once by default: their gradients and copies need memory."""

@@ -15,9 +15,9 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from comingle.data.rows import describe, list_names
+from comingle.data.row_files import describe
 from comingle.data.samples import SPLITS
-from comingle.errors import DataError
+from comingle.errors import DataError, list_names
 
 SUFFIXES = (".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 

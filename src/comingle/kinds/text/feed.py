@@ -17,7 +17,7 @@ from comingle.engines.feeds import SCORED_PER_SLOT, Feed, Predict
 from comingle.engines.settings import Training
 from comingle.engines.training import Portions, portions
 from comingle.evaluation.perplexity import Gates, Score, score_streams
-from comingle.methods.client import Phase
+from comingle.methods.cohort import Phase
 from comingle.models.hardware import require_bytes
 
 

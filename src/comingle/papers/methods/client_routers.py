@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.methods.client import ROUTERS, Cohort, Part, Phase
+from comingle.methods.client import Part
+from comingle.methods.cohort import ROUTERS, Cohort, Phase
 from comingle.trees import Tree
 
 

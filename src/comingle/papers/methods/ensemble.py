@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from comingle.methods.base import Method
-from comingle.methods.client import ROUTERS, Phase
+from comingle.methods.cohort import ROUTERS, Phase
 from comingle.methods.server import Mean
 from comingle.methods.settings import Models, NotNegative, Positive
 from comingle.papers.methods.mfl import MODELS, SHARED_MODELS

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import Client, Cohort, Part, Phase, joint
+from comingle.methods.client import Client, Part, joint
+from comingle.methods.cohort import Cohort, Phase
 from comingle.methods.server import Mean
 from comingle.trees import ATTENTION, EXPERT_ROLES, GENERALIST, ROUTER
 

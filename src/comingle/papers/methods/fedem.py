@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import Client, Cohort, Part, Phase
+from comingle.methods.client import Client, Part
+from comingle.methods.cohort import Cohort, Phase
 from comingle.methods.server import Mean
 from comingle.methods.settings import Models
 from comingle.routers.mixtures import ClientMixture

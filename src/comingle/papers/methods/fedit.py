@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import Client, Phase, joint
+from comingle.methods.client import Client, joint
+from comingle.methods.cohort import Phase
 from comingle.methods.server import Mean
 from comingle.trees import ATTENTION, GENERALIST
 

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from comingle.errors import RecipeError
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import MODEL, Client, Cohort, Part, joint
+from comingle.methods.client import MODEL, Client, Part, joint
+from comingle.methods.cohort import Cohort
 from comingle.methods.settings import Count, Models, NotNegative, Range
 from comingle.papers.methods.pruning import Keys
 from comingle.papers.methods.soup_server import Merge

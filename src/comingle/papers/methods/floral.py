@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comingle.errors import RecipeError
 from comingle.methods.base import Method
-from comingle.methods.client import ROUTERS, Phase
+from comingle.methods.cohort import ROUTERS, Phase
 from comingle.methods.server import Mean
 from comingle.methods.settings import CountOrNone, Models, NotNegative, Positive
 from comingle.papers.methods.client_routers import WarmUp

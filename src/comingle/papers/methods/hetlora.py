@@ -10,7 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import Client, Cohort, Part, joint
+from comingle.methods.client import Client, Part, joint
+from comingle.methods.cohort import Cohort
 from comingle.methods.server import MODEL, Mean, Received
 from comingle.methods.settings import BelowOne, NotNegative
 from comingle.trees import ATTENTION, GENERALIST, Tree, lora_pairs

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from comingle.data.seeds import generator
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import MODEL, Client, Cohort, Part, joint
+from comingle.methods.client import MODEL, Client, Part, joint
+from comingle.methods.cohort import Cohort
 from comingle.methods.server import Mean, Received, Reported, ServerSetup
 from comingle.methods.settings import Models
 from comingle.papers.methods.merging import mix

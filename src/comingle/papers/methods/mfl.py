@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from comingle.methods.base import Method
-from comingle.methods.client import ROUTERS, Phase
+from comingle.methods.cohort import ROUTERS, Phase
 from comingle.methods.settings import Models, Positive
 from comingle.papers.methods.mixtures import Entropic, client_mixture
 from comingle.routers.mixtures import ClientMixture

@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import Client, Cohort, Part, Phase
+from comingle.methods.client import Client, Part
+from comingle.methods.cohort import Cohort, Phase
 from comingle.methods.server import MODEL, Mean, Received, Reported, Server, aggregation_weights, model_of
 from comingle.papers.methods.client_routers import by_layer
 from comingle.routers.mixtures import ClientMixture

@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import Client, Cohort, Part, joint
+from comingle.methods.client import Client, Part, joint
+from comingle.methods.cohort import Cohort
 from comingle.methods.server import Received, Server
 from comingle.methods.settings import Count
 from comingle.trees import ATTENTION, GENERALIST, Tree

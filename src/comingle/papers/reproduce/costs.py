@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from comingle.costing import Plan as Costs
+from comingle.costing.records import Plan as Costs
 from comingle.papers.reproduce.plan import Plan
 from comingle.papers.reproduce.published import printed
 from comingle.papers.reproduce.tables import table_line

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from comingle.costing import Plan as Costs
+from comingle.costing.records import Plan as Costs
 from comingle.errors import RecipeError
 from comingle.kinds.language import NETS
 from comingle.methods import make

@@ -30,7 +30,7 @@ def draw(plan: Plan, outcomes: Mapping[str, Outcome], folder: Path) -> list[Path
         RunError: matplotlib is not installed, or no run has what the figure shows.
     """
     try:
-        from comingle.reports.figures import save
+        from comingle.reports.canvas import save
     except ImportError:
         raise RunError("figures need the package matplotlib: pip install 'comingle[reports]'") from None
     assert plan.experiment.plot is not None
@@ -90,7 +90,7 @@ def _mixtures(entries: Sequence[tuple[str, Entry]], column: str) -> Figures:
 
 def _scores(plan: Plan, entries: Entries) -> Figures:
     """For each column and row every layer's expert scores (CoMiGS: Figures 4 and 10)."""
-    from comingle.reports.figures import scores_figure
+    from comingle.reports.heatmaps import scores_figure
 
     for (row, column), entry in entries.items():
         if entry.first.routed:
@@ -115,8 +115,8 @@ def _sweep(plan: Plan, entries: Entries) -> Figures:
 
 
 def _sweep_figure(lines: Mapping[Any, Mapping[Any, Any]], *, x: str, series: str) -> Figure:
+    from comingle.reports.canvas import draw as draw_axes
     from comingle.reports.colours import styles
-    from comingle.reports.figures import draw as draw_axes
 
     def paint(figure: Any, axes: list[Any]) -> None:
         looks = styles([str(value) for value in sorted(lines)])

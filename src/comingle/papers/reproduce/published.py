@@ -17,9 +17,9 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from comingle.errors import RecipeError, did_you_mean
 from comingle.papers.recipes import published_recipes
+from comingle.recipes.fields import Section
 from comingle.recipes.files import read_yaml
 from comingle.recipes.problems import first_problem
-from comingle.recipes.sections import Section
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -17,7 +17,7 @@ from comingle.engines.events import Observer
 from comingle.errors import DivergenceError, RunError
 from comingle.inputs import read_inputs
 from comingle.kinds.base import Materials
-from comingle.models.language import Base
+from comingle.models.base import Base
 from comingle.papers.reproduce.measured import (
     DIVERGED,
     MEASURED,

@@ -159,8 +159,8 @@ def write_usage(folder: Path, plan: Plan, used: Mapping[tuple[str, str], Usage])
 
 def usage_figure(plan: Plan, entries: Mapping[tuple[str, str], Any], used: Mapping[tuple[str, str], Usage]) -> Figure:
     """Test results against usage, a line for each method, its marks larger for more models or a larger net."""
+    from comingle.reports.canvas import draw
     from comingle.reports.colours import styles
-    from comingle.reports.figures import draw
     from comingle.tables.measures import axis_label
 
     assert plan.experiment.plot is not None

@@ -18,8 +18,8 @@ from comingle.methods.base import Method
 from comingle.models.nets import make_net
 from comingle.papers.questions.section import QuestionsDataSection
 from comingle.papers.questions.sets import QUESTIONS
-from comingle.papers.tasks.making import REDUCED_MINIMUM, TASKS
 from comingle.papers.tasks.section import TaskDataSection, TaskSection
+from comingle.papers.tasks.settings import REDUCED_MINIMUM, TASKS
 from comingle.papers.tasks.synthetic import DIMENSION, OUTPUTS
 from comingle.recipes import Recipe
 

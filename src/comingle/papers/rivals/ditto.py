@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import MODEL, Client, Cohort, Part, joint
+from comingle.methods.client import MODEL, Client, Part, joint
+from comingle.methods.cohort import Cohort
 from comingle.methods.server import Mean
 from comingle.methods.settings import NotNegative
 from comingle.trees import Tree

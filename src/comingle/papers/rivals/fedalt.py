@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import Client, Phase
+from comingle.methods.client import Client
+from comingle.methods.cohort import Phase
 from comingle.methods.server import MODEL, Received, Server, ServerSetup, model_of
 from comingle.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Tree, flatten
 

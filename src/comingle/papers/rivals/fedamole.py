@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import Client, Cohort, Part, joint
+from comingle.methods.client import Client, Part, joint
+from comingle.methods.cohort import Cohort
 from comingle.methods.settings import Count, CountOrNone, Range
 from comingle.papers.rivals.fedamole_server import Assigning, keys_of
 from comingle.routers.penalties import balance_penalty

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from comingle.adapters.lora import init_zero
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import ROUTERS, Client, Cohort, Part, Phase
+from comingle.methods.client import Client, Part
+from comingle.methods.cohort import ROUTERS, Cohort, Phase
 from comingle.methods.server import Mean
 from comingle.methods.settings import Count, Range
 from comingle.routers.token import Router

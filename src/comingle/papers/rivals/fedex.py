@@ -10,7 +10,8 @@ from torch import Tensor
 
 from comingle.adapters.residual import IN, OUT, RESIDUAL
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import Client, Phase
+from comingle.methods.client import Client
+from comingle.methods.cohort import Phase
 from comingle.methods.server import MODEL, Mean, Received
 from comingle.methods.settings import CountOrNone
 from comingle.trees import ATTENTION, GENERALIST, Tree, lora_pairs

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from comingle.methods.client import Cohort
+from comingle.methods.cohort import Cohort
 from comingle.trees import CLIENT_ROUTER
 
 BISECTIONS = 60

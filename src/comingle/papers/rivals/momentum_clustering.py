@@ -9,7 +9,8 @@ from typing import Annotated
 import torch
 
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import MODEL, Client, Cohort, Part, joint
+from comingle.methods.client import MODEL, Client, Part, joint
+from comingle.methods.cohort import Cohort
 from comingle.methods.settings import BelowOne, Count, Models, NotNegative, Range
 from comingle.papers.rivals.momentum_server import Centres
 from comingle.trees import Tree

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import Client, Phase
+from comingle.methods.client import Client
+from comingle.methods.cohort import Phase
 from comingle.methods.server import Mean
 from comingle.papers.methods.factors import A, B, NewOptimisers
 

@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import MODEL, Client, Cohort, Part, joint
+from comingle.methods.client import MODEL, Client, Part, joint
+from comingle.methods.cohort import Cohort
 from comingle.methods.server import MODEL as KEPT
 from comingle.methods.server import Mean, Received, Reported, ServerSetup, model_of
 from comingle.methods.settings import NotNegative

@@ -8,7 +8,8 @@ from typing import Annotated
 import torch
 
 from comingle.methods.base import Method, Placement
-from comingle.methods.client import ROUTERS, Client, Cohort, Part, joint
+from comingle.methods.client import Client, Part, joint
+from comingle.methods.cohort import ROUTERS, Cohort
 from comingle.methods.server import Mean, Server
 from comingle.methods.settings import Range
 from comingle.papers.rivals.likelihood import best_powers, likeliest

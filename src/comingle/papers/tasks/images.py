@@ -24,8 +24,7 @@ from torch import Tensor
 from comingle.data.arrays import read_arrays
 from comingle.data.compressed import OPENERS
 from comingle.data.hub import HUB_PREFIX
-from comingle.data.rows import list_names
-from comingle.errors import DataError
+from comingle.errors import DataError, list_names
 from comingle.papers.decoded import iterate_values
 from comingle.papers.tasks.idx import read_idx
 from comingle.papers.tasks.pictures import decode, scale, stack

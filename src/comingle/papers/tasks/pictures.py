@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from comingle.data.rows import describe, list_names
-from comingle.errors import DataError
+from comingle.data.row_files import describe
+from comingle.errors import DataError, list_names
 
 
 def decode(jpeg: np.ndarray, offset: np.ndarray, path: Path) -> np.ndarray:

@@ -131,12 +131,12 @@ def _show(planned: Plan) -> None:
 def _run(
     planned: Plan, out: Path, jobs: int | None, *, resume: bool, force: bool, quiet: bool, baseline: str | None
 ) -> None:
-    from comingle.cli.progress import console, errors
+    from comingle.cli.progress import console
     from comingle.papers.reproduce.reach import check_reach
     from comingle.papers.reproduce.runner import Estimate, check_out, unique
     from comingle.papers.reproduce.tables import baseline_row, write_tables
     from comingle.papers.verbs.tables import print_table, run_all, table_of
-    from comingle.terminal import words
+    from comingle.terminal import errors, words
 
     baseline_row(planned, baseline)  # refused before the first run
     check_reach(planned)
@@ -166,7 +166,7 @@ def _run(
 def _count(planned: Plan, out: Path, *, force: bool) -> None:
     """A table of costs: counted, nothing is trained."""
     from comingle.cli.progress import console, status
-    from comingle.costing import plan as count
+    from comingle.costing.planning import plan as count
     from comingle.papers.reproduce.costs import write_costs
     from comingle.papers.reproduce.counted import count_cells
     from comingle.papers.reproduce.runner import check_out
@@ -196,8 +196,7 @@ def _told(outcome: Outcome, done: int, total: int, left: float | None) -> Text:
     """One line for a run that has ended."""
     from rich.text import Text
 
-    from comingle.records import measure_of
-    from comingle.reports.tables import number
+    from comingle.records import measure_of, number
 
     cell = outcome.cell
     if outcome.diverged:
