@@ -45,12 +45,12 @@ from comingle.engines.local import train
 from comingle.engines.runtime import keep_buffers
 from comingle.engines.training import TOKENS_PER_PASS
 from comingle.errors import ComingleError, lacks_memory
-from comingle.gpu.mixture import part_on
+from comingle.gpu.graphs import recorded
+from comingle.gpu.mixture import part_on, with_triton
 from comingle.models.base import Base
 from comingle.models.hardware import resolve_device
 from comingle.models.language import load_base
 from comingle.models.model import Model
-from comingle.plugins import require
 from one_by_one import one_by_one
 from throughput import base_pass, clients_of, timed
 
@@ -71,6 +71,7 @@ LEAST_TIME = 4.0
 """What a line takes at least, in steps: two turns of the step and of the base."""
 CHIPS = {"H100 PCIe": 756.5, "H100 NVL": 835.5, "H200 NVL": 835.5, "H100": 989.4, "H200": 989.4, "A100": 312.0}
 """TFLOP/s of dense bf16 products in NVIDIA's data sheets (half of those with sparsity), by a part of the name."""
+FASTER = {"triton": with_triton, "graphs": recorded}
 WAYS = {"triton": ["triton"], "graphs": ["graphs"], "both": ["triton", "graphs"]}
 
 
@@ -170,7 +171,7 @@ def ways(clients: Clients, step: Callable[[], object], deadline: float) -> dict[
             raise TimeoutError("no time")
         model = plain
         for name in names:
-            model = require("comingle.gpu", name)(model)
+            model = FASTER[name](model)
         taken = partial(as_in, model, part_on(plain.device) if "triton" in names else None)
         taken()  # compiled, captured
         if "graphs" in names and None in getattr(model, "recordings").values():  # noqa: B009

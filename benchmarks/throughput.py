@@ -29,6 +29,7 @@ from comingle.adapters import kernels, native
 from comingle.adapters.inject import ExpertCounts
 from comingle.adapters.layouts import decoder_layers
 from comingle.adapters.settings import AdapterSettings
+from comingle.cpu.faster import faster
 from comingle.data.pack import UserData
 from comingle.engines.client import Clients
 from comingle.engines.local import train
@@ -42,7 +43,6 @@ from comingle.models.base import Base
 from comingle.models.head import backbone, lm_head
 from comingle.models.language import load_base
 from comingle.models.loss import cross_entropy
-from comingle.plugins import require
 from one_by_one import one_by_one
 
 
@@ -110,7 +110,7 @@ def base_pass(args: argparse.Namespace, base: Base, sequences: int) -> Callable[
     """One pass of all users' batches through the base alone, in the same portions."""
     head, body = lm_head(base), backbone(base.model)
     if not args.no_native and native.is_enabled():
-        require("comingle.cpu", "native")(base.model, attention=True)
+        faster(base.model, attention=True)
     if not args.no_compile:
         for layer in decoder_layers(base.model):
             layer.compile()

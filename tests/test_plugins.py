@@ -280,16 +280,26 @@ def test_a_verb_that_cannot_be_used_leaves_the_others_alone(site: Site) -> None:
     ]
 
 
-def test_a_checkout_that_was_installed_before_its_verbs_were_says_how_to_get_them(site: Site) -> None:
-    site.install("comingle", {"console_scripts": {"comingle": "comingle.cli:main"}})  # as before there were plug-ins
-    (theory, other), _ = site.commands(["theory"], ["theoretical"])
-    repository = Path(plugins.__file__).parents[2]
-    said = f"This checkout has it, but was installed before it had: pip install -e {repository}"
-    assert theory == (2, "", f"comingle: no verb 'theory'. {said}")
-    assert (other[0], "No such command" in other[2]) == (2, True)
-
-
 def test_this_projects_own_verbs_are_plugins() -> None:
     own = {name: plugin.load().__module__ for name, plugin in plugins.load("comingle.verbs").items()}
     ours: dict[str, Any] = {name: f"comingle.papers.verbs.{name}" for name in ("reproduce", "theory")}
     assert own.items() >= ours.items(), "install the checkout again: pip install -e ."
+
+
+def test_every_implementation_that_is_named_can_be_imported() -> None:
+    named = {
+        **{f"method {name}": make for name, make in REGISTRY.items()},
+        **{f"store {name}": store for name, store in STORES.items()},
+        **{f"tracker {name}": tracker for name, tracker in TRACKERS.items()},
+        **{f"kind {kind}": load_section(kind) for kind in kinds()},
+        "export": plugins.load_object(personal._EXPORT),
+        "fit": plugins.load_object(settings._FIT),
+    }
+    assert len(named) > 50
+    assert [name for name, found in named.items() if not callable(found)] == []
+
+
+def test_comingle_has_no_entry_points_to_itself() -> None:
+    points = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    values = [value for group in points.values() for value in group.values()]
+    assert [value for value in values if not value.startswith("comingle.papers")] == []

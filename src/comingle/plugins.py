@@ -1,31 +1,33 @@
-"""What installed packages add to comingle, found through their entry points.
+"""Registries: implementations by name, those of comingle itself, of a program, and of other installed packages.
 
-A package offers a function under a name in its ``pyproject.toml``::
+Another package offers an implementation under a name in its ``pyproject.toml``::
 
     [project.entry-points."comingle.methods"]
     halfway = "my_package.halfway:halfway"
 
-Groups: ``comingle.methods`` (functions that make a :class:`comingle.methods.base.Method`), ``comingle.nets`` (functions
-of an input shape and a number of outputs that make an ``nn.Module``), ``comingle.forms`` (functions of a net that make
-it run for all users at once, or return None), ``comingle.kinds``, ``comingle.personal`` (what is done with a personal
-model), ``comingle.texts`` (functions of ``prefix:NAME`` that return documents), ``comingle.trackers`` (who is told of
-a run), ``comingle.defences`` (what
-makes something else of uploads some of which may be hostile), ``comingle.plans`` (what chooses how
-much goes through a model at once), ``comingle.gpu`` (what ``runtime.gpu`` names makes of a language model; ``ahead`` of
-what users' data comes from), ``comingle.verbs`` (functions for typer) and ``comingle.orders`` (under the name of
-a group, the order in which its names are listed). Names are read from the metadata of what is installed; a plug-in's
-code is imported when its name is asked for, never because a recipe or a message names a path.
+Groups:
+
+- ``comingle.methods``: functions that return a :class:`comingle.methods.base.Method`.
+- ``comingle.nets``: functions of an input shape and a number of outputs that return an ``nn.Module``.
+- ``comingle.losses``: functions of outputs and targets.
+- ``comingle.kinds``: sections ``data`` of further kinds of data.
+- ``comingle.stores``: classes that keep users' tensors outside of memory.
+- ``comingle.trackers``: functions that start a tracker of a run.
+- ``comingle.verbs``: functions for typer, which become commands.
+
+Names are read from the metadata of installed packages. Code is imported when its name is used, never because a recipe
+or a message contains a path.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from comingle.errors import PluginError, did_you_mean
@@ -76,26 +78,23 @@ def load(group: str) -> Mapping[str, Plugin]:
     return {name: Plugin(group=group, name=name, points=tuple(by_name[name])) for name in sorted(by_name)}
 
 
-def require(group: str, name: str) -> Any:
-    """What is offered under a name, imported.
-
-    Raises:
-        PluginError: nothing is, or it cannot be imported.
-    """
-    if (plugin := load(group).get(name)) is None:
-        raise PluginError(f"{group}: no installed package offers {name!r}.{stale_hint(group, name)}")
-    return plugin.load()
+def load_object(place: str) -> Any:
+    """Import ``package.module:NAME`` and return the object of that name."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 class Registry(Mapping[str, Offered], Generic[Offered]):
-    """The core's own by name, what was registered, and what plug-ins offer, which is imported on first use.
+    """Implementations by name: comingle's own, those that a program registered, and those of other packages.
 
-    Names are listed in the order that a package publishes for the group; others after them, the core's own first.
+    Args:
+        group: the group of entry points in which other packages offer implementations.
+        own: comingle's own by name; a string ``"package.module:NAME"`` is imported on first use.
     """
 
-    def __init__(self, group: str, own: Mapping[str, Offered]) -> None:
+    def __init__(self, group: str, own: Mapping[str, Offered | str]) -> None:
         self._group = group
-        self._own = dict(own)
+        self._own: dict[str, Offered | str] = dict(own)
         self._registered: dict[str, Offered] = {}
 
     def register(self, name: str, offered: Offered) -> None:
@@ -132,7 +131,8 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
         if name in self._own:
             if plugin is not None:
                 raise taken(plugin)
-            return self._own[name]
+            own = self._own[name]
+            return load_object(own) if isinstance(own, str) else own
         if plugin is None:
             raise KeyError(name)
         return plugin.load()
@@ -141,26 +141,14 @@ class Registry(Mapping[str, Offered], Generic[Offered]):
         return name in self._own or name in self._registered or name in load(self._group)
 
     def __iter__(self) -> Iterator[str]:
-        names = dict.fromkeys([*self._own, *self._registered, *load(self._group)])
-        published = [name for name in _published_order(self._group) if name in names]
-        return iter(dict.fromkeys([*published, *names]))
+        return iter(dict.fromkeys([*self._own, *self._registered, *load(self._group)]))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
     def hint(self, name: str) -> str:
-        """What may help somebody who asked for a name that is not here."""
-        return did_you_mean(name, self) + stale_hint(self._group, name)
-
-
-def _published_order(group: str) -> Sequence[str]:
-    """In which order an installed package wants a group's names listed; none where nobody says so, or it is broken."""
-    plugin = load("comingle.orders").get(group)
-    try:
-        return plugin.load() if plugin is not None else ()
-    except PluginError as error:
-        _log.warning("%s", error)
-        return ()
+        """Return a suggestion for a name that is not in the registry, or an empty string."""
+        return did_you_mean(name, self)
 
 
 def taken(plugin: Plugin) -> PluginError:
@@ -168,16 +156,3 @@ def taken(plugin: Plugin) -> PluginError:
     return PluginError(
         f"{plugin.group}: {plugin.distributions} offers {plugin.name!r}, which comingle itself has; uninstall it"
     )
-
-
-def stale_hint(group: str, name: str) -> str:
-    """What to do where this source checkout offers a name, but was installed before it did; else nothing."""
-    import tomllib  # here, since only a mistake needs it, and every command imports this module
-
-    project = Path(__file__).parents[2] / "pyproject.toml"
-    if not project.is_file():
-        return ""
-    points = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {}).get("entry-points", {})
-    if name not in points.get(group, {}) or name in load(group):
-        return ""
-    return f" This checkout has it, but was installed before it had: pip install -e {project.parent}"

@@ -18,7 +18,6 @@ from comingle.kinds.samples.building import COMPILE_FROM
 from comingle.layers import native
 from comingle.layers.nets import FEWEST, form_of
 from comingle.models.nets import make_net
-from comingle.models.side_by_side import FORMS
 from comingle.models.stacked import StackedModel, stack
 from comingle.runs.given import given_of, recipe_with
 from comingle.runs.session import build, prepare
@@ -26,14 +25,13 @@ from comingle.runs.session import build, prepare
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What native code is called for; the form is offered under another name, installed or not."""
+    """What native code is called for."""
     found: list[str] = []
     plain = native.run
     monkeypatch.setattr(
         native, "run", lambda name, *given, **tensors: (found.append(name), plain(name, *given, **tensors))
     )
-    with FORMS.lent("native, in tests", form_of):
-        yield found
+    yield found
 
 
 def samples(count: int, seed: int) -> TensorDataset:

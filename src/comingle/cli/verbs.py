@@ -60,8 +60,6 @@ class Verbs(TyperGroup):
         if plugin is None:
             if own is not None:
                 return TyperCommand(cmd_name, help=getdoc(own)) if self._lists else _command(cmd_name, own)
-            if hint := plugins.stale_hint(GROUP, cmd_name):
-                raise PluginError(f"no verb {cmd_name!r}.{hint}")
             return None
         try:
             if own is not None:

@@ -9,12 +9,12 @@ from typing import Any
 
 from comingle.data.crowds import Crowd
 from comingle.engines.settings import MEMORY
+from comingle.engines.users import STORES
 from comingle.kinds.base import Kind, Materials
 from comingle.kinds.conversations.kind import NOTE, ConversationsKind, as_steps
 from comingle.kinds.text.checking import found_here, tokenizer_here
 from comingle.kinds.text.kind import TextKind, anybody_validates, section
 from comingle.models.base import Base
-from comingle.plugins import require
 from comingle.recipes import Recipe
 
 
@@ -54,7 +54,7 @@ def _text(kind: TextKind, recipe: Recipe) -> bool:
 def _read(kind: Kind, recipes: Sequence[Recipe], load_base: Callable[[], Base]) -> Materials | None:
     """As a run of the first recipe will; None where that has no store, or the base's tokenizer is not here."""
     recipe = recipes[0]
-    store: Any = None if recipe.runtime.store == MEMORY else require("comingle.stores", recipe.runtime.store)
+    store: Any = None if recipe.runtime.store == MEMORY else STORES[recipe.runtime.store]
     tokenizer = tokenizer_here(recipe.base) if hasattr(store, "read") else None
     if tokenizer is None:
         return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from comingle.engines.settings import MEMORY
 from comingle.engines.state import MOMENTS, State
-from comingle.plugins import require
+from comingle.engines.users import STORES
 from comingle.store.records import Form, forms_of
 from comingle.store.rows import BEHIND
 
@@ -36,7 +36,7 @@ class UserBytes:
 
 def user_bytes(state: State, store: str) -> UserBytes:
     """Of one of the users of a state that is in memory."""
-    moments = None if store == MEMORY else require("comingle.stores", store).moments
+    moments = None if store == MEMORY else STORES[store].moments
     forms: Mapping[str, Form] = forms_of(state, moments)
     sizes = {name: t[:1].nbytes for name, t in state.tensors().items()}
     remembered = sum(size for name, size in sizes.items() if name in MOMENTS)

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
 from comingle.errors import DataError, did_you_mean
-from comingle.plugins import load, stale_hint
 
 HUB_PREFIX = "hub:"
 
-TEXTS = "comingle.texts"
-"""The group of entry points under which packages offer texts: a prefix, and what makes documents of ``prefix:NAME``."""
+DEMO_PREFIX = "demo:"
+"""Names one of the users of ``comingle demo``."""
 
 FOLDER_VARIABLE = "COMINGLE_DATA"
 """Names a folder with local data, which is asked before the hub."""
@@ -20,10 +19,9 @@ _KEYS = ("config", "split", "files", "documents")
 
 
 def is_named(source: str) -> bool:
-    """Whether a source is no path, but a name: of the hub, or with a prefix that an installed package offers."""
-    prefix, named, _ = source.partition(":")
-    known = f"{prefix}:" == HUB_PREFIX or prefix in load(TEXTS)
-    return bool(named) and (known or bool(stale_hint(TEXTS, prefix)))
+    """Return whether a source is not a path, but the name of a data set on the hub or of a demo user."""
+    prefix, colon, named = source.partition(":")
+    return bool(named) and prefix + colon in (HUB_PREFIX, DEMO_PREFIX)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,11 @@ from typing import Any
 from comingle.data.bad_rows import BadRows
 from comingle.data.files import check_regular, read_text_file, read_text_folder, warn_longer
 from comingle.data.formats import has_rows, is_saved
-from comingle.data.hub import HUB_PREFIX, TEXTS, is_named, parse_hub_name
+from comingle.data.hub import HUB_PREFIX, is_named, parse_hub_name
 from comingle.data.loading import read_tables
 from comingle.data.names import name_problem
 from comingle.data.rows import choose_users, iterate_texts
 from comingle.errors import DataError, NoTextError
-from comingle.plugins import require
 from comingle.records import expand_home
 
 Groups = dict[str, dict[str, list[str]]]
@@ -36,7 +35,7 @@ def read_documents(
       by ``save_to_disk``: its rows.
     - A ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file: ``column`` of its rows.
     - Any other file: blocks of paragraphs (:func:`comingle.data.files.read_text_file`).
-    - ``demo:NAME``: a demo user; so with any prefix that an installed package offers (``comingle.texts``).
+    - ``demo:NAME``: a demo user.
     - ``hub:NAME?config=C&split=S&documents=N``: ``column`` of the rows of a data set of the hub; all splits unless one
       is named; with ``documents`` the rows are streamed, and no more of them are fetched than that.
 
@@ -52,7 +51,9 @@ def read_documents(
     if str(path).startswith(HUB_PREFIX):
         documents = _read_rows(str(path), column, parse_hub_name(str(path)).documents, most, collected)
     elif is_named(str(path)):
-        documents = require(TEXTS, str(path).partition(":")[0])(str(path))
+        from comingle.demo import read_demo
+
+        documents = read_demo(str(path))
     else:
         path = expand_home(path)
         check_regular(path)

@@ -20,7 +20,6 @@ from comingle.engines.settings import Training
 from comingle.engines.training import participants, round_sizes
 from comingle.methods.base import Method
 from comingle.methods.server import Mean, Received
-from comingle.plugins import require
 from comingle.privacy.clipping import without_padding
 from comingle.privacy.guard import BOUND, COUNTS, Guard
 from comingle.privacy.summing import Sums
@@ -29,7 +28,8 @@ from comingle.protocol.compression import expand
 from comingle.protocol.formats import Format
 from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Upload, fill_ranks, verdict
 from comingle.robust.checks import check_rounds
-from comingle.robust.judged import Defence, Judged
+from comingle.robust.defence import defended
+from comingle.robust.judged import Judged
 from comingle.robust.settings import Aggregation
 from comingle.trees import Layout, Tree
 
@@ -257,7 +257,6 @@ class ServerHalf:
         if self.aggregation is None or not received.tensors:
             return received
         started = self.method.server.starts(self.kept, received)
-        defended: Defence = require("comingle.defences", "rules")
         found, self.judged = defended(self.aggregation, received, started, names)
         if found is None:
             logger.warning("%s", self.judged.reason)

@@ -29,7 +29,6 @@ from comingle.engines.training import Portions, check_needs
 from comingle.methods.base import Method
 from comingle.methods.cohort import Phase
 from comingle.models.model import Model
-from comingle.plugins import require
 from comingle.privacy.examples import Examples
 from comingle.trees import CLIENT_ROUTER, STATISTICS, Tree, restrict
 
@@ -64,8 +63,11 @@ class Steps:
     @cached_property
     def batches(self) -> Any:
         """What draws the feed's batches and puts them on the device: the feed, or for GPUs what copies them ahead."""
-        ahead = self.model.device.type == "cuda"
-        return require("comingle.gpu", "ahead")(self.feed, self.model.device) if ahead else self.feed
+        if self.model.device.type != "cuda":
+            return self.feed
+        from comingle.gpu.copies import ahead
+
+        return ahead(self.feed, self.model.device)
 
     @cached_property
     def portions(self) -> Portions:

@@ -35,7 +35,9 @@ class Tracker(Protocol):
         ...
 
 
-TRACKERS: Registry[Callable[[Tracked], Tracker]] = Registry("comingle.trackers", {})
+TRACKERS: Registry[Callable[[Tracked], Tracker]] = Registry(
+    "comingle.trackers", {"wandb": "comingle.tracking:WeightsAndBiases", "mlflow": "comingle.tracking:MLflow"}
+)
 """What makes a tracker of a run, under the name of the package that it needs."""
 
 

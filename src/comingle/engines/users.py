@@ -26,7 +26,7 @@ from comingle.errors import DataError
 from comingle.methods.base import Method
 from comingle.models.hardware import require_bytes
 from comingle.models.model import Model
-from comingle.plugins import require
+from comingle.plugins import Registry
 from comingle.protocol.compression import RESIDUAL
 from comingle.trees import CLIENT_ROUTER, restrict
 
@@ -38,6 +38,12 @@ MESSAGES_AT_ONCE = 2**24
 
 Population = Sequence[Any]
 """Users have a name, and what they train, validate and test on."""
+
+STORES: Registry[Any] = Registry(
+    "comingle.stores",
+    {"disk": "comingle.store.opening:on_disk", "disk-bf16": "comingle.store.opening:on_disk_bf16"},
+)
+"""Classes that keep users' tensors outside of memory, by the value of ``runtime.store``."""
 
 
 def batch_size(method: Method, training: Training, users: int) -> int:
@@ -116,7 +122,7 @@ class Users:
 
     def _started(self) -> State:
         if self.training.store != MEMORY:
-            return require("comingle.stores", self.training.store)(self)
+            return STORES[self.training.store](self)
         what = f"method {self.method.name}: the trained tensors of {len(self.trainers)} users"
         advice = "; runtime.store: disk keeps those elsewhere who do not take part"
         require_bytes(what, 4 * self.rows * self.model.layout.columns, advice)

@@ -22,8 +22,8 @@ from comingle.methods.base import Method
 from comingle.models.base import Base
 from comingle.models.model import Model
 from comingle.models.person import Personal
+from comingle.plugins import load_object
 from comingle.recipes import Recipe
-from comingle.recipes.data import load_object
 from comingle.trees import Tree
 
 LoadBase = Callable[[], Base]

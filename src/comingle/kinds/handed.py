@@ -9,7 +9,8 @@ from typing import Any
 from comingle.data.names import name_problem
 from comingle.errors import DataError, PluginError
 from comingle.kinds.base import Kind
-from comingle.recipes.data import kinds, load_object, load_section
+from comingle.plugins import load_object
+from comingle.recipes.data import kinds, load_section
 
 _LAST = "text"
 """Asked after all others: paths and tables may be of a more particular kind."""

@@ -22,7 +22,6 @@ from comingle.models.hardware import require_room
 from comingle.models.head import backbone
 from comingle.models.mixed import MixedLanguageModel, mix_language_model
 from comingle.models.model import Model
-from comingle.plugins import require
 from comingle.recipes import Recipe
 from comingle.trees import BASE
 
@@ -122,7 +121,10 @@ def adapt_base(recipe: Recipe, base: Base, method: Method, trainers: int, tokens
         checkpointed=recipe.runtime.gradient_checkpointing,
     )
     for name in recipe.runtime.gpu:
-        model = require("comingle.gpu", name)(model)
+        from comingle.gpu.graphs import recorded
+        from comingle.gpu.mixture import with_triton
+
+        model = {"graphs": recorded, "triton": with_triton}[name](model)
     if mixture is None:
         return model
     return ensemble(model, mixture, generalists=method.placement.generalists, specialists=max(specialists))

@@ -7,36 +7,72 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from comingle.adapters.inject import ROUTER
 from comingle.errors import PluginError, RecipeError, UnknownMethodError
 from comingle.methods.base import Method
-from comingle.methods.centralized import centralized
 from comingle.methods.cohort import ROUTERS
-from comingle.methods.comigs import comigs, comigs_1g1s, comigs_1gxs, comigs_2g, comigs_2s, comigs_tr
-from comingle.methods.fedavg import fedavg
-from comingle.methods.local import local
 from comingle.methods.own_errors import call_constructor
-from comingle.methods.pretrained import pretrained
 from comingle.methods.settings import allowed, by_type, setting_hint
 from comingle.plugins import Registry
+from comingle.trees import ROUTER
 
 Make = Callable[..., Method]
 
-_OWN: dict[str, Make] = {
-    "pretrained": pretrained,
-    "centralized": centralized,
-    "local": local,
-    "fedavg": fedavg,
-    "comigs-tr": comigs_tr,
-    "comigs": comigs,
-    "comigs-1g1s": comigs_1g1s,
-    "comigs-2g": comigs_2g,
-    "comigs-2s": comigs_2s,
-    "comigs-1gxs": comigs_1gxs,
+_METHODS = {
+    "pretrained": "comingle.methods.pretrained:pretrained",
+    "centralized": "comingle.methods.centralized:centralized",
+    "local": "comingle.methods.local:local",
+    "fedavg": "comingle.methods.fedavg:fedavg",
+    "ffa-lora": "comingle.papers.methods.factors:ffa_lora",
+    "fedsa-lora": "comingle.papers.methods.factors:fedsa_lora",
+    "pcl": "comingle.papers.methods.pcl:pcl",
+    "fdlora": "comingle.papers.methods.fdlora:fdlora",
+    "hetlora": "comingle.papers.methods.hetlora:hetlora",
+    "flexlora": "comingle.papers.methods.flexlora:flexlora",
+    "local-moe": "comingle.papers.methods.moe:local_moe",
+    "fedavg-moe": "comingle.papers.methods.moe:fedavg_moe",
+    "pfedmoe": "comingle.papers.methods.pfedmoe:pfedmoe",
+    "local-moe-tr": "comingle.papers.methods.moe:local_moe_tr",
+    "fedavg-moe-tr": "comingle.papers.methods.moe:fedavg_moe_tr",
+    "comigs-tr": "comingle.methods.comigs:comigs_tr",
+    "comigs": "comingle.methods.comigs:comigs",
+    "comigs-1g1s": "comingle.methods.comigs:comigs_1g1s",
+    "comigs-2g": "comingle.methods.comigs:comigs_2g",
+    "comigs-2s": "comingle.methods.comigs:comigs_2s",
+    "comigs-1gxs": "comingle.methods.comigs:comigs_1gxs",
+    "floral": "comingle.papers.methods.floral:floral",
+    "floral-optimal": "comingle.papers.methods.floral:floral_optimal",
+    "floral-mfl": "comingle.papers.methods.floral:floral_mfl",
+    "local-adaptor": "comingle.papers.methods.ensemble:local_adaptor",
+    "ensemble": "comingle.papers.methods.ensemble:ensemble",
+    "ensemble-optimal": "comingle.papers.methods.ensemble:ensemble_optimal",
+    "mfl": "comingle.papers.methods.mfl:mfl",
+    "fml": "comingle.papers.methods.mfl:fml",
+    "fedmerge": "comingle.papers.methods.fedmerge:fedmerge",
+    "fedmerge-fixed": "comingle.papers.methods.fedmerge:fedmerge_fixed",
+    "fedavg+": "comingle.papers.methods.fedavg_plus:fedavg_plus",
+    "ifca": "comingle.papers.methods.ifca:ifca",
+    "fedem": "comingle.papers.methods.fedem:fedem",
+    "fedit": "comingle.papers.methods.fedit:fedit",
+    "fedlora": "comingle.papers.methods.fedit:fedlora",
+    "stacking": "comingle.papers.rivals.stacking:stacking",
+    "ditto": "comingle.papers.rivals.ditto:ditto",
+    "fedalt": "comingle.papers.rivals.fedalt:fedalt",
+    "fedamole": "comingle.papers.rivals.fedamole:fedamole",
+    "fedbn": "comingle.papers.rivals.fedbn:fedbn",
+    "feddpa": "comingle.papers.rivals.feddpa:feddpa",
+    "fedex-lora": "comingle.papers.rivals.fedex:fedex_lora",
+    "fedper": "comingle.papers.rivals.fedper:fedper",
+    "fedprox": "comingle.papers.rivals.fedprox:fedprox",
+    "flora-stacking": "comingle.papers.rivals.flora_stacking:flora_stacking",
+    "momentum-clustering": "comingle.papers.rivals.momentum_clustering:momentum_clustering",
+    "rolora": "comingle.papers.rivals.rolora:rolora",
+    "scaffold": "comingle.papers.rivals.scaffold:scaffold",
+    "sdflora": "comingle.papers.rivals.sdflora:sdflora",
 }
+"""Functions that return each method, imported on first use; in the order in which methods are listed."""
 
-REGISTRY: Registry[Make] = Registry("comingle.methods", _OWN)
-"""What makes each method: the core's, those registered by a program, and those of installed plug-ins."""
+REGISTRY: Registry[Make] = Registry("comingle.methods", _METHODS)
+"""Functions that return each method: comingle's, those that a program registered, and those of other packages."""
 
 
 def register(name: str, method: Method | Make) -> None:

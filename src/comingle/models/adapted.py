@@ -31,7 +31,6 @@ from comingle.models.loss import cross_entropy
 from comingle.models.model import Gates, Model
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.quantised import giving_back, packed_parameters
-from comingle.plugins import require
 from comingle.routers.settings import Gating
 from comingle.trees import ATTENTION, ROUTER, Layout, Tree
 
@@ -204,7 +203,9 @@ def adapt(
     native.disable()
     wanted = (compiled if native_code is None else native_code) and native.fits(base.device, base.dtype)
     if wanted and native.enable(cache_folder() / "native"):
-        require("comingle.cpu", "native")(network, attention=base.attention == "auto")
+        from comingle.cpu.faster import faster
+
+        faster(network, attention=base.attention == "auto")
     layers = decoder_layers(network)
     if checkpointed:
         for layer in layers:

@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle import plugins
 from comingle.adapters import watching
 from comingle.adapters.clustered.model import FloralModel
 from comingle.data.templates import ROLES, ChatTemplate, Message, require_characters
@@ -31,10 +30,11 @@ from comingle.models.owning import merge_adapters, why_not_merged
 from comingle.models.person import Personal
 from comingle.models.pretrained import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.sampling import read_sampling
+from comingle.plugins import load_object
 from comingle.trees import Tree
 
-GROUP = "comingle.personal"
-"""Under which entry points packages offer what is done with a personal model: ``export``."""
+_EXPORT = "comingle.export.exporting:export_personal"
+"""Imported by name, since exports stand on runs."""
 
 
 Spoken = AdaptedModel | EnsembleModel | MixedLanguageModel
@@ -119,8 +119,7 @@ class PersonalModel(Personal):
         """
         if isinstance(self.model, EnsembleModel):
             raise DataError(f"user {self.name!r}: {WHY_NOT_ONE}")
-        write = plugins.require(GROUP, "export")
-        return write(self, Path(folder), format=format, dtype=dtype, force=force)
+        return load_object(_EXPORT)(self, Path(folder), format=format, dtype=dtype, force=force)
 
     @torch_defaults()
     def logits(self, tokens: Int[Tensor, "batch n"]) -> Float[Tensor, "batch n vocab"]:

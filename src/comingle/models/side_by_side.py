@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor  # no public name tells whether a vmap is left
 from torch.overrides import TorchFunctionMode
 
-from comingle.plugins import Registry
 from comingle.trees import Tree
 
 _NORMS: Mapping[Any, Signature] = {norm: signature(norm) for norm in (F.batch_norm, F.group_norm)}
@@ -109,10 +108,6 @@ class Form(Protocol):
     def __call__(self, tensors: Tree, inputs: Tensor, *, train: bool) -> Tensor:
         """Outputs ``(users, batch, ...)`` by tensors ``(users, ...)``; running statistics change in place."""
         ...
-
-
-FORMS: Registry[Callable[[nn.Module], Form | None]] = Registry("comingle.forms", {})
-"""What makes a form of a net, or None where it cannot; the first that can has it."""
 
 
 LARGE = 1024

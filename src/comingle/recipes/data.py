@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
@@ -109,7 +108,11 @@ class SplitSection(Section):
     test_name: str = "test"
 
 
-_OWN = {"text": "comingle.kinds.text.section:TextSection", "samples": "comingle.kinds.samples.section:SamplesSection"}
+_OWN = {
+    "text": "comingle.kinds.text.section:TextSection",
+    "samples": "comingle.kinds.samples.section:SamplesSection",
+    "conversations": "comingle.kinds.conversations.section:ConversationsSection",
+}
 """The sections of the kinds that are here; named, not imported, as kinds stand on recipes."""
 
 
@@ -126,7 +129,7 @@ def section_of(content: Mapping[str, Any]) -> type[DataSection]:
     """
     if (kind := content.get("kind")) is not None:
         if kind not in kinds():
-            hint = did_you_mean(str(kind), kinds()) + plugins.stale_hint(GROUP, str(kind))
+            hint = did_you_mean(str(kind), kinds())
             raise ValueError(f"no kind {kind!r}.{hint} Allowed: {', '.join(kinds())}")
         return load_section(kind)
     marks = {mark: section for section in _loadable() for mark in section.marks}
@@ -146,7 +149,7 @@ def load_section(kind: str) -> type[DataSection]:
     plugin = plugins.load(GROUP).get(kind)
     if kind in _OWN and plugin is not None:
         raise plugins.taken(plugin)
-    return load_object(_OWN[kind]) if plugin is None else plugin.load()
+    return plugins.load_object(_OWN[kind]) if plugin is None else plugin.load()
 
 
 def _loadable() -> Iterator[type[DataSection]]:
@@ -154,9 +157,3 @@ def _loadable() -> Iterator[type[DataSection]]:
     for kind in kinds():
         with suppress(PluginError):
             yield load_section(kind)
-
-
-def load_object(place: str) -> Any:
-    """What stands at ``package.module:NAME``."""
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from comingle.methods.server import Received
-from comingle.robust.settings import Aggregation
-from comingle.trees import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +27,3 @@ class Judged:
         """After round ``done`` (from 1)."""
         said = {"left_out": self.left_out, "counted": self.counted} if self.counted else {"reason": self.reason}
         return {"event": "aggregation", "round": done, "rule": self.rule, **said}
-
-
-Defence = Callable[[Aggregation, Received, Tree, Sequence[str]], tuple[Received | None, Judged]]
-"""As :func:`comingle.robust.defence.defended`, under the entry point ``rules`` of the group ``comingle.defences``."""

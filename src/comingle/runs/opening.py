@@ -10,11 +10,11 @@ from typing import Any
 
 from comingle.data.crowds import Crowd
 from comingle.engines.settings import MEMORY
+from comingle.engines.users import STORES
 from comingle.errors import DataError, RunError
 from comingle.inputs import DATE, POPULATION, check_base, check_users, read_inputs
 from comingle.kinds.base import Kind, Materials, kind_of, later
 from comingle.models.digests import digest_tokenizer
-from comingle.plugins import require
 from comingle.recipes import Recipe
 from comingle.runs.given import NOTHING, Given, lending
 from comingle.runs.session import describe, get_ready, prepare
@@ -65,7 +65,7 @@ def reopen(folder: Path, recipe: Recipe, given: Given = NOTHING) -> Materials:
 
 def _in_files(folder: Path, recipe: Recipe, kind: Kind, read: Callable[[], Sequence[Any]]) -> Crowd:
     """Users who are too many to be listed; ``read`` yields them by number, when somebody's data is asked for."""
-    store: Any = None if recipe.runtime.store == MEMORY else require("comingle.stores", recipe.runtime.store)
+    store: Any = None if recipe.runtime.store == MEMORY else STORES[recipe.runtime.store]
     names = store.names(folder) if hasattr(store, "names") else None
     if names is None:
         raise RunError(f"{folder}: a program handed its users over, who are too many to be listed; resume it to go on")

@@ -27,6 +27,7 @@ from comingle.engines.runtime import keep_buffers
 from comingle.engines.settings import MEMORY
 from comingle.engines.state import Stored
 from comingle.engines.trackers import check_trackers
+from comingle.engines.users import STORES
 from comingle.errors import DivergenceError, RecipeError, did_you_mean, list_names
 from comingle.inputs import POPULATION, Inputs, UserInputs
 from comingle.kinds.base import Materials, kind_of
@@ -34,7 +35,6 @@ from comingle.methods import make
 from comingle.methods.own_errors import own_errors
 from comingle.models.base import Base, digests_of, with_date
 from comingle.models.hardware import torch_defaults
-from comingle.plugins import require
 from comingle.privacy.checks import check_private, check_steps
 from comingle.recipes import Recipe
 from comingle.recipes.unused import changed, check_used
@@ -78,7 +78,7 @@ def prepare(
         return with_date(base, given.date) if base is not None else given.load_base(recipe)
 
     if given.users is None:
-        store: Any = None if recipe.runtime.store == MEMORY else require("comingle.stores", recipe.runtime.store)
+        store: Any = None if recipe.runtime.store == MEMORY else STORES[recipe.runtime.store]
         reads = partial(store.read, kind) if hasattr(store, "read") else kind.read
         return with_clusters(recipe, reads(recipe, load, validates=validates))
     loss = {} if given.loss is None else {"loss": given.loss}  # which samples alone have

@@ -12,11 +12,14 @@ from comingle.errors import RecipeError, list_names
 from comingle.kinds.base import Materials
 from comingle.kinds.language import as_settings
 from comingle.methods import make
-from comingle.plugins import require
+from comingle.plugins import load_object
 from comingle.privacy.secure.settings import Secure
 from comingle.privacy.settings import Privacy
 from comingle.recipes import Recipe
 from comingle.runs.defending import aggregation_of
+
+_FIT = "comingle.costing.fitting:fit"
+"""The search for the largest pass that fits; costs are counted on runs, so it is imported by name."""
 
 
 def fitted(recipe: Recipe, materials: Materials) -> Recipe:
@@ -27,7 +30,7 @@ def fitted(recipe: Recipe, materials: Materials) -> Recipe:
     """
     if recipe.runtime.users_per_step != AUTO:
         return recipe
-    chosen = require("comingle.plans", AUTO)(recipe, materials)
+    chosen = load_object(_FIT)(recipe, materials)
     return recipe.with_changes(
         {"runtime.users_per_step": chosen.users, "runtime.micro_batch": chosen.sequences}, where="runtime"
     )
