@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import dedent
@@ -14,13 +15,19 @@ from typing import Any
 import pytest
 
 from comingle import plugins
+from comingle.engines.trackers import TRACKERS
+from comingle.engines.users import STORES
 from comingle.errors import PluginError, RecipeError
 from comingle.methods import REGISTRY, make, register, settings_of
 from comingle.methods.base import Method
 from comingle.methods.fedavg import fedavg
+from comingle.models import personal
 from comingle.models.nets import NETS, make_net
 from comingle.recipes import load_recipe
-from comingle.runs import api
+from comingle.recipes.data import kinds, load_section
+from comingle.runs import api, settings
+
+REPOSITORY = Path(__file__).parents[1]
 
 HALFWAY = """
     from dataclasses import replace

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,14 @@ from comingle.runs.session import build, prepare
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What native code is called for."""
     found: list[str] = []
     plain = native.run
     monkeypatch.setattr(
         native, "run", lambda name, *given, **tensors: (found.append(name), plain(name, *given, **tensors))
     )
-    yield found
+    return found
 
 
 def samples(count: int, seed: int) -> TensorDataset:
