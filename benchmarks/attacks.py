@@ -31,7 +31,6 @@ import torch
 from torch import nn
 
 from comingle.audits import attacks
-from comingle.errors import ComingleError
 from comingle.models.personal import PersonalModel
 from comingle.protocol.messages import Upload, join_uploads
 from comingle.recipes.sections import Recipe
@@ -39,6 +38,7 @@ from comingle.runs.given import Given, given_of, recipe_with
 from comingle.runs.results import Run
 from comingle.runs.session import build, execute, prepare
 from comingle.transports.inprocess import InProcess
+from comingle.utils.errors import ComingleError
 
 RULES = ("mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-bound", "bulyan")
 ON_UPLOADS = (*attacks.BY_NAME, "all zero", "not a number")

@@ -55,7 +55,7 @@ from comingle.models.model import Model
 from comingle.routers.mixtures import mix_losses
 from comingle.runs.results import Run
 from comingle.runs.session import build, prepare
-from comingle.trees import ATTENTION, GENERALIST, ROUTER, Layout, Slot, Tree
+from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, Layout, Slot, Tree
 
 BATCH = 16
 GATE, SPEED = "attention.gate", 10.0

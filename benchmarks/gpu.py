@@ -44,13 +44,13 @@ from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.engines.runtime import keep_buffers
 from comingle.engines.training import TOKENS_PER_PASS
-from comingle.errors import ComingleError, lacks_memory
 from comingle.gpu.graphs import recorded
 from comingle.gpu.mixture import part_on, with_triton
 from comingle.models.base import Base
 from comingle.models.hardware import resolve_device
 from comingle.models.language import load_base
 from comingle.models.model import Model
+from comingle.utils.errors import ComingleError, lacks_memory
 from one_by_one import one_by_one
 from throughput import base_pass, clients_of, timed
 

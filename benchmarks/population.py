@@ -41,7 +41,6 @@ import torch
 from comingle.data.crowds import Crowd
 from comingle.data.pack import UserData
 from comingle.data.samples import Samples, UserSamples
-from comingle.data.seeds import generator
 from comingle.evaluation.losses import CROSS_ENTROPY
 from comingle.kinds.base import Materials
 from comingle.kinds.samples.kind import KIND as SAMPLES
@@ -52,6 +51,7 @@ from comingle.recipes import parse_recipe
 from comingle.runs import api
 from comingle.store.numbered import Numbered
 from comingle.store.tokens import read_population, write_population
+from comingle.utils.seeds import generator
 
 INPUTS, CLASSES, SAMPLES_EACH, TOKENS_EACH = 32, 10, 24, 400
 ROUNDS, EVALUATED, NETS_AT_ONCE = 4, 50, 100

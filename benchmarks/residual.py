@@ -30,7 +30,7 @@ from comingle.engines.scoring import Scorer
 from comingle.models.ensembles import EnsembleModel
 from comingle.routers.mixtures import mix_losses
 from comingle.runs.results import Run
-from comingle.trees import GENERALIST, SPECIALIST, Tree
+from comingle.utils.trees import GENERALIST, SPECIALIST, Tree
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,6 @@ from comingle.adapters import native
 from comingle.data.pack import UserData
 from comingle.kinds.base import Materials
 from comingle.kinds.text.kind import KIND
-from comingle.models.cache import cache_folder
 from comingle.models.language import load_base
 from comingle.models.personal import PersonalModel
 from comingle.models.sampling import read_sampling
@@ -46,6 +45,7 @@ from comingle.runs.results import Run
 from comingle.runs.session import build
 from comingle.serving.engine import Engine, Request
 from comingle.serving.rows import prepare
+from comingle.utils.files import cache_folder
 
 PROMPTS = (
     "The harbour was quiet that morning, and",

@@ -26,7 +26,7 @@ import torch
 
 import attacks
 from attack_tables import shown
-from comingle.errors import ComingleError
+from comingle.utils.errors import ComingleError
 
 EPSILONS = (math.inf, 1000.0, 100.0, 10.0, 2.0)
 METHODS = {

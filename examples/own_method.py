@@ -6,9 +6,9 @@ import comingle
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import MODEL, Client, Part, joint
 from comingle.methods.cohort import Cohort
-from comingle.methods.server import MODEL as KEPT
+from comingle.methods.server import MODEL_PREFIX as KEPT
 from comingle.methods.server import Mean, Received
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ import torch
 import yaml
 
 from comingle.data.pack import UserData
-from comingle.data.seeds import generator
 from comingle.kinds.base import Materials
 from comingle.kinds.text.kind import KIND as TEXT
 from comingle.models.base import Base
@@ -39,6 +38,7 @@ from comingle.papers.tasks.kind import KIND as TASKS
 from comingle.recipes import parse_recipe
 from comingle.runs.session import build, prepare
 from comingle.transports.inprocess import InProcess
+from comingle.utils.seeds import generator
 
 REPOSITORY = Path(__file__).parents[1]
 TINY_TRAINING = {"rounds": 2, "local_steps": 2, "batch_size": 2, "context": 16}

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from comingle.engines.checksums import list_checkpoints
-from comingle.records import read_events
+from comingle.utils.files import list_checkpoints
+from comingle.utils.records import read_events
 
 DRIVER = Path(__file__).parent / "engines" / "kill_driver.py"
 VOLATILE = {"wall_seconds", "samples_per_second", "tokens_per_second", "peak_memory_bytes"}

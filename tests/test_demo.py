@@ -9,7 +9,7 @@ import pytest
 from comingle import demo
 from comingle.data.partition import UserText, find_overlap, split_by_fractions
 from comingle.data.sources import read_documents
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
 
 
 def test_there_are_four_demo_users():

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from comingle.cli.compare import compare_methods
-from comingle.errors import RunError
 from comingle.models.language import load_base
 from comingle.papers.tasks.kind import KIND as TASKS
 from comingle.recipes import Recipe, load_recipe, parse_recipe
 from comingle.runs import api
 from comingle.runs.session import prepare
+from comingle.utils.errors import RunError
 
 QUICK = {"training.rounds": 2, "training.local_steps": 1, "base": "random:llama?layers=1"}
 

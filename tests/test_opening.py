@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from comingle.errors import ComingleError, DataError, RunError
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import PersonalNet
 from comingle.recipes import Recipe, load_recipe, parse_recipe
 from comingle.runs import api
+from comingle.utils.errors import ComingleError, DataError, RunError
 
 QUICK = {"training.rounds": 2, "training.local_steps": 1, "base": "random:llama?layers=1"}
 TEXT = "ada loved the sea"

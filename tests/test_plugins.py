@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 
-from comingle import plugins
 from comingle.engines.trackers import TRACKERS
 from comingle.engines.users import STORES
-from comingle.errors import PluginError, RecipeError
 from comingle.methods import REGISTRY, make, register, settings_of
 from comingle.methods.base import Method
 from comingle.methods.fedavg import fedavg
@@ -26,6 +24,8 @@ from comingle.models.nets import NETS, make_net
 from comingle.recipes import load_recipe
 from comingle.recipes.data import kinds, load_section
 from comingle.runs import api, settings
+from comingle.utils import registry
+from comingle.utils.errors import PluginError, RecipeError
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -187,7 +187,7 @@ def test_a_plugin_that_cannot_be_used_is_one_line_where_its_name_is_asked_for(si
     site.install("one", {"comingle.methods": points}, half_code=HALFWAY, broken_code="1 / 0")
     site.install("two", {"comingle.methods": {"twice": "half_code:halfway"}})
     code = f"""if True:
-        from comingle.errors import ComingleError
+        from comingle.utils.errors import ComingleError
         from comingle.methods import make
         for name in {[*points, "local"]!r}:
             try:
@@ -288,7 +288,7 @@ def test_a_verb_that_cannot_be_used_leaves_the_others_alone(site: Site) -> None:
 
 
 def test_this_projects_own_verbs_are_plugins() -> None:
-    own = {name: plugin.load().__module__ for name, plugin in plugins.load("comingle.verbs").items()}
+    own = {name: plugin.load().__module__ for name, plugin in registry.load("comingle.verbs").items()}
     ours: dict[str, Any] = {name: f"comingle.papers.verbs.{name}" for name in ("reproduce", "theory")}
     assert own.items() >= ours.items(), "install the checkout again: pip install -e ."
 
@@ -299,8 +299,8 @@ def test_every_implementation_that_is_named_can_be_imported() -> None:
         **{f"store {name}": store for name, store in STORES.items()},
         **{f"tracker {name}": tracker for name, tracker in TRACKERS.items()},
         **{f"kind {kind}": load_section(kind) for kind in kinds()},
-        "export": plugins.load_object(personal._EXPORT),
-        "fit": plugins.load_object(settings._FIT),
+        "export": registry.load_object(personal._EXPORT),
+        "fit": registry.load_object(settings._FIT),
     }
     assert len(named) > 50
     assert [name for name, found in named.items() if not callable(found)] == []

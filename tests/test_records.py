@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from comingle import records
+from comingle.utils import records
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from typing import Any
 
 from comingle.data.files import join_paragraphs, split_paragraphs
 from comingle.data.shingles import hash_shingles, split_words
-from comingle.errors import DataError, did_you_mean
+from comingle.utils.errors import DataError, did_you_mean
 
 DEMO_PREFIX = "demo:"
 _USER_CHARACTERS = 400_000

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from comingle.errors import BaseModelError
 from comingle.models.base import logger
-from comingle.models.cache import cache_folder, make_once
 from comingle.models.folders import check_config, one_line, require_memory
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
+from comingle.utils.errors import BaseModelError
+from comingle.utils.files import cache_folder, make_once
 
 # Part of every cached folder's name: raise it when the conversion changes what it writes.
 _VERSION = 2

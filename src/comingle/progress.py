@@ -16,8 +16,8 @@ from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.engines.training import cohorts, participants
 from comingle.privacy.accounting import sample_size
-from comingle.records import measure_of, number, sample_told
-from comingle.terminal import errors, printable
+from comingle.utils.records import measure_of, number, sample_told
+from comingle.utils.terminal import errors, printable
 
 LONG_SECONDS = 30.0
 """After so long without a line there is another one, whatever is being done."""

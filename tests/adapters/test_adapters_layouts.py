@@ -17,10 +17,10 @@ from comingle.adapters.inject import Adapters, ExpertCounts, inject
 from comingle.adapters.kernels import ACTIVATIONS
 from comingle.adapters.layouts import KNOWN, activation_name, decoder_layers, find_targets
 from comingle.adapters.settings import AdapterSettings, Targets
-from comingle.errors import BaseModelError
 from comingle.models.families import FAMILIES
 from comingle.models.language import load_base
 from comingle.recipes import parse_recipe
+from comingle.utils.errors import BaseModelError
 
 ONE = ExpertCounts(generalists=1, specialists=(0,))
 TARGETS = Targets(attention=("mixer.value", "mixer.out"), up="ffn.wide", down="ffn.narrow", mlp="ffn")

@@ -12,7 +12,7 @@ from comingle.adapters.inject import ExpertCounts
 from comingle.adapters.settings import AdapterSettings
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.language import load_base
-from comingle.trees import Tree, flatten
+from comingle.utils.trees import Tree, flatten
 from naive import honest_double
 
 SPECIALISTS = (0, 1, 2)

@@ -15,7 +15,7 @@ from comingle.engines.state import initial_state
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.base import Base
 from comingle.models.language import load_base
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 from naive import FAMILIES, honest_double
 
 NAMES = ["ann", "bea", "cem"]

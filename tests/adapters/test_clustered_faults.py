@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from comingle.adapters.clustered.wrap import floral
 from comingle.engines.local import train
-from comingle.errors import ComingleError, RecipeError
-from comingle.trees import ADAPTOR
+from comingle.utils.errors import ComingleError, RecipeError
+from comingle.utils.trees import ADAPTOR
 
 WHOLE, SHARE = "needs a whole number of at least 1", "needs a share of the base above 0 and at most 1"
 ABOVE, DEVIATION = "needs a finite number above 0", "needs a finite standard deviation of at least 0"
@@ -59,7 +59,7 @@ import json, sys
 from math import inf, nan
 from torch import nn
 from comingle import floral
-from comingle.errors import ComingleError
+from comingle.utils.errors import ComingleError
 
 def said(settings):
     options = eval(f"dict({settings})")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from comingle.adapters.clustered.model import FloralModel
 from comingle.adapters.clustered.norm import AdaptedBatchNorm
 from comingle.adapters.clustered.wrap import floral
-from comingle.errors import RecipeError
+from comingle.utils.errors import RecipeError
 
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "layer": (lambda: nn.LayerNorm((3, 4)), (5, 3, 4)),

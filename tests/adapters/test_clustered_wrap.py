@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import comingle
 from comingle.adapters.clustered.model import FloralModel, initialisers, roles, sizes
 from comingle.adapters.clustered.wrap import check_settings, floral
-from comingle.errors import RecipeError
+from comingle.utils.errors import RecipeError
 
 
 def network() -> nn.Sequential:

@@ -28,13 +28,13 @@ from comingle.audits.membership import auc, found_at, infer, windows_of
 from comingle.audits.proving import least_epsilon
 from comingle.data.batches import fixed_windows
 from comingle.data.pack import UserData
-from comingle.errors import RunError
 from comingle.privacy.accounting import Release, epsilon
 from comingle.reports.audit import Audit, Membership, Proof, exposure, verdict
 from comingle.runs.given import given_of
 from comingle.runs.results import Run
 from comingle.runs.session import build, prepare
-from comingle.trees import restrict
+from comingle.utils.errors import RunError
+from comingle.utils.trees import restrict
 
 NAMES = ("ann", "bob", "cem", "dan")
 

@@ -15,11 +15,11 @@ from comingle.audits.canaries import SERVER, USERS
 from comingle.audits.membership import auc, windows_of
 from comingle.audits.shadows import LEAST, Shadow, halves, likelihood_ratios, run_shadow, scored, told_apart
 from comingle.data.pack import UserData
-from comingle.errors import RecipeError
 from comingle.recipes import Recipe
 from comingle.reports.audit import Shadowed
 from comingle.runs.given import given_of
 from comingle.runs.session import prepare
+from comingle.utils.errors import RecipeError
 
 NAMES = ("ann", "bob", "cem")
 

@@ -18,11 +18,11 @@ import yaml
 from comingle.comparing import api, comparing
 from comingle.comparing.beside import portions
 from comingle.engines.client import Clients
-from comingle.errors import DivergenceError
 from comingle.recipes import load_recipe
-from comingle.records import read_metrics
 from comingle.reports.comparisons import read_comparison
 from comingle.reports.latex import latex
+from comingle.utils.errors import DivergenceError
+from comingle.utils.records import read_metrics
 
 # What a shell starts in the background ignores Ctrl-C: the program is told to hear it again.
 HEAR = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "

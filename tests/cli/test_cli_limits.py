@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
-from comingle.errors import BaseModelError, RecipeError
 from comingle.models.language import load_base
 from comingle.recipes import load_recipe, parse_recipe
 from comingle.runs.session import build, prepare
+from comingle.utils.errors import BaseModelError, RecipeError
 
 RANK = "adapters.rank: got {}; the largest weight, layers.0.mlp.gate, maps 32 to 88, so its changes have a rank of "
 SETTINGS = {

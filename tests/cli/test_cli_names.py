@@ -18,7 +18,7 @@ from comingle.data.partition import UserText
 from comingle.kinds.base import Materials
 from comingle.kinds.text.kind import KIND as TEXT
 from comingle.tables.run_tables import render_run
-from comingle.terminal import Terminal, printable, words
+from comingle.utils.terminal import Terminal, printable, words
 
 MARKUP = "[/red]x"
 RED = "\x1b[31mred\x07\x9b2J"

@@ -10,10 +10,10 @@ import torch
 import yaml
 
 from comingle.comparing.views import generating_model
-from comingle.errors import DataError
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import PersonalNet
 from comingle.runs import api
+from comingle.utils.errors import DataError
 
 
 @pytest.fixture

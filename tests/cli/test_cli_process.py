@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from comingle.engines.checksums import list_checkpoints
 from comingle.recipes import load_recipe
-from comingle.records import read_events
 from comingle.runs import api
+from comingle.utils.files import list_checkpoints
+from comingle.utils.records import read_events
 
 # What a shell starts in the background ignores Ctrl-C, and so do its children: the program is told to hear it again.
 HEAR = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "

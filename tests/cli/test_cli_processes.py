@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from comingle.cli import processes
-from comingle.engines.checksums import list_checkpoints
-from comingle.errors import RunError
-from comingle.records import read_events, read_metrics
+from comingle.utils.errors import RunError
+from comingle.utils.files import list_checkpoints
+from comingle.utils.records import read_events, read_metrics
 
 # What a shell starts in the background ignores Ctrl-C, and so do its children: the program is told to hear it again.
 HEAR = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "

@@ -19,9 +19,9 @@ import comingle as package
 from comingle import progress
 from comingle.cli import main
 from comingle.recipes import load_recipe
-from comingle.records import read_events
 from comingle.runs.session import build, prepare
-from comingle.terminal import Terminal
+from comingle.utils.records import read_events
+from comingle.utils.terminal import Terminal
 
 COMINGLE = [sys.executable, "-c", "from comingle.cli import main; main()"]
 ROUND = re.compile(r"comigs-1g1s, seed 0 · round (\d)/4 · training loss ([\d.]+)(.*)")

@@ -13,12 +13,12 @@ from test_cli_mistakes import one_line
 
 from comingle.adapters.clustered.geometry import CONV_FORMS
 from comingle.data.samples import Samples
-from comingle.errors import ComingleError
 from comingle.papers.tasks.kind import KIND as TASKS
 from comingle.recipes import Recipe, load_recipe
 from comingle.recipes.sections import FloralSection
 from comingle.runs import api
 from comingle.runs.session import prepare, warn_unread
+from comingle.utils.errors import ComingleError
 
 SGD = {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "weight_decay": 0}
 TASK = {

@@ -48,7 +48,7 @@ def test_waiting_threads_soon_sleep_unless_the_user_says_otherwise(
 
 
 def test_a_program_that_imports_torch_first_is_warned_once() -> None:
-    program = "import torch, comingle, comingle.errors; comingle.run; comingle.Recipe"
+    program = "import torch, comingle, comingle.utils.errors; comingle.run; comingle.Recipe"
     lines = stderr_of(program, {}).splitlines()
     assert len(lines) == (1 if sys.platform == "linux" else 0)
     assert all("imported after torch" in line and "GOMP_SPINCOUNT=2000" in line for line in lines)

@@ -12,7 +12,6 @@ from scipy import stats
 
 import comingle as library
 from comingle.comparing.advising import advise_runs, groups_of
-from comingle.errors import RecipeError
 from comingle.progress import reporting
 from comingle.reports.advice import (
     Advice,
@@ -26,6 +25,7 @@ from comingle.reports.advice import (
     undecided,
 )
 from comingle.runs.given import given_of, recipe_with
+from comingle.utils.errors import RecipeError
 
 SETTINGS = {
     "base": "random:llama",

@@ -64,7 +64,7 @@ def test_each_process_computes_on_the_gpu_of_its_place(
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     ours, theirs = multiprocessing.Pipe(duplex=False)
     for place in range(3):
-        parallel._work(theirs, twice, place, 3, place)
+        parallel._work_group(theirs, twice, place, 3, place)
     assert taken == expected
     assert [ours.recv() for _ in range(3)] == [0, 2, 4]
 

@@ -12,9 +12,9 @@ import torch
 import comingle
 from comingle.cli.compare import split_names
 from comingle.comparing.comparing import parse_method
-from comingle.errors import RecipeError
 from comingle.reports.runs import find_runs, read_entries
 from comingle.serving.finding import find_run
+from comingle.utils.errors import RecipeError
 
 USERS = {
     name: torch.utils.data.TensorDataset(x := torch.randn(20, 3), x.sum(1, keepdim=True)) for name in ("ada", "ben")

@@ -9,9 +9,9 @@ import pytest
 
 import comingle
 from comingle.comparing.results import Comparison
-from comingle.errors import RecipeError, RunError
 from comingle.recipes import load_recipe
 from comingle.serving.people import names_in
+from comingle.utils.errors import RecipeError, RunError
 
 
 def metrics(seed: int, users: str) -> dict[str, Any]:

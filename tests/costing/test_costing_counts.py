@@ -14,10 +14,10 @@ from comingle.costing.planning import compare_with_paper, federate_bare, user_na
 from comingle.costing.records import UserCost
 from comingle.costing.skeleton import load_skeleton
 from comingle.costing.summaries import with_method
-from comingle.errors import ComingleError, RecipeError
 from comingle.methods import REGISTRY, make
 from comingle.models.base import Base
 from comingle.recipes import Recipe, parse_recipe
+from comingle.utils.errors import ComingleError, RecipeError
 
 NAMES = ("ann", "bob", "cem")
 

@@ -13,10 +13,10 @@ from comingle.costing.passes import memory
 from comingle.costing.planning import method_cost, plan
 from comingle.costing.skeleton import load_skeleton
 from comingle.costing.stored import Writes
-from comingle.errors import RecipeError
 from comingle.models.language import load_base
 from comingle.recipes import load_recipe
 from comingle.runs import api
+from comingle.utils.errors import RecipeError
 
 
 @pytest.mark.parametrize(("bits", "per_byte", "block", "codes"), [("8bit", 1, 256, 256), ("4bit", 2, 64, 16)])

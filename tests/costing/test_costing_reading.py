@@ -17,12 +17,12 @@ from comingle.costing.nets import data_bytes, loads_of, rehearse_nets
 from comingle.costing.passes import memory
 from comingle.costing.planning import plan
 from comingle.data.crowds import Crowd
-from comingle.errors import ComingleError
 from comingle.kinds.conversations.kind import ConversationsKind
 from comingle.kinds.text import checking
 from comingle.recipes import Recipe, parse_recipe
 from comingle.runs.session import prepare
 from comingle.store import cache, language
+from comingle.utils.errors import ComingleError
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from comingle.data.batches import (
     prompt_ends,
     random_windows,
 )
-from comingle.data.seeds import generator
+from comingle.utils.seeds import generator
 
 
 def make_stream(tokens: int) -> torch.Tensor:

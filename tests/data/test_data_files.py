@@ -9,7 +9,7 @@ import pytest
 
 from comingle.data.files import join_paragraphs, split_paragraphs
 from comingle.data.sources import read_documents
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
 
 
 def write(path: Path, content: str | bytes) -> Path:

@@ -8,9 +8,9 @@ from pathlib import Path
 import datasets
 import pytest
 
-from comingle.data.hub import HubName, parse_hub_name
 from comingle.data.sources import read_dataset, read_documents
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
+from comingle.utils.names import HubName, parse_hub_name
 
 CARD = """---
 configs:

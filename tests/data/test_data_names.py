@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from comingle.data.names import as_folder
+from comingle.utils.names import as_folder
 
 
 @pytest.mark.parametrize("name", ["ann", "Émile Müller", "ann.lee", "12", "..ann", "a b"])

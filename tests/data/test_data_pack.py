@@ -6,7 +6,7 @@ import torch
 from comingle.cli.previews import summarise
 from comingle.data.pack import UserData, check, pack, pool
 from comingle.data.partition import UserText
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
 
 
 def make_user(name: str = "anna", *, train: int = 0, valid: int = 0, test: int = 0) -> UserData:

@@ -7,7 +7,7 @@ import pytest
 
 from comingle.data.partition import UserText, mix_held_out, split_by_fractions, split_given
 from comingle.data.sources import read_dataset, read_documents
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
 
 
 def characters(documents) -> int:

@@ -16,9 +16,9 @@ import pytest
 from comingle.data import limits
 from comingle.data.limits import BYTES_A_TOKEN, most_bytes
 from comingle.data.sources import read_dataset, read_documents
-from comingle.errors import DataError
 from comingle.kinds.text.reading import read_users
 from comingle.recipes import parse_recipe
+from comingle.utils.errors import DataError
 
 ACCEPTED = "accepted: UTF-8 text"
 

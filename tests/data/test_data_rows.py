@@ -21,9 +21,9 @@ from comingle.data.bad_rows import MOST_REFUSED, BadRows, BadRowsError
 from comingle.data.folders import list_files
 from comingle.data.row_files import read_json
 from comingle.data.sources import read_dataset, read_documents
-from comingle.errors import DataError
 from comingle.kinds.text.reading import read_users
 from comingle.recipes import parse_recipe
+from comingle.utils.errors import DataError
 
 
 def write(path: Path, users: Sequence[Any], **more: Any) -> Path:
@@ -379,7 +379,7 @@ def peak_and_error(path: Path, read: str) -> tuple[float, str]:
     code = f"""if 1:
         import resource
         from comingle.data.sources import read_dataset, read_documents
-        from comingle.errors import DataError
+        from comingle.utils.errors import DataError
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         try:
             {read}({str(path)!r}{', user="user"' if read == "read_dataset" else ""})

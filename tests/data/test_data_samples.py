@@ -6,8 +6,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from comingle.data.batches import PAD
 from comingle.data.samples import Samples, UserSamples, bank_of, check, epoch
-from comingle.data.seeds import generator
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
+from comingle.utils.seeds import generator
 
 
 def numbered(first: int, count: int, *, shape: tuple[int, ...] = (2,)) -> Samples:

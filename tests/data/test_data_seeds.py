@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from comingle.data.seeds import derive, generator
+from comingle.utils.seeds import derive, generator
 
 
 def test_a_seed_is_the_documented_function_of_its_parts():
@@ -27,7 +27,7 @@ def test_seeds_fit_into_63_bits_and_use_the_upper_half():
 
 
 def test_a_seed_is_the_same_in_another_process():
-    code = "from comingle.data.seeds import derive; print(derive('user', 7, 'é'))"
+    code = "from comingle.utils.seeds import derive; print(derive('user', 7, 'é'))"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert int(printed) == derive("user", 7, "é")
 

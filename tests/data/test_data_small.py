@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from comingle.errors import ComingleError, DataError, RecipeError
 from comingle.recipes import load_recipe, parse_recipe
-from comingle.records import read_events, read_metrics
 from comingle.runs import api, session
 from comingle.runs.session import prepare
+from comingle.utils.errors import ComingleError, DataError, RecipeError
+from comingle.utils.records import read_events, read_metrics
 
 
 @pytest.fixture

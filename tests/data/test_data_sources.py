@@ -14,7 +14,7 @@ import pytest
 
 from comingle.data import sources
 from comingle.data.sources import read_dataset, read_documents
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
 
 ROWS = [
     {"text": "eins", "who": "anna", "part": "train"},
@@ -200,7 +200,7 @@ def test_a_broken_file_is_one_line_and_nothing_else(tmp_path: Path):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{bad\n')
     code = f"""if 1:
         from comingle.data.sources import read_documents
-        from comingle.errors import DataError
+        from comingle.utils.errors import DataError
         try:
             read_documents({str(tmp_path / "bad.jsonl")!r})
         except DataError as error:
@@ -304,7 +304,7 @@ def test_a_hub_name_goes_to_the_hub_with_its_configuration(monkeypatch: pytest.M
 def test_a_hub_out_of_reach_is_one_line():
     code = """if 1:
         from comingle.data.sources import read_dataset
-        from comingle.errors import DataError
+        from comingle.utils.errors import DataError
         try:
             read_dataset("owner/name", user="who")
         except DataError as error:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from comingle.data.samples import Samples, UserSamples
-from comingle.data.seeds import generator
 from comingle.data.splits import hold_out, warn_unseen
-from comingle.errors import DataError
 from comingle.papers.tasks.holding import check_labels, hold_out_valid
+from comingle.utils.errors import DataError
+from comingle.utils.seeds import generator
 
 
 def draw_labels(seed: int) -> Tensor:

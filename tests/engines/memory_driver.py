@@ -11,10 +11,10 @@ from pathlib import Path
 
 import yaml
 
-from comingle.errors import ComingleError
 from comingle.recipes import load_recipe
 from comingle.runs import api
 from comingle.runs.session import prepare
+from comingle.utils.errors import ComingleError
 
 
 def address_space() -> int:

@@ -16,13 +16,10 @@ from tests.quick import quick
 from torch import Tensor
 
 from comingle.data.batches import PAD
-from comingle.data.seeds import generator
-from comingle.engines.checksums import list_checkpoints
 from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.engines.settings import Training
 from comingle.engines.training import Portions
-from comingle.errors import RecipeError
 from comingle.kinds.base import Materials, kind_of
 from comingle.kinds.conversations import feed as feeding
 from comingle.kinds.conversations.answers import Answers, Question, UserAnswers, as_answers, encode
@@ -35,10 +32,13 @@ from comingle.models.language import load_base
 from comingle.models.personal import PersonalModel
 from comingle.papers.questions.rows import LABELS
 from comingle.recipes import Recipe, parse_recipe
-from comingle.records import read_events
 from comingle.runs import api, session
 from comingle.runs.session import prepare
 from comingle.transports.inprocess import InProcess
+from comingle.utils.errors import RecipeError
+from comingle.utils.files import list_checkpoints
+from comingle.utils.records import read_events
+from comingle.utils.seeds import generator
 from federations import everyone, exchange, gradient_of
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}

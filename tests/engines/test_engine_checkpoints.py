@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from comingle.engines.checkpoints import Progress, load_checkpoint, prune_checkpoints, read_progress, save_checkpoint
-from comingle.engines.checksums import list_checkpoints, seal
 from comingle.engines.local import train
 from comingle.engines.state import State
-from comingle.errors import RunError
 from comingle.transports.inprocess import InProcess
-from comingle.trees import Tree, restrict
+from comingle.utils.errors import RunError
+from comingle.utils.files import list_checkpoints, seal
+from comingle.utils.trees import Tree, restrict
 
 CPU = torch.device("cpu")
 FILES = ["SHA256SUMS", "checkpoint.json", "state.safetensors"]

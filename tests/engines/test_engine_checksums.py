@@ -15,12 +15,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from comingle.engines.checkpoints import load_checkpoint, read_progress
-from comingle.engines.checksums import list_checkpoints, seal, verify
-from comingle.errors import RunError
 from comingle.recipes import load_recipe
-from comingle.records import read_metrics
 from comingle.runs import api
 from comingle.transports.inprocess import InProcess
+from comingle.utils.errors import RunError
+from comingle.utils.files import list_checkpoints, seal, verify
+from comingle.utils.records import read_metrics
 
 FLIPS = 300
 

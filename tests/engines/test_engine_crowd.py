@@ -10,8 +10,8 @@ import pytest
 from comingle.engines.crowd import MOST_SERIES, spread
 from comingle.engines.events import scalars
 from comingle.recipes import parse_recipe
-from comingle.records import read_events
 from comingle.runs import api
+from comingle.utils.records import read_events
 
 PARTS = {"mean", "least", "p10", "median", "p90", "largest"}
 

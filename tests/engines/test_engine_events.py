@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from comingle.engines.events import EventLog, tensorboard
-from comingle.records import read_events
+from comingle.utils.records import read_events
 
 
 def test_events_are_kept_in_order_and_steps_are_not(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import torch
 
 from comingle.engines.faults import broke_first, diverged
 from comingle.engines.rounds import run_rounds
-from comingle.errors import DivergenceError
 from comingle.methods.cohort import ROUTERS
 from comingle.transports.inprocess import InProcess
+from comingle.utils.errors import DivergenceError
 
 ROUTER = "try a smaller training.router.learning_rate, or training.router.clip_norm: 1.0"
 EXPERTS = "try a smaller training.experts.learning_rate, or training.experts.clip_norm: 1.0"

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from comingle.engines.checksums import list_checkpoints
-from comingle.errors import RunError
 from comingle.recipes import Recipe, load_recipe
-from comingle.records import read_events
 from comingle.runs import api
 from comingle.runs.folders import open_folder
 from comingle.runs.session import describe, prepare
+from comingle.utils.errors import RunError
+from comingle.utils.files import list_checkpoints
+from comingle.utils.records import read_events
 from commands import comingle as comingle
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -19,9 +19,9 @@ from comingle.engines.training import participants
 from comingle.protocol.messages import LOSS, LOWEST, VALIDATION, Upload
 from comingle.protocol.wire import packed_bytes
 from comingle.recipes import load_recipe
-from comingle.records import read_events
 from comingle.runs import api
 from comingle.transports.inprocess import InProcess
+from comingle.utils.records import read_events
 from federations import everyone, exchange, play_round
 from resuming import StoppedError, stop_in_round_3
 

@@ -18,10 +18,10 @@ from comingle.costing import fitting
 from comingle.costing.memory import LiveBytes
 from comingle.engines.local import train
 from comingle.engines.training import Portions
-from comingle.errors import RecipeError
 from comingle.methods import REGISTRY
 from comingle.recipes import load_recipe
 from comingle.runs.session import build, prepare
+from comingle.utils.errors import RecipeError
 
 DRIVER = Path(__file__).with_name("memory_driver.py")
 WIDE = {"base": "random:llama?layers=2&dim=128", "training.context": 64, "training.batch_size": 16}

@@ -14,7 +14,7 @@ from comingle.engines.optimizers import descend
 from comingle.engines.settings import OptimizerSettings
 from comingle.engines.steps import Steps
 from comingle.transports.inprocess import InProcess
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 from federations import everyone, local_round
 
 Federate = Callable[..., InProcess]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from comingle.errors import RunError
 from comingle.recipes import Recipe, load_recipe
 from comingle.runs import api
+from comingle.utils.errors import RunError
 
 ORDER = ("cem", "ann", "bob")
 METHODS = {

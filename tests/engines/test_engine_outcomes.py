@@ -16,10 +16,10 @@ from comingle.engines.outcomes import Evaluations, outcome_warnings
 from comingle.methods import make
 from comingle.privacy.guard import Guard
 from comingle.privacy.settings import Privacy
-from comingle.records import read_metrics
 from comingle.reports.comparisons import compare_runs
 from comingle.reports.tables import markdown
 from comingle.tables.run_tables import render_run
+from comingle.utils.records import read_metrics
 
 
 def samples(seed: int) -> Any:

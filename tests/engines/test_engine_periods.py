@@ -17,11 +17,11 @@ import comingle
 from comingle.engines import periods
 from comingle.engines.rounds import run_rounds
 from comingle.engines.settings import SHORTEST, Training
-from comingle.errors import RecipeError
 from comingle.federation import running
 from comingle.recipes import parse_recipe
 from comingle.runs import api
 from comingle.transports.inprocess import InProcess
+from comingle.utils.errors import RecipeError
 
 SIZES = {"train": 2, "valid": 1, "test": 30}
 LONG = {"training.rounds": 12, "training.local_steps": 1}

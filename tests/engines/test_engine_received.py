@@ -13,7 +13,7 @@ import torch
 import comingle
 from comingle.methods import make
 from comingle.methods.server import Mean, Received, ServerSetup
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
 TEXTS = {n: [f"{n} counts {i}, then {i * 7 % 50} and {i % 5}." for i in range(60)] for n in ("ada", "ben", "cem")}

@@ -11,10 +11,10 @@ import pytest
 import torch
 from kill_driver import MOMENTS
 
-from comingle.engines.checksums import seal
-from comingle.errors import RunError
 from comingle.recipes import Recipe, load_recipe
 from comingle.runs import api
+from comingle.utils.errors import RunError
+from comingle.utils.files import seal
 from resuming import final, kill, state, told
 
 # Two of three users take part in each round; checkpoints every round, of which two are kept.

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.engines.checksums import list_checkpoints
 from comingle.recipes import load_recipe, parse_recipe
 from comingle.runs import api
+from comingle.utils.files import list_checkpoints
 from resuming import final, kill, state, told
 
 MOMENT = "in round 3"

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.engines.checksums import list_checkpoints
 from comingle.engines.local import train
 from comingle.engines.rounds import run_rounds
-from comingle.errors import ComingleError, DivergenceError
 from comingle.protocol.wire import packed_bytes
 from comingle.recipes import Recipe, load_recipe
-from comingle.records import read_events
 from comingle.runs import api, session
 from comingle.runs.folders import open_folder
 from comingle.runs.session import describe, prepare
 from comingle.transports.inprocess import InProcess
+from comingle.utils.errors import ComingleError, DivergenceError
+from comingle.utils.files import list_checkpoints
+from comingle.utils.records import read_events
 
 Events = list[dict[str, Any]]
 

@@ -11,11 +11,11 @@ import torch
 from comingle.engines import scaling
 from comingle.engines.scaling import scaled, starting_scales
 from comingle.engines.steps import Steps
-from comingle.errors import RecipeError
 from comingle.recipes import load_recipe
 from comingle.runs import api
 from comingle.transports.inprocess import InProcess
-from comingle.trees import Tree
+from comingle.utils.errors import RecipeError
+from comingle.utils.trees import Tree
 from federations import everyone
 
 Federate = Callable[..., InProcess]

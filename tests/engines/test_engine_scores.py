@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comingle.data.batches import PAD
-from comingle.data.seeds import generator
 from comingle.engines.local import train
 from comingle.evaluation.perplexity import Score, score_streams
+from comingle.utils.seeds import generator
 
 
 def stream(size: int) -> Tensor:

@@ -11,13 +11,13 @@ import pytest
 
 from comingle.data.samples import Split, UserSamples
 from comingle.engines.local import finetuned
-from comingle.errors import DataError
 from comingle.models.personal_net import PersonalNet
 from comingle.recipes import Recipe, parse_recipe
-from comingle.records import read_events
 from comingle.reports.runs import Entry, read_run
 from comingle.reports.series import final
 from comingle.runs import api
+from comingle.utils.errors import DataError
+from comingle.utils.records import read_events
 
 
 class StoppedError(Exception):

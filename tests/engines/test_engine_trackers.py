@@ -12,11 +12,11 @@ import pytest
 
 from comingle.engines.events import scalars
 from comingle.engines.trackers import check_trackers
-from comingle.errors import DivergenceError, RecipeError
 from comingle.recipes import load_recipe
-from comingle.records import read_events
 from comingle.runs import api
 from comingle.tracking import allowed
+from comingle.utils.errors import DivergenceError, RecipeError
+from comingle.utils.records import read_events
 
 # What the packages leave open, or warn of, is theirs.
 pytestmark = pytest.mark.filterwarnings("ignore")

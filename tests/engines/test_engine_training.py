@@ -10,9 +10,9 @@ import torch
 from comingle.engines.server import averaging_weights
 from comingle.engines.settings import Training
 from comingle.engines.training import TOKENS_PER_PASS, cohorts, participants, portions
-from comingle.errors import RecipeError
 from comingle.recipes import parse_recipe
 from comingle.runs.settings import training_settings
+from comingle.utils.errors import RecipeError
 from federations import exchange
 
 CPU = torch.device("cpu")

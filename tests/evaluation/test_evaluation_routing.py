@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from comingle.engines.client import Clients
-from comingle.errors import DataError
 from comingle.evaluation.routing import pieces, route
 from comingle.models.byte_tokenizer import byte_tokenizer
 from comingle.models.personal import PersonalModel
 from comingle.runs.results import Run
+from comingle.utils.errors import DataError
 
 
 def person(clients: Clients, row: int) -> PersonalModel:

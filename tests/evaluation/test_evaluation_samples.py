@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from comingle.data.samples import SampleBank, Samples, UserSamples, bank_of
-from comingle.data.seeds import generator
-from comingle.errors import RecipeError
 from comingle.evaluation.losses import CROSS_ENTROPY, LOSSES, MSE, SampleScore, find_loss
 from comingle.evaluation.samples import score_samples
+from comingle.utils.errors import RecipeError
+from comingle.utils.seeds import generator
 
 COUNTS = (7, 1, 33, 64, 12, 20)
 CLASSES = 5

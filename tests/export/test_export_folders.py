@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from comingle.errors import ComingleError, RunError
 from comingle.export.card import Card, licence_of, name_of
 from comingle.export.folders import written_whole
 from comingle.models.about import About
 from comingle.models.language import load_base
+from comingle.utils.errors import ComingleError, RunError
 from exporting import trained
 
 CARD = "---\ntags:\n- comingle\n---\n"

@@ -15,10 +15,10 @@ from tokenizers import Regex
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from comingle.errors import DataError
 from comingle.export.gguf_tokens import _SPLITS, Kind, vocabulary
 from comingle.models.byte_tokenizer import byte_tokenizer
 from comingle.models.language import load_base
+from comingle.utils.errors import DataError
 from exporting import IDS, check_same, greedy, own_logits, trained
 
 QWEN3 = "qwen3?dim=256&heads=2"  # transformers' loader takes heads of 128 for granted

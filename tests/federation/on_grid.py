@@ -13,10 +13,10 @@ from tests.federation.grid import LocalGrid, run_app
 from comingle.federation.app import coordinate_app
 from comingle.federation.files import save_plan
 from comingle.recipes import parse_recipe
-from comingle.records import read_metrics
 from comingle.transports.flower.client_app import make_client_app
 from comingle.transports.flower.server_app import make_server_app, spell
 from comingle.transports.flower.users import User
+from comingle.utils.records import read_metrics
 
 
 def federated_on_grid(content: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], LocalGrid]:

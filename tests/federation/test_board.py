@@ -19,9 +19,9 @@ from comingle.federation.node import Node
 from comingle.federation.running import coordinate
 from comingle.federation.tasks import unpack_answer, unpack_task
 from comingle.recipes import parse_recipe
-from comingle.records import read_metrics
 from comingle.reports.participants import render_participants
-from comingle.terminal import Terminal
+from comingle.utils.records import read_metrics
+from comingle.utils.terminal import Terminal
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -22,10 +22,10 @@ pytest.importorskip("cryptography")
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
-from comingle.errors import RecipeError
 from comingle.transports.flower import certificates
 from comingle.transports.flower.answering import certificate_problem
 from comingle.transports.flower.certificates import Files, make_certificates, read_certificates
+from comingle.utils.errors import RecipeError
 
 
 def fetch(folder: Path, authority: Path, host: str) -> int:

@@ -23,14 +23,11 @@ pytest.importorskip("flwr")
 from tests.federation.test_federate import nothing_is_left
 from tests.federation.tiny import method, text_recipe
 
-from comingle.engines.checksums import list_checkpoints
-from comingle.errors import RunError
 from comingle.federation.files import Participant, save_participant, save_plan
 from comingle.federation.node import GONE_ON
 from comingle.federation.patience import Patience
 from comingle.federation.splitting import split_recipe
 from comingle.recipes import Recipe, parse_recipe
-from comingle.records import read_events
 from comingle.runs import api
 from comingle.transports.flower.calling import read_worker
 from comingle.transports.flower.fate import read_state
@@ -38,6 +35,9 @@ from comingle.transports.flower.server_app import spell
 from comingle.transports.flower.superlink import SuperLink, coordinate
 from comingle.transports.flower.supernode import SuperNode
 from comingle.transports.flower.users import User
+from comingle.utils.errors import RunError
+from comingle.utils.files import list_checkpoints
+from comingle.utils.records import read_events
 
 pytestmark = pytest.mark.slow
 __all__ = ["nothing_is_left"]  # around each of these tests too

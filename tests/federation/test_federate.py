@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 
 pytest.importorskip("flwr")
 
-from comingle.engines.checksums import list_checkpoints
-from comingle.errors import RunError
 from comingle.federation.local import federate
 from comingle.recipes import Recipe, parse_recipe
-from comingle.records import read_events
 from comingle.runs import api
+from comingle.utils.errors import RunError
+from comingle.utils.files import list_checkpoints
+from comingle.utils.records import read_events
 from federation.tiny import method, text_recipe
 
 pytestmark = pytest.mark.slow

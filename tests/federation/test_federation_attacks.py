@@ -18,8 +18,6 @@ import torch
 from tests.federation.direct import Direct, nodes_of
 from tests.federation.tiny import answer_of, one_base, own_of, refusal, tiny
 
-from comingle.engines.checksums import list_checkpoints
-from comingle.errors import RunError
 from comingle.federation import taking
 from comingle.federation.node import Node
 from comingle.federation.own import Own
@@ -31,7 +29,9 @@ from comingle.kinds.base import kind_of
 from comingle.models.language import load_base
 from comingle.protocol.wire import pack, unpack
 from comingle.recipes import parse_recipe
-from comingle.records import read_events
+from comingle.utils.errors import RunError
+from comingle.utils.files import list_checkpoints
+from comingle.utils.records import read_events
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -19,8 +19,6 @@ from tests.federation.direct import Direct, Patience, federated, nodes_of
 from tests.federation.tiny import assert_same_end, tasks_of, tiny
 from tests.quick import quick
 
-from comingle.engines.checksums import list_checkpoints
-from comingle.errors import RunError
 from comingle.federation.node import Node
 from comingle.federation.public import tokens_of
 from comingle.federation.running import Plan, coordinate, has_ended
@@ -29,6 +27,8 @@ from comingle.models import base, digests
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack
 from comingle.recipes import parse_recipe
+from comingle.utils.errors import RunError
+from comingle.utils.files import list_checkpoints
 
 HALF = {"training__participation": 0.5, "evaluation__select": "best", "evaluation__every": 1, "evaluation__first": True}
 CASES: dict[str, dict[str, Any]] = {"comigs-1g1s": {}, "fedavg": HALF, "pcl": {"users": 3}, "fedmerge": {}}

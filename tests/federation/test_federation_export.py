@@ -9,9 +9,9 @@ from tests.federation.direct import federated
 from tests.federation.tiny import tiny
 from transformers import AutoModelForCausalLM
 
-from comingle.errors import RunError
-from comingle.records import read_metrics
 from comingle.runs import api
+from comingle.utils.errors import RunError
+from comingle.utils.records import read_metrics
 from exporting import check_same
 
 

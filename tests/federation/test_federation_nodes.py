@@ -33,13 +33,13 @@ from tests.federation.tiny import (
     with_message,
 )
 
-from comingle.errors import MessageError, RunError
 from comingle.federation.node import GONE_ON, Node
 from comingle.federation.own import Own
 from comingle.federation.participating import Ending, Words
 from comingle.federation.tasks import Task, unpack_answer
 from comingle.transports.flower.users import UNFIT
-from comingle.trees import Tree
+from comingle.utils.errors import MessageError, RunError
+from comingle.utils.trees import Tree
 
 
 class Case:

@@ -20,9 +20,9 @@ from comingle.federation.own import Tells
 from comingle.federation.running import coordinate
 from comingle.federation.tasks import unpack_answer
 from comingle.recipes import parse_recipe
-from comingle.records import read_events
 from comingle.reports.mixtures import read_mixtures
 from comingle.runs import api
+from comingle.utils.records import read_events
 
 KEYS = ("experts", "expert_scores", "mixtures", "component", "router_entropy_nats")
 OPTIONS: dict[str, Any] = {"users": 3, "evaluation__every": 1}

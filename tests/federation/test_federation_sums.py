@@ -33,8 +33,8 @@ from comingle.privacy.secure.sizes import VECTOR
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack
 from comingle.recipes import parse_recipe
-from comingle.records import read_events
 from comingle.runs.session import prepare, run_in
+from comingle.utils.records import read_events
 
 QUIET: dict[str, Any] = {"mechanism": "none", "secure_aggregation": {}}
 NOISY = {"noise_multiplier": 1.0, "noise": "reproducible", "accountant": "rdp", "secure_aggregation": {}}

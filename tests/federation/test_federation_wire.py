@@ -22,7 +22,7 @@ from comingle.federation.tasks import unpack_answer, unpack_task
 from comingle.protocol.messages import COUNT, LOSS, VALIDATION, Download, Upload
 from comingle.protocol.wire import unpack
 from comingle.recipes import parse_recipe
-from comingle.trees import restrict
+from comingle.utils.trees import restrict
 
 Numbers = np.ndarray
 WORDS_CHARACTERS = 12

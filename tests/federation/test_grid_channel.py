@@ -18,7 +18,6 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from tests.federation.grid import LocalGrid, run_app
 
-from comingle.errors import MessageError
 from comingle.transports.channel import Channel
 from comingle.transports.flower.calling import BrokenOff
 from comingle.transports.flower.client_app import make_client_app
@@ -26,6 +25,7 @@ from comingle.transports.flower.fate import read_state
 from comingle.transports.flower.grid_channel import GridChannel
 from comingle.transports.flower.server_app import make_server_app
 from comingle.transports.flower.users import User
+from comingle.utils.errors import MessageError
 
 
 @pytest.fixture

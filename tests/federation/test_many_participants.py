@@ -23,8 +23,8 @@ from tests.golden.cases import method, text_recipe
 
 from comingle.federation.patience import Patience
 from comingle.recipes import Recipe, parse_recipe
-from comingle.records import read_metrics
 from comingle.transports.flower.certificates import make_certificates
+from comingle.utils.records import read_metrics
 
 pytestmark = pytest.mark.slow
 __all__ = ["nothing_is_left"]  # around each of these tests too

@@ -21,7 +21,7 @@ from tests.federation.test_out_there import SECONDS, Place, command, wait_for
 from comingle.engines.client import Clients
 from comingle.recipes import Recipe
 from comingle.runs import api
-from comingle.trees import Layout
+from comingle.utils.trees import Layout
 
 pytestmark = pytest.mark.slow
 __all__ = ["nothing_is_left"]  # around each of these tests too

@@ -26,10 +26,10 @@ from comingle.federation.patience import Patience
 from comingle.federation.splitting import split_recipe
 from comingle.models.language import load_base
 from comingle.recipes import Recipe
-from comingle.records import read_events, read_metrics
 from comingle.runs import api
 from comingle.transports.flower.calling import read_worker
 from comingle.transports.flower.processes import free_port
+from comingle.utils.records import read_events, read_metrics
 
 pytestmark = pytest.mark.slow
 __all__ = ["nothing_is_left"]  # around each of these tests too

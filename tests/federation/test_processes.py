@@ -17,13 +17,13 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from comingle.errors import RecipeError, RunError
 from comingle.transports.flower.calling import read_worker
 from comingle.transports.flower.certificates import make_certificates
 from comingle.transports.flower.processes import Service, environment
 from comingle.transports.flower.superlink import Certificates, SuperLink, coordinate
 from comingle.transports.flower.supernode import SuperNode, participate
 from comingle.transports.flower.users import User
+from comingle.utils.errors import RecipeError, RunError
 
 SERVER_APP, CLIENT_APP = "tests.federation.toy.toy_server:app", "tests.federation.toy.toy_client:app"
 LIMIT_SECONDS = 240

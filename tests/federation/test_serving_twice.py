@@ -12,12 +12,12 @@ pytest.importorskip("flwr")
 
 from tests.federation.test_federate import recipe_of
 
-from comingle.errors import RecipeError, RunError
 from comingle.federation import serving
 from comingle.federation.participating import take_part
 from comingle.federation.splitting import split_recipe
-from comingle.locks import locked
 from comingle.transports.flower.fate import FOLDER
+from comingle.utils.errors import RecipeError, RunError
+from comingle.utils.files import locked
 
 
 def serve(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -15,8 +15,8 @@ from comingle.federation.node import Node
 from comingle.federation.running import coordinate
 from comingle.joining.api import join
 from comingle.recipes import parse_recipe
-from comingle.records import read_events, read_metrics
 from comingle.runs.api import run
+from comingle.utils.records import read_events, read_metrics
 
 BAD = {"text": ["no JSON", '{"text": 3}'], "conversations": ["no JSON", '{"messages": 3}', '{"messages": []}']}
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from comingle.errors import MessageError, RunError
 from comingle.transports.flower import calling, worker
 from comingle.transports.flower.calling import ADDRESS, FOLDER, BrokenOff, Keeper, call, connect, read_worker
+from comingle.utils.errors import MessageError, RunError
 
 WORKER = Path(__file__).with_name("toy") / "toy_worker.py"
 

@@ -22,7 +22,7 @@ from comingle.federation.tasks import Answer, Task, unpack_answer, unpack_task
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack
 from comingle.runs import given
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 PASSING = ("seconds", "train_seconds", "done", "back")
 """What users tell that depends on when they are asked."""

@@ -9,7 +9,7 @@ import torch
 from cases import method, text_recipe
 from on_device import apart, play, recipe_of
 
-from comingle.errors import RecipeError
+from comingle.utils.errors import RecipeError
 
 LARGE = {"base": "random:llama?layers=4&dim=256", "training.context": 512, "training.batch_size": 64}
 ROOM = 2**27

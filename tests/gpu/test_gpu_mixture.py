@@ -20,7 +20,7 @@ from mixtures import ACTS, Problem, by_part, check_mixture, problem
 from on_device import apart, play, recipe_of
 
 from comingle.adapters import native
-from comingle.errors import RecipeError
+from comingle.utils.errors import RecipeError
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 if find_spec("triton") is None:

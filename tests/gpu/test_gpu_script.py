@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from comingle.costing.counts import count_users
-from comingle.errors import RecipeError
 from comingle.models.language import load_base
 from comingle.transports.inprocess import federate
+from comingle.utils.errors import RecipeError
 
 REPOSITORY = Path(__file__).parents[2]
 

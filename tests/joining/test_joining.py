@@ -11,16 +11,16 @@ from typing import Any, cast
 import pytest
 import torch
 
-from comingle.errors import ComingleError, DataError, RecipeError, RunError
 from comingle.joining.api import join
-from comingle.locks import locked
 from comingle.methods.client import joint
 from comingle.methods.server import model_of
 from comingle.models.personal import PersonalModel
 from comingle.papers.methods.soups import MERGING, soup_of
 from comingle.runs.api import load, run
 from comingle.runs.results import Run
-from comingle.trees import restrict
+from comingle.utils.errors import ComingleError, DataError, RecipeError, RunError
+from comingle.utils.files import locked
+from comingle.utils.trees import restrict
 
 SETTINGS = {
     "base": "random:llama",

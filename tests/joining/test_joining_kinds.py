@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from comingle.errors import DataError
 from comingle.joining.api import join
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import PersonalNet
 from comingle.runs.api import load, run
+from comingle.utils.errors import DataError
 
 ROWS = ["pretrained", "local", "shared", "joined"]
 TRAINING = {"rounds": 3, "batch_size": 2, "context": 64, "experts": {"learning_rate": 0.01}}

@@ -16,8 +16,6 @@ import torch
 import torch.nn.functional as F
 import yaml
 
-from comingle.engines.checksums import list_checkpoints
-from comingle.errors import DataError
 from comingle.kinds.base import kind_of
 from comingle.methods import REGISTRY
 from comingle.models.base import Base
@@ -29,6 +27,8 @@ from comingle.runs import api
 from comingle.runs.results import Run
 from comingle.runs.session import prepare
 from comingle.serving.prompts import Prompts
+from comingle.utils.errors import DataError
+from comingle.utils.files import list_checkpoints
 
 BASE = "random:llama?layers=1&dim=32"
 CHATML = (
@@ -188,8 +188,8 @@ def test_a_model_that_has_learnt_its_labels_is_accurate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", sorted(REGISTRY))
 def test_methods_of_text_run(tmp_path: Path, method: str) -> None:
-    from comingle.errors import RecipeError
     from comingle.runs.session import check_method
+    from comingle.utils.errors import RecipeError
 
     recipe = recipe_of(tmp_path, method, **{"runtime.dtype": "float32", "training.rounds": 1})
     text = recipe.with_changes({"data": {"users": {"ada": "x", "ben": "y"}}})

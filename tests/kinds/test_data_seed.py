@@ -10,8 +10,8 @@ import torch
 import yaml
 
 import comingle
-from comingle.errors import RecipeError
-from comingle.inputs import read_inputs
+from comingle.utils.errors import RecipeError
+from comingle.utils.inputs import read_inputs
 
 TEXTS = {n: [f"{n} counts {i}, then {i * 7 % 50} and {i % 5}." for i in range(60)] for n in ("ada", "ben")}
 CHATS = {

@@ -15,7 +15,6 @@ from tests.conftest import TINY_TRAINING
 
 import comingle
 from comingle.data.batches import hide
-from comingle.errors import DataError
 from comingle.models.byte_tokenizer import byte_tokenizer
 from comingle.models.language import load_base
 from comingle.serving.api import make_app
@@ -23,6 +22,7 @@ from comingle.serving.engine import Engine
 from comingle.serving.keys import Keys
 from comingle.serving.limits import Limits
 from comingle.serving.prompts import Prompts
+from comingle.utils.errors import DataError
 
 ROWS, START = 259, "<|im_start|>"
 CHATML = (

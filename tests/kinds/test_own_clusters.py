@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import comingle
-from comingle.errors import RecipeError
-from comingle.inputs import read_inputs
-from comingle.records import read_events
+from comingle.utils.errors import RecipeError
+from comingle.utils.inputs import read_inputs
+from comingle.utils.records import read_events
 
 CLUSTERS = {"ada": "a", "ben": "a", "cem": "b"}
 NUMBERS = {"ada": 0, "ben": 0, "cem": 1}

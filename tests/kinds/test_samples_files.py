@@ -16,13 +16,13 @@ import yaml
 from PIL import Image
 
 import comingle
-from comingle.errors import ComingleError, DataError, RecipeError, RunError
 from comingle.kinds.samples.folders import Look, read_folder
 from comingle.models.nets import NETS
 from comingle.models.personal_net import PersonalNet
 from comingle.recipes import Recipe, load_recipe
 from comingle.runs import api
 from comingle.runs.session import prepare
+from comingle.utils.errors import ComingleError, DataError, RecipeError, RunError
 
 
 def paint(path: Path, value: int, size: tuple[int, int] = (6, 6)) -> None:

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from comingle.data.samples import Samples
-from comingle.errors import ComingleError, DataError
 from comingle.kinds.base import kind_of
 from comingle.models.personal_net import PersonalNet
 from comingle.runs.session import build
+from comingle.utils.errors import ComingleError, DataError
 
 
 class Own(nn.Module):

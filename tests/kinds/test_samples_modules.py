@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import comingle
-from comingle.errors import ComingleError
 from comingle.runs.results import Run
+from comingle.utils.errors import ComingleError
 
 USERS = {n: {k: (numbers(c, 1, 8, 8, seed=c), classes(c, 3, c)) for k, c in parts.items()} for n, parts in {
     "ada": {"train": 12, "valid": 5, "test": 9}, "bob": {"train": 17, "valid": 6, "test": 8},

@@ -14,8 +14,6 @@ from tokenizers import processors
 
 import comingle
 from comingle.data.batches import PAD, evaluation_windows, fixed_windows, hide, inputs_of, prompt_ends, random_windows
-from comingle.data.seeds import generator
-from comingle.errors import DataError, RunError
 from comingle.federation.public import public_part
 from comingle.methods.cohort import Phase
 from comingle.models.byte_tokenizer import BOS, EOS, byte_tokenizer
@@ -24,6 +22,8 @@ from comingle.models.language import load_base
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.recipes import load_recipe, parse_recipe
 from comingle.serving.prompts import Prompts
+from comingle.utils.errors import DataError, RunError
+from comingle.utils.seeds import generator
 
 TEXT = ["The dog ran to the park and it met a cat there. " * 4] * 6
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.errors import ComingleError
 from comingle.recipes import Recipe, load_recipe, parse_recipe
 from comingle.runs import api
 from comingle.runs.session import build, check_method, prepare
+from comingle.utils.errors import ComingleError
 
 ON = {"data.train_on_valid": True}
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.data.seeds import generator
 from comingle.transports.inprocess import InProcess
+from comingle.utils.seeds import generator
 from federations import download_all, exchange, local_round
 
 USERS = ("ann", "bob", "cem")

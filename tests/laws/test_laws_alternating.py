@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from comingle.data.batches import random_windows
-from comingle.data.seeds import generator
 from comingle.methods import REGISTRY
 from comingle.methods.cohort import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.transports.inprocess import InProcess
-from comingle.trees import EXPERT_ROLES, ROUTER
+from comingle.utils.seeds import generator
+from comingle.utils.trees import EXPERT_ROLES, ROUTER
 from federations import local_round, take_phase
 
 EVERYONE = [0, 1, 2]

@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
 from cases import NETS_ONLY, ONE_LORA, ROUTED, SMALL, TEXT_ONLY, VARIANTS, method, text_recipe
 from tests.federation.direct import federated
 
-from comingle.engines.checksums import list_checkpoints
 from comingle.methods import REGISTRY
 from comingle.recipes import parse_recipe
 from comingle.runs import api, given
+from comingle.utils.files import list_checkpoints
 
 POOLED = ("centralized",)
 ON_TEXT = [name for name in REGISTRY if name not in (*NETS_ONLY, *POOLED)]

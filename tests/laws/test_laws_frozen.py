@@ -9,7 +9,7 @@ from torch import Tensor
 
 from comingle.engines.local import settle
 from comingle.transports.inprocess import InProcess
-from comingle.trees import ATTENTION
+from comingle.utils.trees import ATTENTION
 from federations import download_all, exchange, local_round, take_phase
 
 FROZEN = ("pretrained", "ffa-lora", "fedalt", "fedex-lora", "flora-stacking")

@@ -16,7 +16,7 @@ from comingle.protocol.messages import LOSS, Download, Upload
 from comingle.protocol.wire import pack, packed_bytes, unpack
 from comingle.transports import inprocess
 from comingle.transports.inprocess import InProcess
-from comingle.trees import ADAPTOR, BASE, CLIENT_ROUTER
+from comingle.utils.trees import ADAPTOR, BASE, CLIENT_ROUTER
 from federations import download_all, local_round, play_round
 
 RANKED = {"fedavg", "comigs-1g1s", "hetlora", "flexlora", "pcl", "fdlora"}

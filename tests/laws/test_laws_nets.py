@@ -18,7 +18,7 @@ from comingle.papers.rivals.scaffold import RATES, Controlled
 from comingle.protocol.messages import COUNT, LOSS, Upload
 from comingle.routers.mixtures import ClientMixture
 from comingle.transports.inprocess import InProcess
-from comingle.trees import CLIENT_ROUTER
+from comingle.utils.trees import CLIENT_ROUTER
 from federations import download_all, exchange, local_round, read_anew
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}

@@ -15,7 +15,7 @@ from comingle.papers.rivals.momentum_clustering import Momentum
 from comingle.papers.rivals.scaffold import RATES, Controlled
 from comingle.protocol.messages import COUNT, LOSS, Upload
 from comingle.transports.inprocess import InProcess
-from comingle.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, restrict
+from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, restrict
 from federations import crossing, exchange, local_round, message_bytes
 
 EVERYONE = [0, 1, 2]

@@ -15,7 +15,7 @@ from comingle.methods.client import Client
 from comingle.methods.server import Received, Server
 from comingle.papers.methods.client_routers import by_layer
 from comingle.transports.inprocess import InProcess
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 from federations import local_round
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}

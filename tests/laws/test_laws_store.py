@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from comingle.engines.rounds import run_rounds
-from comingle.errors import RecipeError
 from comingle.store.disk import OnDisk
 from comingle.transports.inprocess import InProcess
+from comingle.utils.errors import RecipeError
 
 ABSENT = {"training.participation": 0.6, "training.rounds": 3, "runtime.users_per_step": 2}
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from comingle.data.seeds import generator
 from comingle.layers.nets import Chained, UnknownLayerError
 from comingle.layers.steps import Step
 from comingle.models.nets import make_net
 from comingle.models.side_by_side import FusedNorms
+from comingle.utils.seeds import generator
 
 USERS = 3
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}

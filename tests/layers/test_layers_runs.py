@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import comingle
-from comingle.data.seeds import generator
 from comingle.evaluation.losses import CROSS_ENTROPY
 from comingle.kinds.samples.building import COMPILE_FROM
 from comingle.layers import native
@@ -20,6 +19,7 @@ from comingle.models.nets import make_net
 from comingle.models.stacked import StackedModel, stack
 from comingle.runs.given import given_of, recipe_with
 from comingle.runs.session import build, prepare
+from comingle.utils.seeds import generator
 
 
 @pytest.fixture

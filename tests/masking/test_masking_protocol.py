@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from comingle.errors import MessageError, NoSumError, RecipeError
 from comingle.masking import keys, shares
 from comingle.masking.messages import read_masked
 from comingle.masking.rehearsal import Rehearsal
@@ -22,6 +21,7 @@ from comingle.privacy.secure.quantising import Grid
 from comingle.privacy.secure.settings import Secure, Terms
 from comingle.privacy.secure.sizes import received_bytes, sent_bytes
 from comingle.protocol.wire import unpack
+from comingle.utils.errors import MessageError, NoSumError, RecipeError
 
 LARGEST = 1000
 SURELY = 1e-7

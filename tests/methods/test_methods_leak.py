@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from comingle.data.batches import random_windows
-from comingle.data.seeds import generator
 from comingle.engines.state import GRADIENTS
 from comingle.methods import REGISTRY, settings_of
 from comingle.models.language import load_base
 from comingle.transports.inprocess import InProcess
+from comingle.utils.seeds import generator
 from federations import exchange, local_round
 from naive import Reference, Rules, honest_double
 

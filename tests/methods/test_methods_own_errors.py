@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import comingle
-from comingle.errors import PluginError
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import MODEL, Client, Part, joint
 from comingle.methods.cohort import Cohort
 from comingle.methods.server import Mean, Received, Server, ServerSetup
-from comingle.trees import Tree
+from comingle.utils.errors import PluginError
+from comingle.utils.trees import Tree
 
 USERS = {name: torch.utils.data.TensorDataset(torch.randn(20, 3), torch.randn(20, 1)) for name in "ab"}
 RECIPE: dict[str, Any] = {"training": {"rounds": 2, "batch_size": 8}, "data": {"loss": "mse"}}

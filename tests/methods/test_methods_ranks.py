@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.errors import RecipeError
+from comingle.utils.errors import RecipeError
 from federations import local_round, message_bytes
 
 RANKS = [1, 2, 4]

@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from comingle.errors import RecipeError
 from comingle.methods import REGISTRY, make, settings_of
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import MODEL, Client, alternating, joint
 from comingle.methods.fedavg import fedavg
 from comingle.methods.server import Mean
 from comingle.methods.settings import Range, allowed
+from comingle.utils.errors import RecipeError
 
 
 def mine(

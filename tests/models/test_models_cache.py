@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from comingle.models.cache import cache_folder, make_once
+from comingle.utils.files import cache_folder, make_once
 
 
 def write(folder: Path, text: str = "whole") -> None:
@@ -84,7 +84,7 @@ def test_the_first_of_two_processes_wins(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="kill -9 is POSIX")
 def test_kill_9_leaves_no_target_and_is_swept_later(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from comingle.models.cache import make_once\n"
+        "import sys, time; from pathlib import Path; from comingle.utils.files import make_once\n"
         "def fill(folder): (folder / 'file').write_text('half'); print('begun', flush=True); time.sleep(60)\n"
         "make_once(Path(sys.argv[1]), fill)"
     )

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from comingle import gguf as conversion
-from comingle.errors import BaseModelError
 from comingle.export.gguf import write_gguf as export_gguf
 from comingle.gguf import convert_gguf
 from comingle.models import folders
@@ -17,6 +16,7 @@ from comingle.models.base import Base
 from comingle.models.byte_tokenizer import byte_tokenizer
 from comingle.models.head import lm_head
 from comingle.models.language import load_base
+from comingle.utils.errors import BaseModelError
 
 gguf = pytest.importorskip("gguf", reason="the extra demo is not installed")
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from comingle.errors import BaseModelError
 from comingle.models.base import Base
 from comingle.models.families import FAMILIES, parse_random
 from comingle.models.head import lm_head
 from comingle.models.language import load_base
+from comingle.utils.errors import BaseModelError
 
 
 def random_base(name: str, **options: object) -> Base:

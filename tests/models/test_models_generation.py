@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from comingle.errors import DataError, RecipeError
 from comingle.models.byte_tokenizer import byte_tokenizer
 from comingle.models.language import load_base
 from comingle.models.personal import PersonalModel
@@ -19,6 +18,7 @@ from comingle.models.sampling import read_sampling
 from comingle.recipes import parse_recipe
 from comingle.runs.results import Run
 from comingle.transports.inprocess import InProcess
+from comingle.utils.errors import DataError, RecipeError
 
 PROMPTS = ["one two three", "a", "", "the longest of them all, by far", "a"]
 SETTINGS: list[dict[str, Any]] = [

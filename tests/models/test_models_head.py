@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from comingle.errors import BaseModelError
 from comingle.models.base import Base
 from comingle.models.head import backbone, lm_head
 from comingle.models.language import load_base
+from comingle.utils.errors import BaseModelError
 
 TINY = {
     "vocab_size": 40,

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from comingle.adapters.clustered.wrap import floral
 from comingle.data.samples import Samples
 from comingle.engines.client import Clients
-from comingle.errors import DataError
 from comingle.evaluation.losses import LOSSES
 from comingle.models.nets import make_net
 from comingle.models.personal import PersonalModel
@@ -25,7 +24,8 @@ from comingle.recipes import parse_recipe
 from comingle.routers.mixtures import ClientMixture
 from comingle.runs.results import Run
 from comingle.transports.inprocess import InProcess
-from comingle.trees import CLIENT_ROUTER
+from comingle.utils.errors import DataError
+from comingle.utils.trees import CLIENT_ROUTER
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 MIXTURES = ["floral", "floral-optimal", "floral-mfl", "local-adaptor"]

@@ -11,12 +11,12 @@ import torch
 
 from comingle.costing.memory import LiveBytes
 from comingle.engines.local import train
-from comingle.errors import BaseModelError, RecipeError, RunError
 from comingle.models.language import load_base
 from comingle.models.quantised import QuantisedLinear
 from comingle.recipes import load_recipe, parse_recipe
 from comingle.runs import api
 from comingle.runs.session import build, prepare
+from comingle.utils.errors import BaseModelError, RecipeError, RunError
 
 WIDE = {"base": "random:llama?layers=6&dim=128&heads=4", "training.local_steps": 1}
 ERRORS = {"8bit": 0.02, "4bit": 0.12}

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from comingle.data.seeds import generator
 from comingle.models.side_by_side import FEW, LARGE, Folded, FusedNorms, channels_last, folds
+from comingle.utils.seeds import generator
 
 USERS, SETS, BATCH, CHANNELS = 3, 2, 5, 8
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from comingle.errors import BaseModelError
 from comingle.models import hub, sources
 from comingle.models.head import lm_head
 from comingle.models.language import load_base
+from comingle.utils.errors import BaseModelError
 
 REPOSITORY = "owner/tiny"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from comingle.engines.noised import Noised, padded
 from comingle.methods.cohort import Phase
 from comingle.transports.inprocess import InProcess
-from comingle.trees import Tree, restrict
+from comingle.utils.trees import Tree, restrict
 
 USERS = ("ann", "bob")
 TRAINED = (

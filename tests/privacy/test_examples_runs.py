@@ -21,7 +21,6 @@ from tests.federation.tiny import answer_of, download_in, one_base, own_of, task
 from tests.golden import cases
 from tests.privacy.examples import HIDDEN, TRAINED
 
-from comingle.errors import RecipeError
 from comingle.federation.node import Node
 from comingle.methods import REGISTRY, make
 from comingle.privacy import noise
@@ -30,9 +29,10 @@ from comingle.privacy.examples import Work, multiplier_of, spent_by
 from comingle.privacy.settings import KEY, Privacy
 from comingle.protocol.wire import unpack
 from comingle.recipes import parse_recipe
-from comingle.records import read_events
 from comingle.runs.results import Run
 from comingle.runs.session import check_method, prepare, run_in
+from comingle.utils.errors import RecipeError
+from comingle.utils.records import read_events
 from resuming import StoppedError, outcome, stop_in_round_3, told
 
 DELTA = 1e-5

@@ -24,7 +24,7 @@ from comingle.privacy.noise import gaussian
 from comingle.privacy.settings import Privacy
 from comingle.protocol.wire import pack
 from comingle.transports.inprocess import InProcess
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 from federations import everyone, exchange, local_round
 from naive import Reference, Rules, honest_double
 

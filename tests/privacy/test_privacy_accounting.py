@@ -9,9 +9,9 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from comingle.errors import RecipeError
 from comingle.privacy.accounting import Release, calibrate, epsilon, expected, most_releases, release_of
 from comingle.privacy.settings import Privacy
+from comingle.utils.errors import RecipeError
 
 DELTA = 1e-5
 FOUR: tuple[tuple[int, ...], ...] = ((0, 1), (1,), (1, 2, 3))

@@ -12,7 +12,6 @@ import torch
 from scipy.stats import kstest
 
 from comingle.engines.client import Clients
-from comingle.errors import RecipeError
 from comingle.methods import REGISTRY, make
 from comingle.privacy.checks import check_private
 from comingle.privacy.clipping import norms
@@ -22,7 +21,8 @@ from comingle.privacy.users import REFERENCE
 from comingle.protocol.messages import Upload, join_uploads
 from comingle.protocol.wire import pack, unpack
 from comingle.transports.inprocess import InProcess
-from comingle.trees import Tree
+from comingle.utils.errors import RecipeError
+from comingle.utils.trees import Tree
 from federations import local_round
 
 USERS = ("ann", "bob", "cem", "dan")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from comingle.errors import RunError
 from comingle.privacy.noise import add_noise, gaussian, kept_key, uniform
+from comingle.utils.errors import RunError
 
 
 def test_it_is_gaussian() -> None:

@@ -14,17 +14,17 @@ from tests.federation.direct import federated
 from tests.federation.tiny import answer_of, download_in, one_base, own_of, tasks_of, tiny, with_message
 
 import comingle as library
-from comingle.errors import RunError
 from comingle.federation.node import Node
 from comingle.privacy import noise
 from comingle.privacy.accounting import Release, epsilon
 from comingle.privacy.settings import KEY
 from comingle.protocol.wire import unpack
 from comingle.recipes import parse_recipe
-from comingle.records import read_events
 from comingle.runs.results import Run
 from comingle.runs.session import prepare, run_in
 from comingle.tables.run_tables import render_run
+from comingle.utils.errors import RunError
+from comingle.utils.records import read_events
 from resuming import StoppedError, outcome, stop_in_round_3, told
 
 PRIVATE = {"noise_multiplier": 1.0, "noise": "reproducible", "accountant": "rdp"}
@@ -351,7 +351,7 @@ def test_epsilon_stands_beside_accuracy(tmp_path: Path) -> None:
     from comingle.reports.page import render_page
     from comingle.reports.participants import render_participants
     from comingle.reports.runs import read_entries
-    from comingle.terminal import Terminal
+    from comingle.utils.terminal import Terminal
 
     metrics, _ = federated(recipe(tmp_path), tmp_path / "apart")
     told = f"{metrics['privacy']['epsilon']:.3g}"

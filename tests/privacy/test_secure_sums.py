@@ -14,7 +14,6 @@ from scipy.stats import kstest
 from tests.federation.tiny import tiny
 
 from comingle.costing.planning import plan
-from comingle.errors import RecipeError
 from comingle.methods import REGISTRY, make
 from comingle.privacy.accounting import Release, release_of
 from comingle.privacy.checks import check_private
@@ -27,6 +26,7 @@ from comingle.privacy.users import REFERENCE
 from comingle.recipes import parse_recipe
 from comingle.runs.session import build, check_method, prepare
 from comingle.transports.inprocess import InProcess
+from comingle.utils.errors import RecipeError
 from federations import crossing, local_round
 
 USERS = ("ann", "bob", "cem", "dan")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from comingle.engines.checksums import list_checkpoints
 from comingle.engines.shards import shard_file
-from comingle.records import read_events
+from comingle.utils.files import list_checkpoints
+from comingle.utils.records import read_events
 
 VOLATILE = {"wall_seconds", "samples_per_second", "tokens_per_second", "peak_memory_bytes"}
 

@@ -24,9 +24,9 @@ import transformers.models.llama.modeling_llama  # noqa: F401 (imported at first
 
 from comingle.cli.training import train_here
 from comingle.engines import rounds
-from comingle.errors import ComingleError
 from comingle.processes import saving
 from comingle.processes.launched import Place
+from comingle.utils.errors import ComingleError
 
 
 def kill_in(number: int) -> None:

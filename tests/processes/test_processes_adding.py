@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.errors import DivergenceError
 from comingle.processes.adding import largest_terms, reduced, shifts_of, sums_of, whole_sums
+from comingle.utils.errors import DivergenceError
 
 USERS = 7
 

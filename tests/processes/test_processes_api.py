@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import comingle
-from comingle.errors import RunError
 from comingle.processes import api as together
 from comingle.runs import api
+from comingle.utils.errors import RunError
 
 SCRIPT = """
 import sys

@@ -14,9 +14,9 @@ import pytest
 import torch
 from outcomes import tensors, told, unequal
 
-from comingle.engines.checksums import list_checkpoints
-from comingle.records import read_metrics
 from comingle.runs import api
+from comingle.utils.files import list_checkpoints
+from comingle.utils.records import read_metrics
 
 DRIVER = Path(__file__).with_name("shard_driver.py")
 ROUNDING: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}

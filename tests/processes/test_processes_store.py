@@ -13,8 +13,8 @@ import torch
 from outcomes import found, told
 from test_processes_sharded import KILLED, SHORT, WHOLE, Played, go, play
 
-from comingle.engines.checksums import list_checkpoints
 from comingle.runs import api
+from comingle.utils.files import list_checkpoints
 
 pytestmark = pytest.mark.slow
 

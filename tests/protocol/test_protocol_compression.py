@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from comingle.engines.checksums import list_checkpoints
-from comingle.errors import ComingleError, MessageError
 from comingle.protocol.compression import compress, expand
 from comingle.protocol.messages import Upload
 from comingle.protocol.wire import pack, packed_bytes, unpack
 from comingle.runs import api
+from comingle.utils.errors import ComingleError, MessageError
+from comingle.utils.files import list_checkpoints
 
 
 def rows(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.errors import MessageError
 from comingle.protocol.messages import Download, Upload, join_downloads, join_uploads
 from comingle.protocol.wire import FORMAT, pack, packed_bytes, unpack
-from comingle.trees import Tree
+from comingle.utils.errors import MessageError
+from comingle.utils.trees import Tree
 
 
 def tree(*lead: int) -> Tree:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from comingle.errors import RecipeError
 from comingle.recipes import Recipe, load_recipe, parse_recipe, shipped_recipes
 from comingle.runs import api
+from comingle.utils.errors import RecipeError
 
 # theory.yaml is no run; tests/papers has its tests.
 # Recipes of runs lie at the top; below are papers' tables and figures (tests/papers) and other kinds of recipes.

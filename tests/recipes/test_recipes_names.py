@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 import comingle
-from comingle.errors import RecipeError
 from comingle.methods import make
 from comingle.recipes import parse_recipe
 from comingle.recipes.data import load_section
 from comingle.recipes.other_names import _KEYS, _paths
 from comingle.recipes.sections import Recipe
+from comingle.utils.errors import RecipeError
 
 TEXT = {"users": {"ann": {"path": "a.txt"}}}
 SAMPLES = {"kind": "samples", "users": {"ann": {"path": "a.npz"}}}

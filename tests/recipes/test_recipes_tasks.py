@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from comingle.errors import RecipeError
 from comingle.recipes import Recipe, parse_recipe
 from comingle.runs.api import run
 from comingle.runs.session import build, prepare
+from comingle.utils.errors import RecipeError
 
 
 @pytest.fixture

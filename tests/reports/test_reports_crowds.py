@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from comingle.records import read_metrics, write_json
 from comingle.reports.comparisons import compare_runs
 from comingle.reports.tables import markdown, tables_of
 from comingle.tables.crowds import at_share, best_first, budget_note, is_unequal, typical_budget
 from comingle.tables.run_tables import render_run
+from comingle.utils.records import read_metrics, write_json
 
 
 def folder_of(

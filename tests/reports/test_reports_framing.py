@@ -8,7 +8,7 @@ import pytest
 from rich.text import TextType
 
 from comingle.tables.framing import Table
-from comingle.terminal import Terminal, words
+from comingle.utils.terminal import Terminal, words
 
 LONG = "words " * 15 + "end"
 

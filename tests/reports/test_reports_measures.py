@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from comingle.records import MEASURES, number
 from comingle.tables.measures import (
     axis_label,
     byte_unit,
@@ -17,6 +16,7 @@ from comingle.tables.measures import (
     rule,
     tick,
 )
+from comingle.utils.records import MEASURES, number
 
 
 def test_every_measure_says_its_unit_and_which_way_is_better() -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from comingle.errors import RecipeError
 from comingle.reports.judged import counted, judged_tables
 from comingle.reports.page import render_page
 from comingle.reports.runs import read_entries
 from comingle.reports.tokens import Text, TokenView, pack_gates
+from comingle.utils.errors import RecipeError
 
 NASTY = "</script><img src=x onerror=alert(1)> & \"'{{ 7*7 }} \u2028"
 CSV = "data:text/csv;charset=utf-8;base64,"

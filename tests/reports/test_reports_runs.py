@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from comingle.errors import RunError
-from comingle.inputs import SPLITS, Inputs, UserInputs, write_inputs
 from comingle.reports.notices import notices
 from comingle.reports.runs import find_runs, read_entries, read_run
+from comingle.utils.errors import RunError
+from comingle.utils.inputs import SPLITS, Inputs, UserInputs, write_inputs
 
 CURVE = {0: {"ann": 9.0, "bob": 7.0}, 2: {"ann": 4.0, "bob": 6.0}}
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from comingle.errors import RunError
 from comingle.reports.sheets import csv_text, sheet_of, user_records
+from comingle.utils.errors import RunError
 
 
 def finished(folder: Path, method: str, seed: int, users: dict[str, dict[str, Any]]) -> Path:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from comingle.errors import RunError
-from comingle.records import read_metrics, write_json
 from comingle.reports.comparisons import compare_runs, read_comparison
 from comingle.reports.tables import markdown, render_comparison, tables_of, write_comparison
 from comingle.tables.run_tables import megabytes, render_curve, render_run, sizes
+from comingle.utils.errors import RunError
+from comingle.utils.records import read_metrics, write_json
 
 
 def run_folder(folder: Path, *, method: str = "local", seed: int = 0, scores: dict[str, float]) -> Path:

@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 
 from comingle.audits import attacks
 from comingle.robust import rules
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 Vectors = NDArray[np.float64]
 

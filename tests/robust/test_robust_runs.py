@@ -14,7 +14,6 @@ from tests.federation.direct import federated
 from tests.federation.tiny import one_base, tiny
 
 from comingle.costing.planning import plan
-from comingle.errors import MessageError, RecipeError
 from comingle.federation.checking import check_upload
 from comingle.methods import REGISTRY, make
 from comingle.privacy.clipping import norms
@@ -22,14 +21,15 @@ from comingle.privacy.secure.settings import Secure
 from comingle.privacy.settings import Privacy
 from comingle.protocol.messages import Upload
 from comingle.recipes import Recipe, parse_recipe
-from comingle.records import read_events
 from comingle.robust import rules
 from comingle.robust.checks import check_robust
 from comingle.robust.defence import capped
 from comingle.robust.settings import Aggregation, Rule
 from comingle.runs.session import prepare, run_in
 from comingle.transports.inprocess import InProcess
-from comingle.trees import Tree
+from comingle.utils.errors import MessageError, RecipeError
+from comingle.utils.records import read_events
+from comingle.utils.trees import Tree
 from federations import local_round
 
 USERS = ("ann", "bob", "cem", "dan", "eve")

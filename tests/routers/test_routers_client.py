@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from comingle.errors import RecipeError
 from comingle.routers.client import ClientRouter
+from comingle.utils.errors import RecipeError
 
 
 def test_a_new_router_mixes_the_clusters_equally() -> None:

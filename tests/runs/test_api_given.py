@@ -16,7 +16,6 @@ import yaml
 import comingle
 from comingle.data.sources import read_documents
 from comingle.engines.settings import OptimizerSettings
-from comingle.errors import BaseModelError, ComingleError, DataError, PluginError, RecipeError, RunError
 from comingle.kinds.handed import section_for
 from comingle.methods import REGISTRY, make
 from comingle.methods.base import Method
@@ -26,6 +25,7 @@ from comingle.models.language import load_base
 from comingle.recipes import Recipe, load_recipe
 from comingle.runs.given import NOTHING, given_of, recipe_with
 from comingle.runs.results import Run
+from comingle.utils.errors import BaseModelError, ComingleError, DataError, PluginError, RecipeError, RunError
 
 NAMES = ("ann", "bob", "cem")
 BASE = "random:llama?layers=1&dim=32"

@@ -12,7 +12,7 @@ import torch
 from comingle.models.personal import PersonalModel
 from comingle.recipes import parse_recipe
 from comingle.runs.results import Run
-from comingle.trees import CLIENT_ROUTER
+from comingle.utils.trees import CLIENT_ROUTER
 from commands import comingle as comingle
 
 People = Callable[..., dict[str, PersonalModel]]

@@ -14,7 +14,6 @@ import torch
 from tests.quick import quick
 
 from comingle.adapters import native
-from comingle.errors import DataError, RecipeError
 from comingle.methods import REGISTRY
 from comingle.models.generation import added_text, encode_prompt
 from comingle.models.language import load_base
@@ -23,6 +22,7 @@ from comingle.serving import cache
 from comingle.serving.engine import Engine, Piece, Request
 from comingle.serving.rows import pretrained
 from comingle.serving.writer import Writer
+from comingle.utils.errors import DataError, RecipeError
 
 METHODS = ["comigs-1g1s", "fedavg", "fedmerge", "floral", "local", "pfedmoe", "pretrained", "stacking"]
 QUICK = ("comigs-1g1s", "fedmerge", "floral", "stacking")

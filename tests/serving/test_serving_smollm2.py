@@ -12,7 +12,7 @@ import pytest
 
 import comingle as library
 from comingle.models.sources import ALIASES
-from comingle.terminal import printable
+from comingle.utils.terminal import printable
 
 pytestmark = [
     pytest.mark.slow,

@@ -45,7 +45,7 @@ def typed(comingle: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def printable(text: str) -> str:
-    from comingle.terminal import printable
+    from comingle.utils.terminal import printable
 
     return printable(text, keep="\n\t")
 

@@ -13,9 +13,9 @@ import pytest
 from populations import paint, recipe_of, require_same, said, talks, write_rows
 
 from comingle.data.crowds import names_of
-from comingle.errors import ComingleError
 from comingle.runs import api
 from comingle.runs.session import prepare
+from comingle.utils.errors import ComingleError
 from resuming import final
 
 

@@ -12,11 +12,11 @@ from filelock import FileLock
 from populations import contents, paint, recipe_of, require_same, said
 
 from comingle.data.crowds import Crowd, names_of
-from comingle.errors import ComingleError, DataError, RunError
 from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.store import turns
 from comingle.store.names import FILES
+from comingle.utils.errors import ComingleError, DataError, RunError
 from resuming import StoppedError, final, stop_in_round_3
 
 

@@ -14,19 +14,19 @@ import torch
 
 from comingle.data.crowds import LOTS, Crowd, Numbers, digest_names, drawn
 from comingle.data.pack import UserData
-from comingle.data.seeds import derive
 from comingle.engines.evaluations import sampled
 from comingle.engines.rounds import run_rounds
-from comingle.errors import DataError, RunError
 from comingle.kinds.base import Materials
 from comingle.kinds.text.kind import KIND as TEXT
 from comingle.recipes import load_recipe
-from comingle.records import sample_told
 from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.store.numbered import Numbered
 from comingle.store.tokens import read_population, write_population
 from comingle.transports.inprocess import InProcess
+from comingle.utils.errors import DataError, RunError
+from comingle.utils.records import sample_told
+from comingle.utils.seeds import derive
 from resuming import StoppedError, final, stop_in_round_3
 
 NAMES = ["ann", "bob", "cem", "dag", "eva", "fay"]

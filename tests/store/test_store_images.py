@@ -12,10 +12,10 @@ import pytest
 from populations import both, paint, recipe_of, require_same
 
 from comingle.data.samples import UserSamples
-from comingle.errors import ComingleError
 from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.store import arrays
+from comingle.utils.errors import ComingleError
 from resuming import final
 
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from comingle.engines.checksums import list_checkpoints, seal
-from comingle.errors import RunError
 from comingle.recipes import Recipe, load_recipe
 from comingle.runs import api
 from comingle.store import files
+from comingle.utils.errors import RunError
+from comingle.utils.files import list_checkpoints, seal
 from resuming import StoppedError, final, kill, stop_in_round_3, told
 
 SETTINGS = {"training.participation": 0.6, "training.experts.clip_norm": 1.0, "runtime.store": "disk"}

@@ -12,12 +12,12 @@ from populations import recipe_of, require_same, said, talks, write_rows
 from comingle.data.crowds import names_of
 from comingle.data.partition import UserText
 from comingle.data.samples import SPLITS
-from comingle.errors import ComingleError, require_user
 from comingle.kinds.conversations.answers import Answers
 from comingle.runs import api
 from comingle.store.grouping import Spool
 from comingle.store.mixing import Mixture
 from comingle.store.names import Names, NamesWriter
+from comingle.utils.errors import ComingleError, require_user
 from resuming import final
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.errors import MessageError
 from comingle.protocol.messages import LOSS, VALIDATION, Download, Upload
 from comingle.protocol.wire import pack
 from comingle.transports import inprocess
 from comingle.transports.inprocess import InProcess
+from comingle.utils.errors import MessageError
 from federations import download_all, everyone, exchange, message_bytes
 
 MEMBERS = [0, 2]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.trees import Layout, Slot, Tree, assign, flatten, restrict
+from comingle.utils.trees import Layout, Slot, Tree, assign, flatten, restrict
 
 
 def nothing(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

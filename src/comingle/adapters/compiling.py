@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from comingle.adapters.private import open_private
-from comingle.records import logger
+from comingle.utils.files import open_private
+from comingle.utils.records import logger
 
 # Nothing that changes values: the sources round on purpose, and a NaN has to arrive.
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]

@@ -86,7 +86,7 @@ def experts(
     call, x, gates = _Rows(scale=scale), x.contiguous(), gates.contiguous()
     assert gates.dtype == torch.float32
     kept = [_describe(call.first[i], *one) for i, one in enumerate(first)], _describe(call.last, *last)
-    call.firsts, call.experts, call.act = len(first), gates.shape[-1], native.ACTIVATIONS[act]
+    call.firsts, call.experts, call.act = len(first), gates.shape[-1], native.ACTIVATION_CODES[act]
     call.gates = gates.data_ptr()
     y = torch.empty_like(x)
     _run(call, x, y, len(last[1][0]))

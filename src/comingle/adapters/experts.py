@@ -66,7 +66,7 @@ class RoutedMLP(nn.Module):
 
     def _decodes(self, x: Float[Tensor, "*batch width"], users: int) -> bool:
         linears = (*self.first.values(), self.last)
-        known = self.act in native.ACTIVATIONS
+        known = self.act in native.ACTIVATION_CODES
         return known and decoding.fits(x, users, *(base_weight(linear)[0] for linear in linears))
 
     def _mix_rows(self, x: Tokens) -> Tokens:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from comingle.adapters.experts import RoutedMLP
 from comingle.adapters.kernels import SHORT
 from comingle.adapters.lora import base_weight
-from comingle.errors import BaseModelError, RecipeError
+from comingle.utils.errors import BaseModelError, RecipeError
 
 logger = logging.getLogger("comingle")
 

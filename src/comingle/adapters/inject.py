@@ -20,10 +20,10 @@ from comingle.adapters.layouts import activation_name, decoder_layers, find_targ
 from comingle.adapters.lora import LoraLinear, base_weight, init_a, init_zero, lora_scale
 from comingle.adapters.residual import RESIDUAL, factors_of, residual_slots
 from comingle.adapters.settings import AdapterSettings, Targets
-from comingle.errors import BaseModelError, RecipeError
 from comingle.routers.settings import Gating
 from comingle.routers.token import init_router
-from comingle.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Layout, Slot, Tree
+from comingle.utils.errors import BaseModelError, RecipeError
+from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Layout, Slot, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Adapters:
         return replace(self, present=self.present[at], ranks=self.ranks[at], scales=self.scales[at])
 
     def without(self, roles: frozenset[str]) -> Adapters:
-        """Of fewer experts, for tensors that :func:`comingle.trees.restrict` has cut to the other roles."""
+        """Of fewer experts, for tensors that :func:`comingle.utils.trees.restrict` has cut to the other roles."""
         experts = next(slot.roles for slot in self.layout.slots if slot.roles != (ATTENTION,))
         keep = [i for i, role in enumerate(experts) if role not in roles]
         return replace(self, present=self.present[:, keep])

@@ -13,7 +13,7 @@ from torch import nn
 
 from comingle.adapters.kernels import ACTIVATIONS
 from comingle.adapters.settings import Targets
-from comingle.errors import BaseModelError, did_you_mean
+from comingle.utils.errors import BaseModelError, did_you_mean
 
 _QKVO = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 

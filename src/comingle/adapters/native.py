@@ -24,7 +24,7 @@ from comingle.adapters.compiling import load_library
 SOURCES = sorted(Path(__file__).parent.glob("mixture*"), key=lambda path: path.suffix)  # the .cpp first
 
 RANKS = (4, 8, 16)
-ACTIVATIONS: dict[kernels.Activation, int] = {
+ACTIVATION_CODES: dict[kernels.Activation, int] = {
     kernels.gelu_tanh: 0,
     kernels.gelu_erf: 1,
     kernels.silu: 2,
@@ -32,7 +32,7 @@ ACTIVATIONS: dict[kernels.Activation, int] = {
 }
 DTYPES = (torch.bfloat16, torch.float32)
 
-Hidden = Float[Tensor, "users n hidden"]
+SharedHidden = Float[Tensor, "users n hidden"]
 First = Float[Tensor, "users n first_experts_rank"]
 Last = Float[Tensor, "users n experts_rank"]
 Factor = Float[Tensor, "users experts rank hidden"]
@@ -103,7 +103,9 @@ def fits(device: torch.device, dtype: torch.dtype) -> bool:
 
 def supports(x: Tensor, act: kernels.Activation, rank: int) -> bool:
     """Whether the native code is enabled and made for such tensors."""
-    return _library is not None and fits(x.device, x.dtype) and act in ACTIVATIONS and rank in RANKS and x.numel() > 0
+    return (
+        _library is not None and fits(x.device, x.dtype) and act in ACTIVATION_CODES and rank in RANKS and x.numel() > 0
+    )
 
 
 def _load(cache: Path) -> ctypes.CDLL | None:
@@ -122,13 +124,13 @@ def _load(cache: Path) -> ctypes.CDLL | None:
 def forward(
     act: kernels.Activation,
     scale: float,
-    bases: Sequence[Hidden],
+    bases: Sequence[SharedHidden],
     biases: Sequence[Float[Tensor, " hidden"] | None],
     z: First,
     gates: Float[Tensor, "users n experts"],
     b: Sequence[Factor],
     a: Factor,
-) -> tuple[Hidden, Last, Last]:
+) -> tuple[SharedHidden, Last, Last]:
     """``mixed = sum_j p_j h_j``, ``z_last_j = s A_j h_j`` and ``p_j z_last_j``, the latter two side by side.
 
     ``bases`` are the base's pre-activations before their ``biases``, ``z`` the products of the input with the first
@@ -147,17 +149,17 @@ def forward(
 def backward(
     act: kernels.Activation,
     scale: float,
-    bases: Sequence[Hidden],
+    bases: Sequence[SharedHidden],
     biases: Sequence[Float[Tensor, " hidden"] | None],
     z: First,
     gates: Float[Tensor, "users n experts"],
     b: Sequence[Factor],
     a: Factor,
     last: Last,
-    d_mixed: Hidden,
+    d_mixed: SharedHidden,
     d_gated: Last,
     factors: bool,
-) -> tuple[list[Hidden], First, Float[Tensor, "users n experts"], list[Factor], Factor | None]:
+) -> tuple[list[SharedHidden], First, Float[Tensor, "users n experts"], list[Factor], Factor | None]:
     """Gradients of the base's pre-activations, of ``z``, of gates, of ``b`` and of ``a``.
 
     ``d_gated`` is what reaches ``p_j z_last_j``; without ``factors`` the last two are left out.
@@ -192,7 +194,7 @@ def _describe(
     users, n, hidden = bases[0].shape
     call = _Mixture(
         users=users, n=n, hidden=hidden, experts=a.shape[1], rank=a.shape[2], first=len(bases), scale=scale,
-        act=ACTIVATIONS[act], bf16=z.dtype == torch.bfloat16, threads=torch.get_num_threads(),
+        act=ACTIVATION_CODES[act], bf16=z.dtype == torch.bfloat16, threads=torch.get_num_threads(),
         z_stride=z.stride(1),        z=z.data_ptr(), gates=gates.data_ptr(), a=a.data_ptr(),
     )  # fmt: skip
     for i, (base, bias, factor) in enumerate(zip(bases, biases, b, strict=True)):

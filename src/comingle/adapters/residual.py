@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from comingle.adapters.lora import base_weight, init_zero
-from comingle.trees import Slot, Tree
+from comingle.utils.trees import Slot, Tree
 
 RESIDUAL = "residual"
 """The role of such changes."""

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from comingle.adapters.inject import Adapters
-from comingle.trees import GENERALIST, ROUTER, SPECIALIST, Tree
+from comingle.utils.trees import GENERALIST, ROUTER, SPECIALIST, Tree
 
 
 def routed(adapters: Adapters) -> bool:

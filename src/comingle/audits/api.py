@@ -8,7 +8,6 @@ from typing import Any
 
 from comingle.audits.auditing import SHADOWS, audit_run
 from comingle.audits.shadows import FEWEST
-from comingle.errors import RecipeError
 from comingle.models.hardware import torch_defaults
 from comingle.processes.launched import require_alone
 from comingle.progress import reporting
@@ -17,6 +16,7 @@ from comingle.reports.audit_page import check_targets, write_audit
 from comingle.runs.api import load
 from comingle.runs.given import AnyBase, given_of
 from comingle.runs.results import Run
+from comingle.utils.errors import RecipeError
 
 
 @torch_defaults()

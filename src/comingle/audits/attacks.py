@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from comingle.privacy.clipping import norms
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 Attack = Callable[[Tree, Sequence[int]], Tree]
 

@@ -18,16 +18,16 @@ from comingle.audits.tokens import recover, token_factors
 from comingle.comparing.trials import shortened as in_rounds
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
-from comingle.errors import RunError
 from comingle.privacy.accounting import Release, release_of
 from comingle.progress import LOADING, Reporter, about
 from comingle.recipes import Recipe
-from comingle.records import plural
 from comingle.reports.audit import Audit, Proof, exposure
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
 from comingle.runs.session import prepare
 from comingle.runs.settings import privacy_of, training_settings
+from comingle.utils.errors import RunError
+from comingle.utils.records import plural
 
 COINS = 40
 """As many canaries, or a few more, are tossed for where nothing else is asked for: all right proves epsilon 2.5."""

@@ -18,12 +18,10 @@ from torch import Tensor
 
 from comingle.data.batches import begin_windows
 from comingle.data.pack import UserData
-from comingle.data.seeds import generator
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.engines.server import ServerHalf
 from comingle.engines.state import draw
-from comingle.errors import RunError
 from comingle.kinds.base import Materials
 from comingle.kinds.conversations.answers import Answers, UserAnswers, widen
 from comingle.kinds.text.feed import TextFeed
@@ -35,7 +33,9 @@ from comingle.protocol.messages import Upload, fill_ranks
 from comingle.recipes import Recipe
 from comingle.runs.session import build, execute
 from comingle.transports.inprocess import InProcess
-from comingle.trees import Tree, assign
+from comingle.utils.errors import RunError
+from comingle.utils.seeds import generator
+from comingle.utils.trees import Tree, assign
 
 SHARE = 0.25
 """Of a user's training text, or conversations, is its canary, where it is in: the worst case is what a bound is about.

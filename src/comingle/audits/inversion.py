@@ -19,12 +19,12 @@ from comingle.comparing.trials import shortened
 from comingle.data.samples import UserSamples
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
-from comingle.errors import RunError
 from comingle.kinds.base import Materials
 from comingle.recipes import Recipe
 from comingle.reports.audit import Inversion
 from comingle.runs.session import build, execute
-from comingle.trees import Layout, Tree
+from comingle.utils.errors import RunError
+from comingle.utils.trees import Layout, Tree
 
 Watch = Callable[[Clients], Sequence[Observer]]
 
@@ -40,12 +40,12 @@ def invert(recipe: Recipe, materials: Materials, watch: Watch) -> list[Inversion
     alone = replace(materials, users=first, common=replace(materials.common, users=first))
     whole = shortened(1) | {"evaluation.model": "exchanged"}
     return [
-        _attack("one step on one sample", recipe.with_changes(whole | one), alone, watch),
-        _attack("one round as the run has it", recipe.with_changes(whole), materials, watch),
+        _attack_net("one step on one sample", recipe.with_changes(whole | one), alone, watch),
+        _attack_net("one round as the run has it", recipe.with_changes(whole), materials, watch),
     ]
 
 
-def _attack(what: str, recipe: Recipe, materials: Materials, watch: Watch) -> Inversion:
+def _attack_net(what: str, recipe: Recipe, materials: Materials, watch: Watch) -> Inversion:
     plain = build(recipe, materials, store="memory")
     names = first_layer(plain.clients.model.layout, plain.clients.method.shared)
     start = published(plain.server)

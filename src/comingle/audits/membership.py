@@ -20,12 +20,14 @@ from comingle.kinds.conversations.answers import Answers
 from comingle.reports.audit import Membership
 from comingle.runs.results import Run
 
-MOST = 200
+MOST_WINDOWS = 200
 """Windows, or conversations, of each user and split."""
 FALSE_ALARMS = 0.01
 
 
-def windows_of(data: Int[Tensor, " tokens"] | Answers, context: int, most: int = MOST) -> Int[Tensor, "windows width"]:
+def windows_of(
+    data: Int[Tensor, " tokens"] | Answers, context: int, most: int = MOST_WINDOWS
+) -> Int[Tensor, "windows width"]:
     """Return windows of one split of a user, spread evenly over it.
 
     Args:

@@ -24,7 +24,6 @@ from torch import Tensor
 from comingle.audits.canaries import SERVER, USERS, Attacker, Looked, Watched
 from comingle.audits.membership import auc, found_at, windows_of
 from comingle.data.pack import UserData
-from comingle.data.seeds import generator
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.kinds.base import Materials
@@ -32,9 +31,10 @@ from comingle.kinds.conversations.answers import UserAnswers, widen
 from comingle.recipes import Recipe
 from comingle.reports.audit import Shadowed
 from comingle.runs.session import build, execute
-from comingle.trees import Tree
+from comingle.utils.seeds import generator
+from comingle.utils.trees import Tree
 
-MOST = 64
+MOST_TARGETS = 64
 """Windows of each user that are scored."""
 LEAST = 4
 """Of fewer windows a user's training data is not parted."""
@@ -73,7 +73,7 @@ def halves(users: Sequence[UserData | UserAnswers], context: int, *, seed: int, 
 
 def scored(count: int) -> Int[Tensor, " scored"]:
     """Which of so many windows are scored: spread over all; of hardly any none."""
-    return torch.linspace(0, count - 1, min(count, MOST) if count >= LEAST else 0).long()
+    return torch.linspace(0, count - 1, min(count, MOST_TARGETS) if count >= LEAST else 0).long()
 
 
 @dataclass(kw_only=True)

@@ -25,14 +25,14 @@ from torch import Tensor
 from comingle.adapters.layouts import decoder_layers
 from comingle.audits.canaries import SERVER, Looked, Watched
 from comingle.data.pack import UserData
-from comingle.data.seeds import generator
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.kinds.base import Materials
 from comingle.recipes import Recipe
 from comingle.reports.audit import Recovery
 from comingle.runs.session import build, execute
-from comingle.trees import Tree
+from comingle.utils.seeds import generator
+from comingle.utils.trees import Tree
 
 Watch = Callable[[Clients], Sequence[Observer]]
 
@@ -57,10 +57,10 @@ def recover(recipe: Recipe, materials: Materials, watch: Watch) -> list[Recovery
     width = SHORT + (materials.base.begin is None)
     short = tuple(_of_one_window(user, recipe.seed, width) for user in materials.users)
     return [
-        _attack(
+        _attack_tokens(
             f"one step on {SHORT + 1} tokens", recipe.with_changes(second | one), replace(materials, users=short), watch
         ),
-        _attack("one round as the run has it", recipe.with_changes(second), materials, watch),
+        _attack_tokens("one round as the run has it", recipe.with_changes(second), materials, watch),
     ]
 
 
@@ -77,7 +77,7 @@ def token_factors(clients: Clients) -> list[str]:
     return [slot.name for slot in slots if slot.name.startswith(FIRST) and slot.name.endswith(READS)]
 
 
-def _attack(what: str, recipe: Recipe, materials: Materials, watch: Watch) -> Recovery:
+def _attack_tokens(what: str, recipe: Recipe, materials: Materials, watch: Watch) -> Recovery:
     plain = build(recipe, materials, store="memory")
     names, seen, looked = token_factors(plain.clients), dict[int, Tree](), Looked()
 

@@ -33,9 +33,9 @@ from comingle.cli.serve import serve
 from comingle.cli.server import server
 from comingle.cli.show import show
 from comingle.cli.verbs import Verbs
-from comingle.errors import ComingleError, UnknownMethodError, lacks_memory
 from comingle.processes.launched import speaks
-from comingle.terminal import printable
+from comingle.utils.errors import ComingleError, UnknownMethodError, lacks_memory
+from comingle.utils.terminal import printable
 
 VERBS = (
     demo, run, compare, advise, methods, data, cost, show, report, plot, export, join, audit, chat, serve, federate,

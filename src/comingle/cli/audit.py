@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from comingle.cli.options import Force, Quiet, out_option
-from comingle.errors import RecipeError
+from comingle.utils.errors import RecipeError
 
 
 def _few_or_none(context: Any, option: Any, value: int) -> int:
@@ -58,7 +58,7 @@ def audit(
     from comingle.reports.audit import verdict
     from comingle.reports.audit_page import check_targets, render_audit
     from comingle.runs.api import load
-    from comingle.terminal import words
+    from comingle.utils.terminal import words
 
     folder = out or run
     if run.is_dir():  # before the run is opened, which takes a while

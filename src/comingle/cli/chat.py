@@ -13,7 +13,7 @@ import typer
 
 from comingle.cli.options import finite
 from comingle.cli.serve import Method, RunPath, opened, require_app
-from comingle.errors import ComingleError, RecipeError, require_user
+from comingle.utils.errors import ComingleError, RecipeError, require_user
 
 if TYPE_CHECKING:
     from comingle.serving.chat import Chat
@@ -108,12 +108,12 @@ class _Session:
     def _print(self, text: str, style: str = "") -> None:
         from rich.text import Text
 
-        from comingle.terminal import printable
+        from comingle.utils.terminal import printable
 
         self.console.print(Text(printable(text, keep="\n"), style=style), highlight=False, soft_wrap=True)
 
     def _say(self, text: str) -> None:
-        from comingle.terminal import printable
+        from comingle.utils.terminal import printable
 
         def show(part: str) -> None:
             self.console.file.write(printable(part, keep="\n\t"))
@@ -131,7 +131,7 @@ class _Session:
         elif command in known:
             known[command](rest.strip())
         else:
-            from comingle.errors import did_you_mean
+            from comingle.utils.errors import did_you_mean
 
             hint = did_you_mean(command, [*known, "/help", "/quit"])
             raise RecipeError(f"no command {command!r}; /help lists them.{hint}")
@@ -152,7 +152,7 @@ class _Session:
         from rich.text import Text
 
         from comingle.reports.colours import expert_colour
-        from comingle.terminal import printable
+        from comingle.utils.terminal import printable
 
         routing = self.talk.route()
         layers = len(routing.gates)

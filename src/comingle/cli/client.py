@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from comingle.cli.options import Quiet
-from comingle.errors import RecipeError
-from comingle.records import expand_home
+from comingle.utils.errors import RecipeError
+from comingle.utils.records import expand_home
 
 _FILE = "participant.yaml"
 
@@ -48,8 +48,8 @@ def client(
         "server": server,
         **{k: str(v.absolute()) for k, v in (("state", state), ("certificates", certificates), ("key", key)) if v},
     }
-    from comingle.data.names import as_folder
     from comingle.federation.participating import take_part
+    from comingle.utils.names import as_folder
 
     if file is None and name is None:
         raise RecipeError("client: nobody; give a participant's file, or --name and --data")

@@ -22,7 +22,7 @@ from comingle.cli.options import (
     read_recipe,
 )
 from comingle.comparing import trials
-from comingle.errors import ComingleError, RecipeError, RunError
+from comingle.utils.errors import ComingleError, RecipeError, RunError
 
 if TYPE_CHECKING:
     from comingle.comparing.beside import Ended
@@ -92,7 +92,7 @@ def compare_methods(
     from comingle.comparing.comparing import folders_of, labels_of, recipes_of
     from comingle.reports.against import baseline_of, members
     from comingle.reports.tables import tables_of, write_comparison
-    from comingle.terminal import words
+    from comingle.utils.terminal import words
 
     recipes = recipes_of(recipe, methods, seeds, for_all)
     baseline_of(list(dict.fromkeys(label for label, _ in recipes)), against)
@@ -138,8 +138,8 @@ def _beside(
     """Several at a time, with a line for each that has ended."""
     from comingle.cli.training import warn_overlaps
     from comingle.comparing.beside import compare_beside
-    from comingle.records import measure_of, number
-    from comingle.terminal import errors, words
+    from comingle.utils.records import measure_of, number
+    from comingle.utils.terminal import errors, words
 
     options = {"resume": resume, "force": force, "quiet": quiet, "ready": warn_overlaps}
     for count, (key, found) in enumerate(compare_beside(recipes, folder, jobs=jobs, **options), start=1):

@@ -8,8 +8,8 @@ import typer
 
 from comingle.cli.options import RecipePath, Sets, read_recipe
 from comingle.data.bad_rows import ADVICE, BadRowsError
-from comingle.errors import DataError
-from comingle.terminal import words
+from comingle.utils.errors import DataError
+from comingle.utils.terminal import words
 
 
 def data(

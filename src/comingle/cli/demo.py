@@ -58,7 +58,7 @@ def _speak(run: Run) -> None:
 
     from comingle.cli.progress import console
     from comingle.comparing.views import generating_model
-    from comingle.terminal import printable, words
+    from comingle.utils.terminal import printable, words
 
     told = ("\nEach user's own model speaks", "bold"), f" ({run.metrics['method']}, greedy)"
     console.print(Text.assemble(*told), highlight=False)

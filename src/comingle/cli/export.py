@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from comingle.cli.options import Force, Quiet
-from comingle.data.names import as_folder
-from comingle.errors import require_user
+from comingle.utils.errors import require_user
+from comingle.utils.names import as_folder
 
 
 def export(

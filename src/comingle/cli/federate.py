@@ -34,7 +34,7 @@ def federate(
     from comingle.cli.progress import console
     from comingle.federation.local import federate as run
     from comingle.tables.run_tables import render_run
-    from comingle.terminal import words
+    from comingle.utils.terminal import words
 
     folder = out or default_folder(recipe, read.method.name, read.seed)
     with table_of_participants(folder, everybody=everybody, quiet=quiet):

@@ -32,13 +32,13 @@ def join(
     What is shared is taken as it is; what a user has of its own is trained on the newcomer's data alone.
     """
     from comingle.cli.progress import console, status
-    from comingle.data.names import as_folder
     from comingle.joining.joining import join_run, newcomer
     from comingle.progress import reporting
     from comingle.reports.joined import render_joined
     from comingle.runs.api import load
     from comingle.runs.given import NOTHING
-    from comingle.terminal import words
+    from comingle.utils.names import as_folder
+    from comingle.utils.terminal import words
 
     with status("opening the run"):
         opened = load(run)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from comingle.cli.options import finite
-from comingle.errors import RecipeError
+from comingle.utils.errors import RecipeError
 
 if TYPE_CHECKING:
     from comingle.costing.timing import Cluster

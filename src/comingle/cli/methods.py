@@ -14,9 +14,9 @@ def methods(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="O
     from rich.table import Table
 
     from comingle.cli.progress import console
-    from comingle.errors import PluginError
     from comingle.methods import REGISTRY, settings_of
-    from comingle.terminal import words
+    from comingle.utils.errors import PluginError
+    from comingle.utils.terminal import words
 
     if name is not None:
         settings = settings_of(name)  # refuses an unknown name

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from comingle.errors import PluginError
+from comingle.utils.errors import PluginError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,7 +28,7 @@ def require_flower() -> None:
 def speaker(*, quiet: bool) -> Callable[[str], None]:
     """Prints a line with the time of day, unless nothing is to be said."""
     from comingle.cli.progress import console
-    from comingle.terminal import words
+    from comingle.utils.terminal import words
 
     def say(line: str) -> None:
         if not quiet:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from comingle.errors import RecipeError, RunError
+from comingle.utils.errors import RecipeError, RunError
 
 if TYPE_CHECKING:
     from comingle.recipes import Recipe
@@ -39,7 +39,7 @@ def possible(out: Path | None) -> Path | None:
         RunError: it cannot.
     """
     if out is not None:
-        from comingle.records import check_name
+        from comingle.utils.records import check_name
 
         try:
             check_name(out)

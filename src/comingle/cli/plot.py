@@ -11,8 +11,8 @@ import typer
 
 from comingle.cli.options import named
 from comingle.cli.report import Length, Replace, Runs, Texts, Users, warn_unlike
-from comingle.errors import RecipeError, RunError, did_you_mean
 from comingle.reports.targets import check_target, require_packages
+from comingle.utils.errors import RecipeError, RunError, did_you_mean
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,10 +47,10 @@ def plot(
     """Write single figures of runs as PNG, SVG and CSV. The figure tokens shows the users' test text, or --text."""
     require_packages("comingle plot")
     from comingle.cli.progress import console, status
-    from comingle.records import write_text
     from comingle.reports.canvas import save
     from comingle.reports.runs import read_entries
     from comingle.reports.sheets import csv_text
+    from comingle.utils.records import write_text
 
     kinds = figure or [kind for kind in KINDS if kind != "tokens"]
     for kind in kinds:

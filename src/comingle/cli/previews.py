@@ -15,14 +15,14 @@ from comingle.data.crowds import Crowd
 from comingle.data.pack import UserData
 from comingle.data.partition import UserText
 from comingle.data.samples import SPLITS, UserSamples
-from comingle.errors import list_names
 from comingle.kinds.base import Materials
 from comingle.kinds.conversations.answers import Answers, UserAnswers
 from comingle.kinds.language import NETS
 from comingle.kinds.samples.nets import net_name
 from comingle.recipes import Recipe
 from comingle.tables.framing import Table
-from comingle.terminal import printable, words
+from comingle.utils.errors import list_names
+from comingle.utils.terminal import printable, words
 
 _SAMPLE_CHARACTERS, _CONVERSATION_CHARACTERS = 160, 1200
 _SIZES = ("train", "valid", "test", "tokens, mean", "at most", "answer at most")

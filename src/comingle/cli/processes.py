@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from comingle.engines.checksums import list_checkpoints
-from comingle.errors import RunError
 from comingle.processes.launched import LOST, MEETING, PARENT
+from comingle.utils.errors import RunError
+from comingle.utils.files import list_checkpoints
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 10.0

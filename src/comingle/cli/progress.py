@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from comingle.terminal import Terminal, errors
+from comingle.utils.terminal import Terminal, errors
 
 # No terminal: nothing is wrapped.
 console = Terminal(width=None if Terminal().is_terminal else 160)

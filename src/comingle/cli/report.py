@@ -10,8 +10,8 @@ import typer
 from rich.text import Text
 
 from comingle.cli.options import named
-from comingle.errors import RunError
 from comingle.reports.targets import check_target, require_packages
+from comingle.utils.errors import RunError
 
 if TYPE_CHECKING:
     from comingle.reports.runs import Entry
@@ -58,10 +58,10 @@ def report(
     from comingle.cli.compare import split_names
     from comingle.cli.progress import console, status
     from comingle.comparing.views import route_texts
-    from comingle.records import write_text
     from comingle.reports.page import render_page
     from comingle.reports.runs import read_entries
     from comingle.reports.series import held
+    from comingle.utils.records import write_text
 
     path = out or runs[0] / "report.html"
     entries = read_entries(runs)
@@ -84,7 +84,7 @@ def report(
 def warn_unlike(entries: Sequence[Entry]) -> None:
     """Say why numbers of these runs should not be compared, where that is so."""
     from comingle.reports.notices import unlike
-    from comingle.terminal import errors, words
+    from comingle.utils.terminal import errors, words
 
     for line in unlike(entries):
         errors.print(Text.assemble(("warning: ", "yellow"), words(line)), highlight=False, soft_wrap=True)

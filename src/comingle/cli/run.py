@@ -18,8 +18,8 @@ from comingle.cli.options import (
     default_folder,
     read_recipe,
 )
-from comingle.errors import RecipeError
 from comingle.processes.launched import find_place
+from comingle.utils.errors import RecipeError
 
 Processes = Annotated[
     int | None,
@@ -51,7 +51,7 @@ def run(
     from comingle.cli.progress import console
     from comingle.cli.training import train_here
     from comingle.tables.run_tables import render_run
-    from comingle.terminal import words
+    from comingle.utils.terminal import words
 
     trained = train_here(place, recipe, sets, seed, out, resume=resume, force=force, quiet=quiet)
     if trained is not None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from comingle.errors import ComingleError
 from comingle.serving.limits import Limits
+from comingle.utils.errors import ComingleError
 
 if TYPE_CHECKING:
     from comingle.serving.people import People
@@ -49,7 +49,7 @@ def serve(
     names = names_in(find_run(run, method))
     if make_keys is not None:
         from comingle.cli.progress import console
-        from comingle.terminal import words
+        from comingle.utils.terminal import words
 
         write_keys(make_keys, names)
         console.print(words(f"{make_keys}  a key for each of {len(names)} users; --keys {make_keys} uses them"))
@@ -74,7 +74,7 @@ def opened(run: Path, method: str | None) -> People:
 def say(url: str) -> None:
     """Where the server is."""
     from comingle.cli.progress import console
-    from comingle.terminal import words
+    from comingle.utils.terminal import words
 
     console.print(words(f"{url}  a page to chat · {url}/v1  OpenAI-compatible; Ctrl-C ends it"))
 

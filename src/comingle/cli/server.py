@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from comingle.cli.options import Everybody, Out, Quiet
-from comingle.errors import RecipeError
+from comingle.utils.errors import RecipeError
 
 
 def server(
@@ -44,7 +44,7 @@ def server(
     from comingle.cli.progress import console
     from comingle.federation.serving import serve
     from comingle.tables.run_tables import render_run
-    from comingle.terminal import words
+    from comingle.utils.terminal import words
 
     folder = out or Path("runs") / federation.stem
     say = speaker(quiet=quiet)
@@ -56,8 +56,8 @@ def server(
 
 def _make(folder: Path, host: str, users: tuple[str, ...]) -> None:
     from comingle.cli.progress import console
-    from comingle.terminal import words
     from comingle.transports.flower.certificates import make_certificates, spelt
+    from comingle.utils.terminal import words
 
     fresh = not (folder / "server.pem").exists()
     make_certificates(folder, [host] if fresh else [], users)

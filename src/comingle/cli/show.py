@@ -55,11 +55,11 @@ def show(
 
 
 def _shown(run: Path, against: str | None, *, everybody: bool) -> list[RenderableType]:
-    from comingle.errors import RecipeError
-    from comingle.records import read_events, read_metrics
     from comingle.reports.comparisons import hold_against, read_comparison
     from comingle.reports.tables import tables_of
     from comingle.tables.run_tables import render_curve, render_run
+    from comingle.utils.errors import RecipeError
+    from comingle.utils.records import read_events, read_metrics
 
     if (run / "table.json").exists():
         table = read_comparison(run)
@@ -72,9 +72,9 @@ def _shown(run: Path, against: str | None, *, everybody: bool) -> list[Renderabl
 
 def _write(run: Path, csv: Path | None, parquet: Path | None) -> None:
     from comingle.cli.progress import console
-    from comingle.records import write_bytes, write_text
     from comingle.reports.runs import find_runs
     from comingle.reports.sheets import csv_text, sheet_of, user_records
+    from comingle.utils.records import write_bytes, write_text
 
     records = user_records(find_runs([run]))
     if csv is not None:
@@ -87,9 +87,9 @@ def _write(run: Path, csv: Path | None, parquet: Path | None) -> None:
 
 def _write_latex(run: Path, path: Path, *, everybody: bool) -> None:
     from comingle.cli.progress import console
-    from comingle.records import read_metrics, write_text
     from comingle.reports.comparisons import compare_metrics, read_comparison
     from comingle.reports.latex import latex
+    from comingle.utils.records import read_metrics, write_text
 
     if (run / "table.json").exists():
         table = read_comparison(run)
@@ -106,7 +106,7 @@ def _parquet(records: list[dict[str, Any]]) -> bytes:
     Raises:
         RunError: pandas or what it writes Parquet with is not installed.
     """
-    from comingle.errors import RunError
+    from comingle.utils.errors import RunError
 
     try:
         return importlib.import_module("pandas").DataFrame.from_records(records).to_parquet(index=False)

@@ -14,8 +14,6 @@ from rich.text import Text
 from comingle.cli.options import default_folder, read_recipe
 from comingle.data.pack import LISTED
 from comingle.data.partition import REPEATED
-from comingle.errors import RankLostError
-from comingle.inputs import recorded_date
 from comingle.kinds.base import Materials
 from comingle.processes.launched import LOST, PARENT, Place
 from comingle.processes.ranks import joined
@@ -24,7 +22,9 @@ from comingle.progress import LOADING, reporting
 from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import Given
 from comingle.runs.session import build, prepare, run_in, warn_unread
-from comingle.terminal import errors, words
+from comingle.utils.errors import RankLostError
+from comingle.utils.inputs import recorded_date
+from comingle.utils.terminal import errors, words
 
 if TYPE_CHECKING:
     from comingle.engines.client import Clients

@@ -11,9 +11,9 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 from typer.utils import get_params_from_function
 
-from comingle import plugins
-from comingle.errors import PluginError, RecipeError
 from comingle.processes.launched import find_place
+from comingle.utils import registry
+from comingle.utils.errors import PluginError, RecipeError
 
 GROUP = "comingle.verbs"
 
@@ -29,7 +29,7 @@ class Verbs(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._lists = False
-        for name in (*self.own, *plugins.load(GROUP)):
+        for name in (*self.own, *registry.load(GROUP)):
             self.commands.setdefault(name, TyperCommand(name))  # its name alone, for suggestions
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -56,14 +56,14 @@ class Verbs(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """A verb; one that cannot be used says so where it is listed, and again, as a mistake, when it is called."""
-        plugin, own = plugins.load(GROUP).get(cmd_name), self.own.get(cmd_name)
+        plugin, own = registry.load(GROUP).get(cmd_name), self.own.get(cmd_name)
         if plugin is None:
             if own is not None:
                 return TyperCommand(cmd_name, help=getdoc(own)) if self._lists else _command(cmd_name, own)
             return None
         try:
             if own is not None:
-                raise plugins.taken(plugin)
+                raise registry.taken(plugin)
             verb = plugin.load()
             if not callable(verb):
                 raise PluginError(f"{GROUP}: {cmd_name!r} is {type(verb).__name__}; allowed: a function for typer")

@@ -10,15 +10,15 @@ from comingle.alone import per_user
 from comingle.comparing import trials
 from comingle.comparing.comparing import recipes_of
 from comingle.comparing.foresight import choose_seeds, foresee
-from comingle.errors import RecipeError
 from comingle.kinds.base import Materials
 from comingle.methods import make
 from comingle.progress import LOADING, Reporter
 from comingle.recipes import Recipe
-from comingle.records import logger
 from comingle.reports.advice import Advice, advise_on
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.session import prepare, run_in
+from comingle.utils.errors import RecipeError
+from comingle.utils.records import logger
 
 PAIRS_UP_TO = 5
 """Of so many users every pair is tried; of more, everybody but one."""

@@ -10,7 +10,6 @@ from comingle.comparing import trials
 from comingle.comparing.advising import advise_runs
 from comingle.comparing.comparing import compare_runs, labels_of, recipes_of
 from comingle.comparing.results import Comparison
-from comingle.errors import ComingleError, RecipeError
 from comingle.models.hardware import torch_defaults
 from comingle.processes.launched import require_alone
 from comingle.progress import reporting
@@ -19,6 +18,7 @@ from comingle.reports.against import baseline_of
 from comingle.reports.tables import write_comparison
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
 from comingle.runs.results import Run
+from comingle.utils.errors import ComingleError, RecipeError
 
 
 @torch_defaults()

@@ -9,11 +9,11 @@ from typing import Any
 
 from comingle.comparing.comparing import Key, as_compared, check_folders, compare_runs, folders_of
 from comingle.comparing.parallel import in_processes
-from comingle.errors import ComingleError
 from comingle.kinds.base import Materials
 from comingle.progress import reporting
 from comingle.recipes import Recipe
-from comingle.terminal import errors
+from comingle.utils.errors import ComingleError
+from comingle.utils.terminal import errors
 
 Ended = tuple[Key, dict[str, Any] | ComingleError]
 """A run that has ended: its metrics, or what stopped it."""
@@ -40,7 +40,7 @@ def compare_beside(
     recipes = as_compared(recipes, folders_of(recipes, folder), resume=resume)
     check_folders(recipes, folders_of(recipes, folder), resume=resume, force=force)
     silent = quiet or errors.is_terminal  # several bars would write over each other
-    work = partial(_work, among=recipes, folder=folder, resume=resume, force=force, quiet=silent, ready=ready)
+    work = partial(_run_cells, among=recipes, folder=folder, resume=resume, force=force, quiet=silent, ready=ready)
     yield from in_processes(portions(list(recipes), jobs), work, jobs=jobs, told=_told)
 
 
@@ -57,7 +57,7 @@ def _told(keys: Sequence[Key]) -> str:
     return f"{methods}, seed {seed}"
 
 
-def _work(
+def _run_cells(
     keys: Sequence[Key], among: Mapping[Key, Recipe], ready: Callable[[Materials], None], quiet: bool, **options: Any
 ) -> Iterator[Ended]:
     first = {"ready": ready} if keys[0] == next(iter(among)) else {}

@@ -11,8 +11,6 @@ from typing import Any
 from comingle.data.crowds import names_of
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
-from comingle.errors import ComingleError, RecipeError
-from comingle.inputs import recorded_date
 from comingle.kinds.base import Materials
 from comingle.methods import make, settings_beside, settings_of
 from comingle.progress import LOADING, Reporter
@@ -23,6 +21,8 @@ from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run
 from comingle.runs.session import check_method, prepare, run_in
+from comingle.utils.errors import ComingleError, RecipeError
+from comingle.utils.inputs import recorded_date
 
 Key = tuple[str, int]
 """A method, by its name or by its name and settings, and a seed."""

@@ -9,9 +9,9 @@ from statistics import median
 from comingle.comparing import trials
 from comingle.data.partition import REPEATED
 from comingle.data.samples import SPLITS, Samples
-from comingle.errors import list_names
 from comingle.kinds.base import Materials
 from comingle.recipes import Recipe
+from comingle.utils.errors import list_names
 
 _MANY = 5
 """Seeds where intervals would be wide with three: they hold together over all users."""

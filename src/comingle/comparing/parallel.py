@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 from threading import Thread
 from typing import Any, TypeVar
 
-from comingle.errors import ComingleError, RunError
+from comingle.utils.errors import ComingleError, RunError
 
 Group = TypeVar("Group")
 Found = TypeVar("Found")
@@ -40,7 +40,7 @@ def in_processes(
                 group = left.pop(0)
                 place = min(set(range(jobs)) - {taken for *_, taken in running.values()})
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_work, args=(theirs, work, group, min(jobs, len(groups)), place))
+                process = context.Process(target=_work_group, args=(theirs, work, group, min(jobs, len(groups)), place))
                 process.start()
                 theirs.close()
                 running[ours] = process, group, place
@@ -71,7 +71,9 @@ def _ended(group: str, code: int) -> str:
     return f"{group}: its process {how}; --resume goes on, and fewer --jobs need less memory"
 
 
-def _work(connection: Connection, work: Callable[[Any], Iterable[Any]], group: Any, jobs: int, place: int) -> None:
+def _work_group(
+    connection: Connection, work: Callable[[Any], Iterable[Any]], group: Any, jobs: int, place: int
+) -> None:
     """In a process of its own: send what comes, and what a user can do something about."""
     import torch
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from comingle.errors import RunError
-from comingle.records import measure_of
 from comingle.reports.against import baseline_of, hold
 from comingle.reports.comparisons import compare_metrics, require_same_users, users_of
 from comingle.reports.latex import latex
 from comingle.reports.tables import tables_of
 from comingle.runs.results import records_of, table_of
 from comingle.tables.framing import html_of
-from comingle.terminal import printable
+from comingle.utils.errors import RunError
+from comingle.utils.records import measure_of
+from comingle.utils.terminal import printable
 
 if TYPE_CHECKING:
     import pandas

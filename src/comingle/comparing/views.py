@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from comingle.errors import DataError, require_user
+from comingle.utils.errors import DataError, require_user
 
 if TYPE_CHECKING:
     from comingle.models.personal import PersonalModel
@@ -27,8 +27,8 @@ def route_texts(
         DataError: a text is empty or unreadable, or there is no such user.
         RunError: a run cannot be opened.
     """
-    from comingle.records import PARTICIPANTS
     from comingle.runs.api import load
+    from comingle.utils.records import PARTICIPANTS
 
     chosen = choose_users(entries[0].first.users, users)
     texts = [read_text(one, number) for number, one in enumerate(given or (), start=1)]

@@ -27,7 +27,7 @@ from comingle.models.stacked import StackedModel
 from comingle.recipes import Recipe
 from comingle.runs.settings import training_settings
 from comingle.transports.inprocess import InProcess, federate
-from comingle.trees import ADAPTOR, ROUTER, Layout, Slot
+from comingle.utils.trees import ADAPTOR, ROUTER, Layout, Slot
 
 
 def bare_nets(recipe: Recipe, population: Population, everybody: Sequence[str] | None = None) -> InProcess:

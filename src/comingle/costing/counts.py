@@ -18,7 +18,7 @@ from comingle.engines.client import Clients
 from comingle.methods.cohort import Phase
 from comingle.models.adapted import AdaptedModel
 from comingle.transports.inprocess import InProcess
-from comingle.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST
+from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST
 
 ROLES = (ATTENTION, GENERALIST, SPECIALIST, ROUTER)
 

@@ -12,11 +12,11 @@ from comingle.costing.reading import as_long
 from comingle.costing.summaries import NONE_FITS, smaller_pass, with_method
 from comingle.data.crowds import Crowd, names_of
 from comingle.engines.training import Portions
-from comingle.errors import RecipeError
 from comingle.kinds.base import Materials, kind_of
 from comingle.models.base import logger
 from comingle.models.hardware import free_bytes
 from comingle.recipes import Recipe
+from comingle.utils.errors import RecipeError
 
 FREE_SHARE = {"cuda": 0.9}
 """How much of a GPU's free memory is planned with: its allocator leaves gaps, which were never measured."""

@@ -12,7 +12,7 @@ from comingle.costing.bare import bare_nets
 from comingle.costing.footprint import process_bytes
 from comingle.costing.passes import Rehearsal, rehearse
 from comingle.costing.records import MethodCost, Plan
-from comingle.costing.stacked import Base, Load, count_stacked, measured_base
+from comingle.costing.stacked import BaseFlops, Load, count_stacked, measured_base
 from comingle.costing.summaries import check_count, largest_round, summarise, with_method, with_privacy
 from comingle.data.crowds import Crowd, names_of
 from comingle.data.samples import SPLITS
@@ -66,7 +66,7 @@ def plan_nets(recipes: Sequence[Recipe], users: int | None = None, participation
     )
 
 
-def net_cost(recipe: Recipe, population: Population, base: Base, free: int, participation: Any) -> MethodCost:
+def net_cost(recipe: Recipe, population: Population, base: BaseFlops, free: int, participation: Any) -> MethodCost:
     """Everything about one method; ``base`` is the net alone."""
     stage = rehearse_nets(recipe, population, participation)
     users = count_stacked(stage, loads_of(stage.federation.clients, population), base)

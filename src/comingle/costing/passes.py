@@ -23,7 +23,7 @@ from comingle.engines.training import Portions
 from comingle.methods.cohort import Phase
 from comingle.protocol.messages import LOSS
 from comingle.transports.inprocess import InProcess
-from comingle.trees import Tree, restrict
+from comingle.utils.trees import Tree, restrict
 
 TRACED_BATCHES = 2
 """From the second micro-batch on every further one does the same, with the sum of gradients at hand."""

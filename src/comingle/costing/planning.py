@@ -20,7 +20,7 @@ from comingle.costing.passes import Rehearsal, rehearse
 from comingle.costing.reading import as_text
 from comingle.costing.records import MethodCost, Plan
 from comingle.costing.skeleton import load_skeleton
-from comingle.costing.stacked import Base as BaseFlops
+from comingle.costing.stacked import BaseFlops as BaseFlops
 from comingle.costing.stacked import count_stacked, text_load
 from comingle.costing.summaries import check_count, largest_round, summarise, with_method, with_privacy
 from comingle.data.pack import UserData
@@ -28,7 +28,6 @@ from comingle.engines.client import Clients
 from comingle.engines.settings import EVERYBODY
 from comingle.engines.training import portions
 from comingle.engines.users import batch_size
-from comingle.errors import DataError, RecipeError
 from comingle.kinds.base import kind_of
 from comingle.kinds.language import adapt_base
 from comingle.kinds.text.feed import TextFeed
@@ -43,6 +42,7 @@ from comingle.runs.given import HANDED_OVER, NOTHING
 from comingle.runs.session import check_method
 from comingle.runs.settings import training_settings
 from comingle.transports.inprocess import InProcess, federate
+from comingle.utils.errors import DataError, RecipeError
 
 
 def plan(

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from comingle.costing.packed import pack_shapes
-from comingle.errors import BaseModelError
 from comingle.models.base import Base, freeze
 from comingle.models.families import PREFIX, random_base
 from comingle.models.folders import check_config, one_line, own_config
@@ -16,7 +15,8 @@ from comingle.models.hardware import resolve_attention, resolve_device, resolve_
 from comingle.models.hub import hub_answers
 from comingle.models.pretrained import require_docstrings
 from comingle.models.sources import ALIASES, locate
-from comingle.records import expand_home
+from comingle.utils.errors import BaseModelError
+from comingle.utils.records import expand_home
 
 
 def load_skeleton(

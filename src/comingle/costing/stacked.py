@@ -17,7 +17,7 @@ from comingle.costing.passes import Rehearsal, empty_batch, empty_inputs, quietl
 from comingle.costing.records import UserCost
 from comingle.engines.client import Clients
 from comingle.methods.cohort import Phase
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Load:
         return sum(self.sizes[i % len(self.sizes)] for i in range(steps))
 
 
-Base = Callable[[Load], tuple[Flops, Flops]]
+BaseFlops = Callable[[Load], tuple[Flops, Flops]]
 """FLOPs of the base alone: one token's or sample's forward pass, and a round with one pass a step."""
 
 
@@ -59,12 +59,12 @@ def text_load(clients: Clients) -> Load:
     return Load(sizes=(size,), epochs=steps, sweeps=steps, swept=steps * size, unit=clients.training.context)
 
 
-def count_stacked(stage: Rehearsal, loads: Mapping[str, Load], base: Base) -> list[UserCost]:
+def count_stacked(stage: Rehearsal, loads: Mapping[str, Load], base: BaseFlops) -> list[UserCost]:
     """The costs of the users with these loads, those who are alike together."""
     clients, alike = stage.federation.clients, dict[Load, list[str]]()
     for name, load in loads.items():
         alike.setdefault(load, []).append(name)
-    counts, parameters = _Counts(stage), _parameters(clients)
+    counts, parameters = _Counts(stage), _stacked_parameters(clients)
     messages = dict(zip(loads, message_bytes(stage.federation, list(loads)), strict=True))
     costs = []
     for load, names in alike.items():
@@ -89,7 +89,7 @@ def count_stacked(stage: Rehearsal, loads: Mapping[str, Load], base: Base) -> li
     return costs
 
 
-def measured_base(stage: Rehearsal) -> Base:
+def measured_base(stage: Rehearsal) -> BaseFlops:
     """A net alone, as FedAvg trains it."""
     counts = _Counts(stage)
     return lambda load: (Flops(net=counts.forward.each / load.unit), Flops(net=counts.round(load)))
@@ -143,7 +143,7 @@ class _Counts:
         model.component_losses(self._tensors(), [0], batch)
 
 
-def _parameters(clients: Clients) -> dict[str, int]:
+def _stacked_parameters(clients: Clients) -> dict[str, int]:
     """A user's trained parameters by role; all users have the same."""
     layout = clients.model.layout
     counts = {role: int(layout.mask([role]).sum()) for role in sorted(layout.roles & clients.method.client.trained)}

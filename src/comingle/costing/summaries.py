@@ -14,7 +14,6 @@ from comingle.costing.records import MemoryCost, MethodCost, UserCost
 from comingle.costing.stored import Writes, store_bytes, user_bytes
 from comingle.engines.settings import MEMORY
 from comingle.engines.training import Portions, round_sizes
-from comingle.errors import RecipeError
 from comingle.kinds.base import kind_of
 from comingle.methods import make, settings_beside
 from comingle.privacy.accounting import sample_size
@@ -25,6 +24,7 @@ from comingle.robust.settings import Aggregation
 from comingle.runs.session import build, prepare
 from comingle.runs.settings import training_settings
 from comingle.store.opening import check_storable
+from comingle.utils.errors import RecipeError
 
 NONE_FITS = "no smaller pass fits; take a smaller base, fewer users or a smaller adapters.rank"
 _USERS, _SEQUENCES = "runtime.users_per_step", "runtime.micro_batch"

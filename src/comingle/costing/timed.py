@@ -34,7 +34,6 @@ from comingle.engines.local import LocalRound
 from comingle.engines.periods import amounts_of
 from comingle.engines.rounds import run_rounds
 from comingle.engines.settings import MEMORY
-from comingle.errors import ComingleError
 from comingle.kinds.base import Materials
 from comingle.processes.adding import largest_terms, shifts_of, whole_sums
 from comingle.processes.launched import find_place
@@ -43,6 +42,7 @@ from comingle.processes.sharing import build_sharded, check_device, share_out, s
 from comingle.protocol.messages import LOSS
 from comingle.recipes import Recipe, load_recipe
 from comingle.runs.session import build, prepare
+from comingle.utils.errors import ComingleError
 
 ROUNDS = 5
 """The first of them warms up."""

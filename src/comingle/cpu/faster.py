@@ -6,8 +6,8 @@ from comingle.cpu import attention as causal
 from comingle.cpu import native
 from comingle.cpu.softmax import softmax
 from comingle.models import loss
-from comingle.models.cache import cache_folder
 from comingle.models.pretrained import PreTrainedModel
+from comingle.utils.files import cache_folder
 
 
 def faster(network: PreTrainedModel, *, attention: bool) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from comingle.data.row_files import describe
 from comingle.data.samples import Samples
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:

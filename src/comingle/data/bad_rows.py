@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import Literal
 
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
 
 OnBadRow = Literal["refuse", "skip"]
 

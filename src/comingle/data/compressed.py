@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
 
 OPENERS: Mapping[str, Callable[[Path], Any]] = {"": lambda path: path.open("rb"), ".gz": gzip.open, ".xz": lzma.open}
 """How a file's bytes are opened, by its suffix."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from comingle.data.seeds import derive
+from comingle.utils.seeds import derive
 
 LOTS = 10_000
 """Up to so many names each has a lot of its own in every draw; of more, numbers are drawn, which takes no longer."""

@@ -14,7 +14,7 @@ from comingle.data.compressed import UNREADABLE, open_bytes
 from comingle.data.folders import list_files
 from comingle.data.formats import has_rows
 from comingle.data.kinds import UTF_16, kind_of, word_problem
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
 
 _LOG = logging.getLogger(__name__)
 _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")

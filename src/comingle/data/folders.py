@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from comingle.data.formats import ROWS, has_rows
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
 
 _SPLITS = {
     "train": "train",

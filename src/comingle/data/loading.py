@@ -21,11 +21,11 @@ from comingle.data.compressed import OPENERS
 from comingle.data.files import check_regular
 from comingle.data.folders import list_row_files
 from comingle.data.formats import COMPRESSIONS, ROWS, has_rows, is_saved, looks_like_path
-from comingle.data.hub import HUB_PREFIX, parse_hub_name
 from comingle.data.row_files import Table, describe, open_table
 from comingle.data.rows import Rows, table_of
-from comingle.errors import DataError
-from comingle.records import expand_home
+from comingle.utils.errors import DataError
+from comingle.utils.names import HUB_PREFIX, parse_hub_name
+from comingle.utils.records import expand_home
 
 _LOCAL_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 _CARD_CHARACTERS = 1 << 20

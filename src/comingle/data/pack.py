@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from comingle.data.partition import UserText
 from comingle.data.tokenise import tokenise
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)

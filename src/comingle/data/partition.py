@@ -12,9 +12,9 @@ from itertools import accumulate
 import numpy as np
 from jaxtyping import UInt64
 
-from comingle.data.seeds import derive
 from comingle.data.shingles import SHINGLE_WORDS, hash_shingles, split_words
-from comingle.errors import DataError, NoTextError, did_you_mean, list_names
+from comingle.utils.errors import DataError, NoTextError, did_you_mean, list_names
+from comingle.utils.seeds import derive
 
 # A longer line is a paragraph or a minified file: a cut goes through it instead of around it.
 _LONG_LINE_CHARACTERS = 1000

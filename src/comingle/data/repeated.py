@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from comingle.data.hub import is_named
+from comingle.utils.names import is_named
 
 T = TypeVar("T")
 

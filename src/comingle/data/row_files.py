@@ -21,7 +21,7 @@ from typing import Any
 from comingle.data.bad_rows import BadRows
 from comingle.data.compressed import UNREADABLE, open_bytes
 from comingle.data.formats import suffix_of
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
 
 Row = Mapping[str, Any]
 

@@ -9,7 +9,7 @@ from typing import Any
 from comingle.data.bad_rows import BadRows
 from comingle.data.kinds import word_problem
 from comingle.data.row_files import Row, Table, describe, name_in
-from comingle.errors import DataError, did_you_mean, list_names
+from comingle.utils.errors import DataError, did_you_mean, list_names
 
 _BATCH_ROWS = 1000
 

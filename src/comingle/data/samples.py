@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from comingle.data.batches import PAD
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")

@@ -15,12 +15,11 @@ from typing import Any
 from comingle.data.bad_rows import BadRows
 from comingle.data.files import check_regular, read_text_file, read_text_folder, warn_longer
 from comingle.data.formats import has_rows, is_saved
-from comingle.data.hub import HUB_PREFIX, is_named, parse_hub_name
 from comingle.data.loading import read_tables
-from comingle.data.names import name_problem
 from comingle.data.rows import choose_users, iterate_texts
-from comingle.errors import DataError, NoTextError
-from comingle.records import expand_home
+from comingle.utils.errors import DataError, NoTextError
+from comingle.utils.names import HUB_PREFIX, is_named, name_problem, parse_hub_name
+from comingle.utils.records import expand_home
 
 Groups = dict[str, dict[str, list[str]]]
 """Documents by user and split."""

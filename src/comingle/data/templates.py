@@ -23,7 +23,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -2,7 +2,7 @@
 
 ``checkpoints/round-NNNN/`` holds ``state.safetensors`` (every user's named tensors, both moments, step counts and
 ranks, what the server keeps, and all of it in the best round where that is selected), ``checkpoint.json``, and the
-checksums of both (:mod:`comingle.engines.checksums`). It is written under a temporary name and renamed, so that it
+checksums of both (:mod:`comingle.utils.files`). It is written under a temporary name and renamed, so that it
 exists whole or not at all. Nothing in it is ever executed.
 """
 
@@ -23,13 +23,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from comingle.engines.checksums import SUMS, advise, list_checkpoints, seal, verify
 from comingle.engines.clock import Clock
 from comingle.engines.state import State, Stored
-from comingle.errors import RunError
 from comingle.protocol.messages import LOWEST
-from comingle.records import resume_command, to_disk, write_json
-from comingle.trees import Layout, Tree, flatten
+from comingle.utils.errors import RunError
+from comingle.utils.files import SUMS, advise, list_checkpoints, seal, verify
+from comingle.utils.records import resume_command, to_disk, write_json
+from comingle.utils.trees import Layout, Tree, flatten
 
 STATE, SERVER = "state.safetensors", "server.safetensors"
 OF_SERVER = "server/"

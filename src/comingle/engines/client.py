@@ -18,7 +18,7 @@ from comingle.privacy.users import without_bound
 from comingle.protocol.compression import compress_kept
 from comingle.protocol.messages import COUNT, LOSS, LOWEST, Download, Upload, fill_ranks, insert_own
 from comingle.protocol.wire import packed_bytes
-from comingle.trees import Tree, assign, restrict
+from comingle.utils.trees import Tree, assign, restrict
 
 
 class Clients(Users):

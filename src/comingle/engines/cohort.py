@@ -20,7 +20,7 @@ from comingle.engines.sweeps import Losses, TrainSweep
 from comingle.engines.training import cohorts
 from comingle.methods.cohort import Phase
 from comingle.routers.mixtures import Powers
-from comingle.trees import CLIENT_ROUTER, ROUTER, Tree, assign
+from comingle.utils.trees import CLIENT_ROUTER, ROUTER, Tree, assign
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,7 @@ from comingle.engines.optimizers import descend, update
 from comingle.engines.settings import OptimizerSettings
 from comingle.engines.state import GRADIENTS
 from comingle.methods.cohort import Phase
-from comingle.trees import STATISTICS, Layout, Tree, flatten
+from comingle.utils.trees import STATISTICS, Layout, Tree, flatten
 
 
 def accumulate(cohort: Members, phase: Phase, gradients: Tree) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from comingle.engines.trackers import Tracker
-from comingle.records import measure_of
+from comingle.utils.records import measure_of
 
 MOST_SERIES = 100
 """Users of a run up to whom each has numbers of their own in TensorBoard, Weights & Biases and MLflow."""

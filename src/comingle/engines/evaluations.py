@@ -18,7 +18,7 @@ from comingle.engines.scoring import AnyScore
 from comingle.engines.settings import Training
 from comingle.methods.base import Method
 from comingle.models.model import Model
-from comingle.records import GEOMETRIC, Metrics, geometric
+from comingle.utils.records import GEOMETRIC, Metrics, geometric
 
 
 def evaluate(federation: Federation, done: int, observe: Observer) -> Sequence[AnyScore]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from comingle.records import GEOMETRIC, finite, logger, measure_of
+from comingle.utils.records import GEOMETRIC, finite, logger, measure_of
 
 Observer = Callable[[dict[str, Any]], None]
 """Receives every event: ``{"event": NAME, ...}``. "step" events only tell of progress and are not kept."""

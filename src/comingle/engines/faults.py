@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.engines.training import Portions
-from comingle.errors import DivergenceError, RecipeError, lacks_memory
-from comingle.trees import Layout
+from comingle.utils.errors import DivergenceError, RecipeError, lacks_memory
+from comingle.utils.trees import Layout
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from comingle.engines.state import State
 from comingle.methods import client
-from comingle.trees import Layout, Tree
+from comingle.utils.trees import Layout, Tree
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from comingle.engines.server import ServerHalf, averaging_weights
 from comingle.engines.settings import Training
 from comingle.methods.base import Method
 from comingle.methods.server import aggregation_weights
-from comingle.trees import CLIENT_ROUTER
+from comingle.utils.trees import CLIENT_ROUTER
 
 PRECISION = 6
 

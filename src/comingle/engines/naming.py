@@ -9,8 +9,8 @@ from torch import Tensor
 
 from comingle.data.crowds import Numbers
 from comingle.engines.state import State
-from comingle.errors import RunError, list_names
-from comingle.trees import Tree
+from comingle.utils.errors import RunError, list_names
+from comingle.utils.trees import Tree
 
 
 def reorder(state: State, was: Sequence[str], now: Sequence[str]) -> State:

@@ -22,7 +22,6 @@ from comingle.engines.members import Members
 from comingle.engines.private import examples_of, work_of
 from comingle.engines.settings import Training
 from comingle.engines.training import Portions
-from comingle.errors import RecipeError
 from comingle.methods.base import Method
 from comingle.methods.cohort import Phase
 from comingle.models.model import Model
@@ -30,7 +29,8 @@ from comingle.privacy.checks import check_delta
 from comingle.privacy.clipping import clipped
 from comingle.privacy.examples import Examples, Work
 from comingle.privacy.noise import digest
-from comingle.trees import Layout, Tree, restrict
+from comingle.utils.errors import RecipeError
+from comingle.utils.trees import Layout, Tree, restrict
 
 TUNING = "tuning"
 """Label of the phases that finetune: their batches have a random stream of their own, and nothing of them is sent."""

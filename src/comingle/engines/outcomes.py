@@ -8,7 +8,7 @@ from typing import Any
 
 from comingle.methods.base import Method
 from comingle.methods.cohort import ROUTERS
-from comingle.records import MEASURES, number
+from comingle.utils.records import MEASURES, number
 
 Event = Mapping[str, Any]
 

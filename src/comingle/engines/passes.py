@@ -13,10 +13,10 @@ from torch import Tensor
 from comingle.data.batches import PAD
 from comingle.data.crowds import listed
 from comingle.data.samples import epoch
-from comingle.data.seeds import generator
 from comingle.engines.feeds import Feed
 from comingle.engines.settings import Training
 from comingle.methods.cohort import Phase, Stream
+from comingle.utils.seeds import generator
 
 
 class PassFeed(Feed):

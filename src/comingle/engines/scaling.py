@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 Pass = Callable[[Float[Tensor, " users"]], tuple[Float[Tensor, " users"], Tree]]
 """From scales to unscaled losses and scaled gradients."""

@@ -31,7 +31,7 @@ from comingle.robust.checks import check_rounds
 from comingle.robust.defence import defended
 from comingle.robust.judged import Judged
 from comingle.robust.settings import Aggregation
-from comingle.trees import Layout, Tree
+from comingle.utils.trees import Layout, Tree
 
 logger = logging.getLogger("comingle")
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from comingle.engines.checkpoints import OF_SERVER, SERVER, STATE, Progress, named, read_tensors
-from comingle.engines.checksums import verify
 from comingle.engines.clock import Federation
 from comingle.engines.state import State, Stored
-from comingle.trees import Layout, Tree, flatten
+from comingle.utils.files import verify
+from comingle.utils.trees import Layout, Tree, flatten
 
 _ROWS = "user/"
 _BEST = "best/"

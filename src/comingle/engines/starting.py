@@ -12,13 +12,13 @@ from comingle.engines.private import guard_of
 from comingle.engines.server import ServerHalf
 from comingle.engines.settings import Training
 from comingle.engines.state import draw
-from comingle.errors import RecipeError
 from comingle.methods.base import Method
 from comingle.methods.server import ServerSetup
 from comingle.models.hardware import require_room
 from comingle.models.model import Model
 from comingle.privacy.checks import check_layout, check_population
-from comingle.trees import ADAPTOR, STATISTICS, restrict
+from comingle.utils.errors import RecipeError
+from comingle.utils.trees import ADAPTOR, STATISTICS, restrict
 
 
 def clustered(model: Model, method: Method) -> tuple[str, ...]:

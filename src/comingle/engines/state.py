@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from comingle.data.seeds import generator
-from comingle.errors import RecipeError
 from comingle.routers.mixtures import NEVER
-from comingle.trees import Layout, Tree
+from comingle.utils.errors import RecipeError
+from comingle.utils.seeds import generator
+from comingle.utils.trees import Layout, Tree
 
 GRADIENTS = "gradients"
 """In :attr:`State.kept`: each column's gradients since it was last stepped, where phases leave them to each other."""

@@ -15,7 +15,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from comingle.data.crowds import Crowd
-from comingle.data.seeds import generator
 from comingle.engines.columns import accumulate, keep_statistics, take_step
 from comingle.engines.faults import broke_first
 from comingle.engines.feeds import Feed
@@ -30,7 +29,8 @@ from comingle.methods.base import Method
 from comingle.methods.cohort import Phase
 from comingle.models.model import Model
 from comingle.privacy.examples import Examples
-from comingle.trees import CLIENT_ROUTER, STATISTICS, Tree, restrict
+from comingle.utils.seeds import generator
+from comingle.utils.trees import CLIENT_ROUTER, STATISTICS, Tree, restrict
 
 
 @dataclass(kw_only=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from comingle.errors import RecipeError
-from comingle.plugins import Registry
+from comingle.utils.errors import RecipeError
+from comingle.utils.registry import Registry
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,10 @@ import torch
 
 from comingle.data.crowds import drawn
 from comingle.engines.settings import Training
-from comingle.errors import RecipeError
 from comingle.methods.base import Method
 from comingle.privacy.accounting import sample_size
-from comingle.trees import Layout
+from comingle.utils.errors import RecipeError
+from comingle.utils.trees import Layout
 
 
 def check_needs(method: Method, name: str, layout: Layout) -> None:

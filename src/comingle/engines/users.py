@@ -22,13 +22,13 @@ from comingle.engines.settings import MEMORY, Training
 from comingle.engines.state import State, Stored, draw, initial_state, true_clusters
 from comingle.engines.steps import Steps
 from comingle.engines.training import Portions
-from comingle.errors import DataError
 from comingle.methods.base import Method
 from comingle.models.hardware import require_bytes
 from comingle.models.model import Model
-from comingle.plugins import Registry
 from comingle.protocol.compression import RESIDUAL
-from comingle.trees import CLIENT_ROUTER, restrict
+from comingle.utils.errors import DataError
+from comingle.utils.registry import Registry
+from comingle.utils.trees import CLIENT_ROUTER, restrict
 
 LISTED = 100
 """Of so many users who were skipped events tell."""

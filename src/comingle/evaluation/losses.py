@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from comingle.errors import PluginError, RecipeError
-from comingle.plugins import Registry
+from comingle.utils.errors import PluginError, RecipeError
+from comingle.utils.registry import Registry
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """Losses ``(n,)`` of outputs ``(n, outputs)`` and targets: class numbers ``(n,)`` or real numbers ``(n, d)``."""

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from comingle.errors import DataError
 from comingle.models.about import About
 from comingle.models.base import Base
 from comingle.models.endings import CONVERSATIONS, chat_template_of, generation_of
@@ -17,7 +16,8 @@ from comingle.models.families import PREFIX
 from comingle.models.given import GIVEN
 from comingle.models.sampling import as_tuple
 from comingle.models.sources import is_public
-from comingle.records import expand_home
+from comingle.utils.errors import DataError
+from comingle.utils.records import expand_home
 
 TAG = "comingle"
 """By which an exported folder is known again."""

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from comingle.errors import DataError, RunError, did_you_mean
 from comingle.export.card import Card, asking_of, name_of
 from comingle.export.folders import CARD, check_target, written_whole
 from comingle.export.gguf import KINDS, why_no_gguf, write_gguf
@@ -46,7 +45,8 @@ from comingle.models.hardware import DTYPES
 from comingle.models.language import quiet_transformers
 from comingle.models.personal import PersonalModel
 from comingle.models.pretrained import PreTrainedModel
-from comingle.records import write_json
+from comingle.utils.errors import DataError, RunError, did_you_mean
+from comingle.utils.records import write_json
 
 FORMATS = ("transformers", "peft", "gguf", "merged-approximately")
 GGUF_FILE = "model.gguf"

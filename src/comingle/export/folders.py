@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from comingle.errors import RunError
 from comingle.export.card import TAG
-from comingle.records import DRAFT, check_name, told_in_one_line, write_json
+from comingle.utils.errors import RunError
+from comingle.utils.records import DRAFT, check_name, told_in_one_line, write_json
 
 CARD = "README.md"
 LIST = "comingle_export.json"

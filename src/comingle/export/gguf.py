@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comingle.errors import DataError, RunError
 from comingle.export.gguf_tokens import Vocabulary, vocabulary
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.sampling import as_tuple
+from comingle.utils.errors import DataError, RunError
 
 ARCHITECTURES = {
     "llama": "llama",

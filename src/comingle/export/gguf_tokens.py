@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from comingle.errors import DataError
 from comingle.models.pretrained import PreTrainedTokenizerBase
+from comingle.utils.errors import DataError
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"

@@ -12,9 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.adapters.kernels import SHORT
-from comingle.errors import BaseModelError, DataError
 from comingle.models.changes import WIDE, Change
 from comingle.models.pretrained import PreTrainedModel
+from comingle.utils.errors import BaseModelError, DataError
 
 _OF_THE_BASE = ("model_type", "architectures", "transformers_version", "_name_or_path", "dtype", "layer_types")
 _EXPERTS, _GATE = "mlp.experts", "mlp.gate.weight"

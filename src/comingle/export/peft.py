@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from comingle.adapters.layouts import linear_names
 from comingle.models.changes import Change
 from comingle.models.pretrained import PreTrainedModel
-from comingle.records import write_json
+from comingle.utils.records import write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -17,7 +17,7 @@ from comingle.models.adapted import AdaptedModel
 from comingle.models.changes import Change, averaged, changes_of_adapted, changes_of_mixed
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.owning import why_not_merged
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from comingle.errors import RecipeError
 from comingle.federation.coordinator import AN_EVENT
 from comingle.federation.files import load_plan
 from comingle.federation.running import coordinate
 from comingle.methods.files import load_files_of_command
-from comingle.records import expand_home
 from comingle.transports.channel import Channel
+from comingle.utils.errors import RecipeError
+from comingle.utils.records import expand_home
 
 
 def coordinate_app(channel: Channel, config: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> None:

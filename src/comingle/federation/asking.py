@@ -7,8 +7,8 @@ from collections.abc import Collection
 from typing import Any
 
 from comingle.engines.settings import Training
-from comingle.errors import MessageError
 from comingle.federation.tasks import Task
+from comingle.utils.errors import MessageError
 
 _RUN = re.compile(r"[A-Za-z0-9]{1,64}")
 _MOST_STEPS = 10_000_000

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from comingle.records import PARTICIPANTS, write_json
+from comingle.utils.records import PARTICIPANTS, write_json
 
 WRITE_SECONDS = 0.5
 """The file is written no more often than that while a round lasts."""

@@ -10,12 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from comingle.errors import MessageError
 from comingle.methods.base import Method
 from comingle.methods.server import Reported
 from comingle.privacy.users import CLIP_NORM, WITHIN, without_bound
 from comingle.protocol.messages import COUNT, LOSS, VALIDATION, Download, Upload
-from comingle.trees import Layout, Tree, restrict
+from comingle.utils.errors import MessageError
+from comingle.utils.trees import Layout, Tree, restrict
 
 _FACTORS = (".a", ".b")
 _DTYPES = (torch.float32, torch.float64)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from comingle.engines.private import work_of
-from comingle.errors import MessageError
 from comingle.federation.public import House
 from comingle.privacy.examples import Work
 from comingle.recipes import Recipe
+from comingle.utils.errors import MessageError
 
 
 def counts_samples(recipe: Recipe) -> bool:

@@ -16,7 +16,6 @@ from comingle.engines.clock import Clock
 from comingle.engines.events import Observer
 from comingle.engines.server import ServerHalf
 from comingle.engines.starting import start_server
-from comingle.errors import MessageError, RunError
 from comingle.federation.claims import check_steps, works_of
 from comingle.federation.patience import Patience
 from comingle.federation.public import House, Public
@@ -27,6 +26,7 @@ from comingle.privacy.ledger import Ledger
 from comingle.protocol.messages import Download
 from comingle.protocol.wire import pack
 from comingle.transports.channel import Channel
+from comingle.utils.errors import MessageError, RunError
 
 logger = logging.getLogger("comingle")
 

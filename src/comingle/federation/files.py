@@ -20,8 +20,6 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, ValidationError
 
-from comingle.data.names import name_problem
-from comingle.errors import RecipeError
 from comingle.federation.own import Own
 from comingle.federation.patience import Patience
 from comingle.federation.public import without_data
@@ -31,7 +29,9 @@ from comingle.recipes.data import PATHS
 from comingle.recipes.fields import Count, Positive, Section
 from comingle.recipes.files import read_yaml
 from comingle.recipes.problems import first_problem
-from comingle.records import write_text
+from comingle.utils.errors import RecipeError
+from comingle.utils.names import name_problem
+from comingle.utils.records import write_text
 
 
 class NetworkSection(Section):

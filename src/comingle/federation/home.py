@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from comingle.engines.checkpoints import load_checkpoint, progress_of, prune_checkpoints, save_checkpoint
-from comingle.engines.checksums import list_checkpoints
 from comingle.engines.client import Clients
 from comingle.engines.state import State
-from comingle.errors import MessageError
 from comingle.federation.masking import Sessions
 from comingle.federation.own import Own, Tells
 from comingle.federation.public import Public
@@ -29,7 +27,9 @@ from comingle.privacy.noise import digest
 from comingle.privacy.settings import Privacy
 from comingle.protocol.wire import unpack
 from comingle.recipes import Recipe
-from comingle.records import DRAFT, told_in_one_line, write_bytes, write_json
+from comingle.utils.errors import MessageError
+from comingle.utils.files import list_checkpoints
+from comingle.utils.records import DRAFT, told_in_one_line, write_bytes, write_json
 
 logger = logging.getLogger("comingle")
 

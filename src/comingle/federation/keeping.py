@@ -17,10 +17,10 @@ from comingle.engines.local import finetuned
 from comingle.engines.state import GRADIENTS, State
 from comingle.federation.home import Home
 from comingle.federation.own import Own
-from comingle.inputs import write_inputs
 from comingle.recipes import Recipe
-from comingle.records import write_json, write_text
 from comingle.runs.session import build, describe
+from comingle.utils.inputs import write_inputs
+from comingle.utils.records import write_json, write_text
 
 MODEL = "model"
 

@@ -8,16 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from comingle.data.names import as_folder
-from comingle.engines.checksums import list_checkpoints
-from comingle.errors import RunError
 from comingle.federation.files import Participant, save_participant, save_plan
 from comingle.federation.participating import Words, read_reason
 from comingle.federation.patience import Patience
 from comingle.federation.public import public_part
 from comingle.federation.splitting import split_recipe
 from comingle.recipes import Recipe
-from comingle.records import read_metrics
 from comingle.runs.folders import as_begun, check_folder
 from comingle.transports.flower.calling import FOLDER as WORKER
 from comingle.transports.flower.calling import LOG
@@ -27,6 +23,10 @@ from comingle.transports.flower.server_app import spell
 from comingle.transports.flower.superlink import SuperLink, coordinate
 from comingle.transports.flower.supernode import SuperNode
 from comingle.transports.flower.users import UNFIT, User
+from comingle.utils.errors import RunError
+from comingle.utils.files import list_checkpoints
+from comingle.utils.names import as_folder
+from comingle.utils.records import read_metrics
 
 _SHOWN = 3
 """So many users' reasons are told where a federation has failed."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from comingle.errors import MessageError, RunError
 from comingle.masking.session import Record, Session
 from comingle.privacy.secure.settings import Terms
 from comingle.privacy.secure.sizes import KEY
-from comingle.records import told_in_one_line, write_text
+from comingle.utils.errors import MessageError, RunError
+from comingle.utils.records import told_in_one_line, write_text
 
 SECURE = "secure.json"
 """The file, in the folder of a run."""

@@ -31,7 +31,6 @@ import torch
 from comingle.engines.evaluations import amounts, measure_of, measured, users_metrics, users_routing
 from comingle.engines.local import finetuned, finish, settle, train
 from comingle.engines.periods import amounts_of
-from comingle.errors import ComingleError, DivergenceError, MessageError, RunError
 from comingle.federation.asking import check_address, check_task
 from comingle.federation.checking import check_download, check_verdict
 from comingle.federation.claims import counts_samples
@@ -46,7 +45,8 @@ from comingle.federation.tasks import Answer, Task, unpack_task
 from comingle.methods.own_errors import own_errors
 from comingle.protocol.messages import LOSS, LOWEST, Download, validation_report
 from comingle.protocol.wire import pack, unpack
-from comingle.records import told_in_one_line
+from comingle.utils.errors import ComingleError, DivergenceError, MessageError, RunError
+from comingle.utils.records import told_in_one_line
 
 logger = logging.getLogger("comingle")
 

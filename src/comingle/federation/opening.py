@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from comingle.engines.private import keep_key
-from comingle.errors import BaseModelError, DataError, MessageError, RunError, list_names
 from comingle.federation.home import Home
 from comingle.federation.own import Own
 from comingle.federation.public import Public, build_house, read_public, tokens_of
-from comingle.inputs import DATE, INPUTS, SPLITS, Inputs, read_inputs, write_inputs
 from comingle.kinds.base import Materials
 from comingle.models.base import digests_of
 from comingle.models.sources import is_public
 from comingle.recipes import Recipe, parse_recipe
 from comingle.recipes.sections import complete_older
-from comingle.records import PUBLIC, expand_home, write_json
 from comingle.runs.given import Given
 from comingle.runs.session import describe, prepare
+from comingle.utils.errors import BaseModelError, DataError, MessageError, RunError, list_names
+from comingle.utils.inputs import DATE, INPUTS, SPLITS, Inputs, read_inputs, write_inputs
+from comingle.utils.records import PUBLIC, expand_home, write_json
 
 
 def open_home(folder: Path, own: Own, public: Public) -> Home:

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from comingle.data.names import name_problem
 from comingle.recipes.fields import Count, Section
+from comingle.utils.names import name_problem
 
 ENDED = "the federation has ended"
 """How the last line begins that a user's node says."""

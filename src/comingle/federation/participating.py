@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 from urllib.request import getproxies, proxy_bypass
 
-from comingle.errors import RecipeError, RunError
 from comingle.federation.files import Participant, load_participant, save_participant
 from comingle.federation.own import ENDED
-from comingle.locks import locked
 from comingle.transports.flower.answering import Answer, certificate_problem, problem_of, who_answers
 from comingle.transports.flower.calling import FOLDER as WORKER
 from comingle.transports.flower.calling import LOG
 from comingle.transports.flower.processes import LOCAL_HOSTS, split_address
 from comingle.transports.flower.supernode import SuperNode, participate
 from comingle.transports.flower.users import UNFIT, User
+from comingle.utils.errors import RecipeError, RunError
+from comingle.utils.files import locked
 
 LINGER_SECONDS = 5.0
 

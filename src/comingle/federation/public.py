@@ -9,9 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from comingle import __version__
-from comingle.data.names import name_problem
 from comingle.engines.settings import Training
-from comingle.errors import DataError, MessageError, RecipeError
 from comingle.kinds.base import Materials, kind_of, later
 from comingle.methods import make
 from comingle.methods.base import Method
@@ -23,6 +21,8 @@ from comingle.recipes.sections import complete_older
 from comingle.runs.folders import BOS
 from comingle.runs.session import check_method
 from comingle.runs.settings import training_settings
+from comingle.utils.errors import DataError, MessageError, RecipeError
+from comingle.utils.names import name_problem
 
 KINDS = ("text", "conversations", "samples")
 """Kinds of data that users can have elsewhere."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from comingle.errors import RunError
 from comingle.federation.keeping import MODEL
+from comingle.utils.errors import RunError
 
 
 def run_folder(state: Path, run: str) -> Path:

@@ -14,16 +14,16 @@ import torch
 from comingle.engines.mixing import mixtures_event
 from comingle.federation.coordinator import Coordinator
 
-Told = Mapping[str, Mapping[str, Any]]
+RoutingMetrics = Mapping[str, Mapping[str, Any]]
 """What users have told in their answers."""
 
 
-def routing_event(coordinator: Coordinator, told: Told) -> dict[str, Any]:
+def routing_event(coordinator: Coordinator, told: RoutingMetrics) -> dict[str, Any]:
     """What an evaluation's event says of those who tell it; nothing of numbers that cannot be theirs."""
     return _gates(coordinator, told) | _mixtures(coordinator, told)
 
 
-def _gates(coordinator: Coordinator, told: Told) -> dict[str, Any]:
+def _gates(coordinator: Coordinator, told: RoutingMetrics) -> dict[str, Any]:
     """In each layer as many mean gates as the user has experts, in as many layers as most users say."""
     users, model = coordinator.public.users, coordinator.model
     if not model.routed:
@@ -39,7 +39,7 @@ def _gates(coordinator: Coordinator, told: Told) -> dict[str, Any]:
     return {"experts": {name: names[name] for name in scores}, "expert_scores": scores} if scores else {}
 
 
-def _mixtures(coordinator: Coordinator, told: Told) -> dict[str, Any]:
+def _mixtures(coordinator: Coordinator, told: RoutingMetrics) -> dict[str, Any]:
     """Those that users tell; the weights by which the server merges models for its users are its own."""
     method, server = coordinator.house.method, coordinator.server
     merging = method.server.merging_weights(server.kept)

@@ -19,7 +19,6 @@ from comingle.engines.checkpoints import (
     read_progress,
     save_checkpoint,
 )
-from comingle.engines.checksums import list_checkpoints
 from comingle.engines.evaluations import end_event, start_event
 from comingle.engines.events import EventLog, Observer
 from comingle.engines.outcomes import Evaluations, outcome_warnings
@@ -27,22 +26,23 @@ from comingle.engines.periods import period
 from comingle.engines.private import keep_key
 from comingle.engines.settings import AUTO
 from comingle.engines.state import State, initial_state
-from comingle.errors import RunError
 from comingle.federation.board import Board
 from comingle.federation.coordinator import Coordinator, new_coordinator
 from comingle.federation.patience import Patience
 from comingle.federation.public import House, Public, build_house, check_possible, public_part, read_public
 from comingle.federation.rounds import run_tasks, tell_end
-from comingle.inputs import SPLITS, Inputs, UserInputs, recorded_date
 from comingle.kinds.base import kind_of
 from comingle.methods.own_errors import own_errors
 from comingle.protocol.messages import LOWEST, verdict
 from comingle.recipes import Recipe
-from comingle.records import FEDERATION, read_evaluations, read_metrics, write_json
 from comingle.runs.folders import as_begun, open_folder
 from comingle.runs.given import Given
 from comingle.transports.channel import Channel
-from comingle.trees import Tree
+from comingle.utils.errors import RunError
+from comingle.utils.files import list_checkpoints
+from comingle.utils.inputs import SPLITS, Inputs, UserInputs, recorded_date
+from comingle.utils.records import FEDERATION, read_evaluations, read_metrics, write_json
+from comingle.utils.trees import Tree
 
 _OWN, _ENDING = "federation/", "ending"
 KEPT = 2

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from comingle.errors import RecipeError, RunError
 from comingle.federation.running import Plan, has_ended
-from comingle.locks import locked
-from comingle.records import read_metrics
 from comingle.transports.flower.certificates import read_certificates
 from comingle.transports.flower.fate import FOLDER
 from comingle.transports.flower.processes import join_address
 from comingle.transports.flower.server_app import spell
 from comingle.transports.flower.superlink import Certificates, SuperLink, coordinate
+from comingle.utils.errors import RecipeError, RunError
+from comingle.utils.files import locked
+from comingle.utils.records import read_metrics
 
 _PORT_SECONDS = 5.0
 

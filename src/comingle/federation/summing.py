@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from comingle.engines.private import terms_of
-from comingle.errors import MessageError, NoSumError
 from comingle.federation.coordinator import AN_EVENT, Coordinator
 from comingle.federation.taking import is_enough
 from comingle.federation.tasks import Answer
 from comingle.masking import messages
-from comingle.masking.collecting import Collection
+from comingle.masking.collecting import SumCollector
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack
+from comingle.utils.errors import MessageError, NoSumError
 
 logger = logging.getLogger("comingle")
 
@@ -29,7 +29,7 @@ def sum_up(coordinator: Coordinator, answers: Mapping[str, Answer], done: int) -
     server = coordinator.server
     assert server.sums is not None
     terms = terms_of(coordinator.house.training, coordinator.run, done, server.size)
-    work = _Sum(coordinator=coordinator, collection=Collection(terms=terms))
+    work = _Sum(coordinator=coordinator, collection=SumCollector(terms=terms))
     try:
         total = work.total(answers, server.sums.largest(done))
     except NoSumError as error:
@@ -51,7 +51,7 @@ class _Sum:
     """``revealing`` says whether users have been asked to open their shares."""
 
     coordinator: Coordinator
-    collection: Collection
+    collection: SumCollector
     revealing: bool = False
 
     def total(self, answers: Mapping[str, Answer], largest: int) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from comingle.engines.private import terms_of
-from comingle.errors import MessageError
 from comingle.federation.home import Home
 from comingle.federation.tasks import Task
 from comingle.masking.messages import (
@@ -21,6 +20,7 @@ from comingle.privacy.secure.quantising import as_words
 from comingle.privacy.secure.settings import Terms
 from comingle.privacy.secure.sizes import VECTOR
 from comingle.protocol.messages import Download, Upload
+from comingle.utils.errors import MessageError
 
 Message = Download | Upload | None
 

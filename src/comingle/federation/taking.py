@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from comingle.errors import MessageError, RunError
 from comingle.federation.checking import check_upload, validation_loss
 from comingle.federation.claims import counts_samples
 from comingle.federation.coordinator import AN_EVENT, Coordinator
@@ -16,6 +15,7 @@ from comingle.federation.tasks import Answer
 from comingle.protocol.compression import expand
 from comingle.protocol.messages import LOSS, Upload, join_uploads, no_uploads
 from comingle.protocol.wire import unpack
+from comingle.utils.errors import MessageError, RunError
 
 logger = logging.getLogger("comingle")
 

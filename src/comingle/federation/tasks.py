@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from comingle.errors import MessageError
 from comingle.protocol.wire import FORMAT, MAX_BYTES
+from comingle.utils.errors import MessageError
 
 _MAGIC = b"CMGT"
 _PREFIX = struct.Struct("<4sHII")

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, ValidationError, field_validator
 
-from comingle.errors import MessageError
 from comingle.recipes.fields import Section, Steps
 from comingle.recipes.problems import first_problem
-from comingle.records import MEASURES
+from comingle.utils.errors import MessageError
+from comingle.utils.records import MEASURES
 
 _LONGEST = 400
 _Key = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,63}$")]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from comingle.errors import PluginError, RecipeError
 from comingle.federation.files import load_participant
 from comingle.federation.node import Node
 from comingle.methods.files import load_files_of_command
-from comingle.records import write_text
 from comingle.transports.flower.users import UNFIT, User
 from comingle.transports.flower.worker import main
+from comingle.utils.errors import PluginError, RecipeError
+from comingle.utils.records import write_text
 
 
 def load(user: User) -> Callable[[bytes], bytes]:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from comingle.errors import lacks_memory
 from comingle.models.adapted import AdaptedModel
-from comingle.records import logger
-from comingle.trees import Tree
+from comingle.utils.errors import lacks_memory
+from comingle.utils.records import logger
+from comingle.utils.trees import Tree
 
 MOST = 16
 """So many recordings a model has, one for each set of shapes; what comes later is not recorded."""

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from comingle.adapters import kernels, native
 from comingle.adapters.kernels import Gates
-from comingle.adapters.native import ACTIVATIONS, DTYPES, Factor, First, Hidden, Last
-from comingle.errors import RecipeError
+from comingle.adapters.native import ACTIVATION_CODES, DTYPES, Factor, First, Last, SharedHidden
 from comingle.models.adapted import AdaptedModel
+from comingle.utils.errors import RecipeError
 
 MOST_RANKS = 32
 TOKENS, COLUMNS, SPAN = 32, 64, 2048
@@ -62,19 +62,19 @@ class Part:
     def supports(self, x: Tensor, act: kernels.Activation, rank: int) -> bool:
         """Whether the kernels are made for such tensors; they are asked for bases on CPUs too, as they are in use."""
         real = x.numel() > 0 and not isinstance(x, FakeTensor) and (x.is_cuda or self.programs.INTERPRETED)
-        return real and x.dtype in DTYPES and act in ACTIVATIONS and rank <= MOST_RANKS
+        return real and x.dtype in DTYPES and act in ACTIVATION_CODES and rank <= MOST_RANKS
 
     def forward(
         self,
         act: kernels.Activation,
         scale: float,
-        bases: Sequence[Hidden],
+        bases: Sequence[SharedHidden],
         biases: Sequence[Tensor | None],
         z: First,
         gates: Gates,
         b: Sequence[Factor],
         a: Factor,
-    ) -> tuple[Hidden, Last, Last]:
+    ) -> tuple[SharedHidden, Last, Last]:
         """As :func:`comingle.adapters.native.forward`."""
         users, n, hidden = bases[0].shape
         experts, rank = a.shape[1:3]
@@ -95,17 +95,17 @@ class Part:
         self,
         act: kernels.Activation,
         scale: float,
-        bases: Sequence[Hidden],
+        bases: Sequence[SharedHidden],
         biases: Sequence[Tensor | None],
         z: First,
         gates: Gates,
         b: Sequence[Factor],
         a: Factor,
         last: Last,
-        d_mixed: Hidden,
+        d_mixed: SharedHidden,
         d_gated: Last,
         factors: bool,
-    ) -> tuple[list[Hidden], First, Gates, list[Factor], Factor | None]:
+    ) -> tuple[list[SharedHidden], First, Gates, list[Factor], Factor | None]:
         """As :func:`comingle.adapters.native.backward`."""
         users, n, hidden = bases[0].shape
         experts, rank = a.shape[1:3]
@@ -147,7 +147,7 @@ def _given(
 def _sizes(act: kernels.Activation, biases: Sequence[Tensor | None], a: Tensor) -> dict[str, Any]:
     rank = a.shape[2]
     return {
-        "ACT": ACTIVATIONS[act],
+        "ACT": ACTIVATION_CODES[act],
         "FIRST": len(biases),
         "BIASED_0": biases[0] is not None,
         "BIASED_1": biases[-1] is not None,

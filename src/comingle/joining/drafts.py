@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from comingle.errors import RunError
-from comingle.locks import locked
 from comingle.recipes import Recipe
-from comingle.records import told_in_one_line
 from comingle.runs.folders import check_folder
+from comingle.utils.errors import RunError
+from comingle.utils.files import locked
+from comingle.utils.records import told_in_one_line
 
 
 @contextmanager

@@ -20,14 +20,12 @@ from comingle.engines.client import Clients
 from comingle.engines.evaluations import measure_of, measured
 from comingle.engines.holding import Held
 from comingle.engines.scoring import Models
-from comingle.errors import DataError, RecipeError, RunError
 from comingle.joining.drafts import drafted
 from comingle.kinds.base import Materials
 from comingle.kinds.handed import section_for
 from comingle.methods.base import Method
 from comingle.progress import LOADING, Reporter
 from comingle.recipes import Recipe
-from comingle.records import PUBLIC, write_json
 from comingle.reports.joined import render_joined
 from comingle.routers.mixtures import NEVER
 from comingle.runs.folders import check_folder, open_folder
@@ -36,7 +34,9 @@ from comingle.runs.results import Run
 from comingle.runs.session import build, describe, execute, prepare
 from comingle.tables.framing import html_of
 from comingle.transports.inprocess import InProcess
-from comingle.trees import CLIENT_ROUTER
+from comingle.utils.errors import DataError, RecipeError, RunError
+from comingle.utils.records import PUBLIC, write_json
+from comingle.utils.trees import CLIENT_ROUTER
 
 JOINED = "joined.json"
 _HANDED = ("net", "loss")

@@ -12,19 +12,19 @@ from functools import cached_property
 from typing import Any
 
 from comingle.data.crowds import Crowd, listed
-from comingle.data.digests import digest_split
 from comingle.data.partition import Overlap, UserText, find_overlap
 from comingle.data.samples import SPLITS
 from comingle.engines.client import Clients
 from comingle.engines.settings import Training
-from comingle.errors import DataError
 from comingle.methods.base import Method
 from comingle.models.base import Base
 from comingle.models.model import Model
 from comingle.models.person import Personal
-from comingle.plugins import load_object
 from comingle.recipes import Recipe
-from comingle.trees import Tree
+from comingle.utils.digests import digest_split
+from comingle.utils.errors import DataError
+from comingle.utils.registry import load_object
+from comingle.utils.trees import Tree
 
 LoadBase = Callable[[], Base]
 """Loads the base, when something needs it."""

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from comingle.data.names import name_problem
-from comingle.errors import DataError, PluginError
 from comingle.kinds.base import Kind
-from comingle.plugins import load_object
 from comingle.recipes.data import kinds, load_section
+from comingle.utils.errors import DataError, PluginError
+from comingle.utils.names import name_problem
+from comingle.utils.registry import load_object
 
 _LAST = "text"
 """Asked after all others: paths and tables may be of a more particular kind."""

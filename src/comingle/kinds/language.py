@@ -13,7 +13,6 @@ from comingle.adapters.lora import lora_scale
 from comingle.adapters.settings import AdapterSettings, Targets
 from comingle.data.samples import SPLITS
 from comingle.engines.state import NEEDS_CLUSTERS
-from comingle.errors import RecipeError
 from comingle.methods.base import Method
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.base import Base, tokenizer_of
@@ -23,7 +22,8 @@ from comingle.models.head import backbone
 from comingle.models.mixed import MixedLanguageModel, mix_language_model
 from comingle.models.model import Model
 from comingle.recipes import Recipe
-from comingle.trees import BASE
+from comingle.utils.errors import RecipeError
+from comingle.utils.trees import BASE
 
 COMPILE_FROM, OVERHEAD = 5e12, 8e6
 """``compile: auto`` compiles from this many training tokens times base parameters on: below, it takes longer than it

@@ -28,7 +28,7 @@ _library: ctypes.CDLL | None = None
 _tells = False
 
 
-class Step(ctypes.Structure):
+class StepStruct(ctypes.Structure):
     """``struct Step`` of layers.h."""
 
     _fields_ = (
@@ -75,7 +75,7 @@ def telling() -> Iterator[None]:
         _tells = before
 
 
-def run(name: str, step: Step, dtype: torch.dtype, **tensors: Tensor | None) -> None:
+def run(name: str, step: StepStruct, dtype: torch.dtype, **tensors: Tensor | None) -> None:
     """``forward`` or ``backward`` of a step, on tensors that lie as its structure says."""
     assert _library is not None
     if _tells:
@@ -87,7 +87,7 @@ def run(name: str, step: Step, dtype: torch.dtype, **tensors: Tensor | None) -> 
     getattr(_library, f"{name}_{DTYPES[dtype]}")(ctypes.byref(step))
 
 
-def _room(step: Step, like: Tensor) -> None:
+def _room(step: StepStruct, like: Tensor) -> None:
     """Take and leave what native code takes besides, at most: ``Needs`` of layers.cpp for each thread."""
     assert _library is not None
     room = getattr(_library, f"room_{DTYPES[like.dtype]}")

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from comingle.layers import native
 from comingle.layers.steps import Crowd, Step
-from comingle.models.cache import cache_folder
 from comingle.models.calling import call_with
 from comingle.models.side_by_side import FOLDING, Folded
-from comingle.trees import Tree
+from comingle.utils.files import cache_folder
+from comingle.utils.trees import Tree
 
 _BY_SAMPLE = (*FOLDING, nn.Dropout, nn.AdaptiveAvgPool2d, nn.AvgPool2d, nn.MaxPool2d)
 """Modules that do the same to each sample, whatever others are in its batch."""

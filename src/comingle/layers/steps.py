@@ -118,12 +118,12 @@ class Step:
         high, wide = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in rest)
         return high, wide
 
-    def described(self, x: Maps, weight: Tensor, *others: Tensor | None) -> native.Step:
+    def described(self, x: Maps, weight: Tensor, *others: Tensor | None) -> native.StepStruct:
         """What native code has to know; ``others`` are bias, gamma and beta."""
         c, norm, (users, lanes, channels, height, width) = self.convolution, self.norm, x.shape
         kind = {nn.BatchNorm2d: native.BATCH_NORM, nn.GroupNorm: native.GROUP_NORM}.get(type(norm), native.NO_NORM)
         high, wide = self.out(x)
-        step = native.Step(
+        step = native.StepStruct(
             users=users, images=self.crowd.images, lanes=lanes, threads=torch.get_num_threads(),
             height=height, width=width, channels=channels, high=high, wide=wide, outputs=c.out_channels,
             norm=kind, groups=norm.num_groups if isinstance(norm, nn.GroupNorm) else 1,

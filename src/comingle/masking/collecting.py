@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from comingle.errors import MessageError, NoSumError
 from comingle.masking import keys, shares
 from comingle.masking.session import pair_mask
 from comingle.privacy.secure.settings import Terms, no_sum
 from comingle.privacy.secure.sizes import KEY, PUBLIC
+from comingle.utils.errors import MessageError, NoSumError
 
 
 @dataclass(kw_only=True)
-class Collection:
+class SumCollector:
     """What the server has of one sum.
 
     ``roster`` are the keys of who advertised, ``sealed[user][other]`` what a user sealed for another, ``masked`` the

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from comingle.errors import MessageError, RecipeError
 from comingle.privacy.secure.sizes import KEY
+from comingle.utils.errors import MessageError, RecipeError
 
 _NO_NONCE, _NO_COUNTER = bytes(12), bytes(16)
 _TYPES = {32: np.dtype("<u4"), 64: np.dtype("<u8")}

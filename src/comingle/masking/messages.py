@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comingle.errors import MessageError
 from comingle.privacy.secure.quantising import DTYPES, as_tensor, as_words
 from comingle.privacy.secure.sizes import KEYS, PUBLIC, SEALED, SHARE, SHARES, VECTOR, download, upload
 from comingle.protocol.messages import Download, Upload
-from comingle.trees import Tree
+from comingle.utils.errors import MessageError
+from comingle.utils.trees import Tree
 
 # ---------------------------------------------------------------- from a user
 

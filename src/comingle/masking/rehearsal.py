@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from comingle.masking import messages
-from comingle.masking.collecting import Collection
+from comingle.masking.collecting import SumCollector
 from comingle.masking.session import Session
 from comingle.privacy.secure.settings import Terms
 from comingle.privacy.secure.sizes import KEY
@@ -31,7 +31,7 @@ class Rehearsal:
     sent: list[tuple[str, str, bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.server = Collection(terms=self.terms)
+        self.server = SumCollector(terms=self.terms)
         self.users = {
             name: Session(terms=self.terms, name=name, seed=secrets.token_bytes(KEY), save=lambda record: None)
             for name in self.uploads

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from comingle.errors import MessageError
 from comingle.masking import keys, shares
 from comingle.privacy.secure.settings import Terms
 from comingle.privacy.secure.sizes import KEY
+from comingle.utils.errors import MessageError
 
 Record = dict[str, Any]
 """What is written down of a session, as JSON has it."""

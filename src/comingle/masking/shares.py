@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from comingle.errors import MessageError
 from comingle.masking.keys import stream
 from comingle.privacy.secure.sizes import KEY, SHARE
+from comingle.utils.errors import MessageError
 
 PRIME = 2**256 + 297
 """The smallest prime above all secrets of 32 bytes."""

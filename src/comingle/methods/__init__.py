@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from comingle.errors import PluginError, RecipeError, UnknownMethodError
 from comingle.methods.base import Method
 from comingle.methods.cohort import ROUTERS
 from comingle.methods.own_errors import call_constructor
 from comingle.methods.settings import allowed, by_type, setting_hint
-from comingle.plugins import Registry
-from comingle.trees import ROUTER
+from comingle.utils.errors import PluginError, RecipeError, UnknownMethodError
+from comingle.utils.registry import Registry
+from comingle.utils.trees import ROUTER
 
 Make = Callable[..., Method]
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from comingle.errors import RecipeError
 from comingle.methods.client import Client
 from comingle.methods.server import Server
 from comingle.routers.mixtures import ClientMixture
 from comingle.routers.settings import Gating
+from comingle.utils.errors import RecipeError
 
 
 @dataclass(frozen=True, kw_only=True)

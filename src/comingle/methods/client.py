@@ -14,7 +14,7 @@ from torch import Tensor
 
 from comingle.methods.cohort import ROUTERS, Cohort, Phase, Stream
 from comingle.methods.server import Reported
-from comingle.trees import ATTENTION, BASE, EXPERT_ROLES, GENERALIST, ROUTER, STATISTICS, Tree
+from comingle.utils.trees import ATTENTION, BASE, EXPERT_ROLES, GENERALIST, ROUTER, STATISTICS, Tree
 
 MODEL = frozenset({ATTENTION, GENERALIST, BASE, STATISTICS})
 """All of a model that travels: LoRA beside a frozen base, or a net with its running statistics."""

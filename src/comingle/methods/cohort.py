@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.routers.mixtures import Powers
-from comingle.trees import ROUTER, Tree
+from comingle.utils.trees import ROUTER, Tree
 
 Stream = Literal["train", "valid"]
 

@@ -14,7 +14,7 @@ from comingle.methods.client import Client, alternating
 from comingle.methods.cohort import Phase, Stream
 from comingle.methods.server import Mean, Server
 from comingle.methods.settings import Count, Experts, ExpertsOfUsers
-from comingle.trees import ATTENTION, GENERALIST
+from comingle.utils.trees import ATTENTION, GENERALIST
 
 
 def comigs(

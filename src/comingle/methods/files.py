@@ -20,11 +20,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from comingle.errors import ComingleError, PluginError, RunError
 from comingle.methods import REGISTRY, make, register
 from comingle.methods.base import Method
 from comingle.methods.own_errors import user_place
-from comingle.records import expand_home, write_json
+from comingle.utils.errors import ComingleError, PluginError, RunError
+from comingle.utils.records import expand_home, write_json
 
 FILES = "COMINGLE_PLUGINS"
 """Environment variable by which other processes of the same command load the same files."""

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from comingle.errors import ComingleError, PluginError, lacks_memory
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Part
 from comingle.methods.server import Server
+from comingle.utils.errors import ComingleError, PluginError, lacks_memory
 
 _log = logging.getLogger(__name__)
 

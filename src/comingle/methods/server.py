@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.trees import STATISTICS, Tree
+from comingle.utils.trees import STATISTICS, Tree
 
-MODEL = "model."
+MODEL_PREFIX = "model."
 """What servers keep of the model that everybody downloads, by the names of its tensors."""
 
 
@@ -162,7 +162,7 @@ class Mean(Server):
 
     def start(self, setup: ServerSetup) -> Tree:
         """Return the model that users start from, and Adam's state where the server has it."""
-        model = {MODEL + name: t[0].clone() for name, t in setup.models.items()}
+        model = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
         return {**model, **_adam_state(setup)} if self.adam_rate else model
 
     def coefficients(self, received: Received) -> Tree:
@@ -177,7 +177,7 @@ class Mean(Server):
             if FIRST_MOMENT + name in kept:
                 _adam_step(kept, name, mean, self.adam_rate)
             else:
-                kept[MODEL + name].copy_(mean)
+                kept[MODEL_PREFIX + name].copy_(mean)
 
     def aggregate(self, kept: Tree, received: Received) -> None:
         """Sums, then a step."""
@@ -200,7 +200,7 @@ def _is_statistic(roles: frozenset[str]) -> bool:
 
 def _adam_step(kept: Tree, name: str, mean: Tensor, rate: float) -> None:
     """Take the step of ``torch.optim.Adam`` on one tensor, in place, with ``old - mean`` as its gradient."""
-    theta, first, second = kept[MODEL + name], kept[FIRST_MOMENT + name], kept[SECOND_MOMENT + name]
+    theta, first, second = kept[MODEL_PREFIX + name], kept[FIRST_MOMENT + name], kept[SECOND_MOMENT + name]
     steps, (beta1, beta2) = int(kept[ADAM_STEPS]), BETAS
     gradient = theta - mean
     first.lerp_(gradient, 1 - beta1)
@@ -222,7 +222,7 @@ def _weighted_sum(uploads: Tensor, weights: Float[Tensor, "users ..."]) -> Tenso
 
 def model_of(kept: Tree) -> Tree:
     """The tensors of the one model that a server keeps."""
-    return {name.removeprefix(MODEL): t for name, t in kept.items() if name.startswith(MODEL)}
+    return {name.removeprefix(MODEL_PREFIX): t for name, t in kept.items() if name.startswith(MODEL_PREFIX)}
 
 
 def aggregation_weights(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from comingle.errors import LARGEST, did_you_mean, is_number
+from comingle.utils.errors import LARGEST, did_you_mean, is_number
 
 
 @dataclass(frozen=True, kw_only=True)

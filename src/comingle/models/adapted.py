@@ -23,7 +23,6 @@ from comingle.adapters.layouts import decoder_layers
 from comingle.adapters.settings import AdapterSettings
 from comingle.data.batches import PAD, hide, inputs_of, prompt_ends
 from comingle.models.base import Base
-from comingle.models.cache import cache_folder
 from comingle.models.copying import share_weights
 from comingle.models.greedy import continue_greedily
 from comingle.models.head import Head, backbone, lm_head
@@ -32,7 +31,8 @@ from comingle.models.model import Gates, Model
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.quantised import giving_back, packed_parameters
 from comingle.routers.settings import Gating
-from comingle.trees import ATTENTION, ROUTER, Layout, Tree
+from comingle.utils.files import cache_folder
+from comingle.utils.trees import ATTENTION, ROUTER, Layout, Tree
 
 Windows = Int[Tensor, "users batch window"]
 """Tokens, one more in each window than are predicted."""

@@ -15,11 +15,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from comingle.data.batches import PAD, hide
-from comingle.data.digests import digest_all
 from comingle.data.templates import ChatTemplate, begin_of
-from comingle.errors import DataError
 from comingle.models.digests import digest_folder, digest_model, digest_tokenizer
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
+from comingle.utils.digests import digest_all
+from comingle.utils.errors import DataError
 
 logger = logging.getLogger("comingle")
 

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 _known: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 

@@ -13,7 +13,7 @@ from comingle.adapters.lora import base_weight
 from comingle.models.adapted import AdaptedModel
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.pretrained import PreTrainedModel
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 WIDE = torch.float32
 

@@ -11,7 +11,18 @@ from torch import Tensor, nn
 from comingle.adapters.clustered.model import FloralModel, initialisers, roles
 from comingle.adapters.lora import init_zero
 from comingle.models.gated import GatedPair, place
-from comingle.trees import ADAPTOR, BASE, CLIENT_ROUTER, GENERALIST, ROUTER, SPECIALIST, STATISTICS, Init, Layout, Slot
+from comingle.utils.trees import (
+    ADAPTOR,
+    BASE,
+    CLIENT_ROUTER,
+    GENERALIST,
+    ROUTER,
+    SPECIALIST,
+    STATISTICS,
+    Init,
+    Layout,
+    Slot,
+)
 
 _ORDER = (BASE, ADAPTOR, GENERALIST, SPECIALIST, ROUTER, STATISTICS)
 

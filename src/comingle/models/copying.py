@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from comingle.models.pretrained import PreTrainedModel
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from comingle.data.digests import digest_all
 from comingle.models.folders import weight_files
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
+from comingle.utils.digests import digest_all
 
 _ASIDE = ("transformers_version", "_name_or_path")
 """What a configuration says of how it was written."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 
 from comingle.data.templates import ChatTemplate
-from comingle.errors import DataError
 from comingle.models.about import About
 from comingle.models.base import Base
 from comingle.models.pretrained import GenerationConfig
 from comingle.models.sampling import as_tuple
+from comingle.utils.errors import DataError
 
 CONVERSATIONS = "conversations"
 

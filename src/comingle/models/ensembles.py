@@ -13,14 +13,14 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from comingle.adapters.lora import init_zero
-from comingle.errors import RecipeError
 from comingle.models.adapted import AdaptedModel, Windows
 from comingle.models.base import Base
 from comingle.models.greedy import continue_greedily
 from comingle.models.model import Model
 from comingle.models.pretrained import PreTrainedModel
 from comingle.routers.mixtures import ClientMixture, Powers, mix_losses, mix_probabilities
-from comingle.trees import CLIENT_ROUTER, GENERALIST, ROUTER, SPECIALIST, Init, Layout, Slot, Tree
+from comingle.utils.errors import RecipeError
+from comingle.utils.trees import CLIENT_ROUTER, GENERALIST, ROUTER, SPECIALIST, Init, Layout, Slot, Tree
 
 WHY_NOT_ONE = (
     "several whole models whose predictions are mixed, which no weights and no format can hold; allowed: generate, "

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from comingle.errors import BaseModelError, did_you_mean
 from comingle.models.byte_tokenizer import BOS, EOS, NUM_TOKENS, PAD
 from comingle.models.pretrained import PreTrainedModel
+from comingle.utils.errors import BaseModelError, did_you_mean
 
 PREFIX = "random:"
 # Divides every head: some families rotate only a quarter of it, and a rotation needs pairs.

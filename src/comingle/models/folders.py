@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from comingle.errors import BaseModelError
 from comingle.models.hardware import free_bytes
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
+from comingle.utils.errors import BaseModelError
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

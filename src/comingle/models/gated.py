@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from comingle.data.seeds import derive
-from comingle.errors import RecipeError
-from comingle.trees import GENERALIST, ROUTER, SPECIALIST, STATISTICS, Slot
+from comingle.utils.errors import RecipeError
+from comingle.utils.seeds import derive
+from comingle.utils.trees import GENERALIST, ROUTER, SPECIALIST, STATISTICS, Slot
 
 _PLACES = {"shared": GENERALIST, "own": SPECIALIST, "head": SPECIALIST, "gate": ROUTER}
 

@@ -16,11 +16,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from comingle.data.templates import require_characters
-from comingle.errors import DataError, RecipeError
 from comingle.models.base import Base, rows_of
 from comingle.models.greedy import can_pad, padded_attention
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.sampling import Sampling, as_tuple
+from comingle.utils.errors import DataError, RecipeError
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What is decoded of half a character."""

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comingle.errors import BaseModelError
 from comingle.models.base import Base, freeze
 from comingle.models.folders import check_config, require_finite
 from comingle.models.hardware import DTYPES, resolve_attention, resolve_device, resolve_dtype
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
+from comingle.utils.errors import BaseModelError
 
 GIVEN = "given"
 """How a recipe's ``base`` says that a program hands it over."""

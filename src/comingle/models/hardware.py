@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from comingle.errors import BaseModelError, RecipeError
+from comingle.utils.errors import BaseModelError, RecipeError
 
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
 ATTENTIONS = ("eager", "sdpa")

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.errors import BaseModelError
 from comingle.models.base import Base
 from comingle.models.pretrained import PreTrainedModel
+from comingle.utils.errors import BaseModelError
 
 # Largest difference between our logits and the model's, as a fraction of the largest logit.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}

@@ -12,9 +12,9 @@ import urllib.request
 from functools import cache
 from pathlib import Path
 
-from comingle.errors import BaseModelError
 from comingle.models.base import logger
 from comingle.models.folders import is_complete, one_line
+from comingle.utils.errors import BaseModelError
 
 # Weights as safetensors, configuration, tokenizer; no pickles, no other frameworks' copies in subfolders.
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]

@@ -13,10 +13,8 @@ from typing import Literal
 import psutil
 import torch
 
-from comingle.errors import BaseModelError
 from comingle.models.base import Base, freeze
 from comingle.models.byte_tokenizer import byte_tokenizer
-from comingle.models.cache import cache_folder
 from comingle.models.families import PREFIX, about_parameters, parse_random, random_base
 from comingle.models.folders import read_folder
 from comingle.models.hardware import fast_bf16, resolve_attention, resolve_device, resolve_dtype
@@ -24,6 +22,8 @@ from comingle.models.head import Head, backbone, lm_head
 from comingle.models.pretrained import require_docstrings
 from comingle.models.quantised import quantise as pack
 from comingle.models.sources import ALIASES, locate
+from comingle.utils.errors import BaseModelError
+from comingle.utils.files import cache_folder
 
 __all__ = [
     "ALIASES",

@@ -28,7 +28,7 @@ from comingle.models.model import Model
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.stacked import StackedModel, stack
 from comingle.routers.mixtures import ClientMixture
-from comingle.trees import BASE, STATISTICS, Layout, Tree
+from comingle.utils.trees import BASE, STATISTICS, Layout, Tree
 
 
 @dataclass(frozen=True, kw_only=True)

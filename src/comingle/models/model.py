@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-from comingle.errors import RecipeError
-from comingle.trees import Layout, Tree
+from comingle.utils.errors import RecipeError
+from comingle.utils.trees import Layout, Tree
 
 Gates = Callable[[], Float[Tensor, "layers users n experts"]]
 """The gates of the last pass, first layer first."""

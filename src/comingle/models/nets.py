@@ -12,9 +12,9 @@ from math import prod
 import torch
 from torch import nn
 
-from comingle.data.seeds import derive
-from comingle.errors import PluginError, RecipeError
-from comingle.plugins import Registry
+from comingle.utils.errors import PluginError, RecipeError
+from comingle.utils.registry import Registry
+from comingle.utils.seeds import derive
 
 Shape = Sequence[int]
 Build = Callable[[Shape, int], nn.Module]

@@ -8,7 +8,7 @@ from comingle.adapters import watching
 from comingle.models.adapted import AdaptedModel
 from comingle.models.changes import averaged, changes_of_adapted
 from comingle.models.pretrained import PreTrainedModel
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 
 def why_not_merged(model: AdaptedModel, row: int) -> str:

@@ -10,12 +10,12 @@ from typing import Any, overload
 from torch import Tensor
 
 from comingle.data.templates import Message
-from comingle.errors import DataError
 from comingle.evaluation.losses import SampleScore
 from comingle.evaluation.perplexity import Score
 from comingle.evaluation.routing import Routing
 from comingle.models.about import Exported
 from comingle.models.pretrained import GenerationConfig, PreTrainedModel
+from comingle.utils.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

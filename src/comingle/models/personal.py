@@ -16,7 +16,6 @@ from torch import Tensor
 from comingle.adapters import watching
 from comingle.adapters.clustered.model import FloralModel
 from comingle.data.templates import ROLES, ChatTemplate, Message, require_characters
-from comingle.errors import DataError, RecipeError
 from comingle.evaluation.perplexity import Score, score_streams
 from comingle.evaluation.routing import Routing, pieces, route
 from comingle.models.about import About, Exported
@@ -30,8 +29,9 @@ from comingle.models.owning import merge_adapters, why_not_merged
 from comingle.models.person import Personal
 from comingle.models.pretrained import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from comingle.models.sampling import read_sampling
-from comingle.plugins import load_object
-from comingle.trees import Tree
+from comingle.utils.errors import DataError, RecipeError
+from comingle.utils.registry import load_object
+from comingle.utils.trees import Tree
 
 _EXPORT = "comingle.export.exporting:export_personal"
 """Imported by name, since exports stand on runs."""

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from comingle.adapters.clustered.model import FloralModel
 from comingle.data.arrays import read_samples
 from comingle.data.samples import SampleBank, Samples
-from comingle.errors import DataError
 from comingle.evaluation.losses import MSE, Loss, SampleScore
 from comingle.evaluation.samples import score_samples
 from comingle.models.copying import own_copy
@@ -21,7 +20,8 @@ from comingle.models.hardware import torch_defaults
 from comingle.models.person import Personal
 from comingle.models.stacked import StackedModel
 from comingle.routers.mixtures import merge_models, mix_probabilities
-from comingle.trees import CLIENT_ROUTER, Tree
+from comingle.utils.errors import DataError
+from comingle.utils.trees import CLIENT_ROUTER, Tree
 
 SCORED_AT_ONCE = 512
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from comingle.errors import BaseModelError
+from comingle.utils.errors import BaseModelError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from comingle.adapters.layouts import decoder_layers, linear_names
 from comingle.adapters.lora import base_weight
-from comingle.errors import BaseModelError
+from comingle.utils.errors import BaseModelError
 
 Bits = Literal["8bit", "4bit"]
 BLOCKS = {"8bit": 256, "4bit": 64}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from comingle.errors import RecipeError, did_you_mean, is_number
+from comingle.utils.errors import RecipeError, did_you_mean, is_number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor  # no public name tells whether a vmap is left
 from torch.overrides import TorchFunctionMode
 
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
-_NORMS: Mapping[Any, Signature] = {norm: signature(norm) for norm in (F.batch_norm, F.group_norm)}
+_NORM_SIGNATURES: Mapping[Any, Signature] = {norm: signature(norm) for norm in (F.batch_norm, F.group_norm)}
 
 
 class FusedNorms(TorchFunctionMode):
@@ -34,9 +34,9 @@ class FusedNorms(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """``func``, or what stands for it."""
-        if func not in _NORMS:
+        if func not in _NORM_SIGNATURES:
             return func(*args, **(kwargs or {}))
-        given = _NORMS[func].bind(*args, **(kwargs or {}))
+        given = _NORM_SIGNATURES[func].bind(*args, **(kwargs or {}))
         given.apply_defaults()
         return _SideBySide.apply(func, *given.args)
 

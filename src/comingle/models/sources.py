@@ -7,12 +7,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from comingle.errors import BaseModelError, did_you_mean
 from comingle.gguf import convert_gguf
 from comingle.models.base import logger
 from comingle.models.families import FAMILIES, PREFIX
 from comingle.models.hub import hub_folder
-from comingle.records import expand_home
+from comingle.utils.errors import BaseModelError, did_you_mean
+from comingle.utils.records import expand_home
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 

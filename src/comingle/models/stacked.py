@@ -22,14 +22,14 @@ from comingle.adapters.clustered.centre import centre
 from comingle.adapters.clustered.layer import Pairs
 from comingle.adapters.clustered.model import FloralModel
 from comingle.adapters.clustered.precondition import precondition
-from comingle.data.seeds import derive
 from comingle.evaluation.losses import MSE, Loss
 from comingle.models.calling import call_with
 from comingle.models.columns import layout_of, row_of
 from comingle.models.model import Model
 from comingle.models.side_by_side import Folded, Form, FusedNorms, channels_last, folds
 from comingle.routers.mixtures import ClientMixture, merge_models, mix_probabilities, weigh_gradient
-from comingle.trees import BASE, CLIENT_ROUTER, STATISTICS, Layout, Tree
+from comingle.utils.seeds import derive
+from comingle.utils.trees import BASE, CLIENT_ROUTER, STATISTICS, Layout, Tree
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """Inputs ``(users, batch, ...)``, targets ``(users, batch, ...)`` and presence ``(users, batch)``."""

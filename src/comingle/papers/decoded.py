@@ -8,7 +8,7 @@ from typing import Any
 from comingle.data.loading import open_splits
 from comingle.data.row_files import Table
 from comingle.data.rows import iterate_batches
-from comingle.errors import DataError, list_names
+from comingle.utils.errors import DataError, list_names
 
 
 def iterate_values(source: str, columns: Sequence[Sequence[str]], *, split: str) -> Iterator[tuple[Any, ...]]:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from comingle.errors import RecipeError
 from comingle.privacy.settings import Privacy
+from comingle.utils.errors import RecipeError
 
 Participation = float | tuple[tuple[int, ...], ...]
 """A fraction of the users, or lists of numbers, as in ``Training``."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from comingle.errors import RecipeError
 from comingle.methods.base import Method
 from comingle.methods.client import Part
 from comingle.methods.cohort import Phase
 from comingle.privacy.settings import Privacy
-from comingle.trees import STATISTICS, Layout
+from comingle.utils.errors import RecipeError
+from comingle.utils.trees import STATISTICS, Layout
 
 
 def check_private(method: Method, privacy: Privacy, *, weighting: str, select: str, uploads: str = "float32") -> None:

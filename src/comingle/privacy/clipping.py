@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 
 def norms(changes: Tree) -> Float[Tensor, " users"]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from comingle.privacy.accounting import Release, epsilon, least_noise
 from comingle.privacy.noise import add_noise, uniform
 from comingle.privacy.settings import Privacy
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comingle.errors import RunError
 from comingle.privacy.settings import KEY
-from comingle.records import write_new
-from comingle.trees import Tree
+from comingle.utils.errors import RunError
+from comingle.utils.records import write_new
+from comingle.utils.trees import Tree
 
 _BITS = 53
 

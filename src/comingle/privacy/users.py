@@ -16,7 +16,7 @@ from comingle.privacy.noise import add_noise
 from comingle.privacy.secure.sizes import VECTOR
 from comingle.privacy.settings import Privacy
 from comingle.privacy.summing import Sums
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 REFERENCE = "reference/"
 """Under which names a user keeps what it has downloaded, against which its change is measured."""

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from comingle.errors import DivergenceError
-from comingle.trees import Tree
+from comingle.utils.errors import DivergenceError
+from comingle.utils.trees import Tree
 
 _BITS = 61
 """A sum needs one bit for its sign, and one more where its terms are rounded up."""

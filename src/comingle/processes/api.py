@@ -10,8 +10,6 @@ from typing import Any
 
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
-from comingle.errors import RunError
-from comingle.inputs import recorded_date
 from comingle.kinds.base import Materials
 from comingle.models.hardware import torch_defaults
 from comingle.processes.launched import find_place
@@ -23,6 +21,8 @@ from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
 from comingle.runs.results import Run
 from comingle.runs.session import run_in, warn_unread
+from comingle.utils.errors import RunError
+from comingle.utils.inputs import recorded_date
 
 
 @torch_defaults()

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from comingle.errors import RunError
+from comingle.utils.errors import RunError
 
 MEETING, PARENT = "COMINGLE_MEETING", "COMINGLE_PARENT"
 """What `--processes` tells those that it starts: by which file they find each other, and a pipe that ends with it."""

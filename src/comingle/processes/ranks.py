@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from comingle import errors
-from comingle.errors import ComingleError, RankLostError
 from comingle.processes.launched import LOST, PARENT, Place
-from comingle.trees import Tree
+from comingle.utils import errors
+from comingle.utils.errors import ComingleError, RankLostError
+from comingle.utils.trees import Tree
 
 T = TypeVar("T")
 

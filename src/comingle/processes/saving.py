@@ -15,10 +15,10 @@ from comingle.engines.checkpoints import (
     write_tensors,
     written,
 )
-from comingle.engines.checksums import line_of, list_checkpoints
 from comingle.engines.clock import Federation
 from comingle.engines.shards import shard_file
 from comingle.engines.state import Stored
+from comingle.utils.files import line_of, list_checkpoints
 
 
 def save_shards(federation: Federation, run: Path, number: int, progress: Progress) -> None:

@@ -24,7 +24,7 @@ from comingle.protocol.compression import expand
 from comingle.protocol.messages import LOSS, Download, Upload, join_uploads, no_uploads, validation_report, verdict
 from comingle.protocol.wire import packed_bytes
 from comingle.transports.inprocess import InProcess
-from comingle.trees import Tree, restrict
+from comingle.utils.trees import Tree, restrict
 
 T = TypeVar("T")
 _REPORT = "report/"

@@ -16,7 +16,6 @@ from comingle.engines.settings import Training
 from comingle.engines.starting import start_server
 from comingle.engines.state import Stored
 from comingle.engines.training import cohorts
-from comingle.errors import RecipeError
 from comingle.kinds.base import Materials, later
 from comingle.methods import make
 from comingle.methods.base import Method
@@ -30,6 +29,7 @@ from comingle.recipes import Recipe
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.session import prepare
 from comingle.runs.settings import fitted, training_settings
+from comingle.utils.errors import RecipeError
 
 
 class _OfOwnUsers(logging.Handler):

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from comingle.errors import MessageError
 from comingle.protocol.formats import Format
-from comingle.trees import Tree
+from comingle.utils.errors import MessageError
+from comingle.utils.trees import Tree
 
 SCALE = ".scale"
 RESIDUAL = "residual/"

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from comingle.trees import Layout, Tree
+from comingle.utils.trees import Layout, Tree
 
 LOSS, COUNT = "loss", "count"
 """Reports of every user: its mean training loss in nats, and where means are weighted by it, its amount of data."""

@@ -23,10 +23,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from comingle.errors import MessageError
 from comingle.protocol.compression import SCALE
 from comingle.protocol.messages import Download, Upload
-from comingle.trees import Tree
+from comingle.utils.errors import MessageError
+from comingle.utils.trees import Tree
 
 FORMAT = 1
 """Raised when the bytes of a message change their meaning."""

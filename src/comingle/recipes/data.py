@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from comingle import plugins
-from comingle.errors import PluginError, did_you_mean
 from comingle.recipes.fields import Fraction, Section
+from comingle.utils import registry
+from comingle.utils.errors import PluginError, did_you_mean
 
 GROUP = "comingle.kinds"
 """Under which entry points plug-ins offer sections of kinds of their own."""
@@ -118,7 +118,7 @@ _OWN = {
 
 def kinds() -> list[str]:
     """All kinds of data, those of plug-ins last."""
-    return [*_OWN, *plugins.load(GROUP)]
+    return [*_OWN, *registry.load(GROUP)]
 
 
 def section_of(content: Mapping[str, Any]) -> type[DataSection]:
@@ -146,10 +146,10 @@ def load_section(kind: str) -> type[DataSection]:
     Raises:
         PluginError: a plug-in's cannot be imported, or has the name of one that is here.
     """
-    plugin = plugins.load(GROUP).get(kind)
+    plugin = registry.load(GROUP).get(kind)
     if kind in _OWN and plugin is not None:
-        raise plugins.taken(plugin)
-    return plugins.load_object(_OWN[kind]) if plugin is None else plugin.load()
+        raise registry.taken(plugin)
+    return registry.load_object(_OWN[kind]) if plugin is None else plugin.load()
 
 
 def _loadable() -> Iterator[type[DataSection]]:

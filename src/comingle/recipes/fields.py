@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from comingle.errors import LARGEST
+from comingle.utils.errors import LARGEST
 
 Count = Annotated[int, Field(ge=1, le=10**15, strict=True)]
 """Above it are only slips of the hand, and numbers that no tensor can count."""

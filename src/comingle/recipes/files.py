@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from comingle.data.hub import is_named
-from comingle.errors import RecipeError
 from comingle.recipes.reading import MAX_BYTES, read_text, too_large
 from comingle.recipes.sections import Recipe, complete_older, parse_recipe
+from comingle.utils.errors import RecipeError
+from comingle.utils.names import is_named
 
 
 def load_recipe(path: str | Path, *, change: Callable[[Any], Any] = lambda content: content) -> Recipe:

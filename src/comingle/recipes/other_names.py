@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from comingle.errors import ComingleError
 from comingle.recipes.data import DataSection
+from comingle.utils.errors import ComingleError
 
 _RATE = "training.experts.learning_rate"
 _EPOCHS = "training.rounds training.local_epochs training.local_steps"

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from comingle.errors import did_you_mean
 from comingle.recipes.data import DataSection
 from comingle.recipes.other_names import other_name_hint, section_in
+from comingle.utils.errors import did_you_mean
 
 _BRANCHES = ("function-", "constrained-", "list[", "dict[", "literal[")
 """How pydantic calls the branches of a union within a place."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from comingle.errors import RecipeError
+from comingle.utils.errors import RecipeError
 
 MAX_BYTES = 4 << 20
 """Ten thousand users with a file each need one million; reading YAML takes about 200 times its size in memory."""

@@ -15,7 +15,6 @@ from pydantic import Field, SerializeAsAny, ValidationError, field_validator, mo
 
 from comingle.adapters.settings import RANK, AdapterSettings, Targets
 from comingle.engines.settings import EVERYBODY, OptimizerSettings, Training
-from comingle.errors import RecipeError
 from comingle.protocol.formats import Format
 from comingle.recipes.data import DataSection, section_of
 from comingle.recipes.fields import Count, Fraction, NotNegative, Positive, Section, Steps, number_in, plain_name
@@ -23,6 +22,7 @@ from comingle.recipes.guards import AggregationSection, PrivacySection
 from comingle.recipes.problems import first_problem
 from comingle.robust.settings import Aggregation
 from comingle.routers.settings import Balance
+from comingle.utils.errors import RecipeError
 
 
 class MethodSection(Section):

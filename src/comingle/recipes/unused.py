@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from comingle.errors import RecipeError
 from comingle.recipes.sections import Recipe
+from comingle.utils.errors import RecipeError
 
 
 def check_used(recipe: Recipe) -> None:

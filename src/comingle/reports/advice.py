@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from comingle.records import MEASURES, measure_of, plural
 from comingle.reports.series import Gain, spread
 from comingle.reports.significance import interval
 from comingle.tables.framing import Table
 from comingle.tables.measures import change, change_text
 from comingle.tables.run_tables import sizes
-from comingle.terminal import printable, words
+from comingle.utils.records import MEASURES, measure_of, plural
+from comingle.utils.terminal import printable, words
 
 Runs = Mapping[int, Mapping[str, Any]]
 """Metrics of runs by seed."""

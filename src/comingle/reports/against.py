@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from comingle.errors import RecipeError, did_you_mean
 from comingle.reports.significance import (
     ERROR,
     Estimate,
@@ -40,7 +39,8 @@ from comingle.tables.measures import (
     rule,
     worst_of,
 )
-from comingle.terminal import words
+from comingle.utils.errors import RecipeError, did_you_mean
+from comingle.utils.terminal import words
 
 Results = Mapping[str, Mapping[int, Mapping[str, float | None]]]
 """Each user's result of each method with each seed; None where it is not finite."""

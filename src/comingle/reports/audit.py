@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from comingle.records import plural
 from comingle.reports.significance import interval
+from comingle.utils.records import plural
 
 VIEWS = {"server": "the server, from uploads", "users": "other users, from what is published"}
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from comingle.errors import RunError
-from comingle.records import plural, write_json, write_text
 from comingle.reports.audit import VIEWS, Audit, mean_told, reach_told, verdict
 from comingle.reports.significance import interval
 from comingle.tables.framing import Table
-from comingle.terminal import printable, words
+from comingle.utils.errors import RunError
+from comingle.utils.records import plural, write_json, write_text
+from comingle.utils.terminal import printable, words
 
 
 def proof_rows(audit: Audit) -> tuple[list[str], list[list[str]]]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from comingle.errors import RunError, list_names
-from comingle.records import GEOMETRIC, geometric, measure_of, read_metrics
 from comingle.reports.against import Against, baseline_of, hold
+from comingle.utils.errors import RunError, list_names
+from comingle.utils.records import GEOMETRIC, geometric, measure_of, read_metrics
 
 
 def _spread(values: Sequence[float | None]) -> tuple[float | None, float | None]:

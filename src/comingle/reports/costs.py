@@ -9,7 +9,7 @@ from rich.text import Text
 
 from comingle.tables.framing import Table
 from comingle.tables.run_tables import megabytes
-from comingle.terminal import printable, words
+from comingle.utils.terminal import printable, words
 
 
 def render_plan(plan: dict[str, Any]) -> Iterator[Table | Text | str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from comingle.records import MEASURES
 from comingle.reports.runs import Entry
 from comingle.reports.series import baselines, compared, final
+from comingle.utils.records import MEASURES
 
 MAX_PANELS = 24
 """How many users have a panel; more are a population, of which the best and the worst have one."""

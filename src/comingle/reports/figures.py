@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from comingle.records import MEASURES
 from comingle.reports.canvas import Key, Panels, draw, label_points, save, short
 from comingle.reports.colours import Style, styles
 from comingle.reports.extremes import MAX_PANELS, extremes
@@ -19,6 +18,7 @@ from comingle.reports.heatmaps import scores_figure
 from comingle.reports.runs import Entry
 from comingle.reports.series import Curve, cost, final, learning_curve
 from comingle.tables.measures import axis_label, byte_unit, sparse, tick
+from comingle.utils.records import MEASURES
 
 __all__ = ["bytes_figure", "curves_figure", "draw", "save", "scores_figure", "users_figure"]
 

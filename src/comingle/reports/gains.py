@@ -50,7 +50,7 @@ def users_panels(entries: Sequence[Entry], baseline: Entry, width: float = 8.2) 
         paint=[partial(_users, rows=rows, shown=shown, looks=looks, measure=measure)],
         columns=1,
         size=(width, 1.1 + 0.17 * len(shown) * (len(rows) + 0.8)),
-        sheet=_sheet(rows, baseline),
+        sheet=_gain_sheet(rows, baseline),
         keys=[(Patch(color=looks[entry.label].colour.light), entry.label) for entry, _ in rows],
         below=change_label(measure, baseline.label, short=width < 6),
     )
@@ -66,7 +66,7 @@ def _looks(entries: Sequence[Entry]) -> dict[str, Style]:
     return {entry.label: style for entry, style in zip(entries, every, strict=True)}
 
 
-def _sheet(rows: Rows, baseline: Entry) -> list[list[object]]:
+def _gain_sheet(rows: Rows, baseline: Entry) -> list[list[object]]:
     """Every user, entry by entry, best first."""
     unit = baseline.first.unit
     head = ["method", "against", "user", f"train_{unit}", "change", "std_over_seeds", "low_95", "high_95", "verdict"]
@@ -156,12 +156,12 @@ def population_panels(entries: Sequence[Entry], baseline: Entry) -> Panels | Non
         ],
         columns=min(3, 1 + len(told)),
         size=(3.9, 2.9),
-        sheet=_sheet(rows, baseline),
-        keys=[(_line(looks[entry.label]), entry.label) for entry, _ in rows],
+        sheet=_gain_sheet(rows, baseline),
+        keys=[(_legend_line(looks[entry.label]), entry.label) for entry, _ in rows],
     )
 
 
-def _line(style: Style) -> Line2D:
+def _legend_line(style: Style) -> Line2D:
     return Line2D([], [], color=style.colour.light, linestyle=style.line, marker=style.marker)
 
 

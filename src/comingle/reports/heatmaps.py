@@ -53,7 +53,7 @@ def scores_panels(entry: Entry, entries: Sequence[Entry] = ()) -> Panels:
         paint=paint,
         columns=width * max(1, min(4, len(paint)) // width),
         size=(2.9, min(2.6, 1.15 + 0.06 * layers)),
-        sheet=_sheet(users, rounds),
+        sheet=_heatmap_sheet(users, rounds),
         keys=[(Patch(color=expert_colour(name).light), f"{name} (solid 1, blank 0)") for name in names],
         below="round",
         left="layer",
@@ -73,7 +73,7 @@ def _heat(axis: Axes, *, expert: ExpertCurves, title: str, rounds: dict[int, int
     axis.grid(visible=False)
 
 
-def _sheet(users: dict[str, list[ExpertCurves]], rounds: dict[int, int]) -> list[list[object]]:
+def _heatmap_sheet(users: dict[str, list[ExpertCurves]], rounds: dict[int, int]) -> list[list[object]]:
     rows: list[list[object]] = [["user", "expert", "layer", "round", "mean_score", "std_over_seeds"]]
     for user, by_layer in users.items():
         for expert in by_layer:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from comingle.records import number
 from comingle.tables.framing import Table
 from comingle.tables.measures import rule
-from comingle.terminal import printable, words
+from comingle.utils.records import number
+from comingle.utils.terminal import printable, words
 
 _ROWS = {
     "pretrained": "the base as it is",

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from comingle.records import measure_of, number
 from comingle.reports.tables import cost_columns, note_of, score_columns, title_of
 from comingle.tables.measures import best_of
 from comingle.tables.run_tables import users_with_column
-from comingle.terminal import printable
+from comingle.utils.records import measure_of, number
+from comingle.utils.terminal import printable
 
 _CHARACTERS = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
@@ -34,7 +34,7 @@ _SPECIAL = re.compile("|".join(map(re.escape, _CHARACTERS)))
 _HYPHENS = re.compile("-(?=-)")
 """Hyphens that would become a dash with the next one."""
 
-Spread = dict[str, float | None]
+CellSpread = dict[str, float | None]
 """``mean`` and ``std`` over seeds, each None where it is not finite."""
 
 
@@ -62,7 +62,7 @@ def latex(table: dict[str, Any], *, everybody: bool = False) -> str:
     rows, measure = table["methods"], measure_of(table["methods"][0])
     methods = [escape_latex(row["method"]) for row in rows]
     seeds = [len(row["seeds"]) for row in rows]
-    scores = [(escape_latex(name), _cells(values, seeds, measure)) for name, values in score_columns(table)]
+    scores = [(escape_latex(name), _latex_cells(values, seeds, measure)) for name, values in score_columns(table)]
     costs = [(escape_latex(name), [escape_latex(cell) for cell in cells]) for name, cells in cost_columns(table)]
     columns = [("method", methods), *scores]
     parted = [columns, [columns[0], *costs]] if max(seeds) > 1 else [[*columns, *costs]]  # deviations leave no room
@@ -72,12 +72,14 @@ def latex(table: dict[str, Any], *, everybody: bool = False) -> str:
     parts = [_environment(f"{title}{best}", bodies, note_of(table))]
     users = rows[0]["users"]
     if everybody and not users_with_column(users):
-        body = [[escape_latex(name), *_cells([row["users"][name] for row in rows], seeds, measure)] for name in users]
+        body = [
+            [escape_latex(name), *_latex_cells([row["users"][name] for row in rows], seeds, measure)] for name in users
+        ]
         parts.append(_environment(f"every user: {title}{best}", [_tabular(["user", *methods], body)], ""))
     return "% needs \\usepackage{booktabs}\n" + "\n".join(parts)
 
 
-def _cells(values: Sequence[Spread], seeds: Sequence[int], measure: str) -> list[str]:
+def _latex_cells(values: Sequence[CellSpread], seeds: Sequence[int], measure: str) -> list[str]:
     """Return the cells of methods that are compared with each other."""
     finite = [mean for value in values if (mean := value["mean"]) is not None and math.isfinite(mean)]
     best = number(best_of(measure)(finite), measure) if finite and len(values) > 1 else None

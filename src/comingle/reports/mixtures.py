@@ -20,11 +20,11 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from scipy.optimize import linear_sum_assignment
 
-from comingle.records import read_events
 from comingle.reports.canvas import draw, short
 from comingle.reports.colours import INK
+from comingle.utils.records import read_events
 
-MAX_PANELS = 6
+MAX_SNAPSHOTS = 6
 _MOST_NAMES = 40
 _SOLID = "#2b7bc4"  # about equally far from white paper and from dark
 _SHADES = LinearSegmentedColormap.from_list("weights", [f"{_SOLID}00", f"{_SOLID}ff"])
@@ -184,7 +184,7 @@ def mixtures_figure(mixtures: Mixtures) -> Figure:
 
 def _spread_out(count: int) -> list[int]:
     """The first and the last evaluation, and some between them at equal distances."""
-    wanted = min(count, MAX_PANELS)
+    wanted = min(count, MAX_SNAPSHOTS)
     return [round(number * (count - 1) / max(1, wanted - 1)) for number in range(wanted)]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from comingle.errors import RunError
-from comingle.inputs import Inputs, read_inputs
-from comingle.records import sample_told
 from comingle.reports.runs import Entry, RunRecord
+from comingle.utils.errors import RunError
+from comingle.utils.inputs import Inputs, read_inputs
+from comingle.utils.records import sample_told
 
 
 def _tested(key: str) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from comingle.records import number
 from comingle.reports.against import BETTER, WORSE, Against, heading, notes, rows_of
 from comingle.reports.colours import INK, LINE, MUTED, PAPER, Colour, expert_colour, expert_css, rgb, styles
 from comingle.reports.drawn import Drawn
@@ -37,6 +36,7 @@ from comingle.reports.series import (
 from comingle.reports.sheets import mixtures_sheet
 from comingle.reports.tokens import TokenView, as_data
 from comingle.tables.measures import best_of, level_text, rule, worst_of
+from comingle.utils.records import number
 
 WIDE = 8
 """The table of results has a column for each of so many users; of more it shows the worst and the best."""

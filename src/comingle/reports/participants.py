@@ -10,10 +10,10 @@ from typing import Any
 
 from rich import table as rich_table
 
-from comingle.records import PARTICIPANTS, number
 from comingle.tables.crowds import MOST_ROWS
 from comingle.tables.measures import byte_unit
-from comingle.terminal import words
+from comingle.utils.records import PARTICIPANTS, number
+from comingle.utils.terminal import words
 
 _STYLES = {"here": "green", "away": "red", "expected": "dim"}
 
@@ -28,7 +28,7 @@ def render_participants(folder: Path, *, everybody: bool = False) -> rich_table.
     content = _read(folder)
     users: Mapping[str, Mapping[str, Any]] = content.get("users", {})
     measure = content.get("measure") or "test"
-    table = rich_table.Table("user", "", title=_title(content), title_justify="left", box=None)
+    table = rich_table.Table("user", "", title=_participants_title(content), title_justify="left", box=None)
     more = [
         *(["epsilon"] if "privacy" in content else []),
         *(["counted"] if any(user.get("counted") is not None for user in users.values()) else []),
@@ -54,7 +54,7 @@ def _read(folder: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _title(content: Mapping[str, Any]) -> str:
+def _participants_title(content: Mapping[str, Any]) -> str:
     if not content:
         return "waiting for the coordinator"
     states = [user["state"] for user in content["users"].values()]

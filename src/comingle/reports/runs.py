@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from comingle.errors import RunError
-from comingle.records import geometric_mean, measure_of, read_events, read_metrics
 from comingle.reports.comparisons import folder_name, require_same_users
+from comingle.utils.errors import RunError
+from comingle.utils.records import geometric_mean, measure_of, read_events, read_metrics
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from comingle.records import MEASURES
 from comingle.reports.against import BASELINE, Against, baseline_of, hold, members
 from comingle.reports.runs import Entry, Evaluation
 from comingle.reports.significance import interval
 from comingle.tables.measures import change, change_text, is_worse, level
+from comingle.utils.records import MEASURES
 
 BASELINES = ("local", "fedavg")
 """What each user's result is held against: alone, and with everything averaged."""

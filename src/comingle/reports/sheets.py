@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from comingle.records import read_metrics
 from comingle.reports.mixtures import Mixtures
 from comingle.reports.tokens import TokenView
+from comingle.utils.records import read_metrics
 
 Sheet = Sequence[Sequence[object]]
 """A header and rows."""

@@ -9,14 +9,14 @@ from typing import Any
 
 from rich.text import Text
 
-from comingle.records import GEOMETRIC, measure_of, number, privacy_told, sample_told, write_json, write_text
 from comingle.reports import against
 from comingle.reports.comparisons import against_of, compare_runs
 from comingle.tables.crowds import at_share, best_first, budget_note, is_unequal, typical_budget
 from comingle.tables.framing import Table
 from comingle.tables.measures import markdown_line, rule
 from comingle.tables.run_tables import seconds_text, sizes, users_with_column
-from comingle.terminal import printable, words
+from comingle.utils.records import GEOMETRIC, measure_of, number, privacy_told, sample_told, write_json, write_text
+from comingle.utils.terminal import printable, words
 
 _MEANS = ("mean", "geometric mean")
 _COSTS = ("trainable", "upload / round", "seconds")

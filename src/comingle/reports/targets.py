@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from comingle.errors import ComingleError, RunError
+from comingle.utils.errors import ComingleError, RunError
 
 
 def require_packages(verb: str) -> None:

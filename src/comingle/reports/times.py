@@ -13,14 +13,14 @@ _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms")
 
 def render_times(times: dict[str, Any]) -> Iterator[Table | str]:
     """Each method's rounds for populations of several sizes, and what was measured."""
-    yield _head(times)
+    yield _times_head(times)
     for method in times["methods"]:
-        yield _table(method, priced=times["price"] is not None)
+        yield _times_table(method, priced=times["price"] is not None)
         yield f"  {_measured(method['parts'])}\n"
     yield from _notes(times)
 
 
-def _head(times: dict[str, Any]) -> str:
+def _times_head(times: dict[str, Any]) -> str:
     machines, processes = times["machines"], times["processes"]
     what = f"{processes} GPUs" if times["gpus"] else f"{processes} processes on {times['cores']} cores"
     each = " each" if machines > 1 else ""
@@ -29,7 +29,7 @@ def _head(times: dict[str, Any]) -> str:
     return f"Time on {machines} machine{'s' if machines > 1 else ''} with {what}{each}{price}{link}\n"
 
 
-def _table(method: dict[str, Any], *, priced: bool) -> Table:
+def _times_table(method: dict[str, Any], *, priced: bool) -> Table:
     table = Table(title=f"{method['method']}: seconds of a round", title_justify="left", box=None)
     names = ["users", "in a round", *_SPENT, "round", "run", *(["money"] if priced else []), "binds", "users' bytes"]
     for name in names:

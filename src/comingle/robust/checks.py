@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from comingle.errors import RecipeError
 from comingle.methods.base import Method
 from comingle.privacy.settings import Privacy
 from comingle.robust.settings import Aggregation
+from comingle.utils.errors import RecipeError
 
 WEIGHTED = ("geometric-median", "norm-bound")
 """Rules in which users' weights are of use."""

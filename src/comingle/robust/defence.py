@@ -14,7 +14,7 @@ from comingle.privacy.clipping import norms, without_padding
 from comingle.robust import rules
 from comingle.robust.judged import Judged
 from comingle.robust.settings import Aggregation
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 _DIGITS = 4
 """Of what events say; what counts a little is not said to count nothing."""

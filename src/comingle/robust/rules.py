@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from comingle.privacy.clipping import clipped, norms
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 SMOOTHING, STEPS, ENOUGH = 1e-6, 1000, 1e-9
 """Of the geometric median: the least distance (nu), the most steps, and when a step is too small to go on."""

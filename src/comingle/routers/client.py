@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from comingle.errors import RecipeError, is_number
 from comingle.routers.mixtures import softmax_mixture
+from comingle.utils.errors import RecipeError, is_number
 
 
 class ClientRouter(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.trees import CLIENT_ROUTER, Tree
+from comingle.utils.trees import CLIENT_ROUTER, Tree
 
 Powers = Float[Tensor, "*users clusters"] | None
 """To which components' probabilities are taken, each one over a temperature; None: to the first."""

@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from comingle.engines.checkpoints import Progress
-from comingle.engines.checksums import list_checkpoints
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
-from comingle.errors import RunError
-from comingle.inputs import recorded_date
 from comingle.kinds.base import Materials
 from comingle.methods import make
 from comingle.methods.files import check_origin
@@ -20,13 +17,16 @@ from comingle.methods.own_errors import own_errors
 from comingle.models.hardware import torch_defaults
 from comingle.progress import LOADING, reporting
 from comingle.recipes import Recipe, load_recipe
-from comingle.records import is_server, logger, read_metrics, resume_command
 from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
 from comingle.runs.opening import reopen
 from comingle.runs.restoring import restore
 from comingle.runs.results import Run
 from comingle.runs.session import build, prepare, run_in, warn_unread
+from comingle.utils.errors import RunError
+from comingle.utils.files import list_checkpoints
+from comingle.utils.inputs import recorded_date
+from comingle.utils.records import is_server, logger, read_metrics, resume_command
 
 
 @torch_defaults()

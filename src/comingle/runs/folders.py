@@ -8,15 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from comingle.engines.checksums import list_checkpoints
-from comingle.errors import RunError
-from comingle.inputs import INPUTS, Inputs, check_inputs, read_inputs, write_inputs
-from comingle.locks import HOLDER, LOCK, check_free, locked
 from comingle.methods import make
 from comingle.methods.files import ORIGIN, check_origin, write_origin
 from comingle.privacy.settings import KEY
 from comingle.recipes import Recipe, load_recipe
-from comingle.records import DRAFT, FEDERATION, check_name, told_in_one_line, write_text
+from comingle.utils.errors import RunError
+from comingle.utils.files import HOLDER, LOCK, check_free, list_checkpoints, locked
+from comingle.utils.inputs import INPUTS, Inputs, check_inputs, read_inputs, write_inputs
+from comingle.utils.records import DRAFT, FEDERATION, check_name, told_in_one_line, write_text
 
 NETWORK = ("flower", "users")
 """What a federation's processes keep in its run folder, before and besides the run itself."""

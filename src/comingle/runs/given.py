@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from comingle.errors import BaseModelError, DataError, RecipeError
 from comingle.kinds.base import kind_of
 from comingle.kinds.handed import section_for
 from comingle.methods import Make, lent
@@ -23,6 +22,7 @@ from comingle.models.language import load_base
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
 from comingle.recipes import Recipe, load_recipe, parse_recipe
 from comingle.recipes.data import load_section
+from comingle.utils.errors import BaseModelError, DataError, RecipeError
 
 AnyRecipe = Recipe | str | Path | Mapping[str, Any]
 """An object, the path of a file or run folder, or what would stand in the file."""

@@ -11,13 +11,13 @@ from typing import Any
 from comingle.data.crowds import Crowd
 from comingle.engines.settings import MEMORY
 from comingle.engines.users import STORES
-from comingle.errors import DataError, RunError
-from comingle.inputs import DATE, POPULATION, check_base, check_users, read_inputs
 from comingle.kinds.base import Kind, Materials, kind_of, later
 from comingle.models.digests import digest_tokenizer
 from comingle.recipes import Recipe
 from comingle.runs.given import NOTHING, Given, lending
 from comingle.runs.session import describe, get_ready, prepare
+from comingle.utils.errors import DataError, RunError
+from comingle.utils.inputs import DATE, POPULATION, check_base, check_users, read_inputs
 
 
 def reopen(folder: Path, recipe: Recipe, given: Given = NOTHING) -> Materials:

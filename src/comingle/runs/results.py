@@ -12,19 +12,19 @@ from comingle.data.crowds import names_of
 from comingle.data.samples import SPLITS
 from comingle.engines.checkpoints import personal_tensors
 from comingle.engines.local import finetuned
-from comingle.errors import DataError, RunError, require_user
 from comingle.kinds.base import kind_of
 from comingle.models.about import About, Gates, Losses
 from comingle.models.hardware import torch_defaults
 from comingle.models.person import Personal
 from comingle.models.personal import PersonalModel
 from comingle.recipes import Recipe
-from comingle.records import describe_metrics, read_events
 from comingle.tables.curves import curve_svg
 from comingle.tables.framing import html_of
 from comingle.tables.run_tables import render_run
-from comingle.terminal import printable
 from comingle.transports.inprocess import InProcess
+from comingle.utils.errors import DataError, RunError, require_user
+from comingle.utils.records import describe_metrics, read_events
+from comingle.utils.terminal import printable
 
 if TYPE_CHECKING:
     import pandas

@@ -15,7 +15,6 @@ import torch
 
 from comingle.data.crowds import Crowd, digest_names, names_of
 from comingle.data.samples import SPLITS
-from comingle.engines.checksums import list_checkpoints
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock
 from comingle.engines.evaluations import amounts, end_event, merged, sampled, start_event, summarise, users_metrics
@@ -28,8 +27,6 @@ from comingle.engines.settings import MEMORY
 from comingle.engines.state import Stored
 from comingle.engines.trackers import check_trackers
 from comingle.engines.users import STORES
-from comingle.errors import DivergenceError, RecipeError, did_you_mean, list_names
-from comingle.inputs import POPULATION, Inputs, UserInputs
 from comingle.kinds.base import Materials, kind_of
 from comingle.methods import make
 from comingle.methods.own_errors import own_errors
@@ -38,7 +35,6 @@ from comingle.models.hardware import torch_defaults
 from comingle.privacy.checks import check_private, check_steps
 from comingle.recipes import Recipe
 from comingle.recipes.unused import changed, check_used
-from comingle.records import finite, read_evaluations, write_json, write_text
 from comingle.runs.defending import check_aggregation
 from comingle.runs.folders import SKIPPED, open_folder
 from comingle.runs.given import NOTHING, Given
@@ -47,6 +43,10 @@ from comingle.runs.results import Run
 from comingle.runs.settings import fitted, privacy_of, training_settings
 from comingle.runs.watching import boards, saving
 from comingle.transports.inprocess import InProcess, federate
+from comingle.utils.errors import DivergenceError, RecipeError, did_you_mean, list_names
+from comingle.utils.files import list_checkpoints
+from comingle.utils.inputs import POPULATION, Inputs, UserInputs
+from comingle.utils.records import finite, read_evaluations, write_json, write_text
 
 logger = logging.getLogger("comingle")
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from comingle.engines.private import with_noise, with_sums
 from comingle.engines.settings import AUTO, OptimizerSettings, Training
-from comingle.errors import RecipeError, list_names
 from comingle.kinds.base import Materials
 from comingle.kinds.language import as_settings
 from comingle.methods import make
-from comingle.plugins import load_object
 from comingle.privacy.secure.settings import Secure
 from comingle.privacy.settings import Privacy
 from comingle.recipes import Recipe
 from comingle.runs.defending import aggregation_of
+from comingle.utils.errors import RecipeError, list_names
+from comingle.utils.registry import load_object
 
 _FIT = "comingle.costing.fitting:fit"
 """The search for the largest pass that fits; costs are counted on runs, so it is imported by name."""

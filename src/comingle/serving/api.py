@@ -17,7 +17,6 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from comingle.errors import ComingleError
 from comingle.serving import engine as engines
 from comingle.serving.answers import Answer
 from comingle.serving.engine import Engine
@@ -28,6 +27,7 @@ from comingle.serving.prompts import Prompts
 from comingle.serving.schemas import ChatRequest, CompletionRequest, RouteRequest
 from comingle.serving.talk import Talk, stream, while_connected, whole
 from comingle.serving.worker import Overloaded, Worker
+from comingle.utils.errors import ComingleError
 
 PAGE = Path(__file__).parent / "page" / "index.html"
 NOTHING_ELSE = (

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from comingle.errors import DataError, require_user
 from comingle.evaluation.routing import Routing
 from comingle.models.sampling import Sampling
 from comingle.serving.engine import Engine, Piece, Request
 from comingle.serving.prompts import Prompts
+from comingle.utils.errors import DataError, require_user
 
 Show = Callable[[str], None]
 """Is handed the text as it comes."""

@@ -18,7 +18,6 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import DynamicCache
 
-from comingle.errors import DataError, require_user
 from comingle.evaluation.routing import Routing
 from comingle.models.folding import cache_name
 from comingle.models.generation import max_places, place_of, stop_tokens
@@ -29,6 +28,7 @@ from comingle.serving.cache import RowCache
 from comingle.serving.rows import rows_of
 from comingle.serving.sampling import Chooser, Chosen
 from comingle.serving.writer import Writer
+from comingle.utils.errors import DataError, require_user
 
 logger = logging.getLogger("comingle")
 

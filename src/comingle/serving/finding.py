@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from comingle.errors import RunError, did_you_mean
 from comingle.recipes import Recipe, load_recipe
+from comingle.utils.errors import RunError, did_you_mean
 
 
 def find_run(folder: Path, method: str | None = None, seed: int | None = None) -> Path:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from comingle.errors import ComingleError, DataError, RunError, require_user
-from comingle.records import write_text
+from comingle.utils.errors import ComingleError, DataError, RunError, require_user
+from comingle.utils.records import write_text
 
 logger = logging.getLogger("comingle")
 

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import cast
 
 from comingle.adapters import native
-from comingle.errors import DataError
-from comingle.inputs import read_inputs
 from comingle.kinds.base import kind_of
-from comingle.models.cache import cache_folder
 from comingle.models.personal import PersonalModel
-from comingle.records import read_metrics
 from comingle.runs.api import load
 from comingle.serving.finding import find_run
 from comingle.serving.rows import prepare
+from comingle.utils.errors import DataError
+from comingle.utils.files import cache_folder
+from comingle.utils.inputs import read_inputs
+from comingle.utils.records import read_metrics
 
 TURNS = ("conversations", "questions")
 """Kinds of data that are made of turns."""

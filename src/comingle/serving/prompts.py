@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from comingle.data.templates import ChatTemplate, Message
-from comingle.errors import DataError
 from comingle.models.base import Base
 from comingle.models.endings import chat_ends
 from comingle.models.generation import encode_prompt
+from comingle.utils.errors import DataError
 
 
 class Prompts:

@@ -25,7 +25,7 @@ from comingle.models.ensembles import EnsembleModel, mix_forward
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.personal import PersonalModel
 from comingle.models.pretrained import PreTrainedModel
-from comingle.trees import CLIENT_ROUTER, Tree, lora_pairs
+from comingle.utils.trees import CLIENT_ROUTER, Tree, lora_pairs
 
 
 class Rows(ABC):

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 
 import uvicorn
 
-from comingle.errors import RunError
 from comingle.models.personal import PersonalModel
 from comingle.serving.api import make_app
 from comingle.serving.engine import Engine
 from comingle.serving.keys import Keys
 from comingle.serving.limits import Limits
+from comingle.utils.errors import RunError
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -9,7 +9,6 @@ from typing import Any
 from comingle.data.crowds import Crowd
 from comingle.data.samples import Samples, UserSamples, check
 from comingle.data.splits import told_unseen, unseen_labels
-from comingle.errors import DataError
 from comingle.evaluation.losses import CROSS_ENTROPY, MSE, Loss, find_loss
 from comingle.kinds.base import Materials
 from comingle.kinds.samples.folders import class_folders, find_splits
@@ -19,9 +18,10 @@ from comingle.kinds.samples.population import Population
 from comingle.kinds.samples.reading import Remarks, look_of, numbered, read_source, shared_classes
 from comingle.models.base import Base
 from comingle.recipes import Recipe
-from comingle.records import expand_home
 from comingle.store.grouping import Spool
 from comingle.store.turns import Some, Turns, in_turn
+from comingle.utils.errors import DataError
+from comingle.utils.records import expand_home
 
 _ANY = 2**62
 """Classes, where their number is not known before all samples have been read."""

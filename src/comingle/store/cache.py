@@ -1,6 +1,6 @@
 """Populations that a recipe's users were once read into: read anew where a source has changed.
 
-They lie in the user's cache (:func:`comingle.models.cache.cache_folder`), readable by nobody else, under a name that
+They lie in the user's cache (:func:`comingle.utils.files.cache_folder`), readable by nobody else, under a name that
 follows from what was read, by path, size and time of its files, and from all that decides on how it was encoded. What
 nobody has used for 30 days goes. Sources that are no files (names of the hub, of plug-ins) are read anew each time.
 """
@@ -23,12 +23,12 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from comingle.errors import DataError
-from comingle.models.cache import cache_folder, make_once
 from comingle.recipes import Recipe
-from comingle.records import expand_home
 from comingle.store.tokens import ABOUT
 from comingle.store.turns import Turns, write_in_turn
+from comingle.utils.errors import DataError
+from comingle.utils.files import cache_folder, make_once
+from comingle.utils.records import expand_home
 
 _FORM = 3
 """Of the files; what an older version has written is written anew."""

@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from comingle.engines.checksums import list_checkpoints, verify
 from comingle.engines.state import State
-from comingle.records import to_disk, write_json
 from comingle.store.files import RecordFile
 from comingle.store.folder import (
     ABOUT,
@@ -45,6 +43,8 @@ from comingle.store.tables import (
     within,
     write_table,
 )
+from comingle.utils.files import list_checkpoints, verify
+from comingle.utils.records import to_disk, write_json
 
 _AT_ONCE = 256
 """So many records are copied at once."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from comingle.errors import RunError
-from comingle.records import resume_command
+from comingle.utils.errors import RunError
+from comingle.utils.records import resume_command
 
 FOLDER, ABOUT = "store", "store.json"
 

@@ -9,14 +9,12 @@ from typing import Any
 
 from comingle.data.bad_rows import BadRows
 from comingle.data.crowds import Crowd
-from comingle.data.names import name_problem
 from comingle.data.pack import Shortage, UserData, find_shortage, pack, too_short, with_validation
 from comingle.data.partition import REPEATED, Overlap, UserText, find_overlap
 from comingle.data.repeated import Repeated
 from comingle.data.rows import choose_users
 from comingle.data.sources import iterate_documents, no_texts, where_of
 from comingle.data.templates import ChatTemplate
-from comingle.errors import DataError
 from comingle.kinds.base import Materials
 from comingle.kinds.conversations import kind as conversations
 from comingle.kinds.conversations.answers import UserAnswers
@@ -38,6 +36,8 @@ from comingle.recipes import Recipe
 from comingle.store.grouping import Spool
 from comingle.store.tokens import PopulationWriter
 from comingle.store.turns import Some, Turns, in_turn
+from comingle.utils.errors import DataError
+from comingle.utils.names import name_problem
 
 
 class _OfLanguage:

@@ -18,8 +18,8 @@ from typing import overload
 import numpy as np
 
 from comingle.data.crowds import Known
-from comingle.data.names import name_problem
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
+from comingle.utils.names import name_problem
 
 FILES = ("names.text", "names.ends", "names.index", "names.hashes", "names.sha256")
 NAMES, _ENDS, _INDEX, _HASHES, _SUM = FILES

@@ -15,7 +15,6 @@ import torch
 from comingle.data.crowds import Crowd
 from comingle.engines.client import Clients
 from comingle.engines.state import MOMENTS
-from comingle.errors import DataError, RecipeError
 from comingle.kinds.base import Kind, LoadBase, Materials
 from comingle.recipes import Recipe
 from comingle.store import arrays, language, mixing  # noqa: F401 (kinds whose users are read in turn)
@@ -25,6 +24,7 @@ from comingle.store.folder import FOLDER
 from comingle.store.names import NAMES, Names
 from comingle.store.tokens import read_about, read_population
 from comingle.store.turns import SKIPPED, in_turn
+from comingle.utils.errors import DataError, RecipeError
 
 logger = logging.getLogger("comingle")
 

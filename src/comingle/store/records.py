@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from comingle.engines.state import MOMENTS, State
-from comingle.errors import RunError
+from comingle.utils.errors import RunError
 
 HEAD = 16
 """Bytes of a record's head: the CRC-32 of what follows it, and the number of the row, 8 bytes each."""

@@ -15,12 +15,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.engines.state import State, Stored
-from comingle.errors import RunError
 from comingle.store.files import RecordFile
 from comingle.store.folder import Part, told
 from comingle.store.parts import aligned, blank
 from comingle.store.records import forms_of
 from comingle.store.tables import Table
+from comingle.utils.errors import RunError
 
 FILE = 2**40
 """Places are numbered by file: that of the run first, then others that are read or end with this process."""

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from comingle.data.crowds import Crowd
 from comingle.data.samples import SPLITS
-from comingle.errors import DataError
 from comingle.store.forms import FORMS, UserForm
 from comingle.store.names import Names, NamesWriter
+from comingle.utils.errors import DataError
 
 USERS, ENDS, SIZES, ABOUT = "users.bin", "users.ends", "users.sizes", "about.json"
 _LINE = 16

@@ -16,12 +16,12 @@ from typing import Any, Generic, TextIO, TypeVar
 
 from comingle.data.crowds import Crowd
 from comingle.data.pack import LISTED, list_small
-from comingle.errors import DataError, NoTextError
 from comingle.kinds.base import Kind, Materials
 from comingle.models.base import Base
 from comingle.recipes import Recipe
 from comingle.store.grouping import Spool
 from comingle.store.tokens import PopulationWriter
+from comingle.utils.errors import DataError, NoTextError
 
 SKIPPED = "skipped.jsonl"
 """In the folder of a population: a line for each user who was left out, and what of the user had too little."""

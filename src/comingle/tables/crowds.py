@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from comingle.records import MEASURES
+from comingle.utils.records import MEASURES
 
 MOST_ROWS = 24
 """A run's table has a row for each of so many users; of more it shows the best, the worst, and how all are spread."""
@@ -14,7 +14,7 @@ MOST_ROWS = 24
 FEW = 5
 """So many of the best users, and of the worst."""
 
-SHARES = {"10% of users": 0.1, "25%": 0.25, "median": 0.5, "75%": 0.75, "90%": 0.9}
+QUANTILES = {"10% of users": 0.1, "25%": 0.25, "median": 0.5, "75%": 0.75, "90%": 0.9}
 """Where between the best user, 0, and the worst, 1, a distribution is looked at."""
 
 TOLERANCE = 0.1

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from comingle.records import measure_of, number
 from comingle.tables.measures import rule
 from comingle.tables.run_tables import users_with_column
-from comingle.terminal import printable
+from comingle.utils.records import measure_of, number
+from comingle.utils.terminal import printable
 
 WIDTH, HEIGHT = 480, 200
 """Size of the SVG in pixels."""

@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text, TextType
 
-from comingle.terminal import printable
+from comingle.utils.terminal import printable
 
 
 class Table(table.Table):

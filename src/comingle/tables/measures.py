@@ -1,6 +1,6 @@
 """How measures are told: in headings, on axes, in cells, and as the change of a user's result against a baseline.
 
-Accuracies are kept in [0, 1] and told in per cent. What is better is in :data:`comingle.records.MEASURES`.
+Accuracies are kept in [0, 1] and told in per cent. What is better is in :data:`comingle.utils.records.MEASURES`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from comingle.records import MEASURES, SHARES
+from comingle.utils.records import MEASURES, SHARES
 
 
 def rule(measure: str) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from comingle.errors import list_names
-from comingle.records import geometric, measure_of, number, privacy_told, sample_told
-from comingle.tables.crowds import FEW, MOST_ROWS, SHARES, at_share, best_first
+from comingle.tables.crowds import FEW, MOST_ROWS, QUANTILES, at_share, best_first
 from comingle.tables.framing import Table
 from comingle.tables.measures import byte_unit, rule
-from comingle.terminal import words
+from comingle.utils.errors import list_names
+from comingle.utils.records import geometric, measure_of, number, privacy_told, sample_told
+from comingle.utils.terminal import words
 
 MOST_USERS = 8
 """The largest number of users that get a column each."""
@@ -107,7 +107,7 @@ def _add_crowd(table: Table, metrics: dict[str, Any], measure: str) -> None:
     table.add_row(words(f"best {FEW} of {len(ordered)} (--all shows everybody)", "dim"))
     _add_users(table, metrics, ordered[:FEW])
     table.add_row(words("from best to worst", "dim"))
-    for label, share in SHARES.items():
+    for label, share in QUANTILES.items():
         table.add_row(label, number(scores[at_share(ordered, share)], measure))
     table.add_row(words(f"worst {FEW}", "dim"))
     _add_users(table, metrics, ordered[-FEW:])

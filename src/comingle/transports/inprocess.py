@@ -21,7 +21,6 @@ from comingle.engines.shards import load_parts
 from comingle.engines.starting import start_server
 from comingle.engines.state import Stored
 from comingle.engines.training import cohorts
-from comingle.errors import NoSumError
 from comingle.privacy.ledger import Ledger
 from comingle.privacy.secure.quantising import as_words
 from comingle.privacy.secure.settings import Terms
@@ -37,7 +36,8 @@ from comingle.protocol.messages import (
     validation_report,
 )
 from comingle.protocol.wire import pack, packed_bytes, unpack
-from comingle.trees import Tree
+from comingle.utils.errors import NoSumError
+from comingle.utils.trees import Tree
 
 logger = logging.getLogger("comingle")
 

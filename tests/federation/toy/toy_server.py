@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from comingle.errors import RunError
-from comingle.records import write_text
 from comingle.transports.channel import Channel
 from comingle.transports.flower.server_app import make_server_app
+from comingle.utils.errors import RunError
+from comingle.utils.records import write_text
 
 
 def coordinate(channel: Channel, config: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> None:

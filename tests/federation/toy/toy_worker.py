@@ -7,9 +7,9 @@ import signal
 import time
 from collections.abc import Callable
 
-from comingle.errors import MessageError
 from comingle.transports.flower.users import User
 from comingle.transports.flower.worker import main
+from comingle.utils.errors import MessageError
 
 
 def load(user: User) -> Callable[[bytes], bytes]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from comingle.methods.server import Received, Server, ServerSetup
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 
 def received(uploads: Tree, weights: Sequence[float], **beside: Any) -> Received:

@@ -13,7 +13,6 @@ from linear_task import EVERYONE, LINEAR, Own, batches, descend, outputs, sample
 from torch import Tensor, nn
 
 from comingle.engines.mixing import mixture_at_users
-from comingle.errors import RecipeError
 from comingle.evaluation.losses import CROSS_ENTROPY
 from comingle.models.personal_net import MixtureOfModels, personal_net
 from comingle.models.stacked import stack
@@ -21,6 +20,7 @@ from comingle.recipes import parse_recipe
 from comingle.routers.mixtures import ClientMixture
 from comingle.runs.api import run
 from comingle.transports.inprocess import InProcess
+from comingle.utils.errors import RecipeError
 from federations import crossing, exchange, local_round, message_bytes
 
 MODELS = 3

@@ -11,11 +11,11 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from comingle.engines.mixing import entropy, mismatch, mixture_at_users
-from comingle.errors import RecipeError
 from comingle.methods import make
 from comingle.methods.server import aggregation_weights
 from comingle.papers.methods.mixtures import ClusterSteps, cluster_weights, entropic
 from comingle.transports.inprocess import InProcess
+from comingle.utils.errors import RecipeError
 from federations import exchange, local_round
 
 RATE, ROUTER_RATE, EPS = 0.05, 0.2, 1e-5

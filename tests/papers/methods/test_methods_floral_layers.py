@@ -10,7 +10,6 @@ from torch import Tensor
 
 from comingle.adapters.clustered.wrap import floral
 from comingle.engines.mixing import mixture_at_users
-from comingle.errors import MessageError, RecipeError
 from comingle.federation.checking import check_upload
 from comingle.methods import make
 from comingle.methods.server import Received
@@ -18,7 +17,8 @@ from comingle.papers.methods.client_routers import by_layer
 from comingle.papers.methods.mixtures import ClusterSteps
 from comingle.protocol.messages import LOSS
 from comingle.transports.inprocess import InProcess
-from comingle.trees import CLIENT_ROUTER
+from comingle.utils.errors import MessageError, RecipeError
+from comingle.utils.trees import CLIENT_ROUTER
 from federations import exchange, local_round
 
 RATE, ROUTER_RATE, CLUSTERS = 0.05, 0.3, 2

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.errors import RecipeError
 from comingle.papers.methods.merging import (
     column_shares,
     fixed_step,
@@ -20,7 +19,8 @@ from comingle.papers.methods.merging import (
     weight_gradient,
 )
 from comingle.papers.methods.soups import start_soup
-from comingle.trees import Tree
+from comingle.utils.errors import RecipeError
+from comingle.utils.trees import Tree
 
 USERS, MODELS = 5, 3
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}

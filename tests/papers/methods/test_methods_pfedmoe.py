@@ -10,10 +10,10 @@ import torch
 from linear_task import EVERYONE, RATE, batches, samples_of, unequal
 from torch import Tensor, nn
 
-from comingle.errors import RecipeError
 from comingle.models.gated import GatedPair
 from comingle.models.personal_net import personal_net
 from comingle.transports.inprocess import InProcess
+from comingle.utils.errors import RecipeError
 from federations import exchange, local_round
 
 METHOD = "pfedmoe"

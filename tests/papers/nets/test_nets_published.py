@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
-from comingle.data.seeds import generator
-from comingle.errors import RecipeError
 from comingle.models.nets import NETS, make_net
+from comingle.utils.errors import RecipeError
+from comingle.utils.seeds import generator
 
 USERS = 3
 SHAPES = {"linear": ((10,), 3), "mlp": ((10,), 1), "mlp-norm": ((10,), 1), "mnist": ((1, 28, 28), 10)}

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from comingle.data.seeds import generator
 from comingle.evaluation.losses import CROSS_ENTROPY
 from comingle.models.nets import make_net
 from comingle.models.stacked import stack
 from comingle.papers.nets.resnets import STAGES, make_resnet
-from comingle.trees import BASE, STATISTICS
+from comingle.utils.seeds import generator
+from comingle.utils.trees import BASE, STATISTICS
 
 TABLE_1 = {9: 1, 18: 2.27, 34: 4.32, 50: 4.82, 101: 8.73, 152: 11.95}
 

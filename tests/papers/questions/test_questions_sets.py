@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerFast
 
 from comingle.data.batches import PAD, hide, inputs_of
 from comingle.data.templates import Encoded
-from comingle.errors import DataError, RecipeError
 from comingle.kinds.conversations.answers import Question, UserAnswers, as_answers, check_answers, encode, pool_answers
 from comingle.models.byte_tokenizer import EOS, byte_tokenizer
 from comingle.papers.questions.rows import LABELS, ask
 from comingle.papers.questions.sets import QUESTIONS, make_questions
+from comingle.utils.errors import DataError, RecipeError
 
 
 def parted(one: Encoded) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -12,7 +12,6 @@ import pytest
 
 from comingle.data.crowds import Crowd
 from comingle.data.samples import SPLITS
-from comingle.errors import ComingleError
 from comingle.kinds.base import kind_of
 from comingle.models.language import load_base
 from comingle.papers.questions.rows import LABELS
@@ -21,6 +20,7 @@ from comingle.recipes import Recipe, parse_recipe
 from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.store.turns import in_turn, write_in_turn
+from comingle.utils.errors import ComingleError
 
 LANGUAGES = QUESTIONS["xnli"].languages
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from comingle.errors import RecipeError, RunError
 from comingle.papers.reproduce.archive import merge_records, plan_of, read_archive, take, write_archive
 from comingle.papers.reproduce.measured import MEASURED
 from comingle.papers.reproduce.plan import Cell, Wanted, plan
@@ -24,7 +23,8 @@ from comingle.papers.reproduce.published import list_experiments
 from comingle.papers.reproduce.runner import RUNS, run_cells, scores
 from comingle.papers.reproduce.sources import ANYWHERE, placed
 from comingle.papers.reproduce.tables import build_table
-from comingle.records import read_metrics
+from comingle.utils.errors import RecipeError, RunError
+from comingle.utils.records import read_metrics
 
 PUBLISHED = Path(__file__).parents[3] / "benchmarks" / "measured"
 BASE = "random:llama?layers=1&dim=32"

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from tests.quick import quick
 
-from comingle.errors import RunError
 from comingle.papers.reproduce.figures import draw, read_entries
 from comingle.papers.reproduce.plan import Wanted, plan
 from comingle.papers.reproduce.published import load_experiment
 from comingle.papers.reproduce.routes import layer_of
 from comingle.papers.reproduce.runner import run_cells
+from comingle.utils.errors import RunError
 
 SHOWN = {
     "figure3": (["slimpajama-comigs-1g1s"], ["stackexchange, layer 0", "books, layer 0", "CoMiGS-1G1S"]),

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from comingle.errors import RecipeError
 from comingle.models.nets import make_net
 from comingle.papers.reproduce.figures import draw
 from comingle.papers.reproduce.plan import Cell, Plan, Wanted, plan
@@ -21,6 +20,7 @@ from comingle.papers.reproduce.tables import build_table, markdown, remarks
 from comingle.papers.reproduce.weights import count_samples, net_size
 from comingle.papers.tasks.making import make_task
 from comingle.papers.tasks.section import TaskSection
+from comingle.utils.errors import RecipeError
 
 IMAGES = ("mnist", "cifar10", "cifar100")
 

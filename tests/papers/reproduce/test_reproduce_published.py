@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from comingle.errors import RecipeError
 from comingle.methods import REGISTRY, settings_of
 from comingle.papers.recipes import published_recipes
 from comingle.papers.reproduce.plan import Plan, Wanted, plan
@@ -23,6 +22,7 @@ from comingle.papers.reproduce.published import (
     printed,
 )
 from comingle.recipes import Recipe
+from comingle.utils.errors import RecipeError
 
 EXPERIMENTS = list_experiments()
 COMIGS = {name: one for name, one in EXPERIMENTS.items() if name.startswith("comigs/")}

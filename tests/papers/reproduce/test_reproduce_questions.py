@@ -14,7 +14,7 @@ from comingle.papers.reproduce.plan import Plan, Wanted, plan
 from comingle.papers.reproduce.runner import run_cells, scores
 from comingle.papers.reproduce.tables import build_table, markdown
 from comingle.recipes import Recipe
-from comingle.records import read_metrics
+from comingle.utils.records import read_metrics
 
 ROWS = ("local", "fedit", "fedlora", "fedmerge-5")
 

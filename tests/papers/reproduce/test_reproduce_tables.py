@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from comingle.errors import RecipeError
 from comingle.papers.reproduce.plan import Plan, Wanted, plan
 from comingle.papers.reproduce.tables import build_table, markdown, remarks, write_tables
+from comingle.utils.errors import RecipeError
 
 SCORES = {
     ("local", "multilingual"): [10.0, 12.0],

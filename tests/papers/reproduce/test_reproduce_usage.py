@@ -12,7 +12,6 @@ import torch
 from matplotlib.collections import PathCollection
 
 from comingle.data.samples import Samples, UserSamples
-from comingle.errors import RecipeError
 from comingle.papers.reproduce.figures import draw, read_entries
 from comingle.papers.reproduce.plan import Plan, Wanted, plan
 from comingle.papers.reproduce.published import Experiment, Plot, load_experiment
@@ -23,8 +22,9 @@ from comingle.papers.tasks.kind import prepare_task
 from comingle.papers.tasks.making import Task
 from comingle.protocol.messages import COUNT
 from comingle.recipes import Recipe, parse_recipe
-from comingle.records import read_metrics
 from comingle.runs.session import build, prepare
+from comingle.utils.errors import RecipeError
+from comingle.utils.records import read_metrics
 
 NET = 10 * 20 + 20 + 20 + 1
 """Parameters of the task mlp's net, 10-20-1."""

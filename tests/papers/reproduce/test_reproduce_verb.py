@@ -11,13 +11,13 @@ import pytest
 
 from comingle.costing.planning import federate_bare
 from comingle.costing.skeleton import load_skeleton
-from comingle.errors import RunError
 from comingle.methods import REGISTRY
 from comingle.papers.reproduce import reach
 from comingle.papers.reproduce.plan import Wanted, plan
 from comingle.papers.reproduce.published import list_experiments, load_experiment
 from comingle.papers.reproduce.runner import RUNS, run_cells
-from comingle.records import read_metrics
+from comingle.utils.errors import RunError
+from comingle.utils.records import read_metrics
 
 SMOKE = ("--scale", "smoke", "--columns", "multilingual")
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from comingle.adapters.lora import init_a
-from comingle.data.seeds import generator
 from comingle.engines.local import finetuned
 from comingle.transports.inprocess import InProcess
+from comingle.utils.seeds import generator
 from naive import Reference, Rules, honest_double
 
 RATE, STEPS, DECAY = 0.02, 3, 0.1

@@ -10,7 +10,7 @@ import torch
 from by_hand import EVERYONE, RATE, ByHand, Own, played, same
 
 from comingle.data.samples import UserSamples
-from comingle.errors import RecipeError
+from comingle.utils.errors import RecipeError
 from federations import read_anew
 
 ROUNDS = [EVERYONE, [0, 2, 3], EVERYONE]

@@ -12,7 +12,6 @@ import torch
 from by_hand import Own, played, same
 from torch import Tensor
 
-from comingle.errors import DataError, DivergenceError, RecipeError
 from comingle.methods import make
 from comingle.methods.cohort import Phase
 from comingle.methods.server import Received, ServerSetup
@@ -21,6 +20,7 @@ from comingle.papers.rivals.fedamole import Pairs
 from comingle.papers.rivals.fedamole_server import EMBEDDINGS, EXPERTS, PLACES, TOKENS, Assigning, choose
 from comingle.routers.token import Router
 from comingle.transports.inprocess import InProcess
+from comingle.utils.errors import DataError, DivergenceError, RecipeError
 from exporting import trained as after_rounds
 from naive import Gating, Reference, Rules, honest_double, top_k_softmax
 

@@ -15,13 +15,13 @@ from by_hand import Own, played, rows_of, same
 from torch import Tensor, nn
 
 from comingle.engines.local import finetuned, settle
-from comingle.errors import DataError
 from comingle.methods.cohort import Phase
 from comingle.models.folding import cache_name
 from comingle.models.personal import PersonalModel
 from comingle.recipes import parse_recipe
 from comingle.runs.session import build, execute, prepare
 from comingle.transports.inprocess import InProcess
+from comingle.utils.errors import DataError
 from exporting import trained as after_rounds
 from naive import Mixture, Reference, Rules, honest_double
 

@@ -10,9 +10,9 @@ import torch
 from by_hand import Own, played, rows_of, same
 from torch import Tensor
 
-from comingle.errors import RecipeError
 from comingle.models.changes import changes_of_adapted
 from comingle.transports.inprocess import InProcess
+from comingle.utils.errors import RecipeError
 from federations import download_all, exchange, play_round
 from federations import local_round as train
 from naive import Reference, Rules, honest_double

@@ -10,8 +10,8 @@ from by_hand import EVERYONE, RATE, ByHand, Own, played, same
 from torch import Tensor
 
 from comingle.data.samples import UserSamples
-from comingle.data.seeds import generator
 from comingle.papers.rivals.momentum_server import CENTRES, MOVED, OWN, Centres, threshold_step
+from comingle.utils.seeds import generator
 from federations import read_anew
 
 ROUNDS = [EVERYONE, [0, 2, 3], EVERYONE]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.data.seeds import generator
-from comingle.errors import DataError, RecipeError
 from comingle.papers.tasks.groups import choose_labels, cluster_sizes, deal, draw_dirichlet, group_by_labels
+from comingle.utils.errors import DataError, RecipeError
+from comingle.utils.seeds import generator
 
 KEY = ("cifar100-cluster", 0)
 

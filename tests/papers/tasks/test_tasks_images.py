@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from comingle.errors import DataError
 from comingle.papers.tasks.idx import read_idx
 from comingle.papers.tasks.images import Images, has_images, read_domains, read_idx_pair, read_images, read_npz
+from comingle.utils.errors import DataError
 
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 

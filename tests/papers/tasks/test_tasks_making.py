@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from comingle.data.samples import bank_of
-from comingle.data.seeds import generator
-from comingle.errors import DataError, RecipeError
 from comingle.papers.tasks import transforms
 from comingle.papers.tasks.images import read_images
 from comingle.papers.tasks.making import Task, make_task
 from comingle.papers.tasks.settings import TASKS
+from comingle.utils.errors import DataError, RecipeError
+from comingle.utils.seeds import generator
 
 MakeFolder = Callable[..., Path]
 

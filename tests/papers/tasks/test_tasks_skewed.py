@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from comingle.data.samples import SPLITS, UserSamples
-from comingle.errors import DataError, RecipeError
 from comingle.papers.tasks.kind import KIND as TASK_KIND
 from comingle.papers.tasks.making import Task, make_task
 from comingle.papers.tasks.settings import TASKS
+from comingle.utils.errors import DataError, RecipeError
 
 MakeFolder = Callable[..., Path]
 DOMAINS = ("art_painting", "cartoon", "photo", "sketch")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from comingle.data.seeds import generator
 from comingle.papers.tasks import transforms
+from comingle.utils.seeds import generator
 
 
 def pictures(count: int = 3, *, height: int = 8, width: int = 8) -> Tensor:

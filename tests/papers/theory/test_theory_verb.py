@@ -16,7 +16,6 @@ from PIL import Image
 from pydantic import BaseModel
 
 from comingle.cli import main
-from comingle.errors import RecipeError
 from comingle.papers.recipes import published_recipes
 from comingle.papers.recipes.theory import TheoryRecipe, load_theory_recipe
 from comingle.papers.theory.checks import LinearSettings, QuadraticSettings, check_all
@@ -25,6 +24,7 @@ from comingle.papers.theory.cluster_checks import ClusterSettings
 from comingle.papers.theory.coupled_checks import CoupledSettings
 from comingle.papers.theory.folders import FILES
 from comingle.papers.verbs.theory import number, render
+from comingle.utils.errors import RecipeError
 
 REPOSITORY = Path(__file__).parents[3]
 SHIPPED = published_recipes() / "comigs" / "theory.yaml"

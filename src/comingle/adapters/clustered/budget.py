@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection
 
 from comingle.adapters.clustered.geometry import Geometry
-from comingle.errors import RecipeError, is_number
+from comingle.utils.errors import RecipeError, is_number
 
 logger = logging.getLogger("comingle")
 

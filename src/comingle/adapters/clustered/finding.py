@@ -11,7 +11,7 @@ from torch import nn
 
 from comingle.adapters.clustered.layer import AdaptedLayer
 from comingle.adapters.clustered.norm import BATCH_NORMS, PLAIN_NORMS
-from comingle.errors import RecipeError
+from comingle.utils.errors import RecipeError
 
 CONVS = (nn.Conv1d, nn.Conv2d)
 ADAPTABLE = "Linear, Conv1D (GPT-2), Conv1d, Conv2d, BatchNorm, InstanceNorm, LayerNorm and GroupNorm with gamma"

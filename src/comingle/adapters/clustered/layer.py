@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from comingle.adapters.clustered.geometry import Geometry
-from comingle.trees import Init
+from comingle.utils.trees import Init
 
 
 class Mixture:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from comingle.adapters.clustered.geometry import Geometry
 from comingle.adapters.clustered.layer import AdaptedLayer, Mixture, Pair, Pairs, mix, uniform
 from comingle.adapters.lora import init_zero
-from comingle.trees import Init
+from comingle.utils.trees import Init
 
 
 class LowRankLayer(AdaptedLayer):

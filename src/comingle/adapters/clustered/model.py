@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from comingle.adapters.clustered.layer import AdaptedLayer, Mixture, Pairs
 from comingle.adapters.lora import init_zero
-from comingle.errors import RecipeError
 from comingle.routers.client import ClientRouter
 from comingle.routers.mixtures import softmax_mixture
-from comingle.trees import CLIENT_ROUTER, Init
+from comingle.utils.errors import RecipeError
+from comingle.utils.trees import CLIENT_ROUTER, Init
 
 Role = Literal["base", "adaptor", "router", "statistics"]
 

@@ -17,8 +17,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from comingle.adapters.clustered.layer import AdaptedLayer, Mixture, Pairs, mix, tensor
 from comingle.adapters.lora import init_zero
-from comingle.errors import RecipeError
-from comingle.trees import Init
+from comingle.utils.errors import RecipeError
+from comingle.utils.trees import Init
 
 PLAIN_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)

@@ -17,8 +17,8 @@ from comingle.adapters.clustered.layer import AdaptedLayer, Mixture
 from comingle.adapters.clustered.linear import AdaptedLinear, linear_geometry
 from comingle.adapters.clustered.model import FloralModel, replace_module, sizes
 from comingle.adapters.clustered.norm import BATCH_NORMS, AdaptedBatchNorm, AdaptedNorm
-from comingle.errors import RecipeError, did_you_mean, is_number
 from comingle.routers.client import ClientRouter
+from comingle.utils.errors import RecipeError, did_you_mean, is_number
 
 logger = logging.getLogger("comingle")
 

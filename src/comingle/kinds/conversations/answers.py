@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from comingle.data.batches import PAD, hide
 from comingle.data.templates import Encoded, begin_of
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
 
 Split = Literal["train", "valid", "test"]
 

@@ -15,8 +15,6 @@ from comingle.data.templates import ChatTemplate
 from comingle.engines.client import Clients
 from comingle.engines.settings import Training
 from comingle.engines.users import batch_size
-from comingle.errors import DataError
-from comingle.inputs import DATE
 from comingle.kinds.base import LoadBase, Materials, always_there, count_trainers
 from comingle.kinds.conversations.answers import UserAnswers, check_answers, pool_answers
 from comingle.kinds.conversations.checking import count_here
@@ -38,6 +36,8 @@ from comingle.methods.base import Method
 from comingle.models.base import tokenizer_of
 from comingle.models.model import Model
 from comingle.recipes import Recipe
+from comingle.utils.errors import DataError
+from comingle.utils.inputs import DATE
 
 NOTE = "Conversations count as long as the context, the most that training on them can cost."
 ABSENT_NOTE = f"{NOTE} How many there are is not known, so a round has one batch ({{}})."

@@ -16,19 +16,19 @@ from typing import Any
 from comingle.data.bad_rows import BadRows
 from comingle.data.kinds import word_problem
 from comingle.data.loading import read_tables
-from comingle.data.names import name_problem
 from comingle.data.pack import list_small
 from comingle.data.repeated import Repeated, warn_same_files
 from comingle.data.row_files import Row, name_in
 from comingle.data.rows import choose_users, field_of, has_column, table_of
-from comingle.data.seeds import derive
-from comingle.errors import DataError, NoTextError, did_you_mean, list_names
 from comingle.evaluation.rouge import same_words
 from comingle.kinds.conversations.records import Record, read_records
 from comingle.kinds.conversations.rows import Columns, Messages, messages_of
 from comingle.kinds.conversations.section import ConversationRows, ConversationsSection
 from comingle.kinds.text.section import UserFiles
 from comingle.recipes import SplitSection
+from comingle.utils.errors import DataError, NoTextError, did_you_mean, list_names
+from comingle.utils.names import name_problem
+from comingle.utils.seeds import derive
 
 Placed = tuple[str, Messages]
 """A conversation, and where it stands."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from comingle.data.rows import field_of, has_column
 from comingle.data.templates import ASSISTANT, ROLES
-from comingle.errors import did_you_mean
+from comingle.utils.errors import did_you_mean
 
 Messages = tuple[dict[str, Any], ...]
 """A conversation: ``role`` and ``content`` of each message, and what :data:`comingle.data.templates.Message` names."""

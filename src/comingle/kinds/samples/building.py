@@ -15,7 +15,6 @@ from comingle.data.samples import UserSamples, check, pool_samples
 from comingle.engines.client import Clients
 from comingle.engines.settings import Training
 from comingle.engines.users import batch_size
-from comingle.errors import DataError, RecipeError
 from comingle.kinds.base import always_there, later
 from comingle.kinds.language import ADAPTOR_SETS, NETS
 from comingle.kinds.samples.feed import SampleFeed
@@ -26,7 +25,8 @@ from comingle.models.gated import gated_pair
 from comingle.models.hardware import require_room, resolve_device, resolve_dtype
 from comingle.models.stacked import StackedModel, stack
 from comingle.recipes import Recipe
-from comingle.trees import ADAPTOR, BASE
+from comingle.utils.errors import DataError, RecipeError
+from comingle.utils.trees import ADAPTOR, BASE
 
 
 def build_nets(

@@ -14,17 +14,17 @@ from torch import Tensor
 from comingle.data.batches import PAD
 from comingle.data.crowds import Crowd
 from comingle.data.samples import SampleBank, Samples, UserSamples, bank_of
-from comingle.data.seeds import generator
 from comingle.engines.feeds import Predict
 from comingle.engines.passes import PassFeed
 from comingle.engines.settings import Training
 from comingle.engines.training import Portions
-from comingle.errors import DataError
 from comingle.evaluation.losses import Loss, SampleScore
 from comingle.evaluation.perplexity import Gates
 from comingle.evaluation.samples import score_samples
 from comingle.kinds.samples.population import Augment
 from comingle.methods.cohort import Phase, Stream
+from comingle.utils.errors import DataError
+from comingle.utils.seeds import generator
 
 COLUMNS_PER_PASS = 2**26
 """How many parameters, over all users, are stepped at once by default: their gradients and copies need memory."""

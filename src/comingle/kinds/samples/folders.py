@@ -17,7 +17,7 @@ from torch import Tensor
 
 from comingle.data.row_files import describe
 from comingle.data.samples import SPLITS
-from comingle.errors import DataError, list_names
+from comingle.utils.errors import DataError, list_names
 
 SUFFIXES = (".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 

@@ -10,8 +10,8 @@ from torch.utils.data import Dataset
 from comingle.data import arrays
 from comingle.data.arrays import is_pair, read_samples
 from comingle.data.samples import SPLITS, Samples, UserSamples
-from comingle.errors import DataError
 from comingle.kinds.samples.parting import part
+from comingle.utils.errors import DataError
 
 TAKEN = f"{arrays.TAKEN}, or {{train, valid, test}} of these"
 

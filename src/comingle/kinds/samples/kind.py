@@ -11,7 +11,6 @@ from comingle.data.samples import Samples, UserSamples, pool_samples
 from comingle.data.splits import warn_unseen
 from comingle.engines.client import Clients
 from comingle.engines.settings import Training
-from comingle.errors import DataError, RecipeError
 from comingle.evaluation.losses import CROSS_ENTROPY, MSE, Loss, find_loss
 from comingle.kinds.base import Kind, LoadBase, Materials
 from comingle.kinds.samples.building import build_nets, check_on_nets, net_model
@@ -25,7 +24,8 @@ from comingle.models.model import Model
 from comingle.models.personal_net import PersonalNet, personal_net
 from comingle.models.stacked import StackedModel
 from comingle.recipes import Recipe
-from comingle.trees import Tree
+from comingle.utils.errors import DataError, RecipeError
+from comingle.utils.trees import Tree
 
 logger = logging.getLogger("comingle")
 

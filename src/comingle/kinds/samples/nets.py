@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from comingle.data.seeds import derive
-from comingle.errors import RecipeError
 from comingle.kinds.language import NETS
 from comingle.kinds.samples.population import MakeNet, Population
 from comingle.models.calling import call_with
 from comingle.models.nets import make_net
 from comingle.recipes import Recipe
+from comingle.utils.errors import RecipeError
+from comingle.utils.seeds import derive
 
 _TRIED = 2
 """Users, and samples of each, that a net is tried on; batch norm needs two."""

@@ -9,9 +9,9 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from comingle.data.samples import Samples, UserSamples
-from comingle.data.seeds import generator
 from comingle.data.splits import hold_out, take
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
+from comingle.utils.seeds import generator
 
 
 def part(name: str, splits: Mapping[str, Samples], *, valid: float, test: float, seed: int) -> UserSamples:

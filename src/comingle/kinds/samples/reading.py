@@ -13,11 +13,11 @@ import torch
 
 from comingle.data.arrays import as_samples, read_arrays
 from comingle.data.samples import SPLITS, Samples, UserSamples
-from comingle.errors import DataError, list_names
 from comingle.kinds.samples.folders import SUFFIXES, Look, Pictures, find_splits, read_folder, split_named, visible
 from comingle.kinds.samples.parting import part
 from comingle.kinds.samples.section import SampleSource, SamplesSection
-from comingle.records import expand_home
+from comingle.utils.errors import DataError, list_names
+from comingle.utils.records import expand_home
 
 logger = logging.getLogger("comingle")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from comingle.data.hub import is_named
 from comingle.data.pack import check, find_shortage, pack, with_validation
 from comingle.data.partition import UserText, mix_held_out
 from comingle.data.templates import begin_of
@@ -15,7 +14,8 @@ from comingle.models.families import PREFIX
 from comingle.models.folders import load_tokenizer
 from comingle.models.pretrained import PreTrainedTokenizerBase
 from comingle.recipes import Recipe
-from comingle.records import expand_home
+from comingle.utils.names import is_named
+from comingle.utils.records import expand_home
 
 ABSENT_NOTE = "Some of the users' text is not here, so nobody's text is checked: a run may refuse it."
 

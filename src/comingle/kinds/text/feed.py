@@ -12,13 +12,13 @@ from torch import Tensor
 from comingle.data.batches import PAD, evaluation_windows, fixed_windows, random_windows
 from comingle.data.crowds import listed
 from comingle.data.pack import UserData
-from comingle.data.seeds import generator
 from comingle.engines.feeds import SCORED_PER_SLOT, Feed, Predict
 from comingle.engines.settings import Training
 from comingle.engines.training import Portions, portions
 from comingle.evaluation.perplexity import Gates, Score, score_streams
 from comingle.methods.cohort import Phase
 from comingle.models.hardware import require_bytes
+from comingle.utils.seeds import generator
 
 
 class TextFeed(Feed):

@@ -13,9 +13,9 @@ from comingle.data.partition import UserText
 from comingle.data.repeated import Repeated
 from comingle.data.rows import iterate_texts, table_of
 from comingle.data.sources import read_documents
-from comingle.errors import DataError, NoTextError
 from comingle.kinds.text.reading import collect, split_parts, split_whole, token_limits
 from comingle.kinds.text.section import TextSection
+from comingle.utils.errors import DataError, NoTextError
 
 HANDED = "a list of texts, a file or folder, a datasets.Dataset with a column text, or {train, valid, test} of these"
 

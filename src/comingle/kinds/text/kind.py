@@ -13,7 +13,6 @@ from comingle.data.sources import iterate_documents
 from comingle.engines.client import Clients
 from comingle.engines.settings import Training
 from comingle.engines.users import batch_size
-from comingle.errors import DataError, RecipeError
 from comingle.kinds.base import Kind, LoadBase, Materials, always_there, count_trainers
 from comingle.kinds.language import check_on_language, language_model, require_rows
 from comingle.kinds.text.checking import check_texts
@@ -26,7 +25,8 @@ from comingle.methods.base import Method
 from comingle.models.model import Model
 from comingle.models.personal import PersonalModel, Spoken
 from comingle.recipes import Recipe
-from comingle.trees import Tree
+from comingle.utils.errors import DataError, RecipeError
+from comingle.utils.trees import Tree
 
 
 class LanguageKind(Kind):

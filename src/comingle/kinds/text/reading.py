@@ -13,10 +13,10 @@ from comingle.data.pack import UserData, find_shortage, list_small, pack, with_v
 from comingle.data.partition import UserText, split_by_fractions, split_given
 from comingle.data.repeated import Repeated, warn_same_files
 from comingle.data.sources import read_dataset, read_documents
-from comingle.errors import DataError, NoTextError, RecipeError, did_you_mean, list_names
 from comingle.kinds.text.section import DatasetSource, TextSection, UserSource
 from comingle.models.base import Base, tokenizer_of
 from comingle.recipes import SplitSection
+from comingle.utils.errors import DataError, NoTextError, RecipeError, did_you_mean, list_names
 
 logger = logging.getLogger("comingle")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from comingle.methods.client import Part
 from comingle.methods.cohort import ROUTERS, Cohort, Phase
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from comingle.methods.settings import Models, NotNegative, Positive
 from comingle.papers.methods.mfl import MODELS, SHARED_MODELS
 from comingle.papers.methods.mixtures import TRAINED, ClusterSteps, client_mixture
 from comingle.routers.mixtures import ClientMixture
-from comingle.trees import BASE, BASE_STATISTICS
+from comingle.utils.trees import BASE, BASE_STATISTICS
 
 
 def local_adaptor(*, precondition: bool = True, server_adam_rate: NotNegative = 0.0) -> Method:

@@ -8,7 +8,7 @@ from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Part, joint
 from comingle.methods.cohort import Cohort, Phase
 from comingle.methods.server import Mean
-from comingle.trees import ATTENTION, EXPERT_ROLES, GENERALIST, ROUTER
+from comingle.utils.trees import ATTENTION, EXPERT_ROLES, GENERALIST, ROUTER
 
 A = frozenset({f"{ATTENTION}.a", f"{GENERALIST}.a"})
 B = frozenset({f"{ATTENTION}.b", f"{GENERALIST}.b"})

@@ -12,9 +12,9 @@ from torch import Tensor
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Part, joint
 from comingle.methods.cohort import Cohort
-from comingle.methods.server import MODEL, Mean, Received, ServerSetup
+from comingle.methods.server import MODEL_PREFIX, Mean, Received, ServerSetup
 from comingle.methods.settings import BelowOne, Count, NotNegative
-from comingle.trees import ATTENTION, GENERALIST, Tree
+from comingle.utils.trees import ATTENTION, GENERALIST, Tree
 
 
 def fdlora(*, outer_rate: NotNegative = 0.7, outer_momentum: BelowOne = 0.9, fusion_steps: Count = 30) -> Method:
@@ -55,7 +55,7 @@ class OuterSteps(Mean):
     def step(self, kept: Tree, sums: Tree, received: Received) -> None:
         """One outer step."""
         for name, average in sums.items():
-            theta, velocity = kept[MODEL + name], kept[f"{MODEL}{name}.velocity"]
+            theta, velocity = kept[MODEL_PREFIX + name], kept[f"{MODEL_PREFIX}{name}.velocity"]
             change = theta - average
             velocity.mul_(self.momentum).add_(change)
             theta.sub_(change + self.momentum * velocity, alpha=self.rate)

@@ -8,7 +8,7 @@ from comingle.methods.cohort import Cohort, Phase
 from comingle.methods.server import Mean
 from comingle.methods.settings import Models
 from comingle.routers.mixtures import ClientMixture
-from comingle.trees import ADAPTOR, STATISTICS
+from comingle.utils.trees import ADAPTOR, STATISTICS
 
 
 def fedem(*, models: Models = 3) -> Method:

@@ -6,7 +6,7 @@ from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, joint
 from comingle.methods.cohort import Phase
 from comingle.methods.server import Mean
-from comingle.trees import ATTENTION, GENERALIST
+from comingle.utils.trees import ATTENTION, GENERALIST
 
 SHARED = frozenset({ATTENTION, GENERALIST})
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from comingle.errors import RecipeError
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import MODEL, Client, Part, joint
 from comingle.methods.cohort import Cohort
 from comingle.methods.settings import Count, Models, NotNegative, Range
 from comingle.papers.methods.pruning import Keys
 from comingle.papers.methods.soup_server import Merge
-from comingle.trees import Tree
+from comingle.utils.errors import RecipeError
+from comingle.utils.trees import Tree
 
 
 def fedmerge(

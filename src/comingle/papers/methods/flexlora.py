@@ -13,7 +13,7 @@ from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, joint
 from comingle.methods.server import Received, Server, ServerSetup
 from comingle.papers.methods.factors import NewOptimisers
-from comingle.trees import ATTENTION, GENERALIST, Tree, lora_pairs
+from comingle.utils.trees import ATTENTION, GENERALIST, Tree, lora_pairs
 
 
 def flexlora() -> Method:

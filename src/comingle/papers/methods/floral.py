@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from comingle.errors import RecipeError
 from comingle.methods.base import Method
 from comingle.methods.cohort import ROUTERS, Phase
 from comingle.methods.server import Mean
@@ -10,6 +9,7 @@ from comingle.methods.settings import CountOrNone, Models, NotNegative, Positive
 from comingle.papers.methods.client_routers import WarmUp
 from comingle.papers.methods.mixtures import TRAINED, ClusterSteps, Entropic, client_mixture
 from comingle.routers.mixtures import ClientMixture
+from comingle.utils.errors import RecipeError
 
 
 def floral(

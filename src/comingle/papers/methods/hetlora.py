@@ -12,9 +12,9 @@ from torch import Tensor
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Part, joint
 from comingle.methods.cohort import Cohort
-from comingle.methods.server import MODEL, Mean, Received
+from comingle.methods.server import MODEL_PREFIX, Mean, Received
 from comingle.methods.settings import BelowOne, NotNegative
-from comingle.trees import ATTENTION, GENERALIST, Tree, lora_pairs
+from comingle.utils.trees import ATTENTION, GENERALIST, Tree, lora_pairs
 
 
 def hetlora(*, regularisation: NotNegative = 5e-3, gamma: BelowOne = 0.99, prune: bool = True) -> Method:
@@ -54,7 +54,7 @@ class NormWeightedMean(Mean):
             weights = received.weights.to(a) * change_norm(a, b)
             weights = weights if weights.any() else received.weights.to(a)
             for factor, t in (("a", a), ("b", b)):
-                kept[f"{MODEL}{name}.{factor}"].copy_(torch.tensordot(weights / weights.sum(), t, dims=1))
+                kept[f"{MODEL_PREFIX}{name}.{factor}"].copy_(torch.tensordot(weights / weights.sum(), t, dims=1))
 
 
 def change_norm(

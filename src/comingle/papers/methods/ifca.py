@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.data.seeds import generator
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import MODEL, Client, Part, joint
 from comingle.methods.cohort import Cohort
@@ -17,7 +16,8 @@ from comingle.methods.server import Mean, Received, Reported, ServerSetup
 from comingle.methods.settings import Models
 from comingle.papers.methods.merging import mix
 from comingle.papers.methods.soups import soup_of, start_soup
-from comingle.trees import Tree
+from comingle.utils.seeds import generator
+from comingle.utils.trees import Tree
 
 
 def ifca(*, models: Models = 5) -> Method:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 MOST_STEPS = 10_000
 """The public code's line search gives up after so many."""

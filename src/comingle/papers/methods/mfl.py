@@ -7,7 +7,7 @@ from comingle.methods.cohort import ROUTERS, Phase
 from comingle.methods.settings import Models, Positive
 from comingle.papers.methods.mixtures import Entropic, client_mixture
 from comingle.routers.mixtures import ClientMixture
-from comingle.trees import ADAPTOR, STATISTICS
+from comingle.utils.trees import ADAPTOR, STATISTICS
 
 MODELS = frozenset({ADAPTOR})
 """Whole models are a mixture's components, as adaptors are."""

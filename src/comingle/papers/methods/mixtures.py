@@ -11,10 +11,10 @@ from torch import Tensor
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Part
 from comingle.methods.cohort import Cohort, Phase
-from comingle.methods.server import MODEL, Mean, Received, Reported, Server, aggregation_weights, model_of
+from comingle.methods.server import MODEL_PREFIX, Mean, Received, Reported, Server, aggregation_weights, model_of
 from comingle.papers.methods.client_routers import by_layer
 from comingle.routers.mixtures import ClientMixture
-from comingle.trees import ADAPTOR, BASE, BASE_STATISTICS, CLIENT_ROUTER, Tree
+from comingle.utils.trees import ADAPTOR, BASE, BASE_STATISTICS, CLIENT_ROUTER, Tree
 
 TRAINED = frozenset({BASE, ADAPTOR})
 
@@ -106,7 +106,7 @@ class ClusterSteps(MeanByCluster):
         else:
             for name, mean in sums.items():
                 rate = self.component_rate if name in received.clustered else self.base_rate
-                kept[MODEL + name].lerp_(mean, rate)
+                kept[MODEL_PREFIX + name].lerp_(mean, rate)
         if self.centre:
             shares = cluster_weights(received.reports["mixture"], received.weights)
             super().step(kept, received.centred(model_of(kept), shares), received)

@@ -6,7 +6,7 @@ from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, alternating, joint
 from comingle.methods.server import Mean, Server
 from comingle.methods.settings import Count
-from comingle.trees import ATTENTION, GENERALIST
+from comingle.utils.trees import ATTENTION, GENERALIST
 
 _LOCAL = Placement(generalists=0, specialists=2, routed=True)
 _SHARED = Placement(generalists=2, routed=True, shared=frozenset({ATTENTION, GENERALIST}))

@@ -14,7 +14,7 @@ from comingle.methods.client import Client, Part, joint
 from comingle.methods.cohort import Cohort
 from comingle.methods.server import Received, Server
 from comingle.methods.settings import Count
-from comingle.trees import ATTENTION, GENERALIST, Tree
+from comingle.utils.trees import ATTENTION, GENERALIST, Tree
 
 
 def collaboration(

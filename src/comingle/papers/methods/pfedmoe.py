@@ -5,7 +5,7 @@ from __future__ import annotations
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, joint
 from comingle.methods.server import Mean
-from comingle.trees import ATTENTION, GENERALIST, STATISTICS
+from comingle.utils.trees import ATTENTION, GENERALIST, STATISTICS
 
 SHARED_STATISTICS = f"{STATISTICS}.shared"
 """The running statistics of a gated pair's shared extractor."""

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from comingle.papers.methods.merging import head
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 Keys = Literal["head", "all", "trained", "body", "first"]
 """Which tensors tell merging weights where to move: the last layer, all, all but running statistics, all that is

@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.data.seeds import generator
 from comingle.methods.server import Received, Server, ServerSetup
 from comingle.papers.methods.merging import (
     column_shares,
@@ -23,7 +22,8 @@ from comingle.papers.methods.merging import (
 from comingle.papers.methods.pruning import Keys, keys, largest
 from comingle.papers.methods.soups import MERGING, soup_of, start_soup
 from comingle.routers.mixtures import NEVER, softmax_mixture
-from comingle.trees import Tree
+from comingle.utils.seeds import generator
+from comingle.utils.trees import Tree
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from comingle.errors import RecipeError
-from comingle.trees import Tree
+from comingle.utils.errors import RecipeError
+from comingle.utils.trees import Tree
 
 MERGING = "merging"
 """Merging weights ``(users, models)``, or the logits of a softmax that they are."""

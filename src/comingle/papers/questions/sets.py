@@ -22,15 +22,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from comingle.data.bad_rows import BadRows
-from comingle.data.hub import FOLDER_VARIABLE, HUB_PREFIX
 from comingle.data.row_files import Row, read_json
-from comingle.data.seeds import generator
 from comingle.data.templates import Encoded
-from comingle.errors import DataError, RecipeError, did_you_mean
 from comingle.kinds.conversations.answers import Question, UserAnswers, as_answers, encode
 from comingle.papers.decoded import iterate_values
 from comingle.papers.questions.rows import COLUMNS, QUESTIONS_OF
-from comingle.records import expand_home
+from comingle.utils.errors import DataError, RecipeError, did_you_mean
+from comingle.utils.names import FOLDER_VARIABLE, HUB_PREFIX
+from comingle.utils.records import expand_home
+from comingle.utils.seeds import generator
 
 logger = logging.getLogger("comingle")
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from comingle.data.crowds import Crowd
 from comingle.data.templates import Encoded
-from comingle.errors import DataError
 from comingle.kinds.base import Kind, Materials
 from comingle.kinds.conversations.answers import Question, UserAnswers, check_answers, encode
 from comingle.kinds.language import require_rows, rows_key
@@ -29,6 +28,7 @@ from comingle.recipes import Recipe
 from comingle.store.grouping import Spool
 from comingle.store.tokens import PopulationWriter
 from comingle.store.turns import Some, Turns
+from comingle.utils.errors import DataError
 
 Asked = tuple[str, Mapping[int, Encoded], Parts]
 """A language, those of its questions that are used, and for what."""

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError
 
-from comingle.errors import RecipeError
 from comingle.recipes.fields import Section
 from comingle.recipes.files import read_yaml
 from comingle.recipes.problems import first_problem
+from comingle.utils.errors import RecipeError
 
 Steps = Annotated[int, Field(ge=2, le=10_000, strict=True)]
 # The Hessian is dense: at the limits it has some thousand rows.

@@ -18,14 +18,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from comingle.errors import RecipeError, RunError
-from comingle.inputs import read_inputs
 from comingle.papers.recipes import RUNS_SUFFIX, published_runs
 from comingle.papers.reproduce.measured import check_same, is_measured, read_diverged, read_measured, said
 from comingle.papers.reproduce.plan import Cell, Plan, Wanted, name_of, plan
 from comingle.papers.reproduce.runner import RUNS, Outcome, Shelf, Waiting, run_cells, title_of, unique
 from comingle.papers.reproduce.sources import ANYWHERE
-from comingle.records import measure_of, number, read_metrics, write_bytes
+from comingle.utils.errors import RecipeError, RunError
+from comingle.utils.inputs import read_inputs
+from comingle.utils.records import measure_of, number, read_metrics, write_bytes
 
 ROUNDING = 0.005
 """How far, as a share of it, a run's mean may be from another machine's. Sums are rounded in another order there, which

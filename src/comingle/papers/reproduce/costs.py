@@ -9,7 +9,7 @@ from comingle.costing.records import Plan as Costs
 from comingle.papers.reproduce.plan import Plan
 from comingle.papers.reproduce.published import printed
 from comingle.papers.reproduce.tables import table_line
-from comingle.records import write_json, write_text
+from comingle.utils.records import write_json, write_text
 
 Counts = Mapping[tuple[str, str], float]
 """What each cell counts, by row and column."""

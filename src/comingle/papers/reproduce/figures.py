@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from comingle.errors import RunError
 from comingle.papers.reproduce.plan import Plan
 from comingle.papers.reproduce.routes import draw_routes
 from comingle.papers.reproduce.runner import Outcome
 from comingle.papers.reproduce.usage import draw_usage
+from comingle.utils.errors import RunError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 import comingle
-from comingle.data.digests import digest_all
-from comingle.errors import RunError
-from comingle.inputs import POPULATION, Inputs
 from comingle.papers.reproduce.plan import Cell, name_of
-from comingle.records import write_json
+from comingle.utils.digests import digest_all
+from comingle.utils.errors import RunError
+from comingle.utils.inputs import POPULATION, Inputs
+from comingle.utils.records import write_json
 
 MEASURED = "measured.json"
 """In a finished run's folder: what it computes, and by what it was made."""

@@ -13,7 +13,7 @@ from comingle.engines.events import Observer
 from comingle.papers.reproduce.plan import Cell
 from comingle.papers.reproduce.runner import Outcome, run_cells, title_of, unique
 from comingle.progress import reporting
-from comingle.terminal import errors
+from comingle.utils.terminal import errors
 
 
 def run_parallel(

@@ -12,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from comingle.errors import RecipeError, did_you_mean
 from comingle.methods import REGISTRY, make, settings_of
 from comingle.papers.reproduce.published import (
     Column,
@@ -36,6 +35,7 @@ from comingle.papers.reproduce.sources import (
 from comingle.papers.reproduce.weights import weigh
 from comingle.recipes import Recipe, parse_recipe
 from comingle.recipes.sections import complete_older
+from comingle.utils.errors import RecipeError, did_you_mean
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from comingle.data.hub import HUB_PREFIX, parse_hub_name
-from comingle.errors import RunError
 from comingle.models.hub import cached_folder, hub_answers, is_offline
 from comingle.models.sources import is_public
 from comingle.papers.recipes import published_runs
 from comingle.papers.reproduce.plan import Cell, Plan
-from comingle.records import expand_home
+from comingle.utils.errors import RunError
+from comingle.utils.names import HUB_PREFIX, parse_hub_name
+from comingle.utils.records import expand_home
 
 _LISTED = 3
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from comingle.errors import RunError
 from comingle.papers.reproduce.plan import Plan
+from comingle.utils.errors import RunError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,8 +14,6 @@ from typing import Any
 
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
-from comingle.errors import DivergenceError, RunError
-from comingle.inputs import read_inputs
 from comingle.kinds.base import Materials
 from comingle.models.base import Base
 from comingle.papers.reproduce.measured import (
@@ -30,8 +28,10 @@ from comingle.papers.reproduce.measured import (
 from comingle.papers.reproduce.plan import Cell
 from comingle.progress import LOADING
 from comingle.recipes import load_recipe
-from comingle.records import read_metrics, write_text
 from comingle.runs.session import describe, prepare, run_in
+from comingle.utils.errors import DivergenceError, RunError
+from comingle.utils.inputs import read_inputs
+from comingle.utils.records import read_metrics, write_text
 
 RUNS = "runs"
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from comingle.data.hub import FOLDER_VARIABLE
-from comingle.errors import RecipeError
 from comingle.papers.reproduce.published import DataSet, Scale, Study
 from comingle.papers.tasks.images import has_images
-from comingle.records import expand_home
+from comingle.utils.errors import RecipeError
+from comingle.utils.names import FOLDER_VARIABLE
+from comingle.utils.records import expand_home
 
 IMAGES = "images"
 SPLITS = ("train", "valid", "test")

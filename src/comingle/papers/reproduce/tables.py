@@ -12,11 +12,11 @@ from typing import Any
 from comingle.papers.reproduce.orders import Entry, compare_orders, ranks, sentence
 from comingle.papers.reproduce.plan import Plan
 from comingle.papers.reproduce.published import Note, printed
-from comingle.records import MEASURES, write_json, write_text
 from comingle.reports import against
 from comingle.reports.against import BASELINE, Against, Results, baseline_of, hold, members, spoken
 from comingle.tables.framing import Table
-from comingle.terminal import words
+from comingle.utils.records import MEASURES, write_json, write_text
+from comingle.utils.terminal import words
 
 _FORMATS = {"mean_test_accuracy": ",.1f", "mean_test_rouge1": ".3f", "mean_test_loss": ",.3g"}
 _FORMAT = ",.2f"

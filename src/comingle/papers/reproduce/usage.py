@@ -23,10 +23,10 @@ from comingle.papers.reproduce.tables import table_line
 from comingle.papers.tasks.making import Task
 from comingle.protocol.messages import LOSS
 from comingle.recipes import Recipe
-from comingle.records import write_json, write_text
 from comingle.runs.session import prepare
 from comingle.runs.settings import training_settings
 from comingle.transports.inprocess import federate
+from comingle.utils.records import write_json, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

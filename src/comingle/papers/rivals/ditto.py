@@ -9,7 +9,7 @@ from comingle.methods.client import MODEL, Client, Part, joint
 from comingle.methods.cohort import Cohort
 from comingle.methods.server import Mean
 from comingle.methods.settings import NotNegative
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 
 def ditto(*, nearness: NotNegative = 0.1) -> Method:

@@ -10,8 +10,8 @@ import torch
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client
 from comingle.methods.cohort import Phase
-from comingle.methods.server import MODEL, Received, Server, ServerSetup, model_of
-from comingle.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Tree, flatten
+from comingle.methods.server import MODEL_PREFIX, Received, Server, ServerSetup, model_of
+from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Tree, flatten
 
 
 def fedalt() -> Method:
@@ -50,7 +50,7 @@ class RestOfWorld(Server):
 
     def start(self, setup: ServerSetup) -> Tree:
         """Nobody has sent anything; what the rest of the world is until then."""
-        silent = {MODEL + name: t[0].clone() for name, t in setup.models.items()}
+        silent = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
         own = flatten([t[:1] for t in setup.models.values()]).expand(len(setup.users), -1)
         counts = {SENT: torch.zeros(len(own)), COUNT: torch.zeros(())}
         return silent | counts | {OWN: torch.zeros_like(own), TOTAL: torch.zeros_like(own[0])}

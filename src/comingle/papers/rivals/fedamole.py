@@ -18,7 +18,7 @@ from comingle.methods.settings import Count, CountOrNone, Range
 from comingle.papers.rivals.fedamole_server import Assigning, keys_of
 from comingle.routers.penalties import balance_penalty
 from comingle.routers.token import Router, gate, init_router
-from comingle.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Init
+from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Init
 
 SHARED = frozenset({ATTENTION, GENERALIST, SPECIALIST, ROUTER})
 

@@ -11,10 +11,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from comingle.adapters.lora import init_a
-from comingle.data.seeds import generator
-from comingle.errors import DivergenceError, RecipeError
-from comingle.methods.server import MODEL, NEVER, Received, Server, ServerSetup, model_of, weighted_sums
-from comingle.trees import ROUTER, Tree
+from comingle.methods.server import MODEL_PREFIX, NEVER, Received, Server, ServerSetup, model_of, weighted_sums
+from comingle.utils.errors import DivergenceError, RecipeError
+from comingle.utils.seeds import generator
+from comingle.utils.trees import ROUTER, Tree
 
 EXPERTS, PLACES, TOKENS, EMBEDDINGS = "experts.", "places", "tokens", "embeddings"
 PER_USER = 3
@@ -58,7 +58,7 @@ class Assigning(Server):
             )
         kept: Tree = {}
         for name, t in setup.models.items():
-            kept[MODEL + name] = t[0, :1].clone() if t.dim() == 4 else t[0].clone()
+            kept[MODEL_PREFIX + name] = t[0, :1].clone() if t.dim() == 4 else t[0].clone()
             if t.dim() == 4:
                 drawn = init_a((experts, *t.shape[2:]), generator(setup.seed, name, "experts"))
                 kept[EXPERTS + name] = drawn.to(t) if name.endswith(".a") else torch.zeros_like(drawn).to(t)
@@ -92,7 +92,7 @@ class Assigning(Server):
         all_have = {n: t[:, :1] if EXPERTS + n in kept else t for n, t in received.tensors.items()}
         sums = {} if self.stands else weighted_sums(all_have, dict.fromkeys(all_have, received.weights))
         for name, t in sums.items():
-            kept[MODEL + name].copy_(t)
+            kept[MODEL_PREFIX + name].copy_(t)
         for number, layer in enumerate(layers):
             had = kept[PLACES][users, number]
             told = told_in(received.tensors[f"{layer}{ROUTER}"], kept[TOKENS].shape[-1], self.most)

@@ -6,7 +6,7 @@ from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client
 from comingle.methods.cohort import Phase
 from comingle.methods.server import Mean
-from comingle.trees import BASE
+from comingle.utils.trees import BASE
 
 
 def fedbn() -> Method:

@@ -16,7 +16,7 @@ from comingle.methods.cohort import ROUTERS, Cohort, Phase
 from comingle.methods.server import Mean
 from comingle.methods.settings import Count, Range
 from comingle.routers.token import Router
-from comingle.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Init, lora_pairs
+from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Init, lora_pairs
 
 GLOBAL = frozenset({ATTENTION, GENERALIST})
 

@@ -12,9 +12,9 @@ from comingle.adapters.residual import IN, OUT, RESIDUAL
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client
 from comingle.methods.cohort import Phase
-from comingle.methods.server import MODEL, Mean, Received
+from comingle.methods.server import MODEL_PREFIX, Mean, Received
 from comingle.methods.settings import CountOrNone
-from comingle.trees import ATTENTION, GENERALIST, Tree, lora_pairs
+from comingle.utils.trees import ATTENTION, GENERALIST, Tree, lora_pairs
 
 LORA = frozenset({ATTENTION, GENERALIST})
 
@@ -52,7 +52,7 @@ class ExactMean(Mean):
         """``R + s sum_i p_i B_i A_i - s mean(B) mean(A)`` in place of R, then both means."""
         super().aggregate(kept, received)
         for name, a, b in lora_pairs(received.tensors):
-            mean_a, mean_b = kept[f"{MODEL}{name}.a"], kept[f"{MODEL}{name}.b"]
+            mean_a, mean_b = kept[f"{MODEL_PREFIX}{name}.a"], kept[f"{MODEL_PREFIX}{name}.b"]
             weights = received.weights * received.scales
             parts = [(t, b[i] * float(weights[i])) for i, t in enumerate(a)]
             add_to(kept, name, [*parts, (mean_a, -float(received.scales[0]) * mean_b)])
@@ -60,7 +60,7 @@ class ExactMean(Mean):
 
 def add_to(kept: Tree, name: str, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Add products ``A^T B`` of some (A, B) to a weight's residual."""
-    ends = kept[f"{MODEL}{name}.{IN}"], kept[f"{MODEL}{name}.{OUT}"]
+    ends = kept[f"{MODEL_PREFIX}{name}.{IN}"], kept[f"{MODEL_PREFIX}{name}.{OUT}"]
     change = sum((a.mT @ b for a, b in parts), ends[0].mT @ ends[1])
     for end, t in zip(ends, factored(change, ends[0].shape[-2]), strict=True):
         end.copy_(t)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, joint
 from comingle.methods.server import Mean
-from comingle.trees import ATTENTION, BASE, GENERALIST, STATISTICS
+from comingle.utils.trees import ATTENTION, BASE, GENERALIST, STATISTICS
 
 BODY = frozenset({ATTENTION, f"{GENERALIST}.body", f"{BASE}.body", f"{BASE}.norm", STATISTICS})
 """All but a net's last layer; of a language model all LoRA but that of the last MLP."""

@@ -9,14 +9,14 @@ import torch
 
 from comingle.adapters.lora import init_a
 from comingle.adapters.residual import RESIDUAL
-from comingle.data.seeds import generator
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, Part
 from comingle.methods.cohort import Cohort, Phase
 from comingle.methods.server import Mean, Received
 from comingle.methods.settings import CountOrNone
 from comingle.papers.rivals.fedex import add_to
-from comingle.trees import ATTENTION, GENERALIST, Tree, lora_pairs
+from comingle.utils.seeds import generator
+from comingle.utils.trees import ATTENTION, GENERALIST, Tree, lora_pairs
 
 LORA = frozenset({ATTENTION, GENERALIST})
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from comingle.methods.cohort import Cohort
-from comingle.trees import CLIENT_ROUTER
+from comingle.utils.trees import CLIENT_ROUTER
 
 BISECTIONS = 60
 """Of an interval of length 1: further than float64 can tell apart near 1."""

@@ -13,7 +13,7 @@ from comingle.methods.client import MODEL, Client, Part, joint
 from comingle.methods.cohort import Cohort
 from comingle.methods.settings import BelowOne, Count, Models, NotNegative, Range
 from comingle.papers.rivals.momentum_server import Centres
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 
 def momentum_clustering(

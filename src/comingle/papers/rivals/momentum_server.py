@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.data.seeds import generator
-from comingle.methods.server import MODEL, Received, Server, ServerSetup, model_of
-from comingle.trees import Tree, flatten
+from comingle.methods.server import MODEL_PREFIX, Received, Server, ServerSetup, model_of
+from comingle.utils.seeds import generator
+from comingle.utils.trees import Tree, flatten
 
 OWN, DRAW, CENTRES, MOVED, LEFT = "own", "draw", "centres", "moved", "left"
 
@@ -32,7 +32,7 @@ class Centres(Server):
 
     def start(self, setup: ServerSetup) -> Tree:
         """Everybody has the same; ``left`` is 1 until there are centres."""
-        first = {MODEL + name: t[0].clone() for name, t in setup.models.items()}
+        first = {MODEL_PREFIX + name: t[0].clone() for name, t in setup.models.items()}
         own = flatten([t[:1] for t in setup.models.values()]).repeat(len(setup.users), 1)
         draw = torch.cat([torch.rand(1, generator=generator(setup.seed, u, "momentum")) for u in setup.users])
         still = own.new_zeros(self.clusters, own.shape[1])

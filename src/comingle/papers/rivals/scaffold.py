@@ -12,10 +12,10 @@ from torch import Tensor
 from comingle.methods.base import Method, Placement
 from comingle.methods.client import MODEL, Client, Part, joint
 from comingle.methods.cohort import Cohort
-from comingle.methods.server import MODEL as KEPT
+from comingle.methods.server import MODEL_PREFIX as KEPT
 from comingle.methods.server import Mean, Received, Reported, ServerSetup, model_of
 from comingle.methods.settings import NotNegative
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 
 def scaffold(*, server_rate: NotNegative = 1.0) -> Method:

@@ -6,7 +6,7 @@ from comingle.methods.base import Method, Placement
 from comingle.methods.client import Client, joint
 from comingle.papers.methods.factors import NewOptimisers
 from comingle.papers.methods.flexlora import Redistribute
-from comingle.trees import ATTENTION, GENERALIST
+from comingle.utils.trees import ATTENTION, GENERALIST
 
 
 def sdflora() -> Method:

@@ -14,7 +14,7 @@ from comingle.methods.server import Mean, Server
 from comingle.methods.settings import Range
 from comingle.papers.rivals.likelihood import best_powers, likeliest
 from comingle.routers.mixtures import ClientMixture
-from comingle.trees import CLIENT_ROUTER, GENERALIST
+from comingle.utils.trees import CLIENT_ROUTER, GENERALIST
 
 MODELS = 2
 

@@ -20,8 +20,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from comingle.data.seeds import derive, generator
-from comingle.errors import DataError, RecipeError
+from comingle.utils.errors import DataError, RecipeError
+from comingle.utils.seeds import derive, generator
 
 Key = tuple[str | int, ...]
 

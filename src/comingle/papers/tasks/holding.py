@@ -9,7 +9,7 @@ import torch
 
 from comingle.data.samples import UserSamples
 from comingle.data.splits import find_unseen, hold_out, list_labels, take
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
 
 
 def hold_out_valid(user: UserSamples, share: float) -> UserSamples:

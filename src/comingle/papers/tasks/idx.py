@@ -11,7 +11,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from comingle.data.compressed import UNREADABLE, open_bytes
-from comingle.errors import DataError
+from comingle.utils.errors import DataError
 
 _IDX_BYTES = 0x08
 

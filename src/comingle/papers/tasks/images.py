@@ -23,12 +23,12 @@ from torch import Tensor
 
 from comingle.data.arrays import read_arrays
 from comingle.data.compressed import OPENERS
-from comingle.data.hub import HUB_PREFIX
-from comingle.errors import DataError, list_names
 from comingle.papers.decoded import iterate_values
 from comingle.papers.tasks.idx import read_idx
 from comingle.papers.tasks.pictures import decode, scale, stack
-from comingle.records import expand_home
+from comingle.utils.errors import DataError, list_names
+from comingle.utils.names import HUB_PREFIX
+from comingle.utils.records import expand_home
 
 _SPLITS = {"train": "train", "test": "t10k"}
 # What people call the arrays and columns; the first that is there is read. CIFAR-100 has fine and coarse labels.

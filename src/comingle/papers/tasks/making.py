@@ -21,9 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from comingle.data.hub import FOLDER_VARIABLE
 from comingle.data.samples import UserSamples, check
-from comingle.errors import DataError, RecipeError, did_you_mean
 from comingle.kinds.samples.population import Augment, Population
 from comingle.papers.tasks import transforms
 from comingle.papers.tasks.holding import check_labels, hold_out_valid
@@ -32,7 +30,9 @@ from comingle.papers.tasks.settings import CIFAR10_COLOURS, REDUCED_MINIMUM, TAS
 from comingle.papers.tasks.shifted import make_shifted
 from comingle.papers.tasks.skewed import make_skewed, pool_images
 from comingle.papers.tasks.synthetic import DIMENSION, OUTPUTS, Kind, make_synthetic
-from comingle.records import expand_home
+from comingle.utils.errors import DataError, RecipeError, did_you_mean
+from comingle.utils.names import FOLDER_VARIABLE
+from comingle.utils.records import expand_home
 
 Found = TypeVar("Found", Images, dict[str, Images])
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from comingle.data.row_files import describe
-from comingle.errors import DataError, list_names
+from comingle.utils.errors import DataError, list_names
 
 
 def decode(jpeg: np.ndarray, offset: np.ndarray, path: Path) -> np.ndarray:

@@ -16,11 +16,11 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from comingle.data.samples import Samples, UserSamples
-from comingle.data.seeds import generator
-from comingle.errors import RecipeError
 from comingle.papers.tasks import transforms
 from comingle.papers.tasks.images import Images
 from comingle.papers.tasks.settings import Setting, Shift
+from comingle.utils.errors import RecipeError
+from comingle.utils.seeds import generator
 
 
 def make_shifted(

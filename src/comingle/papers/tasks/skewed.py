@@ -27,11 +27,11 @@ from torch import Tensor
 
 from comingle.data.samples import Samples, UserSamples
 from comingle.data.splits import hold_out, list_labels
-from comingle.errors import DataError, RecipeError
 from comingle.papers.tasks.groups import Key, choose_labels, cluster_sizes, deal, group_by_labels
 from comingle.papers.tasks.images import Images
 from comingle.papers.tasks.settings import REDUCED_MINIMUM, TEST_SHARE, Setting
 from comingle.papers.tasks.transforms import normalise
+from comingle.utils.errors import DataError, RecipeError
 
 
 def pool_images(parts: Sequence[Images], where: str) -> Images:

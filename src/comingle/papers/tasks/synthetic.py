@@ -27,7 +27,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from comingle.data.samples import Samples, UserSamples
-from comingle.data.seeds import generator
+from comingle.utils.seeds import generator
 
 Kind = Literal["linear", "mlp", "mlp-norm"]
 DIMENSION = 10

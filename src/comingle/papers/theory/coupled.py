@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy import linalg, optimize
 
-from comingle.errors import DivergenceError
+from comingle.utils.errors import DivergenceError
 
 Left = Float[np.ndarray, " left"]
 Right = Float[np.ndarray, " right"]

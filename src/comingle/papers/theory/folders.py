@@ -6,10 +6,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from comingle.errors import RunError
 from comingle.papers.theory.claims import Curve
 from comingle.papers.theory.plots import draw_residuals
-from comingle.records import write_json, write_text
+from comingle.utils.errors import RunError
+from comingle.utils.records import write_json, write_text
 
 FILES = ("recipe.yaml", "theory.json", "residuals.png", "residuals.svg")
 

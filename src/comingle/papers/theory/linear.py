@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Float
 from scipy import linalg, optimize, special
 
-from comingle.errors import DivergenceError
 from comingle.papers.theory.losses import Logistic, Loss
+from comingle.utils.errors import DivergenceError
 
 Inputs = Float[np.ndarray, "samples features"]
 Weights = Float[np.ndarray, "features experts"]

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from scipy import special
 
 LossName = Literal["logistic", "squared"]
-Vector = Float[np.ndarray, " samples"]
+PerSample = Float[np.ndarray, " samples"]
 
 
 @dataclass(frozen=True)
@@ -20,19 +20,19 @@ class Logistic:
     name: LossName = "logistic"
     max_curvature: float = 0.25
 
-    def value(self, outputs: Vector, targets: Vector) -> Vector:
+    def value(self, outputs: PerSample, targets: PerSample) -> PerSample:
         """One loss for each sample, in nats."""
         return np.logaddexp(0.0, -targets * outputs)
 
-    def slope(self, outputs: Vector, targets: Vector) -> Vector:
+    def slope(self, outputs: PerSample, targets: PerSample) -> PerSample:
         """First derivative by the output."""
         return -targets * special.expit(-targets * outputs)
 
-    def curvature(self, outputs: Vector, targets: Vector) -> Vector:
+    def curvature(self, outputs: PerSample, targets: PerSample) -> PerSample:
         """Second derivative by the output."""
         return special.expit(targets * outputs) * special.expit(-targets * outputs)
 
-    def slope_bound(self, largest_output: float, targets: Vector) -> float:
+    def slope_bound(self, largest_output: float, targets: PerSample) -> float:
         """Largest absolute first derivative for outputs up to ``largest_output`` in size; at most 1."""
         return float(special.expit(largest_output))
 
@@ -44,19 +44,19 @@ class Squared:
     name: LossName = "squared"
     max_curvature: float = 1.0
 
-    def value(self, outputs: Vector, targets: Vector) -> Vector:
+    def value(self, outputs: PerSample, targets: PerSample) -> PerSample:
         """One loss for each sample."""
         return (outputs - targets) ** 2 / 2
 
-    def slope(self, outputs: Vector, targets: Vector) -> Vector:
+    def slope(self, outputs: PerSample, targets: PerSample) -> PerSample:
         """First derivative by the output."""
         return outputs - targets
 
-    def curvature(self, outputs: Vector, targets: Vector) -> Vector:
+    def curvature(self, outputs: PerSample, targets: PerSample) -> PerSample:
         """Second derivative by the output."""
         return np.ones_like(outputs)
 
-    def slope_bound(self, largest_output: float, targets: Vector) -> float:
+    def slope_bound(self, largest_output: float, targets: PerSample) -> float:
         """Largest absolute first derivative for outputs up to ``largest_output`` in size."""
         return largest_output + float(np.abs(targets).max())
 

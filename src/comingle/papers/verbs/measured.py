@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from comingle.errors import RunError
+from comingle.utils.errors import RunError
 
 if TYPE_CHECKING:
     from comingle.papers.reproduce.plan import Wanted
@@ -17,7 +17,7 @@ def show_measured(path: Path, name: str, wanted: Wanted, out: Path, *, baseline:
     from comingle.papers.reproduce.archive import plan_of, read_archive, take
     from comingle.papers.reproduce.tables import write_tables
     from comingle.papers.verbs.tables import print_table, table_of
-    from comingle.terminal import words
+    from comingle.utils.terminal import words
 
     records = read_archive(path)
     planned, outcomes, told = take(plan_of(records, name, wanted), records, path)

@@ -10,7 +10,7 @@ import typer
 
 from comingle.cli.compare import split_names, split_seeds
 from comingle.cli.options import Force, Quiet, Resume, Sets, changes, out_option
-from comingle.errors import RecipeError
+from comingle.utils.errors import RecipeError
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -136,7 +136,7 @@ def _run(
     from comingle.papers.reproduce.runner import Estimate, check_out, unique
     from comingle.papers.reproduce.tables import baseline_row, write_tables
     from comingle.papers.verbs.tables import print_table, run_all, table_of
-    from comingle.terminal import errors, words
+    from comingle.utils.terminal import errors, words
 
     baseline_row(planned, baseline)  # refused before the first run
     check_reach(planned)
@@ -170,7 +170,7 @@ def _count(planned: Plan, out: Path, *, force: bool) -> None:
     from comingle.papers.reproduce.costs import write_costs
     from comingle.papers.reproduce.counted import count_cells
     from comingle.papers.reproduce.runner import check_out
-    from comingle.terminal import words
+    from comingle.utils.terminal import words
 
     folder = check_out(out, planned.name, resume=False, force=force)
     recipe, costs = planned.cells[-1].recipe, None
@@ -196,7 +196,7 @@ def _told(outcome: Outcome, done: int, total: int, left: float | None) -> Text:
     """One line for a run that has ended."""
     from rich.text import Text
 
-    from comingle.records import measure_of, number
+    from comingle.utils.records import measure_of, number
 
     cell = outcome.cell
     if outcome.diverged:

@@ -47,7 +47,7 @@ def print_table(table: dict[str, Any]) -> None:
     from comingle.cli.progress import console
     from comingle.papers.reproduce.tables import held, remarks, render
     from comingle.reports.against import render as render_verdicts
-    from comingle.terminal import words
+    from comingle.utils.terminal import words
 
     console.print(render(table))
     for one in remarks(table):

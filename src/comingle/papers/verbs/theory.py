@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from comingle.cli.options import Force, Out
-from comingle.errors import ComingleError
+from comingle.utils.errors import ComingleError
 
 if TYPE_CHECKING:
     from comingle.papers.recipes.theory import TheoryRecipe
@@ -33,7 +33,7 @@ def theory(
     from comingle.papers.theory.cluster_checks import ClusterSettings
     from comingle.papers.theory.coupled_checks import CoupledSettings
     from comingle.papers.theory.folders import check_folder, write_folder
-    from comingle.terminal import words
+    from comingle.utils.terminal import words
 
     folder = out or Path("runs") / path.stem
     check_folder(folder, force=force)
@@ -73,7 +73,7 @@ def _require_packages() -> None:
 def render(rows: list[Row]) -> Table:
     """A heading for each scheme, a line for each statement about it."""
     from comingle.tables.framing import Table
-    from comingle.terminal import words
+    from comingle.utils.terminal import words
 
     table = Table("", title="what the tightest instance does, and what is predicted", title_justify="left", box=None)
     for name in ("measured", "", "bound", "holds for"):

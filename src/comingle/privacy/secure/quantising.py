@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.trees import Tree
+from comingle.utils.trees import Tree
 
 DTYPES = {32: torch.int32, 64: torch.int64}
 """How a tensor holds numbers modulo ``2^word``; they are read without a sign."""

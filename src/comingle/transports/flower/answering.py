@@ -11,8 +11,8 @@ import ssl
 from enum import Enum
 from pathlib import Path
 
-from comingle.errors import RecipeError
 from comingle.transports.flower.processes import split_address
+from comingle.utils.errors import RecipeError
 
 _SECONDS = 3.0
 _REQUEST = (

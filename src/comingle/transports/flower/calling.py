@@ -21,8 +21,8 @@ from pathlib import Path
 
 import psutil
 
-from comingle.errors import ComingleError, MessageError
 from comingle.transports.flower.launch import PARENT
+from comingle.utils.errors import ComingleError, MessageError
 
 FOLDER, ADDRESS, LOG = "worker", "address.json", "worker.log"
 DONE, REFUSED, ALIVE = b"+", b"-", b"~"
@@ -33,7 +33,7 @@ ALIVE_SECONDS = 5.0
 _SILENT_SECONDS = 60.0
 """A worker that has said nothing for so long hangs, and is killed."""
 _KILL_SECONDS = 5.0
-_LOOK_SECONDS = 0.05
+_CALL_SECONDS = 0.05
 
 _started: list[
     subprocess.Popen[bytes]
@@ -116,7 +116,7 @@ def _hung(state: Path) -> BrokenOff:
         until = time.monotonic() + _KILL_SECONDS
         while worker.lives() and time.monotonic() < until:  # it holds the folder until it is gone
             os.kill(worker.pid, signal.SIGKILL)
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_CALL_SECONDS)
     return BrokenOff(
         f"{state}: the worker did not respond for {_SILENT_SECONDS:g} s; it was killed, to be started again"
     )
@@ -178,7 +178,7 @@ def _start(state: Path, command: Sequence[str], deadline: float) -> Connection:
             return connection
         if ended and process.returncode:
             raise BrokenOff(f"{state}: the worker cannot start ({_last_line(state) or f'code {process.returncode}'})")
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_CALL_SECONDS)
     raise BrokenOff(f"{state}: the worker does not listen yet; see {folder / LOG}")
 
 

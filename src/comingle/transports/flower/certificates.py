@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import NameOID
 
-from comingle.errors import RecipeError
-from comingle.records import write_new
+from comingle.utils.errors import RecipeError
+from comingle.utils.records import write_new
 
 AUTHORITY, CERTIFICATE, KEY, USERS = "ca.pem", "server.pem", "server.key", "users"
 

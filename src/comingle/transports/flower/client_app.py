@@ -11,12 +11,12 @@ from collections.abc import Callable
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from comingle.errors import ComingleError
-from comingle.records import write_text
-from comingle.terminal import printable
 from comingle.transports.flower.calling import BrokenOff, call
 from comingle.transports.flower.envelope import Failure, Hello, request_of, wrap, wrap_failure, wrap_hello
 from comingle.transports.flower.users import REFUSAL, User, instance_of, read_user
+from comingle.utils.errors import ComingleError
+from comingle.utils.records import write_text
+from comingle.utils.terminal import printable
 
 WORKER = (sys.executable, "-m", "comingle.federation.worker")
 """Command that starts a user's worker; the user's options come after it."""

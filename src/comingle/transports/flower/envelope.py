@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common.constant import ErrorCode
 
-from comingle.data.names import name_problem
-from comingle.errors import MessageError
-from comingle.terminal import printable
+from comingle.utils.errors import MessageError
+from comingle.utils.names import name_problem
+from comingle.utils.terminal import printable
 
 FORMAT = 1
 """Raised when these records change their meaning."""

@@ -11,9 +11,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from comingle.records import write_text
-from comingle.terminal import printable
 from comingle.transports.flower.calling import Keeper
+from comingle.utils.records import write_text
+from comingle.utils.terminal import printable
 
 FOLDER, STATE, LOG = "flower", "app.json", "app.log"
 

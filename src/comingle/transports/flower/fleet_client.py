@@ -65,13 +65,13 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from comingle.errors import ComingleError, RunError
-from comingle.records import write_text
-from comingle.terminal import printable
 from comingle.transports.flower.answering import certificate_problem
 from comingle.transports.flower.app_bundle import DIGEST, UNKNOWN_KEY
 from comingle.transports.flower.fate import FOLDER
 from comingle.transports.flower.launch import end_with_parent, load_app
+from comingle.utils.errors import ComingleError, RunError
+from comingle.utils.records import write_text
+from comingle.utils.terminal import printable
 
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.2, 5.0
 _HEARTBEAT_SECONDS, _LOOK_SECONDS = 4.0, 0.5

@@ -63,10 +63,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from comingle.errors import ComingleError, RecipeError
 from comingle.transports.flower.app_bundle import APP_ID, APP_VERSION, DIGEST, UNKNOWN_KEY, build_bundle
 from comingle.transports.flower.launch import end_with_parent, load_app
 from comingle.transports.flower.uploads import LimitedLinkState, UploadLimits
+from comingle.utils.errors import ComingleError, RecipeError
 
 FLEET = "/v1/fleet/"
 MAX_BODY_BYTES = 32 << 20

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from comingle.errors import RunError
 from comingle.transports.flower.launch import PARENT
+from comingle.utils.errors import RunError
 
 LOOPBACK = "127.0.0.1"
 LOCAL_HOSTS = (LOOPBACK, "localhost", "::1")

@@ -18,7 +18,7 @@ from comingle.transports.flower.envelope import FORMAT, HELLO, REFUSED, Failure,
 from comingle.transports.flower.post import Late, Post
 
 _HELLO_SECONDS = 60.0
-_LOOK_SECONDS = 0.5
+_ROSTER_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Roster:
         self._hellos: dict[Node, Hello] = {}
         self._refused: dict[Node, str] = {}
         self._holders: dict[str, str] = {}  # name -> instance
-        self._looked = -_LOOK_SECONDS
+        self._looked = -_ROSTER_SECONDS
         self.nodes: dict[str, Node] = {}
 
     def waiting(self, seconds: float) -> bool:
@@ -52,7 +52,7 @@ class Roster:
 
     def look(self) -> None:
         """Sees who has come and who has gone; asks at most twice a second."""
-        if time.monotonic() - self._looked < _LOOK_SECONDS:
+        if time.monotonic() - self._looked < _ROSTER_SECONDS:
             return
         self._looked = time.monotonic()
         there = [

@@ -15,11 +15,11 @@ from urllib.parse import quote, unquote
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from comingle.errors import ComingleError, RecipeError
-from comingle.records import expand_home
 from comingle.transports.channel import Channel
 from comingle.transports.flower.fate import Fate
 from comingle.transports.flower.grid_channel import GridChannel
+from comingle.utils.errors import ComingleError, RecipeError
+from comingle.utils.records import expand_home
 
 COORDINATE = "comingle.federation.app", "coordinate_app"
 """What runs the rounds; by name, since it stands above all transports, and Flower wants the app to lie here."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from comingle.errors import RecipeError, RunError
 from comingle.transports.flower.fate import FAILED, FINISHED, FOLDER, LOG, STATE, read_state
 from comingle.transports.flower.processes import (
     LOCAL_HOSTS,
@@ -27,6 +26,7 @@ from comingle.transports.flower.processes import (
     last_line,
     listens,
 )
+from comingle.utils.errors import RecipeError, RunError
 
 _LOOK_SECONDS = 0.2
 _LISTEN_SECONDS = 300.0

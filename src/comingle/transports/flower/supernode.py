@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from comingle.errors import RecipeError, RunError
 from comingle.transports.flower.calling import read_worker
 from comingle.transports.flower.fate import FOLDER
 from comingle.transports.flower.processes import LOCAL_HOSTS, Service, ended_politely, environment, split_address
 from comingle.transports.flower.users import REFUSAL, User
+from comingle.utils.errors import RecipeError, RunError
 
 LOG = "client.log"
 CLIENT_APP = "comingle.transports.flower.client_app:app"

@@ -15,7 +15,7 @@ from flwr.supercore.inflatable.inflatable_object import is_valid_sha256_hash, it
 from flwr.supercore.object_store import ObjectStore
 from flwr.superlink.federation import FederationManager
 
-from comingle.terminal import printable
+from comingle.utils.terminal import printable
 
 _SPARE_SECONDS = 60.0
 """How long a complete reply outlives its message: the coordinator may be reading it."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from comingle.errors import RecipeError
-from comingle.records import expand_home
+from comingle.utils.errors import RecipeError
+from comingle.utils.records import expand_home
 
 INSTANCE = "instance"
 """File in a state folder: a random text that no other state folder has."""

@@ -22,11 +22,11 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
-from comingle.errors import ComingleError, RunError
-from comingle.locks import locked
-from comingle.records import write_text
 from comingle.transports.flower.calling import ADDRESS, ALIVE, ALIVE_SECONDS, DONE, FOLDER, REFUSED, Keeper, own_keeper
 from comingle.transports.flower.users import User
+from comingle.utils.errors import ComingleError, RunError
+from comingle.utils.files import locked
+from comingle.utils.records import write_text
 
 Handle = Callable[[bytes], bytes]
 

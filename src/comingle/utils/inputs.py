@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from comingle.errors import RunError, list_names
-from comingle.records import write_json
+from comingle.utils.errors import RunError, list_names
+from comingle.utils.records import write_json
 
 INPUTS = "inputs.json"
 SPLITS = ("train", "valid", "test")

@@ -30,7 +30,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
-from comingle.errors import PluginError, did_you_mean
+from comingle.utils.errors import PluginError, did_you_mean
 
 Offered = TypeVar("Offered")
 

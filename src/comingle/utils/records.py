@@ -1,7 +1,7 @@
 """What a run writes down: plain records that reports can read without torch.
 
-A run folder holds ``recipe.yaml``, ``inputs.json`` (:mod:`comingle.inputs`), ``events.jsonl`` (one event a line, in
-order), ``metrics.json`` (written at the end) and ``checkpoints/round-NNNN/``.
+A run folder holds ``recipe.yaml``, ``inputs.json`` (:mod:`comingle.utils.inputs`), ``events.jsonl`` (one event a line,
+in order), ``metrics.json`` (written at the end) and ``checkpoints/round-NNNN/``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from comingle.errors import RunError
+from comingle.utils.errors import RunError
 
 logger = logging.getLogger("comingle")
 

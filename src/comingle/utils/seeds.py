@@ -1,4 +1,4 @@
-"""Random streams derived from what they are for, never from what was drawn before.
+"""Random streams derived from seed, user, round and purpose.
 
 A run that stops and resumes, a user trained alone and a user trained in a cohort all draw the same numbers, because
 the seed of every stream is a function of (seed, user, round, purpose) and nothing else.

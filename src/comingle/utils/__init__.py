@@ -1,0 +1,1 @@
+"""Shared helpers that import nothing else of the package."""
