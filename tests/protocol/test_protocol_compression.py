@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from comingle.protocol.compression import compress, expand
-from comingle.protocol.messages import Upload
+from comingle.protocol.messages import Upload, compress, expand
 from comingle.protocol.wire import pack, packed_bytes, unpack
 from comingle.runs import api
 from comingle.utils.errors import ComingleError, MessageError

@@ -28,8 +28,7 @@ from comingle.kinds.text.feed import TextFeed
 from comingle.methods.base import Method
 from comingle.privacy.examples import Work
 from comingle.privacy.ledger import Ledger
-from comingle.protocol.compression import expand
-from comingle.protocol.messages import Upload, fill_ranks
+from comingle.protocol.messages import Upload, expand, fill_ranks
 from comingle.recipes import Recipe
 from comingle.runs.session import build, execute
 from comingle.transports.inprocess import InProcess

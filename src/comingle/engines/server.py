@@ -24,9 +24,7 @@ from comingle.privacy.clipping import without_padding
 from comingle.privacy.guard import BOUND, COUNTS, Guard
 from comingle.privacy.summing import Sums
 from comingle.privacy.users import CLIP_NORM, WITHIN
-from comingle.protocol.compression import expand
-from comingle.protocol.formats import Format
-from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Upload, fill_ranks, verdict
+from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Format, Upload, expand, fill_ranks, verdict
 from comingle.robust.checks import check_rounds
 from comingle.robust.defence import defended
 from comingle.robust.judged import Judged

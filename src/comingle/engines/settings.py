@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from comingle.privacy.settings import Privacy
-from comingle.protocol.formats import Format
+from comingle.protocol.messages import Format
 from comingle.robust.settings import Aggregation
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Training:
     """How long, on how much, in what portions.
 
     A round has ``local_steps`` iterations on random windows of text, or ``local_epochs`` passes over samples.
-    ``uploads`` is the format of what users send, see :mod:`comingle.protocol.compression`.
+    ``uploads`` is the format of what users send, see :mod:`comingle.protocol.messages`.
     ``users_per_step`` and ``micro_batch`` (sequences of one user in one pass) bound memory; None chooses them.
     ``participation`` is a fraction of the users drawn each round, or a list of users (by number) for each round, which
     is repeated when it ends. ``evaluate`` says which model counts: "local", as a user has it after its local steps

@@ -25,7 +25,7 @@ from comingle.engines.training import Portions
 from comingle.methods.base import Method
 from comingle.models.hardware import require_bytes
 from comingle.models.model import Model
-from comingle.protocol.compression import RESIDUAL
+from comingle.protocol.messages import RESIDUAL
 from comingle.utils.errors import DataError
 from comingle.utils.registry import Registry
 from comingle.utils.trees import CLIENT_ROUTER, restrict

@@ -12,8 +12,7 @@ from comingle.federation.checking import check_upload, validation_loss
 from comingle.federation.claims import counts_samples
 from comingle.federation.coordinator import AN_EVENT, Coordinator
 from comingle.federation.tasks import Answer
-from comingle.protocol.compression import expand
-from comingle.protocol.messages import LOSS, Upload, join_uploads, no_uploads
+from comingle.protocol.messages import LOSS, Upload, expand, join_uploads, no_uploads
 from comingle.protocol.wire import unpack
 from comingle.utils.errors import MessageError, RunError
 

@@ -20,8 +20,16 @@ from comingle.engines.shards import load_parts
 from comingle.processes.adding import reduced
 from comingle.processes.ranks import Ranks
 from comingle.processes.saving import save_shards
-from comingle.protocol.compression import expand
-from comingle.protocol.messages import LOSS, Download, Upload, join_uploads, no_uploads, validation_report, verdict
+from comingle.protocol.messages import (
+    LOSS,
+    Download,
+    Upload,
+    expand,
+    join_uploads,
+    no_uploads,
+    validation_report,
+    verdict,
+)
 from comingle.protocol.wire import packed_bytes
 from comingle.transports.inprocess import InProcess
 from comingle.utils.trees import Tree, restrict

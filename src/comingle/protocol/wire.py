@@ -23,8 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from comingle.protocol.compression import SCALE
-from comingle.protocol.messages import Download, Upload
+from comingle.protocol.messages import SCALE, Download, Upload
 from comingle.utils.errors import MessageError
 from comingle.utils.trees import Tree
 

@@ -15,7 +15,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, field_validator, mo
 
 from comingle.adapters.settings import RANK, AdapterSettings, Targets
 from comingle.engines.settings import EVERYBODY, OptimizerSettings, Training
-from comingle.protocol.formats import Format
+from comingle.protocol.messages import Format
 from comingle.recipes.data import DataSection, section_of
 from comingle.recipes.fields import Count, Fraction, NotNegative, Positive, Section, Steps, number_in, plain_name
 from comingle.recipes.guards import AggregationSection, PrivacySection
