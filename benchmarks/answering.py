@@ -21,9 +21,9 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 import torch
 
 from clocks import add_clock, clock_of
+from comingle.config.settings import Training
 from comingle.engines.client import Clients
 from comingle.engines.runtime import keep_buffers
-from comingle.engines.settings import Training
 from comingle.engines.training import Portions
 from comingle.kinds.conversations import feed as feeding
 from comingle.kinds.conversations.answers import Question, UserAnswers, as_answers, encode

@@ -31,9 +31,9 @@ import torch
 from torch import nn
 
 from comingle.audits import attacks
+from comingle.config.sections import Recipe
 from comingle.models.personal import PersonalModel
 from comingle.protocol.messages import Upload, join_uploads
-from comingle.recipes.sections import Recipe
 from comingle.runs.given import Given, given_of, recipe_with
 from comingle.runs.results import Run
 from comingle.runs.session import build, execute, prepare

@@ -30,12 +30,12 @@ from clocks import add_clock, clock_of
 from comingle.adapters.clustered.model import FloralModel, roles
 from comingle.adapters.clustered.precondition import precondition
 from comingle.adapters.clustered.wrap import floral
+from comingle.config import parse_recipe
 from comingle.data.samples import Samples, UserSamples
 from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.evaluation.losses import CROSS_ENTROPY, MSE
 from comingle.models.nets import make_net
-from comingle.recipes import parse_recipe
 from comingle.runs.given import given_of, recipe_with
 from comingle.runs.session import build, prepare
 from comingle.transports.inprocess import InProcess

@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
+from comingle.config import parse_recipe
 from comingle.federation.local import federate
-from comingle.recipes import parse_recipe
 
 CHARACTERS = 80_000
 

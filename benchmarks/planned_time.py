@@ -30,12 +30,12 @@ from typing import Any
 
 import yaml
 
+from comingle.config import Recipe, load_recipe
 from comingle.costing import machines
 from comingle.costing.machines import Found, load_of, measure, plan_time
 from comingle.costing.planning import plan
 from comingle.costing.timing import Cluster
 from comingle.processes.sharing import cores
-from comingle.recipes import Recipe, load_recipe
 
 ROUNDS, USERS = 3, 12
 """Rounds between two checkpoints, of which there are three: the first warms up, the last round has no exchange."""

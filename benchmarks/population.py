@@ -38,6 +38,7 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 # isort: split
 import torch
 
+from comingle.config import parse_recipe
 from comingle.data.crowds import Crowd
 from comingle.data.pack import UserData
 from comingle.data.samples import Samples, UserSamples
@@ -47,7 +48,6 @@ from comingle.kinds.samples.kind import KIND as SAMPLES
 from comingle.kinds.samples.population import Population
 from comingle.kinds.text.kind import KIND as TEXT
 from comingle.models.language import load_base
-from comingle.recipes import parse_recipe
 from comingle.runs import api
 from comingle.store.numbered import Numbered
 from comingle.store.tokens import read_population, write_population

@@ -14,8 +14,8 @@ import time
 
 import numpy as np
 
+from comingle.config.settings import Secure, Terms
 from comingle.masking.rehearsal import Rehearsal
-from comingle.privacy.secure.settings import Secure, Terms
 from comingle.privacy.secure.sizes import received_bytes, sent_bytes
 
 

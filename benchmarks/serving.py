@@ -34,13 +34,13 @@ import torch
 
 from clocks import add_clock, clock_of
 from comingle.adapters import native
+from comingle.config import parse_recipe
 from comingle.data.pack import UserData
 from comingle.kinds.base import Materials
 from comingle.kinds.text.kind import KIND
 from comingle.models.language import load_base
 from comingle.models.personal import PersonalModel
 from comingle.models.sampling import read_sampling
-from comingle.recipes import parse_recipe
 from comingle.runs.results import Run
 from comingle.runs.session import build
 from comingle.serving.engine import Engine, Request

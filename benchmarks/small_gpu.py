@@ -23,12 +23,11 @@ import comingle  # noqa: F401 (before torch, which reads GOMP_SPINCOUNT)
 import torch
 
 from comingle.adapters.inject import ExpertCounts
-from comingle.adapters.settings import AdapterSettings
+from comingle.config.settings import AdapterSettings, Training
 from comingle.costing.memory import LiveBytes
 from comingle.data.pack import UserData
 from comingle.engines.client import Clients
 from comingle.engines.local import train
-from comingle.engines.settings import Training
 from comingle.engines.users import batch_size
 from comingle.kinds.text.feed import TextFeed
 from comingle.methods import make

@@ -28,13 +28,12 @@ from clocks import add_clock, clock_of
 from comingle.adapters import kernels, native
 from comingle.adapters.inject import ExpertCounts
 from comingle.adapters.layouts import decoder_layers
-from comingle.adapters.settings import AdapterSettings
+from comingle.config.settings import AdapterSettings, Training
 from comingle.cpu.faster import faster
 from comingle.data.pack import UserData
 from comingle.engines.client import Clients
 from comingle.engines.local import train
 from comingle.engines.runtime import keep_buffers, peak_memory_bytes
-from comingle.engines.settings import Training
 from comingle.engines.users import batch_size
 from comingle.kinds.text.feed import TextFeed
 from comingle.methods import make

@@ -29,13 +29,13 @@ import pytest
 import torch
 import yaml
 
+from comingle.config import parse_recipe
 from comingle.data.pack import UserData
 from comingle.kinds.base import Materials
 from comingle.kinds.text.kind import KIND as TEXT
 from comingle.models.base import Base
 from comingle.models.language import load_base
 from comingle.papers.tasks.kind import KIND as TASKS
-from comingle.recipes import parse_recipe
 from comingle.runs.session import build, prepare
 from comingle.transports.inprocess import InProcess
 from comingle.utils.seeds import generator

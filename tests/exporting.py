@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comingle.config import parse_recipe
 from comingle.methods import REGISTRY, make
 from comingle.models.personal import PersonalModel
-from comingle.recipes import parse_recipe
 from comingle.runs.results import Run
 from federations import everyone, play_round
 

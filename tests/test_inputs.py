@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from comingle.cli.compare import compare_methods
+from comingle.config import Recipe, load_recipe, parse_recipe
 from comingle.models.language import load_base
 from comingle.papers.tasks.kind import KIND as TASKS
-from comingle.recipes import Recipe, load_recipe, parse_recipe
 from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.utils.errors import RunError

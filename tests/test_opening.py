@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from comingle.config import Recipe, load_recipe, parse_recipe
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import PersonalNet
-from comingle.recipes import Recipe, load_recipe, parse_recipe
 from comingle.runs import api
 from comingle.utils.errors import ComingleError, DataError, RunError
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from comingle.config import load_recipe
+from comingle.config.data import kinds, load_section
 from comingle.engines.trackers import TRACKERS
 from comingle.engines.users import STORES
 from comingle.methods import REGISTRY, make, register, settings_of
@@ -21,8 +23,6 @@ from comingle.methods.base import Method
 from comingle.methods.fedavg import fedavg
 from comingle.models import personal
 from comingle.models.nets import NETS, make_net
-from comingle.recipes import load_recipe
-from comingle.recipes.data import kinds, load_section
 from comingle.runs import api, settings
 from comingle.utils import registry
 from comingle.utils.errors import PluginError, RecipeError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from comingle.recipes import Recipe, parse_recipe
+from comingle.config import Recipe, parse_recipe
 from comingle.runs import api
 from comingle.runs.session import prepare
 

@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from comingle.comparing.api import advise as advise
     from comingle.comparing.api import compare as compare
     from comingle.comparing.pages import report as report
+    from comingle.config import Recipe as Recipe
     from comingle.joining.api import join as join
-    from comingle.recipes import Recipe as Recipe
     from comingle.runs.api import load as load
     from comingle.runs.api import run as run
     from comingle.utils.errors import ComingleError as ComingleError
 
 _HOMES = {
     "ComingleError": "comingle.utils.errors",
-    "Recipe": "comingle.recipes",
+    "Recipe": "comingle.config",
     "advise": "comingle.comparing.api",
     "audit": "comingle.audits.api",
     "compare": "comingle.comparing.api",

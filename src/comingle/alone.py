@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from comingle.recipes import Recipe
-from comingle.robust.settings import Aggregation
+from comingle.config import Recipe
+from comingle.config.settings import Aggregation
 
 PerUser = Callable[[list[Any]], Any]
 """What of a list with a value for each user of a population counts."""

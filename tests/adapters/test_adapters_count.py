@@ -4,7 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from comingle.adapters.inject import ExpertCounts, inject
-from comingle.adapters.settings import AdapterSettings
+from comingle.config.settings import AdapterSettings
 
 
 def test_gpt2_124m_with_two_experts_trains_1_935_360_parameters() -> None:

@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 from comingle.adapters import kernels
 from comingle.adapters.inject import ExpertCounts
 from comingle.adapters.kernels import ACTIVATIONS
-from comingle.adapters.settings import AdapterSettings
+from comingle.config.settings import AdapterSettings
 from comingle.models.adapted import adapt
 from comingle.models.language import load_base
 from comingle.models.loss import softmax_parts

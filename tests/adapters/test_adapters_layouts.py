@@ -16,10 +16,10 @@ from transformers import BloomConfig, BloomForCausalLM, Starcoder2Config, Starco
 from comingle.adapters.inject import Adapters, ExpertCounts, inject
 from comingle.adapters.kernels import ACTIVATIONS
 from comingle.adapters.layouts import KNOWN, activation_name, decoder_layers, find_targets
-from comingle.adapters.settings import AdapterSettings, Targets
+from comingle.config import parse_recipe
+from comingle.config.settings import AdapterSettings, Targets
 from comingle.models.families import FAMILIES
 from comingle.models.language import load_base
-from comingle.recipes import parse_recipe
 from comingle.utils.errors import BaseModelError
 
 ONE = ExpertCounts(generalists=1, specialists=(0,))

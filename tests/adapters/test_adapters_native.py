@@ -14,7 +14,7 @@ from torch import Tensor
 
 from comingle.adapters import compiling, kernels, native
 from comingle.adapters.inject import ExpertCounts
-from comingle.adapters.settings import AdapterSettings
+from comingle.config.settings import AdapterSettings
 from comingle.models.adapted import adapt
 from comingle.models.language import load_base
 

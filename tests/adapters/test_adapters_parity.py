@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from comingle.adapters.inject import ExpertCounts
-from comingle.adapters.settings import AdapterSettings
+from comingle.config.settings import AdapterSettings
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.language import load_base
 from naive import FAMILIES, Reference, Rules, honest_double

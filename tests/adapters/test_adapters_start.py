@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from comingle.adapters.inject import ExpertCounts
 from comingle.adapters.lora import init_a, init_zero, lora_scale
-from comingle.adapters.settings import AdapterSettings
+from comingle.config.settings import AdapterSettings
 from comingle.engines.state import initial_state
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.base import Base

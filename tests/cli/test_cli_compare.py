@@ -17,8 +17,8 @@ import yaml
 
 from comingle.comparing import api, comparing
 from comingle.comparing.beside import portions
+from comingle.config import load_recipe
 from comingle.engines.client import Clients
-from comingle.recipes import load_recipe
 from comingle.reports.comparisons import read_comparison
 from comingle.reports.latex import latex
 from comingle.utils.errors import DivergenceError

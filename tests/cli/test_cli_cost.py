@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from comingle.config import load_recipe
 from comingle.costing import memory
 from comingle.costing.summaries import with_method
-from comingle.recipes import load_recipe
 
 FREE_BYTES = "comingle.costing.planning.free_bytes"
 

@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
+from comingle.config import load_recipe, parse_recipe
 from comingle.models.language import load_base
-from comingle.recipes import load_recipe, parse_recipe
 from comingle.runs.session import build, prepare
 from comingle.utils.errors import BaseModelError, RecipeError
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from comingle.recipes import load_recipe
+from comingle.config import load_recipe
 from comingle.runs import api
 from comingle.utils.files import list_checkpoints
 from comingle.utils.records import read_events

@@ -18,7 +18,7 @@ import pytest
 import comingle as package
 from comingle import progress
 from comingle.cli import main
-from comingle.recipes import load_recipe
+from comingle.config import load_recipe
 from comingle.runs.session import build, prepare
 from comingle.utils.records import read_events
 from comingle.utils.terminal import Terminal

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
+from comingle.config import load_recipe
 from comingle.costing.measured import counted
 from comingle.engines.local import train
 from comingle.papers.questions.kind import NOTE
 from comingle.papers.questions.rows import LABELS, ask
 from comingle.papers.questions.sets import QUESTIONS
-from comingle.recipes import load_recipe
 from comingle.runs.session import build, prepare
 
 

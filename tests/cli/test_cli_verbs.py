@@ -13,8 +13,8 @@ import pytest
 
 from comingle.cli.compare import split_names, split_seeds
 from comingle.cli.demo import METHODS, PROMPTS
+from comingle.config import load_recipe
 from comingle.methods import REGISTRY, settings_of
-from comingle.recipes import load_recipe
 
 QUICK = ("--set", "training.rounds=1", "--set", "training.local_steps=1")
 METRICS = {

@@ -12,7 +12,7 @@ import torch
 import comingle
 from comingle.comparing import advising, trials
 from comingle.comparing.foresight import choose_seeds, foresee
-from comingle.recipes import Recipe
+from comingle.config import Recipe
 from comingle.runs.given import given_of, recipe_with
 from comingle.runs.session import build, prepare
 

@@ -43,7 +43,7 @@ def test_one_method_with_two_settings(tmp_path: Path) -> None:
     assert find_run(tmp_path / "out", method="fedprox:proximal=0.5").name == "fedprox-proximal=0.5-seed0"
     assert find_run(tmp_path / "out", method="fedprox", seed=1).name == "fedprox-seed1"
     rates = {
-        name: comingle.Recipe.model_validate(comingle.recipes.load_recipe(tmp_path / "out" / f"{name}-seed0")).method
+        name: comingle.Recipe.model_validate(comingle.config.load_recipe(tmp_path / "out" / f"{name}-seed0")).method
         for name in named[2:]
     }
     assert [method.settings for method in rates.values()] == [{"proximal": 0.5}, {"proximal": 2.0}]

@@ -9,7 +9,7 @@ import pytest
 
 import comingle
 from comingle.comparing.results import Comparison
-from comingle.recipes import load_recipe
+from comingle.config import load_recipe
 from comingle.serving.people import names_in
 from comingle.utils.errors import RecipeError, RunError
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
+from comingle.config import load_recipe
 from comingle.data.pack import UserData
 from comingle.engines.local import train
 from comingle.engines.runtime import keep_buffers
 from comingle.kinds.base import Materials
 from comingle.kinds.text.kind import KIND as TEXT
 from comingle.models.language import load_base
-from comingle.recipes import load_recipe
 from comingle.runs.session import build
 
 

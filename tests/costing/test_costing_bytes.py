@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from comingle.config import parse_recipe
 from comingle.costing.messages import count_exchanges, mean_bytes, message_bytes
 from comingle.engines.clock import Clock
 from comingle.engines.rounds import run_rounds
 from comingle.methods import REGISTRY, make
-from comingle.recipes import parse_recipe
 from comingle.runs.session import check_method
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from exchanges import exchanged
 
+from comingle.config import Recipe, parse_recipe
 from comingle.costing.counts import count_users
 from comingle.costing.paper import Difference
 from comingle.costing.planning import compare_with_paper, federate_bare, user_names
@@ -16,7 +17,6 @@ from comingle.costing.skeleton import load_skeleton
 from comingle.costing.summaries import with_method
 from comingle.methods import REGISTRY, make
 from comingle.models.base import Base
-from comingle.recipes import Recipe, parse_recipe
 from comingle.utils.errors import ComingleError, RecipeError
 
 NAMES = ("ann", "bob", "cem")

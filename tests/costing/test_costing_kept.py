@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from plans import planned, recipe_of
 
+from comingle.config import load_recipe
 from comingle.costing.memory import storage_bytes
 from comingle.costing.passes import memory
 from comingle.costing.planning import method_cost, plan
 from comingle.costing.skeleton import load_skeleton
 from comingle.costing.stored import Writes
 from comingle.models.language import load_base
-from comingle.recipes import load_recipe
 from comingle.runs import api
 from comingle.utils.errors import RecipeError
 

@@ -14,6 +14,7 @@ import torch
 import yaml
 from plans import planned, recipe_of
 
+from comingle.config import Recipe
 from comingle.costing import footprint
 from comingle.costing.memory import Fakes, LiveBytes, storage_bytes
 from comingle.costing.passes import memory, rehearse, step_peak
@@ -22,7 +23,6 @@ from comingle.costing.skeleton import load_skeleton
 from comingle.costing.summaries import with_method
 from comingle.models.hardware import free_bytes
 from comingle.models.language import load_base
-from comingle.recipes import Recipe
 
 DRIVER = Path(__file__).with_name("memory_driver.py")
 WITHIN = 0.10

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from comingle.config import Recipe, parse_recipe
 from comingle.costing import nets, planning
 from comingle.costing.fitting import fit
 from comingle.costing.nets import data_bytes, loads_of, rehearse_nets
@@ -19,7 +20,6 @@ from comingle.costing.planning import plan
 from comingle.data.crowds import Crowd
 from comingle.kinds.conversations.kind import ConversationsKind
 from comingle.kinds.text import checking
-from comingle.recipes import Recipe, parse_recipe
 from comingle.runs.session import prepare
 from comingle.store import cache, language
 from comingle.utils.errors import ComingleError

@@ -12,6 +12,7 @@ from exchanges import exchanged
 from tests.quick import quick
 from torch.nn import functional as F
 
+from comingle.config import Recipe, parse_recipe
 from comingle.costing.bare import bare_mixture
 from comingle.costing.counts import count_users
 from comingle.costing.flops import Flops
@@ -30,7 +31,6 @@ from comingle.layers import native
 from comingle.methods import make
 from comingle.models.base import Base
 from comingle.models.nets import make_net
-from comingle.recipes import Recipe, parse_recipe
 from comingle.runs.session import build, prepare
 from comingle.transports.inprocess import InProcess
 

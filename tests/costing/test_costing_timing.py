@@ -13,12 +13,12 @@ import pytest
 import torch.distributed as dist
 from plans import recipe_of
 
+from comingle.config import load_recipe
 from comingle.costing import machines, timed, timing
 from comingle.costing.flops import Flops
 from comingle.costing.machines import Found, load_of, measure, plan_time
 from comingle.costing.records import MemoryCost, MethodCost, UserCost
 from comingle.costing.timing import Cluster, Load, Parts, Round, Steps
-from comingle.recipes import load_recipe
 from comingle.utils.errors import RecipeError
 
 STEPS = Steps(gathers=20, broadcasts=10, reduces=1, sends=4)

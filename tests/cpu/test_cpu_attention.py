@@ -14,7 +14,7 @@ from torch import Tensor
 from comingle.adapters import compiling
 from comingle.adapters import native as mixtures
 from comingle.adapters.inject import ExpertCounts
-from comingle.adapters.settings import AdapterSettings
+from comingle.config.settings import AdapterSettings
 from comingle.cpu import attention, native
 from comingle.models.adapted import AdaptedModel, adapt
 from comingle.models.families import FAMILIES

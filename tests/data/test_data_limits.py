@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from comingle.config import parse_recipe
 from comingle.data.partition import UserText
 from comingle.kinds.text.reading import token_limits, tokenise_users
 from comingle.models.language import load_base
-from comingle.recipes import parse_recipe
 from comingle.utils.errors import RecipeError
 
 NAMES = ["ada", "ben"]

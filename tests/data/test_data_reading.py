@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from comingle.config import parse_recipe
 from comingle.data import limits
 from comingle.data.limits import BYTES_A_TOKEN, most_bytes
 from comingle.data.sources import read_dataset, read_documents
 from comingle.kinds.text.reading import read_users
-from comingle.recipes import parse_recipe
 from comingle.utils.errors import DataError
 
 ACCEPTED = "accepted: UTF-8 text"
@@ -182,7 +182,7 @@ def test_two_gigabytes_are_not_read_for_four_thousand_tokens(tmp_path: Path) -> 
             file.write((b"word " * 100 + b"\n\n") * 1000)
         file.truncate(2 << 30)
     code = (
-        "from comingle.kinds.text.reading import read_users; from comingle.recipes import parse_recipe\n"
+        "from comingle.kinds.text.reading import read_users; from comingle.config import parse_recipe\n"
         f"data = parse_recipe({{'data': {{'users': {{'ann': {str(path)!r}}}, 'max_train_tokens': 4000}}}}).data\n"
         "print(sum(map(len, read_users(data, 0)[0].train)))"
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from comingle.recipes import load_recipe, parse_recipe
+from comingle.config import load_recipe, parse_recipe
 from comingle.runs import api, session
 from comingle.runs.session import prepare
 from comingle.utils.errors import ComingleError, DataError, RecipeError

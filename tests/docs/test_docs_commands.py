@@ -22,7 +22,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from comingle.cli import Core, app
-from comingle.recipes import parse_recipe
+from comingle.config import parse_recipe
 
 # What a command gets on top where it would need the pretrained model, or minutes.
 TINY = {

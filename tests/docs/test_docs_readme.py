@@ -15,13 +15,13 @@ import pytest
 from documents import PAGES, README, REPOSITORY, blocks, read, table_at, table_rows
 from pydantic import BaseModel
 
+from comingle.config import Recipe
+from comingle.config.data import kinds, load_section
 from comingle.methods import REGISTRY, make, settings_of
 from comingle.methods.base import Method
 from comingle.methods.client import Part
 from comingle.papers.methods.mixtures import Entropic
 from comingle.papers.rivals.feddpa import Near
-from comingle.recipes import Recipe
-from comingle.recipes.data import kinds, load_section
 
 RECIPE_KEYS, PAPERS, COMPARING = read("recipes.md"), read("papers.md"), read("comparing.md")
 

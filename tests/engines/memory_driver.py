@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from comingle.recipes import load_recipe
+from comingle.config import load_recipe
 from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.utils.errors import ComingleError

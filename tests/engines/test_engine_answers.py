@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from tests.quick import quick
 from torch import Tensor
 
+from comingle.config import Recipe, parse_recipe
+from comingle.config.settings import Training
 from comingle.data.batches import PAD
 from comingle.engines.client import Clients
 from comingle.engines.local import train
-from comingle.engines.settings import Training
 from comingle.engines.training import Portions
 from comingle.kinds.base import Materials, kind_of
 from comingle.kinds.conversations import feed as feeding
@@ -31,7 +32,6 @@ from comingle.models.byte_tokenizer import EOS, byte_tokenizer
 from comingle.models.language import load_base
 from comingle.models.personal import PersonalModel
 from comingle.papers.questions.rows import LABELS
-from comingle.recipes import Recipe, parse_recipe
 from comingle.runs import api, session
 from comingle.runs.session import prepare
 from comingle.transports.inprocess import InProcess

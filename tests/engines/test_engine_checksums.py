@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from comingle.config import load_recipe
 from comingle.engines.checkpoints import load_checkpoint, read_progress
-from comingle.recipes import load_recipe
 from comingle.runs import api
 from comingle.transports.inprocess import InProcess
 from comingle.utils.errors import RunError

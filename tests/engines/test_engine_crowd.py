@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from comingle.config import parse_recipe
 from comingle.engines.crowd import MOST_SERIES, spread
 from comingle.engines.events import scalars
-from comingle.recipes import parse_recipe
 from comingle.runs import api
 from comingle.utils.records import read_events
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from comingle.recipes import Recipe, load_recipe
+from comingle.config import Recipe, load_recipe
 from comingle.runs import api
 from comingle.runs.folders import open_folder
 from comingle.runs.session import describe, prepare

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from comingle.config import load_recipe
 from comingle.engines.client import Clients
 from comingle.engines.rounds import run_rounds
 from comingle.engines.server import ServerHalf
@@ -18,7 +19,6 @@ from comingle.engines.state import State
 from comingle.engines.training import participants
 from comingle.protocol.messages import LOSS, LOWEST, VALIDATION, Upload
 from comingle.protocol.wire import packed_bytes
-from comingle.recipes import load_recipe
 from comingle.runs import api
 from comingle.transports.inprocess import InProcess
 from comingle.utils.records import read_events

@@ -14,12 +14,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from comingle.config import load_recipe
 from comingle.costing import fitting
 from comingle.costing.memory import LiveBytes
 from comingle.engines.local import train
 from comingle.engines.training import Portions
 from comingle.methods import REGISTRY
-from comingle.recipes import load_recipe
 from comingle.runs.session import build, prepare
 from comingle.utils.errors import RecipeError
 

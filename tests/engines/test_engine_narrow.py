@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from comingle.config.settings import OptimizerSettings
 from comingle.engines import optimizers
 from comingle.engines.optimizers import descend
-from comingle.engines.settings import OptimizerSettings
 from comingle.engines.steps import Steps
 from comingle.transports.inprocess import InProcess
 from comingle.utils.trees import Tree

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from comingle.config.settings import OptimizerSettings
 from comingle.engines.optimizers import clip, learning_rate, update
-from comingle.engines.settings import OptimizerSettings
 
 USERS, COLUMNS, STEPS = 3, 11, 12
 TAKES_PART = [lambda step: True, lambda step: step % 3 == 0, lambda step: step >= 7]

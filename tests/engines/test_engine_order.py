@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from comingle.recipes import Recipe, load_recipe
+from comingle.config import Recipe, load_recipe
 from comingle.runs import api
 from comingle.utils.errors import RunError
 

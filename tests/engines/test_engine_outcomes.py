@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 
 import comingle
+from comingle.config.settings import Privacy
 from comingle.engines.outcomes import Evaluations, outcome_warnings
 from comingle.methods import make
 from comingle.privacy.guard import Guard
-from comingle.privacy.settings import Privacy
 from comingle.reports.comparisons import compare_runs
 from comingle.reports.tables import markdown
 from comingle.tables.run_tables import render_run

@@ -14,11 +14,11 @@ from tests.federation.direct import federated
 from tests.federation.tiny import one_base, tiny
 
 import comingle
+from comingle.config import parse_recipe
+from comingle.config.settings import SHORTEST, Training
 from comingle.engines import periods
 from comingle.engines.rounds import run_rounds
-from comingle.engines.settings import SHORTEST, Training
 from comingle.federation import running
-from comingle.recipes import parse_recipe
 from comingle.runs import api
 from comingle.transports.inprocess import InProcess
 from comingle.utils.errors import RecipeError

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kill_driver import MOMENTS
 
-from comingle.recipes import Recipe, load_recipe
+from comingle.config import Recipe, load_recipe
 from comingle.runs import api
 from comingle.utils.errors import RunError
 from comingle.utils.files import seal

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from comingle.recipes import load_recipe
+from comingle.config import load_recipe
 from comingle.runs import api
 
 METHODS = {

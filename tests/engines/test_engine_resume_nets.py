@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.recipes import load_recipe, parse_recipe
+from comingle.config import load_recipe, parse_recipe
 from comingle.runs import api
 from comingle.utils.files import list_checkpoints
 from resuming import final, kill, state, told

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from comingle.config import Recipe, load_recipe
 from comingle.engines.local import train
 from comingle.engines.rounds import run_rounds
 from comingle.protocol.wire import packed_bytes
-from comingle.recipes import Recipe, load_recipe
 from comingle.runs import api, session
 from comingle.runs.folders import open_folder
 from comingle.runs.session import describe, prepare

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from comingle.config import load_recipe
 from comingle.engines import scaling
 from comingle.engines.scaling import scaled, starting_scales
 from comingle.engines.steps import Steps
-from comingle.recipes import load_recipe
 from comingle.runs import api
 from comingle.transports.inprocess import InProcess
 from comingle.utils.errors import RecipeError

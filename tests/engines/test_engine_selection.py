@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from comingle.config import Recipe, parse_recipe
 from comingle.data.samples import Split, UserSamples
 from comingle.engines.local import finetuned
 from comingle.models.personal_net import PersonalNet
-from comingle.recipes import Recipe, parse_recipe
 from comingle.reports.runs import Entry, read_run
 from comingle.reports.series import final
 from comingle.runs import api

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from comingle.config import load_recipe
 from comingle.engines.events import scalars
 from comingle.engines.trackers import check_trackers
-from comingle.recipes import load_recipe
 from comingle.runs import api
 from comingle.tracking import allowed
 from comingle.utils.errors import DivergenceError, RecipeError

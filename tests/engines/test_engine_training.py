@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from comingle.config import parse_recipe
+from comingle.config.settings import Training
 from comingle.engines.server import averaging_weights
-from comingle.engines.settings import Training
 from comingle.engines.training import TOKENS_PER_PASS, cohorts, participants, portions
-from comingle.recipes import parse_recipe
 from comingle.runs.settings import training_settings
 from comingle.utils.errors import RecipeError
 from federations import exchange

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from comingle.recipes import load_recipe
+from comingle.config import load_recipe
 from comingle.runs import api
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

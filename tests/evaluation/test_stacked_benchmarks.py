@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from comingle.recipes import load_recipe
+from comingle.config import load_recipe
 from comingle.runs import api
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from comingle.config import Recipe, parse_recipe
 from comingle.federation.node import Node
 from comingle.federation.own import Own
 from comingle.federation.patience import Patience
@@ -14,7 +15,6 @@ from comingle.federation.splitting import split_recipe
 from comingle.federation.tasks import unpack_answer
 from comingle.protocol.messages import Upload
 from comingle.protocol.wire import unpack
-from comingle.recipes import Recipe, parse_recipe
 
 
 class Direct:

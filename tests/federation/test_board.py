@@ -13,12 +13,12 @@ import pytest
 from tests.federation.direct import Direct, Patience, nodes_of
 from tests.federation.tiny import one_base, tiny
 
+from comingle.config import parse_recipe
 from comingle.federation import coordinator
 from comingle.federation.board import Board
 from comingle.federation.node import Node
 from comingle.federation.running import coordinate
 from comingle.federation.tasks import unpack_answer, unpack_task
-from comingle.recipes import parse_recipe
 from comingle.reports.participants import render_participants
 from comingle.utils.records import read_metrics
 from comingle.utils.terminal import Terminal

@@ -23,11 +23,11 @@ pytest.importorskip("flwr")
 from tests.federation.test_federate import nothing_is_left
 from tests.federation.tiny import method, text_recipe
 
+from comingle.config import Recipe, parse_recipe
 from comingle.federation.files import Participant, save_participant, save_plan
 from comingle.federation.node import GONE_ON
 from comingle.federation.patience import Patience
 from comingle.federation.splitting import split_recipe
-from comingle.recipes import Recipe, parse_recipe
 from comingle.runs import api
 from comingle.transports.flower.calling import read_worker
 from comingle.transports.flower.fate import read_state

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 pytest.importorskip("flwr")
 
+from comingle.config import Recipe, parse_recipe
 from comingle.federation.local import federate
-from comingle.recipes import Recipe, parse_recipe
 from comingle.runs import api
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints

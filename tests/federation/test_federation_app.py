@@ -10,9 +10,9 @@ from tests.federation.direct import Direct, nodes_of
 from tests.federation.test_federation_coordinator import UPLOADS, Lying
 from tests.federation.tiny import tiny
 
+from comingle.config import parse_recipe
 from comingle.federation.app import coordinate_app
 from comingle.federation.files import save_plan
-from comingle.recipes import parse_recipe
 from comingle.transports.channel import Channel
 
 pytestmark = pytest.mark.usefixtures("shared_base", "asked_again_soon")

@@ -18,6 +18,7 @@ import torch
 from tests.federation.direct import Direct, nodes_of
 from tests.federation.tiny import answer_of, one_base, own_of, refusal, tiny
 
+from comingle.config import parse_recipe
 from comingle.federation import taking
 from comingle.federation.node import Node
 from comingle.federation.own import Own
@@ -28,7 +29,6 @@ from comingle.federation.tasks import Task, unpack_answer
 from comingle.kinds.base import kind_of
 from comingle.models.language import load_base
 from comingle.protocol.wire import pack, unpack
-from comingle.recipes import parse_recipe
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.records import read_events

@@ -19,6 +19,7 @@ from tests.federation.direct import Direct, Patience, federated, nodes_of
 from tests.federation.tiny import assert_same_end, tasks_of, tiny
 from tests.quick import quick
 
+from comingle.config import parse_recipe
 from comingle.federation.node import Node
 from comingle.federation.public import tokens_of
 from comingle.federation.running import Plan, coordinate, has_ended
@@ -26,7 +27,6 @@ from comingle.federation.tasks import Answer, Task, unpack_answer, unpack_task
 from comingle.models import base, digests
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack
-from comingle.recipes import parse_recipe
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints
 

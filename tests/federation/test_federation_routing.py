@@ -15,11 +15,11 @@ from tests.federation.test_federation_coordinator import Lying, of_words
 from tests.federation.tiny import one_base, tiny
 from tests.quick import quick
 
+from comingle.config import parse_recipe
 from comingle.federation.node import Node
 from comingle.federation.own import Tells
 from comingle.federation.running import coordinate
 from comingle.federation.tasks import unpack_answer
-from comingle.recipes import parse_recipe
 from comingle.reports.mixtures import read_mixtures
 from comingle.runs import api
 from comingle.utils.records import read_events

@@ -24,6 +24,7 @@ from tests.federation.tiny import (
 )
 from tests.quick import quick
 
+from comingle.config import parse_recipe
 from comingle.federation.masking import SECURE
 from comingle.federation.node import Node
 from comingle.federation.running import coordinate
@@ -32,7 +33,6 @@ from comingle.masking.messages import survivors_message
 from comingle.privacy.secure.sizes import VECTOR
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack
-from comingle.recipes import parse_recipe
 from comingle.runs.session import prepare, run_in
 from comingle.utils.records import read_events
 

@@ -18,8 +18,8 @@ from tests.federation.test_federate import nothing_is_left, recipe_of
 from tests.federation.test_federation_wire import Numbers, pairs_in, pairs_of
 from tests.federation.test_out_there import SECONDS, Place, command, wait_for
 
+from comingle.config import Recipe
 from comingle.engines.client import Clients
-from comingle.recipes import Recipe
 from comingle.runs import api
 from comingle.utils.trees import Layout
 

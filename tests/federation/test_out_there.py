@@ -21,11 +21,11 @@ pytest.importorskip("flwr")
 from tests.federation.proxy import Proxy
 from tests.federation.test_federate import assert_equal, nothing_is_left, recipe_of
 
+from comingle.config import Recipe
 from comingle.federation.files import save_plan
 from comingle.federation.patience import Patience
 from comingle.federation.splitting import split_recipe
 from comingle.models.language import load_base
-from comingle.recipes import Recipe
 from comingle.runs import api
 from comingle.transports.flower.calling import read_worker
 from comingle.transports.flower.processes import free_port

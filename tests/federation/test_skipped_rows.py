@@ -11,10 +11,10 @@ from tests.federation.direct import Direct, federated, nodes_of
 from tests.federation.tiny import tiny
 from tests.golden.cases import USERS
 
+from comingle.config import parse_recipe
 from comingle.federation.node import Node
 from comingle.federation.running import coordinate
 from comingle.joining.api import join
-from comingle.recipes import parse_recipe
 from comingle.runs.api import run
 from comingle.utils.records import read_events, read_metrics
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comingle.config import Recipe, parse_recipe
 from comingle.engines.rounds import run_rounds
-from comingle.recipes import Recipe, parse_recipe
 from comingle.runs.session import build, prepare
 from comingle.transports.inprocess import InProcess
 

@@ -15,7 +15,7 @@ from on_device import Played, play, recipe_of
 from torch import Tensor
 
 from comingle.adapters.inject import ExpertCounts
-from comingle.adapters.settings import AdapterSettings
+from comingle.config.settings import AdapterSettings
 from comingle.gpu import graphs
 from comingle.methods import REGISTRY
 from comingle.models.adapted import AdaptedModel, adapt

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from comingle.config import Recipe, parse_recipe
 from comingle.kinds.base import Materials, kind_of
-from comingle.recipes import Recipe, parse_recipe
 from comingle.runs.results import Run
 from comingle.runs.session import build, execute, get_ready
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from comingle.cli.training import warn_overlaps
+from comingle.config import Recipe, parse_recipe
 from comingle.data.bad_rows import BadRowsError
 from comingle.kinds.conversations.kind import section
 from comingle.kinds.conversations.reading import UserConversations, read_users
 from comingle.models.byte_tokenizer import EOS
-from comingle.recipes import Recipe, parse_recipe
 from comingle.runs.session import build, prepare
 from comingle.utils.errors import DataError, RecipeError
 

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 import yaml
 
+from comingle.config import Recipe, parse_recipe
 from comingle.kinds.base import kind_of
 from comingle.methods import REGISTRY
 from comingle.models.base import Base
 from comingle.models.byte_tokenizer import BOS, EOS, PAD
 from comingle.models.language import load_base
 from comingle.models.personal import PersonalModel
-from comingle.recipes import Recipe, parse_recipe
 from comingle.runs import api
 from comingle.runs.results import Run
 from comingle.runs.session import prepare

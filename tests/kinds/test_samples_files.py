@@ -16,10 +16,10 @@ import yaml
 from PIL import Image
 
 import comingle
+from comingle.config import Recipe, load_recipe
 from comingle.kinds.samples.folders import Look, read_folder
 from comingle.models.nets import NETS
 from comingle.models.personal_net import PersonalNet
-from comingle.recipes import Recipe, load_recipe
 from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.utils.errors import ComingleError, DataError, RecipeError, RunError

@@ -13,6 +13,7 @@ from tests.conftest import TINY_TRAINING
 from tokenizers import processors
 
 import comingle
+from comingle.config import load_recipe, parse_recipe
 from comingle.data.batches import PAD, evaluation_windows, fixed_windows, hide, inputs_of, prompt_ends, random_windows
 from comingle.federation.public import public_part
 from comingle.methods.cohort import Phase
@@ -20,7 +21,6 @@ from comingle.models.byte_tokenizer import BOS, EOS, byte_tokenizer
 from comingle.models.generation import encode_prompt
 from comingle.models.language import load_base
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
-from comingle.recipes import load_recipe, parse_recipe
 from comingle.serving.prompts import Prompts
 from comingle.utils.errors import DataError, RunError
 from comingle.utils.seeds import generator

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from comingle.recipes import Recipe, load_recipe, parse_recipe
+from comingle.config import Recipe, load_recipe, parse_recipe
 from comingle.runs import api
 from comingle.runs.session import build, check_method, prepare
 from comingle.utils.errors import ComingleError

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
 from cases import NETS_ONLY, ONE_LORA, ROUTED, SMALL, TEXT_ONLY, VARIANTS, method, text_recipe
 from tests.federation.direct import federated
 
+from comingle.config import parse_recipe
 from comingle.methods import REGISTRY
-from comingle.recipes import parse_recipe
 from comingle.runs import api, given
 from comingle.utils.files import list_checkpoints
 

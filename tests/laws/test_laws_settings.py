@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from comingle.adapters.clustered.geometry import CONV_FORMS
 from comingle.adapters.clustered.wrap import floral
+from comingle.config.sections import AdaptersSection, FloralSection
 from comingle.engines.local import finish, settle
 from comingle.methods import REGISTRY, make, settings_of
-from comingle.recipes.sections import AdaptersSection, FloralSection
 from comingle.transports.inprocess import InProcess
 from federations import exchange, local_round
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
+from comingle.config.settings import Secure, Terms
 from comingle.masking import keys, shares
 from comingle.masking.messages import read_masked
 from comingle.masking.rehearsal import Rehearsal
 from comingle.masking.session import Record, Session, pair_mask
 from comingle.privacy.secure.quantising import Grid
-from comingle.privacy.secure.settings import Secure, Terms
 from comingle.privacy.secure.sizes import received_bytes, sent_bytes
 from comingle.protocol.wire import unpack
 from comingle.utils.errors import MessageError, NoSumError, RecipeError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from comingle.recipes import Recipe, load_recipe
+from comingle.config import Recipe, load_recipe
 from comingle.runs import api
 from resuming import StoppedError, outcome, stop_in_round_3
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from comingle.recipes import parse_recipe
+from comingle.config import parse_recipe
 from comingle.runs import api
 from federations import exchange, local_round
 from resuming import StoppedError, outcome, stop_in_round_3

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from comingle.config import parse_recipe
 from comingle.models.personal import PersonalModel
-from comingle.recipes import parse_recipe
 from comingle.runs.results import Run
 from comingle.utils.errors import DataError
 from federations import everyone, play_round

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from comingle.adapters.clustered.wrap import floral
+from comingle.config import parse_recipe
 from comingle.data.samples import Samples
 from comingle.engines.client import Clients
 from comingle.evaluation.losses import LOSSES
@@ -20,7 +21,6 @@ from comingle.models.nets import make_net
 from comingle.models.personal import PersonalModel
 from comingle.models.personal_net import MixtureOfModels, PersonalNet, personal_net
 from comingle.models.stacked import stack
-from comingle.recipes import parse_recipe
 from comingle.routers.mixtures import ClientMixture
 from comingle.runs.results import Run
 from comingle.transports.inprocess import InProcess

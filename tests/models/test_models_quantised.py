@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from comingle.config import load_recipe, parse_recipe
 from comingle.costing.memory import LiveBytes
 from comingle.engines.local import train
 from comingle.models.language import load_base
 from comingle.models.quantised import QuantisedLinear
-from comingle.recipes import load_recipe, parse_recipe
 from comingle.runs import api
 from comingle.runs.session import build, prepare
 from comingle.utils.errors import BaseModelError, RecipeError, RunError

@@ -21,14 +21,14 @@ from tests.federation.tiny import answer_of, download_in, one_base, own_of, task
 from tests.golden import cases
 from tests.privacy.examples import HIDDEN, TRAINED
 
+from comingle.config import parse_recipe
+from comingle.config.settings import KEY, Privacy
 from comingle.federation.node import Node
 from comingle.methods import REGISTRY, make
 from comingle.privacy import noise
 from comingle.privacy.checks import check_private
 from comingle.privacy.examples import Work, multiplier_of, spent_by
-from comingle.privacy.settings import KEY, Privacy
 from comingle.protocol.wire import unpack
-from comingle.recipes import parse_recipe
 from comingle.runs.results import Run
 from comingle.runs.session import check_method, prepare, run_in
 from comingle.utils.errors import RecipeError

@@ -14,6 +14,7 @@ from tests.privacy.examples import SGD, TRAINED, hidden, noised_of, shared_part,
 from torch import Tensor
 from torch.func import functional_call
 
+from comingle.config.settings import Privacy
 from comingle.data.batches import PAD, fixed_windows
 from comingle.data.pack import UserData
 from comingle.engines.local import finetuned
@@ -21,7 +22,6 @@ from comingle.methods import make
 from comingle.privacy.clipping import norms
 from comingle.privacy.examples import Examples, Work
 from comingle.privacy.noise import gaussian
-from comingle.privacy.settings import Privacy
 from comingle.protocol.wire import pack
 from comingle.transports.inprocess import InProcess
 from comingle.utils.trees import Tree

@@ -9,8 +9,8 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+from comingle.config.settings import Privacy
 from comingle.privacy.accounting import Release, calibrate, epsilon, expected, most_releases, release_of
-from comingle.privacy.settings import Privacy
 from comingle.utils.errors import RecipeError
 
 DELTA = 1e-5

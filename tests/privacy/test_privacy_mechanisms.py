@@ -11,12 +11,12 @@ import pytest
 import torch
 from scipy.stats import kstest
 
+from comingle.config.settings import Privacy
 from comingle.engines.client import Clients
 from comingle.methods import REGISTRY, make
 from comingle.privacy.checks import check_private
 from comingle.privacy.clipping import norms
 from comingle.privacy.noise import add_noise
-from comingle.privacy.settings import Privacy
 from comingle.privacy.users import REFERENCE
 from comingle.protocol.messages import Upload, join_uploads
 from comingle.protocol.wire import pack, unpack
@@ -430,7 +430,7 @@ def test_what_does_not_apply_is_refused_with_the_reason(method: str, mechanism: 
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(federate: Any, changes: dict[str, Any], why: str) -> None:
-    from comingle.recipes import parse_recipe
+    from comingle.config import parse_recipe
     from comingle.runs.session import check_method
 
     base = {"data": {"users": {"a": "x"}}, "method": "fedavg", "privacy": {"noise_multiplier": 1.0}}

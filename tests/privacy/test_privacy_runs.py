@@ -14,12 +14,12 @@ from tests.federation.direct import federated
 from tests.federation.tiny import answer_of, download_in, one_base, own_of, tasks_of, tiny, with_message
 
 import comingle as library
+from comingle.config import parse_recipe
+from comingle.config.settings import KEY
 from comingle.federation.node import Node
 from comingle.privacy import noise
 from comingle.privacy.accounting import Release, epsilon
-from comingle.privacy.settings import KEY
 from comingle.protocol.wire import unpack
-from comingle.recipes import parse_recipe
 from comingle.runs.results import Run
 from comingle.runs.session import prepare, run_in
 from comingle.tables.run_tables import render_run

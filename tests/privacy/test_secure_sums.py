@@ -13,17 +13,16 @@ import torch
 from scipy.stats import kstest
 from tests.federation.tiny import tiny
 
+from comingle.config import parse_recipe
+from comingle.config.settings import Privacy, Secure
 from comingle.costing.planning import plan
 from comingle.methods import REGISTRY, make
 from comingle.privacy.accounting import Release, release_of
 from comingle.privacy.checks import check_private
 from comingle.privacy.secure.quantising import Grid, flat
-from comingle.privacy.secure.settings import Secure
 from comingle.privacy.secure.sizes import VECTOR
-from comingle.privacy.settings import Privacy
 from comingle.privacy.summing import Sums
 from comingle.privacy.users import REFERENCE
-from comingle.recipes import parse_recipe
 from comingle.runs.session import build, check_method, prepare
 from comingle.transports.inprocess import InProcess
 from comingle.utils.errors import RecipeError

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from comingle.config import parse_recipe
 from comingle.processes.launched import Place, find_place, speaks
 from comingle.processes.sharded import Sharded
 from comingle.processes.sharing import _check_alike, check_device, spans
-from comingle.recipes import parse_recipe
 from comingle.utils.errors import RecipeError, RunError
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}

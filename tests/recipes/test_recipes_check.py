@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from comingle.config import load_recipe, parse_recipe
 from comingle.methods import make
-from comingle.recipes import load_recipe, parse_recipe
 from comingle.utils.errors import RecipeError
 
 USERS = {"users": {"ann": {"path": "a.txt"}}}

@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from comingle.adapters.settings import AdapterSettings, Targets
-from comingle.engines.settings import OptimizerSettings, Training
-from comingle.privacy.settings import Privacy
-from comingle.recipes import sections
-from comingle.robust.settings import Aggregation
+from comingle.config import sections
+from comingle.config.settings import AdapterSettings, Aggregation, OptimizerSettings, Privacy, Targets, Training
 
 EVALUATION = {"every": "evaluate_every", "first": "evaluate_first", "model": "evaluate", "users": "evaluate_users"}
 PAIRS: dict[str, tuple[type[BaseModel], type, dict[str, str]]] = {

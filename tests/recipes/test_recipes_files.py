@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from comingle.recipes import Recipe, load_recipe, parse_recipe, shipped_recipes
+from comingle.config import Recipe, load_recipe, parse_recipe, shipped_recipes
 from comingle.runs import api
 from comingle.utils.errors import RecipeError
 

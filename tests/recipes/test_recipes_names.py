@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 import comingle
+from comingle.config import parse_recipe
+from comingle.config.data import load_section
+from comingle.config.hints import _KEYS, _paths
+from comingle.config.sections import Recipe
 from comingle.methods import make
-from comingle.recipes import parse_recipe
-from comingle.recipes.data import load_section
-from comingle.recipes.other_names import _KEYS, _paths
-from comingle.recipes.sections import Recipe
 from comingle.utils.errors import RecipeError
 
 TEXT = {"users": {"ann": {"path": "a.txt"}}}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from comingle.recipes import load_recipe, parse_recipe, shipped_recipes
-from comingle.recipes.reading import MAX_DEPTH, MAX_REPEATED, read_text
+from comingle.config import load_recipe, parse_recipe, shipped_recipes
+from comingle.config.files import MAX_DEPTH, MAX_REPEATED, read_text
 from comingle.utils.errors import RecipeError
 
 ODD_NAMES = ["no", "yes", "on", "off", "~", "null", "2024-01-01", "1", "1_000", "0x1F", "1e3", "true", "<<", "=", "é ö"]

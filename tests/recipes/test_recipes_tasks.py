@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from comingle.recipes import Recipe, parse_recipe
+from comingle.config import Recipe, parse_recipe
 from comingle.runs.api import run
 from comingle.runs.session import build, prepare
 from comingle.utils.errors import RecipeError

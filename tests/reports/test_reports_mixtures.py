@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from comingle.cli import app
-from comingle.recipes import load_recipe, parse_recipe
+from comingle.config import load_recipe, parse_recipe
 from comingle.reports.mixtures import Mixtures, adjusted_rand_index, match_clusters, mixtures_figure, read_mixtures
 from comingle.runs.api import run
 

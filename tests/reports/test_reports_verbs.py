@@ -14,7 +14,7 @@ import pytest
 
 from comingle.cli import main
 from comingle.cli.compare import compare_methods
-from comingle.recipes import load_recipe
+from comingle.config import load_recipe
 
 
 @pytest.fixture(scope="module")

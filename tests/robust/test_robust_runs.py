@@ -13,18 +13,16 @@ import yaml
 from tests.federation.direct import federated
 from tests.federation.tiny import one_base, tiny
 
+from comingle.config import Recipe, parse_recipe
+from comingle.config.settings import Aggregation, Privacy, Rule, Secure
 from comingle.costing.planning import plan
 from comingle.federation.checking import check_upload
 from comingle.methods import REGISTRY, make
 from comingle.privacy.clipping import norms
-from comingle.privacy.secure.settings import Secure
-from comingle.privacy.settings import Privacy
 from comingle.protocol.messages import Upload
-from comingle.recipes import Recipe, parse_recipe
 from comingle.robust import rules
 from comingle.robust.checks import check_robust
 from comingle.robust.defence import capped
-from comingle.robust.settings import Aggregation, Rule
 from comingle.runs.session import prepare, run_in
 from comingle.transports.inprocess import InProcess
 from comingle.utils.errors import MessageError, RecipeError

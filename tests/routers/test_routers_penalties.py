@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from comingle.config.settings import Balance
 from comingle.routers.penalties import balance_penalty, balance_weights
-from comingle.routers.settings import Balance
 from comingle.routers.token import gate
 
 UNEVEN = torch.tensor(

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from comingle.config.settings import Balance
 from comingle.papers.rivals.feddpa import Near
 from comingle.routers.penalties import balance_penalty
-from comingle.routers.settings import Balance
 from comingle.routers.token import Router, gate, init_router, uniform_gates
 
 UNEVEN = torch.tensor([[True, False, False], [True, True, False], [True, True, True]])

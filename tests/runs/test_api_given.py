@@ -14,15 +14,15 @@ import torch
 import yaml
 
 import comingle
+from comingle.config import Recipe, load_recipe
+from comingle.config.settings import OptimizerSettings
 from comingle.data.sources import read_documents
-from comingle.engines.settings import OptimizerSettings
 from comingle.kinds.handed import section_for
 from comingle.methods import REGISTRY, make
 from comingle.methods.base import Method
 from comingle.methods.fedavg import fedavg
 from comingle.models.given import given_base
 from comingle.models.language import load_base
-from comingle.recipes import Recipe, load_recipe
 from comingle.runs.given import NOTHING, given_of, recipe_with
 from comingle.runs.results import Run
 from comingle.utils.errors import BaseModelError, ComingleError, DataError, PluginError, RecipeError, RunError

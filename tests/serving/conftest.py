@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from comingle.config import parse_recipe
 from comingle.models.personal import PersonalModel
-from comingle.recipes import parse_recipe
 from comingle.runs.results import Run
 from comingle.utils.trees import CLIENT_ROUTER
 from commands import comingle as comingle

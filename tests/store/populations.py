@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from comingle.config import Recipe, parse_recipe
 from comingle.data.crowds import Crowd
 from comingle.data.samples import SPLITS
 from comingle.kinds.base import Materials
-from comingle.recipes import Recipe, parse_recipe
 from comingle.runs.session import prepare
 
 WORDS = ["tide", "lamp", "chalk", "river", "bread", "stone", "cloud", "glass"]

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from comingle.config import load_recipe
 from comingle.data.crowds import LOTS, Crowd, Numbers, digest_names, drawn
 from comingle.data.pack import UserData
 from comingle.engines.evaluations import sampled
 from comingle.engines.rounds import run_rounds
 from comingle.kinds.base import Materials
 from comingle.kinds.text.kind import KIND as TEXT
-from comingle.recipes import load_recipe
 from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.store.numbered import Numbered

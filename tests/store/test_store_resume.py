@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from comingle.recipes import Recipe, load_recipe
+from comingle.config import Recipe, load_recipe
 from comingle.runs import api
 from comingle.store import files
 from comingle.utils.errors import RunError

@@ -19,8 +19,7 @@ from comingle.adapters.fitting import Linear, check_ranks, check_same_function
 from comingle.adapters.layouts import activation_name, decoder_layers, find_targets
 from comingle.adapters.lora import LoraLinear, base_weight, init_a, init_zero, lora_scale
 from comingle.adapters.residual import RESIDUAL, factors_of, residual_slots
-from comingle.adapters.settings import AdapterSettings, Targets
-from comingle.routers.settings import Gating
+from comingle.config.settings import AdapterSettings, Gating, Targets
 from comingle.routers.token import init_router
 from comingle.utils.errors import BaseModelError, RecipeError
 from comingle.utils.trees import ATTENTION, GENERALIST, ROUTER, SPECIALIST, Layout, Slot, Tree

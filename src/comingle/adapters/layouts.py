@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from comingle.adapters.kernels import ACTIVATIONS
-from comingle.adapters.settings import Targets
+from comingle.config.settings import Targets
 from comingle.utils.errors import BaseModelError, did_you_mean
 
 _QKVO = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")

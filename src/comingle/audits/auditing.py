@@ -16,11 +16,11 @@ from comingle.audits.replacing import epsilon_of_replacing
 from comingle.audits.shadows import run_shadow, told_apart
 from comingle.audits.tokens import recover, token_factors
 from comingle.comparing.trials import shortened as in_rounds
+from comingle.config import Recipe
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.privacy.accounting import Release, release_of
 from comingle.progress import LOADING, Reporter, about
-from comingle.recipes import Recipe
 from comingle.reports.audit import Audit, Proof, exposure
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.results import Run

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
+from comingle.config import Recipe
 from comingle.data.batches import begin_windows
 from comingle.data.pack import UserData
 from comingle.engines.client import Clients
@@ -29,7 +30,6 @@ from comingle.methods.base import Method
 from comingle.privacy.examples import Work
 from comingle.privacy.ledger import Ledger
 from comingle.protocol.messages import Upload, expand, fill_ranks
-from comingle.recipes import Recipe
 from comingle.runs.session import build, execute
 from comingle.transports.inprocess import InProcess
 from comingle.utils.errors import RunError

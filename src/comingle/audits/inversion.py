@@ -16,11 +16,11 @@ from torch import Tensor
 
 from comingle.audits.canaries import SERVER, Watched, published
 from comingle.comparing.trials import shortened
+from comingle.config import Recipe
 from comingle.data.samples import UserSamples
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.kinds.base import Materials
-from comingle.recipes import Recipe
 from comingle.reports.audit import Inversion
 from comingle.runs.session import build, execute
 from comingle.utils.errors import RunError

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from comingle.adapters.layouts import decoder_layers
 from comingle.audits.canaries import SERVER, Looked, Watched
+from comingle.config import Recipe
 from comingle.data.pack import UserData
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.kinds.base import Materials
-from comingle.recipes import Recipe
 from comingle.reports.audit import Recovery
 from comingle.runs.session import build, execute
 from comingle.utils.seeds import generator

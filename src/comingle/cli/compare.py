@@ -27,7 +27,7 @@ from comingle.utils.errors import ComingleError, RecipeError, RunError
 if TYPE_CHECKING:
     from comingle.comparing.beside import Ended
     from comingle.comparing.comparing import Key
-    from comingle.recipes import Recipe
+    from comingle.config import Recipe
     from comingle.runs.results import Run
 
 SEEDS = ",".join(map(str, trials.SEEDS))

@@ -30,7 +30,7 @@ def demo(
     """Four users, one small language model: pretrained, alone, averaged, and with CoMiGS."""
     from comingle.cli.compare import compare_methods
     from comingle.cli.progress import console
-    from comingle.recipes import shipped_recipes
+    from comingle.config import shipped_recipes
 
     recipe = read_recipe(shipped_recipes() / "demo.yaml", sets)
     console.print(

@@ -12,7 +12,7 @@ import typer
 from comingle.utils.errors import RecipeError, RunError
 
 if TYPE_CHECKING:
-    from comingle.recipes import Recipe
+    from comingle.config import Recipe
 
 _SHOWN = 80
 
@@ -84,7 +84,7 @@ def changes(sets: list[str] | None) -> dict[str, Any]:
     Raises:
         RecipeError: not of the form KEY=VALUE, a key twice, or a value that is not YAML.
     """
-    from comingle.recipes.reading import read_text
+    from comingle.config.files import read_text
 
     by_key: dict[str, Any] = {}
     for item in sets or []:
@@ -129,7 +129,7 @@ def read_recipe(path: Path, sets: list[str] | None, seed: int | None = None) -> 
     Raises:
         RecipeError: the recipe or a change is wrong.
     """
-    from comingle.recipes import load_recipe
+    from comingle.config import load_recipe
 
     wanted, recipe = changes(sets), load_recipe(path)
     if path.is_dir() and "method" not in wanted and "method.name" not in wanted:

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 from torch import Tensor
 
+from comingle.config import Recipe
 from comingle.data.crowds import Crowd
 from comingle.data.pack import UserData
 from comingle.data.partition import UserText
@@ -19,7 +20,6 @@ from comingle.kinds.base import Materials
 from comingle.kinds.conversations.answers import Answers, UserAnswers
 from comingle.kinds.language import NETS
 from comingle.kinds.samples.nets import net_name
-from comingle.recipes import Recipe
 from comingle.tables.framing import Table
 from comingle.utils.errors import list_names
 from comingle.utils.terminal import printable, words

@@ -8,14 +8,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from comingle.config import Recipe
+from comingle.config.files import read_text
 from comingle.data.crowds import names_of
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.kinds.base import Materials
 from comingle.methods import make, settings_beside, settings_of
 from comingle.progress import LOADING, Reporter
-from comingle.recipes import Recipe
-from comingle.recipes.reading import read_text
 from comingle.reports.comparisons import folder_name, require_same_users
 from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import NOTHING, Given

@@ -7,10 +7,10 @@ from itertools import combinations
 from statistics import median
 
 from comingle.comparing import trials
+from comingle.config import Recipe
 from comingle.data.partition import REPEATED
 from comingle.data.samples import SPLITS, Samples
 from comingle.kinds.base import Materials
-from comingle.recipes import Recipe
 from comingle.utils.errors import list_names
 
 _MANY = 5

@@ -11,6 +11,7 @@ import torch
 from comingle.adapters.clustered.model import FloralModel, roles
 from comingle.adapters.clustered.wrap import floral
 from comingle.adapters.lora import init_zero, lora_scale
+from comingle.config import Recipe
 from comingle.data.crowds import names_of
 from comingle.engines.client import Clients
 from comingle.kinds.language import check_on_language
@@ -24,7 +25,6 @@ from comingle.models.copying import share_weights
 from comingle.models.head import backbone, lm_head
 from comingle.models.mixed import MixedLanguageModel
 from comingle.models.stacked import StackedModel
-from comingle.recipes import Recipe
 from comingle.runs.settings import training_settings
 from comingle.transports.inprocess import InProcess, federate
 from comingle.utils.trees import ADAPTOR, ROUTER, Layout, Slot

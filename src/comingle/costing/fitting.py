@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from comingle.config import Recipe
 from comingle.costing.nets import rehearse_nets
 from comingle.costing.passes import Rehearsal, memory
 from comingle.costing.planning import rehearse_text
@@ -15,7 +16,6 @@ from comingle.engines.training import Portions
 from comingle.kinds.base import Materials, kind_of
 from comingle.models.base import logger
 from comingle.models.hardware import free_bytes
-from comingle.recipes import Recipe
 from comingle.utils.errors import RecipeError
 
 FREE_SHARE = {"cuda": 0.9}

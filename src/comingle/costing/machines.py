@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
+from comingle.config import Recipe
+from comingle.config.settings import AUTO, MEMORY, Training
 from comingle.costing.records import MethodCost, Plan
 from comingle.costing.summaries import largest_round, with_method
 from comingle.costing.timing import Cluster, Load, Parts, Round, Steps, cores_of_process, hops, money, round_of, share
 from comingle.engines.periods import period
-from comingle.engines.settings import AUTO, MEMORY, Training
 from comingle.kinds.base import kind_of
 from comingle.processes.launched import MEETING
 from comingle.processes.sharing import cores
-from comingle.recipes import Recipe
 from comingle.runs.settings import test_limit_of
 from comingle.utils.errors import RecipeError
 

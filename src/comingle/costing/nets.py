@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from comingle.config import Recipe
+from comingle.config.settings import EVERYBODY
 from comingle.costing.bare import bare_nets
 from comingle.costing.footprint import process_bytes
 from comingle.costing.passes import Rehearsal, rehearse
@@ -17,11 +19,9 @@ from comingle.costing.summaries import check_count, largest_round, summarise, wi
 from comingle.data.crowds import Crowd, names_of
 from comingle.data.samples import SPLITS
 from comingle.engines.client import Clients
-from comingle.engines.settings import EVERYBODY
 from comingle.kinds.base import kind_of
 from comingle.kinds.samples.population import Population
 from comingle.models.hardware import free_bytes
-from comingle.recipes import Recipe
 from comingle.runs.session import prepare
 
 

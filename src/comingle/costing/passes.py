@@ -11,12 +11,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from comingle.config.settings import MEMORY
 from comingle.costing.memory import ALLOCATOR_GAPS, CHECKPOINTED_GAPS, Fakes, LiveBytes
 from comingle.costing.records import MemoryCost
 from comingle.costing.stored import held_moments, held_params, received_bytes, taken_bytes, user_bytes
 from comingle.engines.cohort import Cohort
 from comingle.engines.scoring import Scorer
-from comingle.engines.settings import MEMORY
 from comingle.engines.state import GRADIENTS
 from comingle.engines.steps import Steps
 from comingle.engines.training import Portions

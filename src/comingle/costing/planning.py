@@ -11,6 +11,9 @@ from typing import Any
 import torch
 
 from comingle.alone import without_sums
+from comingle.config import Recipe
+from comingle.config.files import check_used
+from comingle.config.settings import EVERYBODY
 from comingle.costing.bare import bare_mixture
 from comingle.costing.counts import count_users
 from comingle.costing.footprint import process_bytes
@@ -25,7 +28,6 @@ from comingle.costing.stacked import count_stacked, text_load
 from comingle.costing.summaries import check_count, largest_round, summarise, with_method, with_privacy
 from comingle.data.pack import UserData
 from comingle.engines.client import Clients
-from comingle.engines.settings import EVERYBODY
 from comingle.engines.training import portions
 from comingle.engines.users import batch_size
 from comingle.kinds.base import kind_of
@@ -36,8 +38,6 @@ from comingle.models.base import Base
 from comingle.models.generation import check_places
 from comingle.models.hardware import free_bytes
 from comingle.models.quantised import packed_parameters
-from comingle.recipes import Recipe
-from comingle.recipes.unused import check_used
 from comingle.runs.given import HANDED_OVER, NOTHING
 from comingle.runs.session import check_method
 from comingle.runs.settings import training_settings

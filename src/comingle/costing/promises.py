@@ -7,13 +7,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from comingle.config.settings import Privacy, Training
 from comingle.engines.private import planned_releases
-from comingle.engines.settings import Training
 from comingle.methods.base import Method
 from comingle.privacy.accounting import accountant_of, epsilon, release_of
 from comingle.privacy.examples import Work, multiplier_of, spent_by
 from comingle.privacy.ledger import Ledger
-from comingle.privacy.settings import Privacy
 
 
 def promise(training: Training, method: Method, users: Sequence[str]) -> dict[str, Any]:

@@ -7,15 +7,15 @@ from dataclasses import replace
 from functools import singledispatch
 from typing import Any
 
+from comingle.config import Recipe
+from comingle.config.settings import MEMORY
 from comingle.data.crowds import Crowd
-from comingle.engines.settings import MEMORY
 from comingle.engines.users import STORES
 from comingle.kinds.base import Kind, Materials
 from comingle.kinds.conversations.kind import NOTE, ConversationsKind, as_steps
 from comingle.kinds.text.checking import found_here, tokenizer_here
 from comingle.kinds.text.kind import TextKind, anybody_validates, section
 from comingle.models.base import Base
-from comingle.recipes import Recipe
 
 
 def as_text(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from comingle.engines.settings import MEMORY
+from comingle.config.settings import MEMORY
 from comingle.engines.state import MOMENTS, State
 from comingle.engines.users import STORES
 from comingle.store.records import Form, forms_of

@@ -7,20 +7,19 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from comingle.config import Recipe
+from comingle.config.settings import MEMORY, Aggregation
 from comingle.costing.messages import count_exchanges
 from comingle.costing.passes import Rehearsal, memory
 from comingle.costing.promises import promise, promise_of_examples
 from comingle.costing.records import MemoryCost, MethodCost, UserCost
 from comingle.costing.stored import Writes, store_bytes, user_bytes
-from comingle.engines.settings import MEMORY
 from comingle.engines.training import Portions, round_sizes
 from comingle.kinds.base import kind_of
 from comingle.methods import make, settings_beside
 from comingle.privacy.accounting import sample_size
 from comingle.privacy.ledger import Ledger
-from comingle.recipes import Recipe
 from comingle.robust.checks import check_rounds
-from comingle.robust.settings import Aggregation
 from comingle.runs.session import build, prepare
 from comingle.runs.settings import training_settings
 from comingle.store.opening import check_storable

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from comingle.config import Recipe, load_recipe
+from comingle.config.settings import MEMORY
 from comingle.costing.stored import user_bytes
 from comingle.engines import rounds
 from comingle.engines.checkpoints import write_tensors
@@ -33,14 +35,12 @@ from comingle.engines.clock import Clock, Federation
 from comingle.engines.local import LocalRound
 from comingle.engines.periods import amounts_of
 from comingle.engines.rounds import run_rounds
-from comingle.engines.settings import MEMORY
 from comingle.kinds.base import Materials
 from comingle.processes.adding import largest_terms, shifts_of, whole_sums
 from comingle.processes.launched import find_place
 from comingle.processes.ranks import Ranks, joined
 from comingle.processes.sharing import build_sharded, check_device, share_out, spans
 from comingle.protocol.messages import LOSS
-from comingle.recipes import Recipe, load_recipe
 from comingle.runs.session import build, prepare
 from comingle.utils.errors import ComingleError
 

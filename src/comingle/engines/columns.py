@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from comingle.config.settings import OptimizerSettings
 from comingle.engines.members import Members
 from comingle.engines.optimizers import descend, update
-from comingle.engines.settings import OptimizerSettings
 from comingle.engines.state import GRADIENTS
 from comingle.methods.cohort import Phase
 from comingle.utils.trees import STATISTICS, Layout, Tree, flatten

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from comingle.config.settings import Training
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock, Federation
 from comingle.engines.events import Observer
@@ -15,7 +16,6 @@ from comingle.engines.local import finetuned, settle
 from comingle.engines.mixing import mixture_at_users, mixtures_told, own_mixtures
 from comingle.engines.runtime import peak_memory_bytes
 from comingle.engines.scoring import AnyScore
-from comingle.engines.settings import Training
 from comingle.methods.base import Method
 from comingle.models.model import Model
 from comingle.utils.records import GEOMETRIC, Metrics, geometric

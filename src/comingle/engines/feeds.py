@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from comingle.engines.settings import Training
+from comingle.config.settings import Training
 from comingle.engines.training import Portions
 from comingle.evaluation.perplexity import Gates
 from comingle.methods.cohort import Phase, Stream

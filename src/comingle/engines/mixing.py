@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from comingle.config.settings import Training
 from comingle.engines.client import Clients
 from comingle.engines.server import ServerHalf, averaging_weights
-from comingle.engines.settings import Training
 from comingle.methods.base import Method
 from comingle.methods.server import aggregation_weights
 from comingle.utils.trees import CLIENT_ROUTER

@@ -16,11 +16,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from comingle.config.settings import Training
 from comingle.data.batches import PAD
 from comingle.engines.feeds import Feed
 from comingle.engines.members import Members
 from comingle.engines.private import examples_of, work_of
-from comingle.engines.settings import Training
 from comingle.engines.training import Portions
 from comingle.methods.base import Method
 from comingle.methods.cohort import Phase

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from comingle.engines.settings import OptimizerSettings
+from comingle.config.settings import OptimizerSettings
 
 Rows = Float[Tensor, "users columns"]
 

@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from comingle.config.settings import Training
 from comingle.data.batches import PAD
 from comingle.data.crowds import listed
 from comingle.data.samples import epoch
 from comingle.engines.feeds import Feed
-from comingle.engines.settings import Training
 from comingle.methods.cohort import Phase, Stream
 from comingle.utils.seeds import generator
 

@@ -14,9 +14,9 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 
+from comingle.config.settings import AUTO, SHORTEST, Training
 from comingle.engines.client import Clients
 from comingle.engines.clock import Federation
-from comingle.engines.settings import AUTO, SHORTEST, Training
 from comingle.privacy.accounting import sample_size
 
 logger = logging.getLogger("comingle")

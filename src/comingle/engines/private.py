@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from comingle.engines.settings import Training
+from comingle.config.settings import KEY, Terms, Training
 from comingle.engines.training import exchanged_after, participants
 from comingle.methods.base import Method
 from comingle.privacy.accounting import calibrate, most_releases, release_of
@@ -17,8 +17,6 @@ from comingle.privacy.examples import Examples, Work
 from comingle.privacy.guard import Guard
 from comingle.privacy.ledger import Ledger
 from comingle.privacy.noise import kept_key, new_key
-from comingle.privacy.secure.settings import Terms
-from comingle.privacy.settings import KEY
 from comingle.privacy.summing import Sums
 from comingle.privacy.users import Shield
 

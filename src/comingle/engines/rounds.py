@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from comingle.config.settings import Training
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock, Federation
 from comingle.engines.evaluations import evaluate
@@ -25,7 +26,6 @@ from comingle.engines.faults import diverged
 from comingle.engines.local import NOBODY, LocalRound, finetuned, finish, train
 from comingle.engines.periods import settle
 from comingle.engines.scoring import AnyScore
-from comingle.engines.settings import Training
 from comingle.engines.training import counts_exchanged, exchanged_after
 from comingle.methods.base import Method
 

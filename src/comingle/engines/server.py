@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from comingle.config.settings import Aggregation, Training
 from comingle.data.crowds import LOTS, Numbers
-from comingle.engines.settings import Training
 from comingle.engines.training import participants, round_sizes
 from comingle.methods.base import Method
 from comingle.methods.server import Mean, Received
@@ -28,7 +28,6 @@ from comingle.protocol.messages import COUNT, LOWEST, VALIDATION, Download, Form
 from comingle.robust.checks import check_rounds
 from comingle.robust.defence import defended
 from comingle.robust.judged import Judged
-from comingle.robust.settings import Aggregation
 from comingle.utils.trees import Layout, Tree
 
 logger = logging.getLogger("comingle")

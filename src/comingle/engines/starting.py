@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from comingle.config.settings import Training
 from comingle.engines.private import guard_of
 from comingle.engines.server import ServerHalf
-from comingle.engines.settings import Training
 from comingle.engines.state import draw
 from comingle.methods.base import Method
 from comingle.methods.server import ServerSetup

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from comingle.config.settings import Training
 from comingle.data.crowds import Crowd
 from comingle.engines.columns import accumulate, keep_statistics, take_step
 from comingle.engines.faults import broke_first
@@ -23,7 +24,6 @@ from comingle.engines.members import Members
 from comingle.engines.noised import Noised
 from comingle.engines.optimizers import learning_rate
 from comingle.engines.scaling import scaled
-from comingle.engines.settings import Training
 from comingle.engines.training import Portions, check_needs
 from comingle.methods.base import Method
 from comingle.methods.cohort import Phase

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import torch
 
+from comingle.config.settings import Training
 from comingle.data.crowds import drawn
-from comingle.engines.settings import Training
 from comingle.methods.base import Method
 from comingle.privacy.accounting import sample_size
 from comingle.utils.errors import RecipeError

@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from comingle.config.settings import MEMORY, Training
 from comingle.data.crowds import Numbers, drawn, names_of
 from comingle.engines.cohort import Cohort
 from comingle.engines.feeds import Feed
 from comingle.engines.noised import noised_steps
 from comingle.engines.private import shield_of
 from comingle.engines.scoring import Scorer
-from comingle.engines.settings import MEMORY, Training
 from comingle.engines.state import State, Stored, draw, initial_state, true_clusters
 from comingle.engines.steps import Steps
 from comingle.engines.training import Portions

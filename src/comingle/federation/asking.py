@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from comingle.engines.settings import Training
+from comingle.config.settings import Training
 from comingle.federation.tasks import Task
 from comingle.utils.errors import MessageError
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from comingle.config import Recipe
 from comingle.engines.private import work_of
 from comingle.federation.public import House
 from comingle.privacy.examples import Work
-from comingle.recipes import Recipe
 from comingle.utils.errors import MessageError
 
 

@@ -20,15 +20,14 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, ValidationError
 
+from comingle.config import parse_recipe
+from comingle.config.data import PATHS, Count, Positive, Section
+from comingle.config.files import read_yaml
+from comingle.config.hints import first_problem
 from comingle.federation.own import Own
 from comingle.federation.patience import Patience
 from comingle.federation.public import without_data
 from comingle.federation.running import Plan
-from comingle.recipes import parse_recipe
-from comingle.recipes.data import PATHS
-from comingle.recipes.fields import Count, Positive, Section
-from comingle.recipes.files import read_yaml
-from comingle.recipes.problems import first_problem
 from comingle.utils.errors import RecipeError
 from comingle.utils.names import name_problem
 from comingle.utils.records import write_text

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from comingle.config import Recipe
+from comingle.config.settings import Privacy
 from comingle.engines.checkpoints import load_checkpoint, progress_of, prune_checkpoints, save_checkpoint
 from comingle.engines.client import Clients
 from comingle.engines.state import State
@@ -24,9 +26,7 @@ from comingle.federation.tasks import unpack_answer
 from comingle.kinds.base import Materials
 from comingle.privacy.examples import spent_by
 from comingle.privacy.noise import digest
-from comingle.privacy.settings import Privacy
 from comingle.protocol.wire import unpack
-from comingle.recipes import Recipe
 from comingle.utils.errors import MessageError
 from comingle.utils.files import list_checkpoints
 from comingle.utils.records import DRAFT, told_in_one_line, write_bytes, write_json

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from comingle.alone import of_one_user
+from comingle.config import Recipe
 from comingle.engines.checkpoints import progress_of, save_checkpoint
 from comingle.engines.client import Clients
 from comingle.engines.clock import Clock
@@ -17,7 +18,6 @@ from comingle.engines.local import finetuned
 from comingle.engines.state import GRADIENTS, State
 from comingle.federation.home import Home
 from comingle.federation.own import Own
-from comingle.recipes import Recipe
 from comingle.runs.session import build, describe
 from comingle.utils.inputs import write_inputs
 from comingle.utils.records import write_json, write_text

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from comingle.config import Recipe
 from comingle.federation.files import Participant, save_participant, save_plan
 from comingle.federation.participating import Words, read_reason
 from comingle.federation.patience import Patience
 from comingle.federation.public import public_part
 from comingle.federation.splitting import split_recipe
-from comingle.recipes import Recipe
 from comingle.runs.folders import as_begun, check_folder
 from comingle.transports.flower.calling import FOLDER as WORKER
 from comingle.transports.flower.calling import LOG

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from comingle.config import Recipe, parse_recipe
+from comingle.config.sections import complete_older
 from comingle.engines.private import keep_key
 from comingle.federation.home import Home
 from comingle.federation.own import Own
@@ -15,8 +17,6 @@ from comingle.federation.public import Public, build_house, read_public, tokens_
 from comingle.kinds.base import Materials
 from comingle.models.base import digests_of
 from comingle.models.sources import is_public
-from comingle.recipes import Recipe, parse_recipe
-from comingle.recipes.sections import complete_older
 from comingle.runs.given import Given
 from comingle.runs.session import describe, prepare
 from comingle.utils.errors import BaseModelError, DataError, MessageError, RunError, list_names

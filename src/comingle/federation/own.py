@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
-from comingle.recipes.fields import Count, Section
+from comingle.config.data import Count, Section
 from comingle.utils.names import name_problem
 
 ENDED = "the federation has ended"

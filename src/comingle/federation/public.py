@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from comingle import __version__
-from comingle.engines.settings import Training
+from comingle.config import Recipe, parse_recipe
+from comingle.config.sections import complete_older
+from comingle.config.settings import Training
 from comingle.kinds.base import Materials, kind_of, later
 from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import Base, digests_of
 from comingle.models.model import Model
 from comingle.protocol.wire import FORMAT
-from comingle.recipes import Recipe, parse_recipe
-from comingle.recipes.sections import complete_older
 from comingle.runs.folders import BOS
 from comingle.runs.session import check_method
 from comingle.runs.settings import training_settings

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from comingle.config import Recipe
+from comingle.config.settings import AUTO
 from comingle.engines.checkpoints import (
     Progress,
     load_checkpoint,
@@ -24,7 +26,6 @@ from comingle.engines.events import EventLog, Observer
 from comingle.engines.outcomes import Evaluations, outcome_warnings
 from comingle.engines.periods import period
 from comingle.engines.private import keep_key
-from comingle.engines.settings import AUTO
 from comingle.engines.state import State, initial_state
 from comingle.federation.board import Board
 from comingle.federation.coordinator import Coordinator, new_coordinator
@@ -34,7 +35,6 @@ from comingle.federation.rounds import run_tasks, tell_end
 from comingle.kinds.base import kind_of
 from comingle.methods.own_errors import own_errors
 from comingle.protocol.messages import LOWEST, verdict
-from comingle.recipes import Recipe
 from comingle.runs.folders import as_begun, open_folder
 from comingle.runs.given import Given
 from comingle.transports.channel import Channel

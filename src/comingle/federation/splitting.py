@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from comingle.config import Recipe
 from comingle.federation.own import Own
 from comingle.federation.patience import Patience
 from comingle.federation.public import check_possible
 from comingle.federation.running import Plan
 from comingle.kinds.base import kind_of
-from comingle.recipes import Recipe
 from comingle.runs.session import prepare
 from comingle.utils.errors import RecipeError
 from comingle.utils.records import expand_home

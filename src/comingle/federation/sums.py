@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from comingle.config.settings import Terms
 from comingle.engines.private import terms_of
 from comingle.federation.home import Home
 from comingle.federation.tasks import Task
@@ -17,7 +18,6 @@ from comingle.masking.messages import (
 )
 from comingle.masking.session import Session
 from comingle.privacy.secure.quantising import as_words
-from comingle.privacy.secure.settings import Terms
 from comingle.privacy.secure.sizes import VECTOR
 from comingle.protocol.messages import Download, Upload
 from comingle.utils.errors import MessageError

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, ValidationError, field_validator
 
-from comingle.recipes.fields import Section, Steps
-from comingle.recipes.problems import first_problem
+from comingle.config.data import Section, Steps
+from comingle.config.hints import first_problem
 from comingle.utils.errors import MessageError
 from comingle.utils.records import MEASURES
 

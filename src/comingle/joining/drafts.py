@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from comingle.recipes import Recipe
+from comingle.config import Recipe
 from comingle.runs.folders import check_folder
 from comingle.utils.errors import RunError
 from comingle.utils.files import locked

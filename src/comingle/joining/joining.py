@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from comingle.alone import of_one_user
+from comingle.config import Recipe
 from comingle.engines.client import Clients
 from comingle.engines.evaluations import measure_of, measured
 from comingle.engines.holding import Held
@@ -25,7 +26,6 @@ from comingle.kinds.base import Materials
 from comingle.kinds.handed import section_for
 from comingle.methods.base import Method
 from comingle.progress import LOADING, Reporter
-from comingle.recipes import Recipe
 from comingle.reports.joined import render_joined
 from comingle.routers.mixtures import NEVER
 from comingle.runs.folders import check_folder, open_folder

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from comingle.config import Recipe
+from comingle.config.settings import Training
 from comingle.data.crowds import Crowd, listed
 from comingle.data.partition import Overlap, UserText, find_overlap
 from comingle.data.samples import SPLITS
 from comingle.engines.client import Clients
-from comingle.engines.settings import Training
 from comingle.methods.base import Method
 from comingle.models.base import Base
 from comingle.models.model import Model
 from comingle.models.person import Personal
-from comingle.recipes import Recipe
 from comingle.utils.digests import digest_split
 from comingle.utils.errors import DataError
 from comingle.utils.registry import load_object

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from comingle.config.data import kinds, load_section
 from comingle.kinds.base import Kind
-from comingle.recipes.data import kinds, load_section
 from comingle.utils.errors import DataError, PluginError
 from comingle.utils.names import name_problem
 from comingle.utils.registry import load_object

@@ -10,7 +10,8 @@ import torch
 from comingle.adapters.clustered.wrap import adaptor_size
 from comingle.adapters.inject import ExpertCounts
 from comingle.adapters.lora import lora_scale
-from comingle.adapters.settings import AdapterSettings, Targets
+from comingle.config import Recipe
+from comingle.config.settings import AdapterSettings, Targets
 from comingle.data.samples import SPLITS
 from comingle.engines.state import NEEDS_CLUSTERS
 from comingle.methods.base import Method
@@ -21,7 +22,6 @@ from comingle.models.hardware import require_room
 from comingle.models.head import backbone
 from comingle.models.mixed import MixedLanguageModel, mix_language_model
 from comingle.models.model import Model
-from comingle.recipes import Recipe
 from comingle.utils.errors import RecipeError
 from comingle.utils.trees import BASE
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from comingle.config.settings import Terms, no_sum
 from comingle.masking import keys, shares
 from comingle.masking.session import pair_mask
-from comingle.privacy.secure.settings import Terms, no_sum
 from comingle.privacy.secure.sizes import KEY, PUBLIC
 from comingle.utils.errors import MessageError, NoSumError
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from comingle.config.settings import Terms
 from comingle.masking import messages
 from comingle.masking.collecting import SumCollector
 from comingle.masking.session import Session
-from comingle.privacy.secure.settings import Terms
 from comingle.privacy.secure.sizes import KEY
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import pack, unpack

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from comingle.config.settings import Terms
 from comingle.masking import keys, shares
-from comingle.privacy.secure.settings import Terms
 from comingle.privacy.secure.sizes import KEY
 from comingle.utils.errors import MessageError
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from comingle.config.settings import Gating
 from comingle.methods.client import Client
 from comingle.methods.server import Server
 from comingle.routers.mixtures import ClientMixture
-from comingle.routers.settings import Gating
 from comingle.utils.errors import RecipeError
 
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from comingle.adapters import kernels, native, watching
 from comingle.adapters.inject import Adapters, ExpertCounts, inject
 from comingle.adapters.layouts import decoder_layers
-from comingle.adapters.settings import AdapterSettings
+from comingle.config.settings import AdapterSettings, Gating
 from comingle.data.batches import PAD, hide, inputs_of, prompt_ends
 from comingle.models.base import Base
 from comingle.models.copying import share_weights
@@ -30,7 +30,6 @@ from comingle.models.loss import cross_entropy
 from comingle.models.model import Gates, Model
 from comingle.models.pretrained import PreTrainedModel
 from comingle.models.quantised import giving_back, packed_parameters
-from comingle.routers.settings import Gating
 from comingle.utils.files import cache_folder
 from comingle.utils.trees import ATTENTION, ROUTER, Layout, Tree
 

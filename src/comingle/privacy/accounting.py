@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from comingle.privacy.settings import Privacy
+from comingle.config.settings import Privacy
 from comingle.utils.errors import RecipeError
 
 Participation = float | tuple[tuple[int, ...], ...]

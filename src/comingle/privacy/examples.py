@@ -18,9 +18,9 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from comingle.config.settings import Privacy
 from comingle.privacy.accounting import Release, epsilon, least_noise
 from comingle.privacy.noise import add_noise, uniform
-from comingle.privacy.settings import Privacy
 from comingle.utils.trees import Tree
 
 

@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from comingle.config.settings import Privacy
 from comingle.privacy.accounting import Participation, Release, accountant_of, epsilon, expected, release_of
 from comingle.privacy.accounting import sample_size as size_of
 from comingle.privacy.clipping import clipped
 from comingle.privacy.noise import add_noise, gaussian, uniform
-from comingle.privacy.settings import Privacy
 from comingle.utils.errors import list_names
 from comingle.utils.trees import Tree
 

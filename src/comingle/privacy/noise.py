@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comingle.privacy.settings import KEY
+from comingle.config.settings import KEY
 from comingle.utils.errors import RunError
 from comingle.utils.records import write_new
 from comingle.utils.trees import Tree

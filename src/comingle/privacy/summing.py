@@ -19,13 +19,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from comingle.config.settings import LEAST, Privacy, Secure, Terms, no_sum
 from comingle.privacy.accounting import Participation, expected
 from comingle.privacy.clipping import clipped, scaled
 from comingle.privacy.noise import digest, gaussian
 from comingle.privacy.secure.quantising import DTYPES, Grid, flat, shaped
-from comingle.privacy.secure.settings import LEAST, Secure, Terms, no_sum
 from comingle.privacy.secure.sizes import received_bytes, sent_bytes
-from comingle.privacy.settings import Privacy
 from comingle.utils.errors import NoSumError, RecipeError
 from comingle.utils.trees import Tree
 

@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from comingle.config.settings import Privacy
 from comingle.methods.cohort import Cohort
 from comingle.privacy.accounting import epsilon, release_of
 from comingle.privacy.clipping import clipped, norms, scaled, without_padding
 from comingle.privacy.noise import add_noise
 from comingle.privacy.secure.sizes import VECTOR
-from comingle.privacy.settings import Privacy
 from comingle.privacy.summing import Sums
 from comingle.utils.trees import Tree
 

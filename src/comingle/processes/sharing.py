@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from comingle.config import Recipe
+from comingle.config.settings import Training
 from comingle.data.crowds import Crowd, names_of
-from comingle.engines.settings import Training
 from comingle.engines.starting import start_server
 from comingle.engines.state import Stored
 from comingle.engines.training import cohorts
@@ -25,7 +26,6 @@ from comingle.privacy.ledger import Ledger
 from comingle.processes.launched import Place
 from comingle.processes.ranks import Ranks
 from comingle.processes.sharded import Sharded
-from comingle.recipes import Recipe
 from comingle.runs.given import NOTHING, Given
 from comingle.runs.session import prepare
 from comingle.runs.settings import fitted, training_settings

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from comingle.config.settings import Aggregation, Privacy
 from comingle.methods.base import Method
-from comingle.privacy.settings import Privacy
-from comingle.robust.settings import Aggregation
 from comingle.utils.errors import RecipeError
 
 WEIGHTED = ("geometric-median", "norm-bound")

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from comingle.config.settings import Aggregation
 from comingle.methods.server import Received
 from comingle.privacy.clipping import norms, without_padding
 from comingle.robust import rules
 from comingle.robust.judged import Judged
-from comingle.robust.settings import Aggregation
 from comingle.utils.trees import Tree
 
 _DIGITS = 4

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from comingle.config.settings import Balance, Gating
 from comingle.routers.penalties import balance_penalty
-from comingle.routers.settings import Balance, Gating
 
 
 def init_router(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from comingle.config import Recipe, load_recipe
 from comingle.engines.checkpoints import Progress
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
@@ -16,7 +17,6 @@ from comingle.methods.files import check_origin
 from comingle.methods.own_errors import own_errors
 from comingle.models.hardware import torch_defaults
 from comingle.progress import LOADING, reporting
-from comingle.recipes import Recipe, load_recipe
 from comingle.runs.folders import as_begun, check_folder
 from comingle.runs.given import AnyBase, AnyMethod, AnyRecipe, Loss, given_of, lending, recipe_with
 from comingle.runs.opening import reopen

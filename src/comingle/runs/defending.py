@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from comingle.config import Recipe
+from comingle.config.settings import Aggregation, Privacy
 from comingle.kinds.language import as_settings
 from comingle.methods.base import Method
-from comingle.privacy.settings import Privacy
-from comingle.recipes import Recipe
 from comingle.robust.checks import check_robust
-from comingle.robust.settings import Aggregation
 
 
 def aggregation_of(recipe: Recipe) -> Aggregation | None:

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from comingle.config import Recipe, load_recipe, parse_recipe
+from comingle.config.data import load_section
 from comingle.kinds.base import kind_of
 from comingle.kinds.handed import section_for
 from comingle.methods import Make, lent
@@ -20,8 +22,6 @@ from comingle.models.generation import check_places
 from comingle.models.given import GIVEN, given_base
 from comingle.models.language import load_base
 from comingle.models.pretrained import PreTrainedModel, PreTrainedTokenizerBase
-from comingle.recipes import Recipe, load_recipe, parse_recipe
-from comingle.recipes.data import load_section
 from comingle.utils.errors import BaseModelError, DataError, RecipeError
 
 AnyRecipe = Recipe | str | Path | Mapping[str, Any]

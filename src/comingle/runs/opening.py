@@ -8,12 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from comingle.config import Recipe
+from comingle.config.settings import MEMORY
 from comingle.data.crowds import Crowd
-from comingle.engines.settings import MEMORY
 from comingle.engines.users import STORES
 from comingle.kinds.base import Kind, Materials, kind_of, later
 from comingle.models.digests import digest_tokenizer
-from comingle.recipes import Recipe
 from comingle.runs.given import NOTHING, Given, lending
 from comingle.runs.session import describe, get_ready, prepare
 from comingle.utils.errors import DataError, RunError

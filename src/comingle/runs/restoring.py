@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from comingle.config import Recipe
+from comingle.config.settings import MEMORY
 from comingle.data.crowds import digest_names
 from comingle.engines.checkpoints import Progress, read_progress
 from comingle.engines.client import Clients
 from comingle.engines.naming import check_names, reorder_kept
-from comingle.engines.settings import MEMORY
 from comingle.engines.state import Stored
-from comingle.recipes import Recipe
 from comingle.transports.inprocess import InProcess
 from comingle.utils.errors import RunError
 from comingle.utils.files import list_checkpoints

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from comingle.config import Recipe
 from comingle.data.crowds import names_of
 from comingle.data.samples import SPLITS
 from comingle.engines.checkpoints import personal_tensors
@@ -17,7 +18,6 @@ from comingle.models.about import About, Gates, Losses
 from comingle.models.hardware import torch_defaults
 from comingle.models.person import Personal
 from comingle.models.personal import PersonalModel
-from comingle.recipes import Recipe
 from comingle.tables.curves import curve_svg
 from comingle.tables.framing import html_of
 from comingle.tables.run_tables import render_run

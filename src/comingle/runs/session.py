@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from comingle.config import Recipe
+from comingle.config.files import changed, check_used
+from comingle.config.settings import MEMORY
 from comingle.data.crowds import Crowd, digest_names, names_of
 from comingle.data.samples import SPLITS
 from comingle.engines.client import Clients
@@ -23,7 +26,6 @@ from comingle.engines.outcomes import Evaluations, outcome_warnings
 from comingle.engines.private import keep_key, key_of, set_key
 from comingle.engines.rounds import run_rounds
 from comingle.engines.runtime import keep_buffers
-from comingle.engines.settings import MEMORY
 from comingle.engines.state import Stored
 from comingle.engines.trackers import check_trackers
 from comingle.engines.users import STORES
@@ -33,8 +35,6 @@ from comingle.methods.own_errors import own_errors
 from comingle.models.base import Base, digests_of, with_date
 from comingle.models.hardware import torch_defaults
 from comingle.privacy.checks import check_private, check_steps
-from comingle.recipes import Recipe
-from comingle.recipes.unused import changed, check_used
 from comingle.runs.defending import check_aggregation
 from comingle.runs.folders import SKIPPED, open_folder
 from comingle.runs.given import NOTHING, Given

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from comingle.config import Recipe
+from comingle.config.settings import AUTO, OptimizerSettings, Privacy, Secure, Training
 from comingle.engines.private import with_noise, with_sums
-from comingle.engines.settings import AUTO, OptimizerSettings, Training
 from comingle.kinds.base import Materials
 from comingle.kinds.language import as_settings
 from comingle.methods import make
-from comingle.privacy.secure.settings import Secure
-from comingle.privacy.settings import Privacy
-from comingle.recipes import Recipe
 from comingle.runs.defending import aggregation_of
 from comingle.utils.errors import RecipeError, list_names
 from comingle.utils.registry import load_object

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from comingle.config import Recipe
 from comingle.data.crowds import digest_names
 from comingle.engines.checkpoints import progress_of, prune_checkpoints
 from comingle.engines.clock import Clock
@@ -14,7 +15,6 @@ from comingle.engines.events import EventLog, tensorboard
 from comingle.engines.rounds import Checkpoint
 from comingle.engines.state import Stored
 from comingle.engines.trackers import TRACKERS, Tracked, Tracker
-from comingle.recipes import Recipe
 from comingle.transports.inprocess import InProcess
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from comingle.recipes import Recipe, load_recipe
+from comingle.config import Recipe, load_recipe
 from comingle.utils.errors import RunError, did_you_mean
 
 

@@ -52,7 +52,7 @@ def read_keys(path: Path, names: Iterable[str]) -> dict[str, str]:
     Raises:
         DataError: not such a file, a user that does not exist, a key that is too short, or one key for two users.
     """
-    from comingle.recipes.reading import read_text
+    from comingle.config.files import read_text
 
     try:
         content: Any = read_text(path.read_text(encoding="utf-8"), str(path))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from comingle.config import Recipe
 from comingle.data.crowds import Crowd
 from comingle.data.samples import Samples, UserSamples, check
 from comingle.data.splits import told_unseen, unseen_labels
@@ -17,7 +18,6 @@ from comingle.kinds.samples.parting import part
 from comingle.kinds.samples.population import Population
 from comingle.kinds.samples.reading import Remarks, look_of, numbered, read_source, shared_classes
 from comingle.models.base import Base
-from comingle.recipes import Recipe
 from comingle.store.grouping import Spool
 from comingle.store.turns import Some, Turns, in_turn
 from comingle.utils.errors import DataError

@@ -23,7 +23,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from comingle.recipes import Recipe
+from comingle.config import Recipe
 from comingle.store.tokens import ABOUT
 from comingle.store.turns import Turns, write_in_turn
 from comingle.utils.errors import DataError

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from comingle.config import Recipe
 from comingle.data.bad_rows import BadRows
 from comingle.data.crowds import Crowd
 from comingle.data.pack import Shortage, UserData, find_shortage, pack, too_short, with_validation
@@ -32,7 +33,6 @@ from comingle.kinds.text.kind import TextKind
 from comingle.kinds.text.reading import check_limits, limits_of, options_of, split_group, user_readers
 from comingle.models.base import Base, tokenizer_of
 from comingle.models.digests import digest_tokenizer
-from comingle.recipes import Recipe
 from comingle.store.grouping import Spool
 from comingle.store.tokens import PopulationWriter
 from comingle.store.turns import Some, Turns, in_turn

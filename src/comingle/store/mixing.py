@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from comingle.config import Recipe
 from comingle.data.pack import find_shortage
 from comingle.data.partition import UserText, deal, quota_of, take_turns
 from comingle.data.samples import SPLITS
 from comingle.kinds.text.kind import TextKind, section
 from comingle.models.base import Base
-from comingle.recipes import Recipe
 from comingle.store.grouping import Spool
 from comingle.store.language import TextTurns
 from comingle.store.tokens import PopulationWriter

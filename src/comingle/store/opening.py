@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from comingle.config import Recipe
 from comingle.data.crowds import Crowd
 from comingle.engines.client import Clients
 from comingle.engines.state import MOMENTS
 from comingle.kinds.base import Kind, LoadBase, Materials
-from comingle.recipes import Recipe
 from comingle.store import arrays, language, mixing  # noqa: F401 (kinds whose users are read in turn)
 from comingle.store.cache import populated
 from comingle.store.disk import OnDisk

@@ -14,11 +14,11 @@ from functools import singledispatch
 from pathlib import Path
 from typing import Any, Generic, TextIO, TypeVar
 
+from comingle.config import Recipe
 from comingle.data.crowds import Crowd
 from comingle.data.pack import LISTED, list_small
 from comingle.kinds.base import Kind, Materials
 from comingle.models.base import Base
-from comingle.recipes import Recipe
 from comingle.store.grouping import Spool
 from comingle.store.tokens import PopulationWriter
 from comingle.utils.errors import DataError, NoTextError

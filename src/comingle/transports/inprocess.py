@@ -11,6 +11,7 @@ from statistics import fmean
 import numpy as np
 import torch
 
+from comingle.config.settings import Terms
 from comingle.engines.checkpoints import Progress, load_checkpoint, save_checkpoint
 from comingle.engines.client import Clients
 from comingle.engines.clock import Federation
@@ -23,7 +24,6 @@ from comingle.engines.state import Stored
 from comingle.engines.training import cohorts
 from comingle.privacy.ledger import Ledger
 from comingle.privacy.secure.quantising import as_words
-from comingle.privacy.secure.settings import Terms
 from comingle.privacy.secure.sizes import VECTOR, keys_bytes, received_bytes, sent_bytes
 from comingle.privacy.summing import Sums
 from comingle.protocol.messages import (

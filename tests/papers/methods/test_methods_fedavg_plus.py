@@ -11,9 +11,9 @@ import pytest
 import torch
 from linear_task import EVERYONE, LINEAR, RATE
 
+from comingle.config import load_recipe
 from comingle.engines.local import finetuned
 from comingle.engines.rounds import run_rounds
-from comingle.recipes import load_recipe
 from comingle.runs import api
 from comingle.transports.inprocess import InProcess
 from federations import exchange, local_round

@@ -12,11 +12,11 @@ import torch
 from linear_task import EVERYONE, LINEAR, Own, batches, descend, outputs, sample_losses, samples_of, unequal
 from torch import Tensor, nn
 
+from comingle.config import parse_recipe
 from comingle.engines.mixing import mixture_at_users
 from comingle.evaluation.losses import CROSS_ENTROPY
 from comingle.models.personal_net import MixtureOfModels, personal_net
 from comingle.models.stacked import stack
-from comingle.recipes import parse_recipe
 from comingle.routers.mixtures import ClientMixture
 from comingle.runs.api import run
 from comingle.transports.inprocess import InProcess

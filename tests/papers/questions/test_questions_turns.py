@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from comingle.config import Recipe, parse_recipe
 from comingle.data.crowds import Crowd
 from comingle.data.samples import SPLITS
 from comingle.kinds.base import kind_of
 from comingle.models.language import load_base
 from comingle.papers.questions.rows import LABELS
 from comingle.papers.questions.sets import QUESTIONS
-from comingle.recipes import Recipe, parse_recipe
 from comingle.runs import api
 from comingle.runs.session import prepare
 from comingle.store.turns import in_turn, write_in_turn

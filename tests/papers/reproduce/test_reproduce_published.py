@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from comingle.config import Recipe
 from comingle.methods import REGISTRY, settings_of
 from comingle.papers.recipes import published_recipes
 from comingle.papers.reproduce.plan import Plan, Wanted, plan
@@ -21,7 +22,6 @@ from comingle.papers.reproduce.published import (
     merge,
     printed,
 )
-from comingle.recipes import Recipe
 from comingle.utils.errors import RecipeError
 
 EXPERIMENTS = list_experiments()

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from comingle.adapters.lora import lora_scale
+from comingle.config import Recipe
 from comingle.papers.questions.rows import LABELS
 from comingle.papers.reproduce.plan import Plan, Wanted, plan
 from comingle.papers.reproduce.runner import run_cells, scores
 from comingle.papers.reproduce.tables import build_table, markdown
-from comingle.recipes import Recipe
 from comingle.utils.records import read_metrics
 
 ROWS = ("local", "fedit", "fedlora", "fedmerge-5")

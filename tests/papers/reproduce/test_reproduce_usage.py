@@ -11,6 +11,7 @@ import pytest
 import torch
 from matplotlib.collections import PathCollection
 
+from comingle.config import Recipe, parse_recipe
 from comingle.data.samples import Samples, UserSamples
 from comingle.papers.reproduce.figures import draw, read_entries
 from comingle.papers.reproduce.plan import Plan, Wanted, plan
@@ -21,7 +22,6 @@ from comingle.papers.reproduce.usage import Usage, count_usage, plan_usage, usag
 from comingle.papers.tasks.kind import prepare_task
 from comingle.papers.tasks.making import Task
 from comingle.protocol.messages import COUNT
-from comingle.recipes import Recipe, parse_recipe
 from comingle.runs.session import build, prepare
 from comingle.utils.errors import RecipeError
 from comingle.utils.records import read_metrics

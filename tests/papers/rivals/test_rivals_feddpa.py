@@ -14,11 +14,11 @@ import torch
 from by_hand import Own, played, rows_of, same
 from torch import Tensor, nn
 
+from comingle.config import parse_recipe
 from comingle.engines.local import finetuned, settle
 from comingle.methods.cohort import Phase
 from comingle.models.folding import cache_name
 from comingle.models.personal import PersonalModel
-from comingle.recipes import parse_recipe
 from comingle.runs.session import build, execute, prepare
 from comingle.transports.inprocess import InProcess
 from comingle.utils.errors import DataError

@@ -12,11 +12,11 @@ from jaxtyping import Int, Int64
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from comingle.config.settings import Training
 from comingle.data.batches import PAD
 from comingle.data.crowds import Crowd
 from comingle.engines.feeds import SCORED_PER_SLOT, Generate, Predict
 from comingle.engines.passes import PassFeed
-from comingle.engines.settings import Training
 from comingle.engines.training import Portions, portions
 from comingle.evaluation.answers import JUDGES, AnswerScore, judge, score_answers
 from comingle.evaluation.perplexity import Gates, score_windows

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any, cast
 
+from comingle.config import Recipe
+from comingle.config.settings import Training
 from comingle.data.bad_rows import BadRows
 from comingle.data.batches import PAD
 from comingle.data.crowds import Crowd
@@ -13,7 +15,6 @@ from comingle.data.partition import UserText
 from comingle.data.samples import SPLITS
 from comingle.data.templates import ChatTemplate
 from comingle.engines.client import Clients
-from comingle.engines.settings import Training
 from comingle.engines.users import batch_size
 from comingle.kinds.base import LoadBase, Materials, always_there, count_trainers
 from comingle.kinds.conversations.answers import UserAnswers, check_answers, pool_answers
@@ -35,7 +36,6 @@ from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.base import tokenizer_of
 from comingle.models.model import Model
-from comingle.recipes import Recipe
 from comingle.utils.errors import DataError
 from comingle.utils.inputs import DATE
 

@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from comingle.config import SplitSection
 from comingle.data.bad_rows import BadRows
 from comingle.data.kinds import word_problem
 from comingle.data.loading import read_tables
@@ -25,7 +26,6 @@ from comingle.kinds.conversations.records import Record, read_records
 from comingle.kinds.conversations.rows import Columns, Messages, messages_of
 from comingle.kinds.conversations.section import ConversationRows, ConversationsSection
 from comingle.kinds.text.section import UserFiles
-from comingle.recipes import SplitSection
 from comingle.utils.errors import DataError, NoTextError, did_you_mean, list_names
 from comingle.utils.names import name_problem
 from comingle.utils.seeds import derive

@@ -7,12 +7,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from comingle.config.data import (
+    ON_LANGUAGE,
+    Anchor,
+    Count,
+    OwnUsersSection,
+    Source,
+    SplitSection,
+    TokenLimit,
+    keys_of_text,
+    steps_of,
+)
 from comingle.data.bad_rows import OnBadRow
 from comingle.kinds.conversations.rows import Columns
 from comingle.kinds.text.section import UserFiles, UsersRows, anchored_sources, named_sources
-from comingle.recipes.data import Anchor, OwnUsersSection, SplitSection
-from comingle.recipes.fields import Count, Source, TokenLimit
-from comingle.recipes.unread import ON_LANGUAGE, keys_of_text, steps_of
 from comingle.utils.errors import did_you_mean, list_names
 
 Measure = Literal["rouge1", "exact_match", "accuracy"]

@@ -10,10 +10,11 @@ from functools import partial
 import torch
 
 from comingle.adapters.clustered.wrap import adaptor_size, floral
+from comingle.config import Recipe
+from comingle.config.settings import Training
 from comingle.data.crowds import Crowd, listed
 from comingle.data.samples import UserSamples, check, pool_samples
 from comingle.engines.client import Clients
-from comingle.engines.settings import Training
 from comingle.engines.users import batch_size
 from comingle.kinds.base import always_there, later
 from comingle.kinds.language import ADAPTOR_SETS, NETS
@@ -24,7 +25,6 @@ from comingle.methods.base import Method
 from comingle.models.gated import gated_pair
 from comingle.models.hardware import require_room, resolve_device, resolve_dtype
 from comingle.models.stacked import StackedModel, stack
-from comingle.recipes import Recipe
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.trees import ADAPTOR, BASE
 

@@ -11,12 +11,12 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
+from comingle.config.settings import Training
 from comingle.data.batches import PAD
 from comingle.data.crowds import Crowd
 from comingle.data.samples import SampleBank, Samples, UserSamples, bank_of
 from comingle.engines.feeds import Predict
 from comingle.engines.passes import PassFeed
-from comingle.engines.settings import Training
 from comingle.engines.training import Portions
 from comingle.evaluation.losses import Loss, SampleScore
 from comingle.evaluation.perplexity import Gates

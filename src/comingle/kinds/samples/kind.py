@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+from comingle.config import Recipe
+from comingle.config.settings import Training
 from comingle.data.samples import Samples, UserSamples, pool_samples
 from comingle.data.splits import warn_unseen
 from comingle.engines.client import Clients
-from comingle.engines.settings import Training
 from comingle.evaluation.losses import CROSS_ENTROPY, MSE, Loss, find_loss
 from comingle.kinds.base import Kind, LoadBase, Materials
 from comingle.kinds.samples.building import build_nets, check_on_nets, net_model
@@ -23,7 +24,6 @@ from comingle.models.base import Base
 from comingle.models.model import Model
 from comingle.models.personal_net import PersonalNet, personal_net
 from comingle.models.stacked import StackedModel
-from comingle.recipes import Recipe
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.trees import Tree
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
+from comingle.config import Recipe
 from comingle.kinds.language import NETS
 from comingle.kinds.samples.population import MakeNet, Population
 from comingle.models.calling import call_with
 from comingle.models.nets import make_net
-from comingle.recipes import Recipe
 from comingle.utils.errors import RecipeError
 from comingle.utils.seeds import derive
 

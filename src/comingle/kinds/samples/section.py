@@ -7,9 +7,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from comingle.recipes.data import PATHS, Anchor, OwnUsersSection
-from comingle.recipes.fields import Count, Fraction, Section, Source
-from comingle.recipes.unread import keys_of_text, steps_of
+from comingle.config.data import (
+    PATHS,
+    Anchor,
+    Count,
+    Fraction,
+    OwnUsersSection,
+    Section,
+    Source,
+    keys_of_text,
+    steps_of,
+)
 from comingle.utils.names import name_problem
 
 Side = Annotated[int, Field(ge=1, le=16_384, strict=True)]

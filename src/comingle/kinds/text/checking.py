@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from comingle.config import Recipe
 from comingle.data.pack import check, find_shortage, pack, with_validation
 from comingle.data.partition import UserText, mix_held_out
 from comingle.data.templates import begin_of
@@ -13,7 +14,6 @@ from comingle.models.byte_tokenizer import byte_tokenizer
 from comingle.models.families import PREFIX
 from comingle.models.folders import load_tokenizer
 from comingle.models.pretrained import PreTrainedTokenizerBase
-from comingle.recipes import Recipe
 from comingle.utils.names import is_named
 from comingle.utils.records import expand_home
 

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from comingle.config.settings import Training
 from comingle.data.batches import PAD, evaluation_windows, fixed_windows, random_windows
 from comingle.data.crowds import listed
 from comingle.data.pack import UserData
 from comingle.engines.feeds import SCORED_PER_SLOT, Feed, Predict
-from comingle.engines.settings import Training
 from comingle.engines.training import Portions, portions
 from comingle.evaluation.perplexity import Gates, Score, score_streams
 from comingle.methods.cohort import Phase

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+from comingle.config import Recipe
+from comingle.config.settings import Training
 from comingle.data.bad_rows import BadRows
 from comingle.data.pack import UserData, check, pool
 from comingle.data.partition import UserText, mix_held_out
 from comingle.data.sources import iterate_documents
 from comingle.engines.client import Clients
-from comingle.engines.settings import Training
 from comingle.engines.users import batch_size
 from comingle.kinds.base import Kind, LoadBase, Materials, always_there, count_trainers
 from comingle.kinds.language import check_on_language, language_model, require_rows
@@ -24,7 +25,6 @@ from comingle.methods import make
 from comingle.methods.base import Method
 from comingle.models.model import Model
 from comingle.models.personal import PersonalModel, Spoken
-from comingle.recipes import Recipe
 from comingle.utils.errors import DataError, RecipeError
 from comingle.utils.trees import Tree
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from comingle.config import SplitSection
 from comingle.data.bad_rows import BadRows
 from comingle.data.limits import most_bytes
 from comingle.data.pack import UserData, find_shortage, list_small, pack, with_validation
@@ -15,7 +16,6 @@ from comingle.data.repeated import Repeated, warn_same_files
 from comingle.data.sources import read_dataset, read_documents
 from comingle.kinds.text.section import DatasetSource, TextSection, UserSource
 from comingle.models.base import Base, tokenizer_of
-from comingle.recipes import SplitSection
 from comingle.utils.errors import DataError, NoTextError, RecipeError, did_you_mean, list_names
 
 logger = logging.getLogger("comingle")

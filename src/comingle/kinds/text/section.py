@@ -7,10 +7,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from comingle.config.data import (
+    ON_LANGUAGE,
+    PATHS,
+    Anchor,
+    Count,
+    OwnUsersSection,
+    Section,
+    Source,
+    SplitSection,
+    TokenLimit,
+)
 from comingle.data.bad_rows import OnBadRow
-from comingle.recipes.data import PATHS, Anchor, OwnUsersSection, SplitSection
-from comingle.recipes.fields import Count, Section, Source, TokenLimit
-from comingle.recipes.unread import ON_LANGUAGE
 from comingle.utils.names import name_problem
 
 

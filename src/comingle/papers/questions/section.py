@@ -7,9 +7,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from comingle.recipes.data import Anchor, DataSection
-from comingle.recipes.fields import Count, Section, Source, plain_name
-from comingle.recipes.unread import ON_LANGUAGE, keys_of_text, steps_of
+from comingle.config.data import (
+    ON_LANGUAGE,
+    Anchor,
+    Count,
+    DataSection,
+    Section,
+    Source,
+    keys_of_text,
+    plain_name,
+    steps_of,
+)
 
 
 class QuestionsSection(Section):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from comingle.config import Recipe
 from comingle.data.crowds import Crowd
 from comingle.data.templates import Encoded
 from comingle.kinds.base import Kind, Materials
@@ -24,7 +25,6 @@ from comingle.papers.questions.sets import (
     source_of,
     user_of,
 )
-from comingle.recipes import Recipe
 from comingle.store.grouping import Spool
 from comingle.store.tokens import PopulationWriter
 from comingle.store.turns import Some, Turns

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError
 
-from comingle.recipes.fields import Section
-from comingle.recipes.files import read_yaml
-from comingle.recipes.problems import first_problem
+from comingle.config.data import Section
+from comingle.config.files import read_yaml
+from comingle.config.hints import first_problem
 from comingle.utils.errors import RecipeError
 
 Steps = Annotated[int, Field(ge=2, le=10_000, strict=True)]

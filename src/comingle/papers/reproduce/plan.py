@@ -12,6 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from comingle.config import Recipe, parse_recipe
+from comingle.config.sections import complete_older
 from comingle.methods import REGISTRY, make, settings_of
 from comingle.papers.reproduce.published import (
     Column,
@@ -33,8 +35,6 @@ from comingle.papers.reproduce.sources import (
     placed,
 )
 from comingle.papers.reproduce.weights import weigh
-from comingle.recipes import Recipe, parse_recipe
-from comingle.recipes.sections import complete_older
 from comingle.utils.errors import RecipeError, did_you_mean
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from comingle.config.data import Section
+from comingle.config.files import read_yaml
+from comingle.config.hints import first_problem
 from comingle.papers.recipes import published_recipes
-from comingle.recipes.fields import Section
-from comingle.recipes.files import read_yaml
-from comingle.recipes.problems import first_problem
 from comingle.utils.errors import RecipeError, did_you_mean
 
 Model = TypeVar("Model", bound=BaseModel)

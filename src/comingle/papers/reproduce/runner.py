@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from comingle.config import load_recipe
 from comingle.engines.client import Clients
 from comingle.engines.events import Observer
 from comingle.kinds.base import Materials
@@ -27,7 +28,6 @@ from comingle.papers.reproduce.measured import (
 )
 from comingle.papers.reproduce.plan import Cell
 from comingle.progress import LOADING
-from comingle.recipes import load_recipe
 from comingle.runs.session import describe, prepare, run_in
 from comingle.utils.errors import DivergenceError, RunError
 from comingle.utils.inputs import read_inputs

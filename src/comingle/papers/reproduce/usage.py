@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from comingle.config import Recipe
 from comingle.costing.messages import download_of, upload_of
 from comingle.costing.summaries import with_method
 from comingle.data.samples import UserSamples
@@ -22,7 +23,6 @@ from comingle.papers.reproduce.plan import Cell, Plan
 from comingle.papers.reproduce.tables import table_line
 from comingle.papers.tasks.making import Task
 from comingle.protocol.messages import LOSS
-from comingle.recipes import Recipe
 from comingle.runs.session import prepare
 from comingle.runs.settings import training_settings
 from comingle.transports.inprocess import federate

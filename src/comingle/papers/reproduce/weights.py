@@ -9,7 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from comingle.engines.settings import AUTO, SHORTEST
+from comingle.config import Recipe
+from comingle.config.settings import AUTO, SHORTEST
 from comingle.kinds.conversations.section import ConversationsSection
 from comingle.kinds.language import NETS
 from comingle.kinds.text.section import TextSection
@@ -21,7 +22,6 @@ from comingle.papers.questions.sets import QUESTIONS
 from comingle.papers.tasks.section import TaskDataSection, TaskSection
 from comingle.papers.tasks.settings import REDUCED_MINIMUM, TASKS
 from comingle.papers.tasks.synthetic import DIMENSION, OUTPUTS
-from comingle.recipes import Recipe
 
 _IMAGES = {"mnist": (60_000, 10_000), "cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000)}
 """Train and test images of the data sets, as on the hub."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from comingle.config import Recipe
 from comingle.data.splits import warn_unseen
 from comingle.kinds.base import LoadBase, Materials
 from comingle.kinds.samples.kind import NetKind
 from comingle.models.base import Base
 from comingle.papers.tasks.making import Task, make_task
 from comingle.papers.tasks.section import TaskDataSection, TaskSection
-from comingle.recipes import Recipe
 
 SETTINGS = ("loss", "classes", "clusters", "augment", "input_shape", "net", "shift")
 """What a task says besides its users."""

@@ -7,10 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from comingle.config.data import Count, DataSection, Fraction, Positive, Section, keys_of_text, plain_name
 from comingle.kinds.samples.section import NO_WINDOWS, UNREAD
-from comingle.recipes.data import DataSection
-from comingle.recipes.fields import Count, Fraction, Positive, Section, plain_name
-from comingle.recipes.unread import keys_of_text
 
 
 class TaskSection(Section):

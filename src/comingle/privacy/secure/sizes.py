@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from comingle.config.settings import Terms
 from comingle.privacy.secure.quantising import DTYPES
-from comingle.privacy.secure.settings import Terms
 from comingle.protocol.messages import Download, Upload
 from comingle.protocol.wire import packed_bytes
 

@@ -1,16 +1,25 @@
-"""YAML as recipes have it: keys are text as typed, each once, and neither depth nor aliases can hang what reads it.
+"""Recipe files: YAML read strictly.
 
 YAML 1.1 makes a truth value of ``no``, a date of ``2024-01-01``, and takes the last of two equal keys without a word;
 each of these would rename or drop a user.
+
+Text is read in windows by adapters on a language model, questions in passes; a task's samples are read in passes by
+nets that are trained whole. A setting that only another kind reads must be left at its default, which recipes of run
+folders spell out.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from comingle.config.sections import Recipe, complete_older, parse_recipe
 from comingle.utils.errors import RecipeError
+from comingle.utils.names import is_named
 
 MAX_BYTES = 4 << 20
 """Ten thousand users with a file each need one million; reading YAML takes about 200 times its size in memory."""
@@ -112,3 +121,91 @@ def _check_users(node: Any) -> None:
 
 def _problem(place: Any, what: str) -> RecipeError:
     return RecipeError(f"line {place.start_mark.line + 1}: {what}")
+
+
+def load_recipe(path: str | Path, *, change: Callable[[Any], Any] = lambda content: content) -> Recipe:
+    """Read a recipe file, or the recipe of a run folder. Relative paths in it are relative to the file.
+
+    What is checked is what ``change`` makes of the file's content.
+
+    Raises:
+        RecipeError: no such file, not YAML, or a wrong recipe.
+    """
+    path = Path(path)
+    written = path.is_dir()  # by a run, and not by a user
+    if written:
+        path = path / "recipe.yaml"
+    if not path.is_file():
+        raise RecipeError(f"{path}: no such recipe.{_shipped_hint(path)}")
+    content = complete_older(read_yaml(path)) if written else read_yaml(path)
+    return _anchor(parse_recipe(change(content), where=str(path)), path.parent)
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file.
+
+    Raises:
+        RecipeError: as :func:`comingle.config.files.read_text`, or it cannot be read.
+    """
+    try:
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise too_large(size, str(path))
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    return read_text(text, str(path))
+
+
+def shipped_recipes() -> Path:
+    """The folder of the recipes that come with comingle."""
+    installed = Path(__file__).parents[1] / "shipped_recipes"
+    return installed if installed.is_dir() else Path(__file__).parents[3] / "recipes"
+
+
+def _shipped_hint(path: Path) -> str:
+    shipped = shipped_recipes() / path.name
+    return f" Did you mean {str(shipped)!r}?" if shipped.is_file() else ""
+
+
+def _anchor(recipe: Recipe, folder: Path) -> Recipe:
+    """Make relative paths of the data absolute where they exist below ``folder``; leave hub names alone."""
+    content = recipe.model_dump(mode="json", exclude_unset=True)
+
+    def anchored(source: Any) -> Any:
+        if isinstance(source, list):
+            return [anchored(s) for s in source]
+        if not isinstance(source, str) or is_named(source):
+            return source
+        source = os.path.expandvars(os.path.expanduser(source))
+        return str((folder / source).resolve()) if os.path.exists(folder / source) else source
+
+    content["data"] |= recipe.data.anchored(anchored)
+    if os.path.exists(folder / recipe.base):
+        content["base"] = anchored(recipe.base)
+    return Recipe.model_validate(content)
+
+
+def check_used(recipe: Recipe) -> None:
+    """Whether the recipe's users have the kind of data that its settings are for.
+
+    Raises:
+        RecipeError: a setting that would not be read, or a word of the other kind.
+    """
+    data = recipe.data
+    for place, instead in data.unread.items():
+        for key, value in changed(recipe, place) if not place.startswith("data.") else ():
+            raise RecipeError(f"{key}: got {value!r}, which is not read for {data.label}; {instead}")
+    if (got := recipe.training.weighting) not in data.weightings:
+        raise RecipeError(f"training.weighting: got {got!r} for {data.label}; allowed: {', '.join(data.weightings)}")
+
+
+def changed(recipe: Recipe, place: str) -> list[tuple[str, Any]]:
+    """The values at a dotted key, or below it, that are not the defaults."""
+    section: Any = recipe
+    *path, last = place.split(".")
+    for part in path:
+        section = getattr(section, part)
+    value, default = getattr(section, last), type(section).model_fields[last].get_default(call_default_factory=True)
+    if not hasattr(value, "model_fields_set"):
+        return [(place, value)] if value != default else []
+    return [place_changed for name in type(value).model_fields for place_changed in changed(recipe, f"{place}.{name}")]

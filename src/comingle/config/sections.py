@@ -1,4 +1,4 @@
-"""Recipes: the YAML that describes a run, checked key by key.
+"""Sections of a recipe, checked key by key.
 
 Unknown keys are refused with the nearest known one. A recipe is data: nothing in it is ever executed.
 """
@@ -13,16 +13,69 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
-from comingle.adapters.settings import RANK, AdapterSettings, Targets
-from comingle.engines.settings import EVERYBODY, OptimizerSettings, Training
+from comingle.config.data import (
+    Count,
+    DataSection,
+    Fraction,
+    NotNegative,
+    Positive,
+    Section,
+    Steps,
+    number_in,
+    plain_name,
+    section_of,
+)
+from comingle.config.hints import first_problem
+from comingle.config.settings import (
+    EVERYBODY,
+    RANK,
+    AdapterSettings,
+    Aggregation,
+    Balance,
+    OptimizerSettings,
+    Privacy,
+    Rule,
+    Secure,
+    Targets,
+    Training,
+)
 from comingle.protocol.messages import Format
-from comingle.recipes.data import DataSection, section_of
-from comingle.recipes.fields import Count, Fraction, NotNegative, Positive, Section, Steps, number_in, plain_name
-from comingle.recipes.guards import AggregationSection, PrivacySection
-from comingle.recipes.problems import first_problem
-from comingle.robust.settings import Aggregation
-from comingle.routers.settings import Balance
 from comingle.utils.errors import RecipeError
+
+
+class SecureSection(Section):
+    """How uploads are summed behind masks; see ``comingle.config.settings``."""
+
+    threshold: Annotated[float, Field(gt=0.5, le=1)] = Secure.threshold
+    bits: Annotated[int, Field(ge=16, le=32, strict=True)] = Secure.bits
+    range: Positive | None = Secure.range
+    colluders: Annotated[int, Field(ge=0, le=10**6, strict=True)] = Secure.colluders
+
+
+class PrivacySection(Section):
+    """What is done to uploads so that they reveal little of a user; see ``comingle.config.settings``."""
+
+    mechanism: Literal["central", "local", "example", "none"] = Privacy.mechanism
+    clip_norm: Positive | Literal["adaptive"] = Privacy.clip_norm
+    noise_multiplier: Positive | None = Privacy.noise_multiplier
+    epsilon: Positive | None = Privacy.epsilon
+    delta: Annotated[float, Field(gt=0, lt=1)] = Privacy.delta
+    sampling: Literal["poisson", "fixed"] = Privacy.sampling
+    accountant: Literal["pld", "rdp"] = Privacy.accountant
+    weight_cap: Count | None = Privacy.weight_cap
+    noise: Literal["secret", "reproducible"] = Privacy.noise
+    first_clip_norm: Positive = Privacy.first_clip_norm
+    clip_quantile: Annotated[float, Field(gt=0, lt=1)] = Privacy.clip_quantile
+    clip_rate: Positive = Privacy.clip_rate
+    secure_aggregation: SecureSection | None = None
+
+
+class AggregationSection(Section):
+    """What the server makes of uploads some of which may be hostile; in YAML a rule's plain name, or a mapping."""
+
+    rule: Rule = Aggregation.rule
+    hostile: Annotated[float, Field(ge=0, lt=0.5)] = Aggregation.hostile
+    bound: Positive | Literal["median"] = Aggregation.bound
 
 
 class MethodSection(Section):

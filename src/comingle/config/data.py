@@ -1,16 +1,45 @@
-"""The section ``data`` of a recipe: who the users are and what they have; each kind has one of its own."""
+"""The section ``data`` of a recipe."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from comingle.recipes.fields import Fraction, Section
 from comingle.utils import registry
-from comingle.utils.errors import PluginError, did_you_mean
+from comingle.utils.errors import LARGEST, PluginError, did_you_mean
+
+Count = Annotated[int, Field(ge=1, le=10**15, strict=True)]
+"""Above it are only slips of the hand, and numbers that no tensor can count."""
+Steps = Annotated[int, Field(ge=1, le=10_000_000, strict=True)]
+"""What is done one after the other."""
+Positive = Annotated[float, Field(gt=0, le=LARGEST)]
+NotNegative = Annotated[float, Field(ge=0, le=LARGEST)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Source = Annotated[str, Field(min_length=1)]
+TokenLimit = Count | dict[str, Count] | None
+"""How many tokens of a split are kept: one number for all users, or one for each user named."""
+
+
+class Section(BaseModel):
+    """A mapping whose keys are all known."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def plain_name(section: Any, *, key: str = "name") -> Any:
+    """A section that may be written as its name alone, which it has under ``key``."""
+    return {key: section} if isinstance(section, str) else section
+
+
+def number_in(value: Any) -> Any:
+    """The number in a text such as "1e-3", which YAML 1.1 takes for text; anything else as it is."""
+    exponential = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
+    return float(value) if exponential else value
+
 
 GROUP = "comingle.kinds"
 """Under which entry points plug-ins offer sections of kinds of their own."""
@@ -157,3 +186,25 @@ def _loadable() -> Iterator[type[DataSection]]:
     for kind in kinds():
         with suppress(PluginError):
             yield load_section(kind)
+
+
+ON_LANGUAGE: Mapping[str, str] = {"floral": "adaptors on a language model take adapters.rank and adapters.alpha"}
+"""Settings of nets, which no users of a language model read."""
+
+_PASSES = {"data.train_on_valid": "rounds are passes, which would be longer with more to train on"}
+
+_LIMITS = ("data.max_train_tokens", "data.max_valid_tokens", "data.max_test_tokens")
+
+
+def steps_of(what: str) -> dict[str, str]:
+    """Iterations, where users pass over what they have."""
+    return {"training.local_steps": f"passes over a user's {what} are counted by training.local_epochs"}
+
+
+def keys_of_text(*, limits: str | tuple[str, str, str], **instead: str) -> dict[str, str]:
+    """Keys of ``data`` that text has, by name; ``limits`` are what there is instead of those on tokens of the splits.
+
+    One text stands for all three of them.
+    """
+    each = (limits,) * len(_LIMITS) if isinstance(limits, str) else limits
+    return _PASSES | {f"data.{key}": text for key, text in instead.items()} | dict(zip(_LIMITS, each, strict=True))

@@ -1,0 +1,339 @@
+"""Settings of adapters, routers, optimizers, privacy and aggregation, as the engine uses them.
+
+Recipes take their defaults from here, and are read without torch.
+
+Recipes take their defaults from here, and are read without torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
+
+from comingle.protocol.messages import Format
+
+if TYPE_CHECKING:
+    from comingle.privacy.summing import Sums
+
+
+@runtime_checkable
+class Gating(Protocol):
+    """A method's own way of weighing experts, of all of a model's routers alike; ``str`` says it in words."""
+
+    def start(self, experts: int, rank: int, width: int) -> tuple[int, Any]:
+        """How many rows, of the width that it reads, a router has for so many experts, and what draws them.
+
+        Of no more rows than experts, the last experts' in order, users have those of experts that they have.
+        """
+        ...
+
+    def __call__(self, router: Any, products: Any, x: Any) -> Any:
+        """Gates ``(users, n, experts)`` that sum to one, of ``x (users, n, width)`` and its products with all rows."""
+
+
+Balance = Literal["none", "uniform", "generalist"]
+"""Which load on the experts the balancing penalty asks for: none, equal, or half of it on the generalist."""
+
+
+RANK = 8
+"""Of everybody's experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """Names of the linears to adapt, relative to a decoder layer.
+
+    ``mlp`` is the module that a routed MLP replaces; empty where the layer itself holds the MLP's linears (OPT). Then
+    the mixture takes the place of ``up`` and the activation and ``down`` become identities. ``activation`` names a
+    transformers activation; None reads it from the model's configuration.
+    """
+
+    attention: tuple[str, ...]
+    up: str
+    down: str
+    gate: str | None = None
+    mlp: str = ""
+    activation: str | None = None
+
+    def named(self) -> Iterator[tuple[str, str]]:
+        """Key and name of each linear."""
+        yield from (("attention", name) for name in self.attention)
+        yield from ((key, name) for key in ("up", "down", "gate") if (name := getattr(self, key)))
+
+    @property
+    def names(self) -> set[str]:
+        """All linears named."""
+        return {name for _, name in self.named()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSettings:
+    """Shape of the adapters: LoRA rank and alpha, top-k of the router, how experts are mixed, load balancing.
+
+    ``rank`` is one number for all users or one per user; a user with a smaller rank than another is padded and masked.
+    """
+
+    rank: int | tuple[int, ...] = RANK
+    alpha: float = 16.0
+    top_k: int = 2
+    mix: Literal["output", "linear"] = "output"
+    balance: Balance = "generalist"
+    targets: Targets | None = None
+
+
+WORDS = (32, 64)
+"""Bits of the numbers on which masks are uniform."""
+
+LEAST = 2
+"""A sum of one user's upload is that upload."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Secure:
+    """Uploads are summed so that the server sees their sum alone.
+
+    ``threshold`` is the part of a round's users without whom there is no sum; it is above one half, so that no two sums
+    are made of one round. ``bits`` is the size of an entry of an upload, sign included. ``range`` is the largest
+    magnitude of an entry of a user's change, 8 where nothing is said; with noise it follows from the clip norm.
+    ``colluders`` is how many users may tell the server all they know before noise becomes less than it is counted as.
+    """
+
+    threshold: float = 0.66
+    bits: int = 24
+    range: float | None = None
+    colluders: int = 0
+
+    def least(self, users: int) -> int:
+        """How many of a round's users it takes."""
+        return max(LEAST, math.ceil(self.threshold * users - 1e-9))
+
+    def word(self, users: int) -> int:
+        """The size of the numbers that are sent, so that a sum of ``users`` entries fills no more than half of them."""
+        needed = self.bits + math.ceil(math.log2(max(users, 1))) + 1
+        return WORDS[0] if needed <= WORDS[0] else WORDS[1]
+
+
+def no_sum(done: int, there: int, expected: int, what: str, least: int) -> str:
+    """Why a round has none, in one line."""
+    return f"round {done}: {there} of {expected} users {what}; needed: {least}; the round ends without a sum"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What users and server know of a sum before it begins: of which round, of how many entries, of whom.
+
+    ``expected`` is how many users the round asks, ``threshold`` without how many of them there is no sum.
+    """
+
+    run: str
+    round: int
+    users: tuple[str, ...]
+    expected: int
+    threshold: int
+    word: int
+    entries: int
+
+    @property
+    def digest(self) -> str:
+        """A name of all of it, to which keys are bound."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+ADAPTIVE = "adaptive"
+KEY = "privacy.key"
+"""The file with the key of the noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Privacy:
+    """Differential privacy: whatever one user's data is changes what others see by at most epsilon, delta.
+
+    ``mechanism`` says where the noise is added: at the server, to the mean ("central"), or at each user ("local"); with
+    "none" there is none. With "example" it is privacy of single examples of a user instead of users (DP-SGD): each step
+    on what is shared is taken on a sum of clipped gradients with noise, and ``clip_norm`` bounds an example's gradient.
+    Without a noise multiplier each user has its own, by how many examples it has.
+    With ``secure_aggregation`` the server sees sums of uploads alone, and what "central" adds to
+    the sum comes from its users, each a part of it.
+    ``clip_norm`` bounds the L2 norm of a user's change; "adaptive" follows ``clip_quantile`` of the users' norms, from
+    ``first_clip_norm`` on, with steps of ``clip_rate`` (Andrew et al. 2021, whose values they are; a norm grows tenfold
+    in 23 rounds at most). The noise's deviation is ``noise_multiplier`` times the clip norm. Without it the whole run
+    spends ``epsilon``; with it the run stops before it is exceeded. ``sampling`` says how a fraction of the users is
+    drawn: each by itself ("poisson"), or so many ("fixed"). ``weight_cap`` is the amount of data from which on a user
+    has the full weight, where ``training.weighting`` is not uniform. ``noise`` is "secret", or for simulations
+    "reproducible" from the seed.
+    """
+
+    mechanism: Literal["central", "local", "example", "none"] = "central"
+    clip_norm: float | Literal["adaptive"] = 1.0
+    noise_multiplier: float | None = None
+    epsilon: float | None = None
+    delta: float = 1e-5
+    sampling: Literal["poisson", "fixed"] = "poisson"
+    accountant: Literal["pld", "rdp"] = "pld"
+    weight_cap: int | None = None
+    noise: Literal["secret", "reproducible"] = "secret"
+    first_clip_norm: float = 0.1
+    clip_quantile: float = 0.5
+    clip_rate: float = 0.2
+    secure_aggregation: Secure | None = None
+
+    @property
+    def noisy(self) -> bool:
+        """Whether there is noise, and so an account of what is revealed."""
+        return self.mechanism != "none"
+
+    @property
+    def of_examples(self) -> bool:
+        """Whether it is single examples that are hidden, and not users."""
+        return self.mechanism == "example"
+
+    @property
+    def multiplier(self) -> float:
+        """The noise multiplier, once it is known."""
+        assert self.noise_multiplier is not None
+        return self.noise_multiplier
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the clip norm follows the users' norms."""
+        return self.clip_norm == ADAPTIVE
+
+    @property
+    def first_bound(self) -> float:
+        """The clip norm of the first round."""
+        return self.first_clip_norm if isinstance(self.clip_norm, str) else self.clip_norm
+
+
+Rule = Literal["mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-bound", "bulyan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aggregation:
+    """How the server puts uploads together, where some users may mean harm.
+
+    ``hostile`` is the share of a round's uploads that is assumed to be hostile, below a half. ``bound`` is the largest
+    L2 norm of a user's change with "norm-bound": a number, or the "median" of the round's norms.
+    """
+
+    rule: Rule = "mean"
+    hostile: float = 0.2
+    bound: float | Literal["median"] = "median"
+
+    def hostile_among(self, users: int) -> int:
+        """How many of so many uploads are assumed to be hostile: their share, rounded up."""
+        return math.ceil(self.hostile * users - 1e-9)
+
+    def enough(self, users: int) -> bool:
+        """Whether the rule can do with so many uploads what it promises."""
+        return users >= self.needed(self.hostile_among(users))
+
+    def needed(self, hostile: int) -> int:
+        """How many uploads the rule needs with so many hostile ones among them."""
+        if self.rule == "mean" or (self.rule == "norm-bound" and self.bound != "median"):
+            return 1
+        if self.rule in ("krum", "multi-krum"):
+            return 2 * hostile + 3
+        return 4 * hostile + 3 if self.rule == "bulyan" else 2 * hostile + 1
+
+
+EVERYBODY = 1.0
+"""As a fraction of the users."""
+
+AUTO: Final = "auto"
+
+SHORTEST = 5
+"""Rounds between two evaluations where a recipe says "auto": more would hardly show more, and each is a download."""
+
+MEMORY: Final = "memory"
+"""Where users' tensors are, unless a recipe says otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """An optimiser and its schedule. ``momentum`` belongs to SGD, ``betas`` and ``eps`` to AdamW."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = 2e-3
+    schedule: Literal["cosine", "constant"] = "cosine"
+    final_fraction: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    momentum: float = 0.0
+    clip_norm: float | None = None
+
+    @property
+    def moments(self) -> frozenset[str]:
+        """Which moments the optimiser keeps: ``first``, ``second``."""
+        if self.name == "adamw":
+            return frozenset({"first", "second"})
+        return frozenset({"first"} if self.momentum else ())
+
+    @property
+    def memoryless(self) -> bool:
+        """Whether a step needs nothing but each entry's own gradient, and so can go tensor by tensor."""
+        return not self.moments and self.clip_norm is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How long, on how much, in what portions.
+
+    A round has ``local_steps`` iterations on random windows of text, or ``local_epochs`` passes over samples.
+    ``uploads`` is the format of what users send, see :mod:`comingle.protocol.messages`.
+    ``users_per_step`` and ``micro_batch`` (sequences of one user in one pass) bound memory; None chooses them.
+    ``participation`` is a fraction of the users drawn each round, or a list of users (by number) for each round, which
+    is repeated when it ends. ``evaluate`` says which model counts: "local", as a user has it after its local steps
+    (Algorithm 1 of CoMiGS returns that one), or "exchanged", after the exchange that ends the round. With
+    ``evaluate_first`` there is an evaluation before any training too; how often there are others, ``evaluate_every``,
+    may be left to :mod:`comingle.engines.periods`. ``select`` says with which round's models a run
+    ends: the "last", or of those that were evaluated the "best", with the lowest validation loss, mean over users.
+    ``evaluate_users`` are drawn once for all evaluations; None: everybody is evaluated. ``store`` says where the
+    tensors of users are whom nobody works on, see :class:`comingle.engines.state.Stored`.
+    ``privacy`` says what is done to uploads so that they reveal little of a user; its noise is known, but for that on
+    single examples, which follows from how many rounds each of all ``users`` takes part in. ``sums`` is there where the
+    server sees sums of uploads alone. ``aggregation`` says what it makes of uploads some of which may be hostile; None
+    is the method's mean.
+    """
+
+    rounds: int = 20
+    local_steps: int = 10
+    local_epochs: int = 1
+    batch_size: int = 64
+    context: int = 128
+    experts: OptimizerSettings = OptimizerSettings()
+    router: OptimizerSettings = OptimizerSettings(schedule="constant")
+    balance_weight: float = 0.01
+    weighting: Literal["uniform", "tokens", "samples"] = "uniform"
+    participation: float | tuple[tuple[int, ...], ...] = EVERYBODY
+    uploads: Format = "float32"
+    users_per_step: int | None = None
+    micro_batch: int | None = None
+    evaluate: Literal["local", "exchanged"] = "local"
+    evaluate_every: int | Literal["auto"] = AUTO
+    evaluate_first: bool = True
+    select: Literal["last", "best"] = "last"
+    checkpoint_every: int = 5
+    evaluate_users: int | None = None
+    store: Literal["memory", "disk", "disk-bf16"] = MEMORY
+    seed: int = 0
+    privacy: Privacy | None = None
+    users: tuple[str, ...] = ()
+    sums: Sums | None = None
+    aggregation: Aggregation | None = None
+    test_limit: str = ""
+    """Recipe key that limits each user's test data; empty where the kind of data has none."""
+
+    @property
+    def period(self) -> int:
+        """Rounds from one evaluation to the next; at least, where that is still to be found."""
+        return SHORTEST if self.evaluate_every == AUTO else self.evaluate_every
+
+    @property
+    def iterations(self) -> int:
+        """Local iterations of a user who takes part in every round."""
+        return self.rounds * self.local_steps
